@@ -1,0 +1,7 @@
+"""``python -m ringcomm``."""
+
+import sys
+
+from ringcomm.cli import main
+
+sys.exit(main())

@@ -1,0 +1,90 @@
+"""The ``ringcomm`` command: one module of this package per subcommand.
+
+A subcommand is a module ``ringcomm.cli.<name>`` with ``add_arguments(parser)`` and
+``run(args) -> int``. Only the one that was asked for is imported, so that ``ringcomm --help``
+does not pay for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+__all__ = ["main"]
+
+
+class Subcommand(Protocol):
+    """What a module of this package provides."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the command table: ``forwards`` marks a command that hands its options on."""
+
+    summary: str
+    forwards: bool = False
+
+
+COMMANDS = {
+    "bench": Entry("time collectives against Gloo and MPI", forwards=True),
+    "demo": Entry("check and time every collective, then train a small model both ways"),
+    "doctor": Entry("say whether collectives can work on this machine, and why not"),
+    "train": Entry("train a small byte-level GPT data-parallel"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit status; ``argv`` defaults to the process's."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, module = _build_parser(arguments)
+    namespace = parser.parse_args(arguments)
+    if module is None:
+        parser.print_help()
+        return 2
+    from ringcomm.errors import RingcommError
+
+    try:
+        return module.run(namespace)
+    except RingcommError as error:
+        print(f"ringcomm {namespace.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Subcommand | None]:
+    parser = argparse.ArgumentParser(
+        prog="ringcomm", description="Collectives over peer-mapped memory, and what is built on them."
+    )
+    parser.add_argument("--version", action="version", version=f"ringcomm {_version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    module: Subcommand | None = None
+    for name, entry in COMMANDS.items():
+        if entry.forwards:
+            # With no prefix character "-b 4K" parses as plain words, which the command passes on.
+            subparser = subparsers.add_parser(
+                name, help=entry.summary, add_help=False, prefix_chars="\0"
+            )
+        else:
+            subparser = subparsers.add_parser(name, help=entry.summary, description=entry.summary)
+        if name == chosen:
+            module = cast(Subcommand, importlib.import_module(f"ringcomm.cli.{name}"))
+            module.add_arguments(subparser)
+    return parser, module
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ringcomm")
+    except importlib.metadata.PackageNotFoundError:
+        return "(source tree, not installed)"
