@@ -1,0 +1,148 @@
+"""Collectives over peer-mapped memory, with the interface of ``torch.distributed``.
+
+``import ringcomm`` alone loads neither torch nor the native module: every public name is
+loaded at first use. torch itself imports this package while it is being imported (entry
+point group ``torch.backends``), so nothing here may touch torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.errors import (
+    AbortedError,
+    ArgumentError,
+    CollectiveTimeout,
+    ForkError,
+    HeapError,
+    MismatchError,
+    PeerLost,
+    RendezvousError,
+    RingcommError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from ringcomm.comm.communicator import Communicator
+    from ringcomm.comm.functions import (
+        GroupMember,
+        all_gather,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        broadcast,
+        gather,
+        recv,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_coalesced,
+        reduce_scatter_tensor,
+        scatter,
+        send,
+    )
+    from ringcomm.comm.groups import (
+        destroy_process_group,
+        get_global_rank,
+        get_group_rank,
+        get_process_group_ranks,
+        get_rank,
+        get_world_size,
+        init_process_group,
+        is_available,
+        is_initialized,
+        new_group,
+    )
+    from ringcomm.comm.local_world import LocalWorld, local_world
+    from ringcomm.comm.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        scatter_object_list,
+    )
+    from ringcomm.comm.options import CommOptions
+    from ringcomm.comm.peer_to_peer import P2POp, batch_isend_irecv, irecv, isend
+    from ringcomm.comm.reduce_ops import ReduceOp, premul_sum
+    from ringcomm.comm.work import Work
+    from ringcomm.memory.heap import empty, heap_stats, zeros
+
+_HOMES = {
+    "ringcomm.comm.communicator": ("Communicator",),
+    "ringcomm.comm.functions": (
+        "GroupMember",
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_coalesced",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    ),
+    "ringcomm.comm.groups": (
+        "destroy_process_group",
+        "get_global_rank",
+        "get_group_rank",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "init_process_group",
+        "is_available",
+        "is_initialized",
+        "new_group",
+    ),
+    "ringcomm.comm.local_world": ("LocalWorld", "local_world"),
+    "ringcomm.comm.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ),
+    "ringcomm.comm.options": ("CommOptions",),
+    "ringcomm.comm.peer_to_peer": ("P2POp", "batch_isend_irecv", "irecv", "isend"),
+    "ringcomm.comm.reduce_ops": ("ReduceOp", "premul_sum"),
+    "ringcomm.comm.work": ("Work",),
+    "ringcomm.memory.heap": ("empty", "heap_stats", "zeros"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ringcomm' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
+
+
+__all__ = [
+    "AbortedError",
+    "ArgumentError",
+    "CollectiveTimeout",
+    "ForkError",
+    "HeapError",
+    "MismatchError",
+    "PeerLost",
+    "RendezvousError",
+    "RingcommError",
+    "UnsupportedError",
+    *_HOME_OF,
+]
