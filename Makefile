@@ -1,0 +1,65 @@
+# Every target does its own set-up, in .venv. What it takes from outside:
+#   PYTHON=python3.12            the interpreter for .venv (default: the first python3 >= 3.10)
+#   TORCH_SPEC="torch==2.15.0"   another torch; pip's own PIP_* variables work as ever
+VENV ?= .venv
+TORCH_SPEC ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
+
+.PHONY: demo test check lint native tsan bench c10d-conformance clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.native
+	$(BIN)/ringcomm demo
+
+test: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/python -m pytest
+
+check: lint
+	$(BIN)/python -m pytest --ignore=tests/test_style.py
+
+# ruff, clang-format and mypy --strict: the commands stand in the test, since CI runs it.
+lint: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/python -m pytest -q --durations=0 tests/test_style.py tests/test_layering.py
+
+# Rebuilds the native module in place: only what changed.
+native: $(VENV)/.package
+	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $(VENV)/.native
+
+tsan: $(VENV)/.package
+	PATH="$(abspath $(BIN)):$$PATH" bash tests/native/tsan.sh
+
+bench: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/ringcomm bench
+
+c10d-conformance: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/python -m tests.c10d.conformance
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info ringcomm/_native.*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find ringcomm bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: each is as new as what it installed.
+$(VENV)/.torch: tools/make_venv.sh tools/install_torch.sh
+	sh tools/make_venv.sh $(VENV)
+	sh tools/install_torch.sh $(BIN)/python "$(TORCH_SPEC)"
+	@touch $@
+
+# Without build isolation, so that later builds find the same tools and compile only what changed.
+$(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py
+	$(PIP) install $(BUILD_REQUIRES)
+	$(PIP) install --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.package CMakeLists.txt $(NATIVE_SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.package
+	$(PIP) install --no-build-isolation --editable ".[bench,dev,test]"
+	@touch $@

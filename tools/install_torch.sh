@@ -1,0 +1,16 @@
+#!/bin/sh
+# Installs the torch requirement $2 with the Python $1. A machine without an NVIDIA driver takes
+# PyTorch's CPU build where its index can be reached, which spares the CUDA libraries: gigabytes.
+set -eu
+python=$1
+requirement=$2
+cpu_index=https://download.pytorch.org/whl/cpu
+
+reachable='import sys, urllib.request
+request = urllib.request.Request(sys.argv[1] + "/torch/", method="HEAD")
+urllib.request.urlopen(request, timeout=5).close()'
+
+if ! command -v nvidia-smi >/dev/null && "$python" -c "$reachable" "$cpu_index" 2>/dev/null; then
+  exec "$python" -m pip install --extra-index-url "$cpu_index" "$requirement"
+fi
+exec "$python" -m pip install "$requirement"
