@@ -1,0 +1,228 @@
+"""Imports and includes point one way, and compiler matters stay in their one header."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each part of ringcomm may import from ringcomm, apart from itself. "" is the package itself:
+# importing it from inside would hide an upward import behind the public names.
+MAY_IMPORT: dict[str, set[str]] = {}
+_below = {"_native"}
+for _layer in [("errors",), ("memory",), ("comm",), ("c10d", "functional"), ("optim",), ("zero",)]:
+    MAY_IMPORT |= {part: set(_below) for part in _layer}
+    _below |= set(_layer)
+MAY_IMPORT["errors"] = set()
+MAY_IMPORT["cli"] = _below | {""}
+MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT[""] = _below
+
+OUTSIDE = {"bench", "tests", "setup"}
+BENCH_MAY_IMPORT = {"", "errors", "cli"}
+
+COMPILER_TEST = re.compile(
+    r"\b(__CUDACC__|__CUDACC_RTC__|__CUDA_ARCH__|__HIP__|_MSC_VER|__GNUC__|__clang__|"
+    r"__SANITIZE_\w+|__has_(?:feature|builtin|attribute|cpp_attribute|include))\b"
+)
+MEMORY_ORDER = re.compile(r"__ATOMIC_|memory_order|__threadfence|\.(?:acquire|release|acq_rel)\b")
+NOT_IN_TEMPLATES = re.compile(
+    r"\btorch\b|\bATen\b|\bthreadIdx\b|\bblockIdx\b|<<<|nanobind|Python\.h"
+)
+KERNEL_INCLUDES = {"include": {"include"}, "host": {"include", "host"}, "cuda": {"include", "cuda"}}
+SOURCE_ENDINGS = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh", ".inc"}
+
+
+def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that `source`, a module of `package`, imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1]
+            stem = ".".join(base) if node.level else ""
+            module = ".".join(part for part in (stem, node.module) if part)
+            # `from a import b` may name the module a.b.
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value
+
+
+def part_of(name: str) -> str:
+    """The part of ringcomm that a dotted name belongs to; "" for the package's own names."""
+    parts = name.split(".")
+    if len(parts) < 2:
+        return ""
+    return parts[1] if parts[1] in MAY_IMPORT or parts[1].startswith("_") else ""
+
+
+def python_violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted((root / "ringcomm").rglob("*.py")):
+        relative = path.relative_to(root)
+        package = ".".join(relative.parent.parts)
+        own = "" if str(relative) == "ringcomm/__init__.py" else relative.with_suffix("").parts[1]
+        if own not in MAY_IMPORT:
+            found.append(f"{relative}: {own} has no place in the layers")
+            continue
+        for line, name in imported_names(path.read_text(), package):
+            top = name.split(".")[0]
+            part = part_of(name)
+            if top in OUTSIDE or part == "_bench":
+                found.append(f"{relative}:{line}: imports {name}")
+            elif top == "ringcomm" and part != own and part not in MAY_IMPORT[own]:
+                found.append(f"{relative}:{line}: {own or 'ringcomm'} imports {name}")
+    return found + bench_violations(root)
+
+
+def bench_violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted((root / "bench").rglob("*.py")):
+        relative = path.relative_to(root)
+        for line, name in imported_names(path.read_text(), ".".join(relative.parent.parts)):
+            inside = name.split(".")[0] == "ringcomm" and part_of(name) not in BENCH_MAY_IMPORT
+            if inside or name.split(".")[0] == "tests":
+                found.append(f"{relative}:{line}: bench imports {name}")
+    return found
+
+
+def without_comments(text: str) -> str:
+    """C++ text with its comments blanked, lines and string literals kept."""
+
+    def blank(match: re.Match[str]) -> str:
+        token = match.group()
+        return "\n" * token.count("\n") if token.startswith("/") else token
+
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', blank, text, flags=re.DOTALL)
+
+
+def included_part(line: str, path: Path, kernels: Path) -> str | None:
+    """The part of kernels/ that an #include line reaches, if any."""
+    match = re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)
+    if not match:
+        return None
+    for folder in (path.parent, kernels, *(kernels / part for part in KERNEL_INCLUDES)):
+        target = (folder / match[1]).resolve()
+        if target.is_file() and target.is_relative_to(kernels):
+            return target.relative_to(kernels).parts[0]
+    return None
+
+
+def kernel_violations(root: Path) -> list[str]:
+    kernels = (root / "kernels").resolve()
+    found = []
+    for path in sorted(p for p in kernels.rglob("*") if p.suffix in SOURCE_ENDINGS):
+        relative = path.relative_to(kernels)
+        part = relative.parts[0]
+        for number, line in enumerate(without_comments(path.read_text()).splitlines(), 1):
+            where = f"kernels/{relative}:{number}"
+            reached = included_part(line, path, kernels)
+            if reached and reached not in KERNEL_INCLUDES[part]:
+                found.append(f"{where}: {part} includes {reached}: {line.strip()}")
+            if path.name != "platform.h" and COMPILER_TEST.search(line):
+                found.append(f"{where}: tests for the compiler: {line.strip()}")
+            if path.name != "atomics.h" and MEMORY_ORDER.search(line):
+                found.append(f"{where}: spells a memory order: {line.strip()}")
+            if part == "include" and NOT_IN_TEMPLATES.search(line):
+                found.append(f"{where}: not in the templates: {line.strip()}")
+    return found
+
+
+def test_imports_point_one_way():
+    assert python_violations(ROOT) == []
+
+
+def test_includes_point_one_way():
+    assert kernel_violations(ROOT) == []
+
+
+def test_there_is_something_to_check():
+    assert len(list((ROOT / "ringcomm").rglob("*.py"))) > 10
+    assert len(list((ROOT / "kernels" / "include").rglob("*.h"))) > 5
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ringcomm/errors.py", "from ringcomm.memory import heap"),
+        ("ringcomm/memory/heap.py", "from ..comm import Work"),
+        ("ringcomm/memory/heap.py", "import ringcomm"),
+        ("ringcomm/memory/heap.py", "from ringcomm import Communicator"),
+        ("ringcomm/comm/work.py", "def f():\n    import ringcomm.c10d"),
+        ("ringcomm/comm/work.py", "import importlib\nimportlib.import_module('ringcomm.c10d')"),
+        ("ringcomm/c10d/group.py", "from ringcomm.functional import all_reduce"),
+        ("ringcomm/functional.py", "from .c10d import register"),
+        ("ringcomm/zero/stage.py", "from ringcomm.cli import main"),
+        ("ringcomm/cli/bench.py", "from ringcomm._bench import collectives"),
+        ("ringcomm/cli/bench.py", "import bench.collectives"),
+        ("ringcomm/comm/work.py", "from tests.support import spawn"),
+        ("ringcomm/__init__.py", "from ringcomm.cli import main"),
+        ("ringcomm/stray.py", "import os"),
+        ("bench/cases.py", "from ringcomm.comm import work"),
+        ("bench/cases.py", "import ringcomm._native"),
+        ("bench/cases.py", "import tests"),
+    ],
+)
+def test_a_wrong_import_is_reported(tmp_path, name, line):
+    write(tmp_path, name, line)
+    assert len(python_violations(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ringcomm/memory/heap.py", "from ..errors import HeapError\nfrom ringcomm import _native"),
+        ("ringcomm/memory/heap.py", "from .block import Block\nimport os, torch"),
+        ("ringcomm/c10d/group.py", "from ringcomm.comm.work import Work"),
+        ("ringcomm/cli/demo.py", "import ringcomm\nfrom ringcomm import Communicator"),
+        ("ringcomm/__init__.py", "from ringcomm.comm import Communicator"),
+        ("bench/cases.py", "from ringcomm import Communicator, errors\nfrom . import timing"),
+    ],
+)
+def test_a_right_import_is_not_reported(tmp_path, name, line):
+    write(tmp_path, name, line)
+    assert python_violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("include/ringcomm/ring.h", '#include "host/wait.h"'),
+        ("include/ringcomm/ring.h", '#include "../../host/wait.h"'),
+        ("host/wait.h", '#include "cuda/launch.cuh"'),
+        ("cuda/launch.cuh", '#include "../host/wait.h"'),
+        ("include/ringcomm/ring.h", "#ifdef __CUDACC__"),
+        ("host/module.cpp", "#if defined(__GNUC__)"),
+        ("include/ringcomm/ring.h", "__atomic_load_n(p, __ATOMIC_ACQUIRE);"),
+        ("host/module.cpp", "flag.load(std::memory_order_relaxed);"),
+        ("cuda/launch.cuh", 'asm("ld.acquire.sys.u32 %0, [%1];");'),
+        ("include/ringcomm/ring.h", "int lane = threadIdx.x;"),
+        ("include/ringcomm/ring.h", "kernel<<<1, 2>>>();"),
+        ("include/ringcomm/ring.h", "#include <torch/extension.h>"),
+    ],
+)
+def test_a_wrong_kernel_line_is_reported(tmp_path, name, line):
+    write(tmp_path, "kernels/host/wait.h", "")
+    write(tmp_path, "kernels/cuda/launch.cuh", "")
+    write(tmp_path, f"kernels/{name}", f"// a comment\n{line}\n")
+    assert len(kernel_violations(tmp_path)) == 1
+
+
+def test_comments_and_the_right_headers_are_not_reported(tmp_path):
+    write(tmp_path, "kernels/include/ringcomm/platform.h", "#ifdef __CUDACC__\n#endif\n")
+    write(tmp_path, "kernels/include/ringcomm/atomics.h", "int o = __ATOMIC_ACQUIRE;\n")
+    write(tmp_path, "kernels/host/wait.h", '#include "ringcomm/atomics.h"\n')
+    text = '// not threadIdx\n/* no\n torch */ #include "ringcomm/platform.h"\n'
+    write(tmp_path, "kernels/include/ringcomm/ring.h", text)
+    assert kernel_violations(tmp_path) == []

@@ -1,0 +1,38 @@
+"""The formatters, linters and the type checker have nothing to say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+PYTHON_SOURCES = ["ringcomm", "bench", "tests", "setup.py"]
+CPP_ENDINGS = {".h", ".cpp", ".cu", ".cuh"}
+
+
+def cpp_sources() -> list[str]:
+    folders = [ROOT / "kernels", ROOT / "tests"]
+    return sorted(str(p) for top in folders for p in top.rglob("*") if p.suffix in CPP_ENDINGS)
+
+
+COMMANDS = {
+    "ruff format": ["ruff", "format", "--check", "--diff", *PYTHON_SOURCES],
+    "ruff": ["ruff", "check", *PYTHON_SOURCES],
+    "clang-format": ["clang-format", "--dry-run", "-Werror", *cpp_sources()],
+    "mypy": ["mypy", "--strict"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_checker_has_nothing_to_say(name):
+    tool, *arguments = COMMANDS[name]
+    if not (BIN / tool).exists():
+        pytest.skip(f"{tool} is not installed: pip install -e .[dev]")
+    done = subprocess.run([BIN / tool, *arguments], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, f"\n{done.stdout}{done.stderr}"
+
+
+def test_the_c_formatter_is_given_the_sources():
+    assert any(path.endswith("platform.h") for path in cpp_sources())
