@@ -1,5 +1,6 @@
 """What `import ringcomm` brings along, in a fresh interpreter."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,10 @@ assert all(torch.equal(r, torch.full((1000,), 3.0)) for r in results)
 
 def run(code: str) -> str:
     """Standard output of a fresh interpreter that runs `code` in the source tree."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    # torch would otherwise import ringcomm itself, through its entry point.
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,0 +1,159 @@
+"""The sdist, the wheel and the editable install build without torch, install, and run."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NOT_SOURCE = ("*.so", "*.egg-info", "__pycache__", "build", "dist", ".*", "results")
+
+# Called in the source tree by the interpreter under test: a PEP 517 hook and its output folder.
+CALL_HOOK = (
+    "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+)
+PRINT_PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+USE = """
+import importlib.metadata, importlib.util, pathlib, sys
+import torch, torch.distributed as dist
+
+store = dist.HashStore()
+dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+assert torch.equal(tensor, torch.ones(3))
+dist.destroy_process_group()
+
+import ringcomm
+def work(comm):
+    tensor = torch.full((1000,), float(comm.rank + 1))
+    comm.all_reduce(tensor)
+    return tensor
+with ringcomm.local_world(2) as world:
+    results = world.run(work)
+assert all(torch.equal(r, torch.full((1000,), 3.0)) for r in results)
+assert importlib.metadata.version("ringcomm") == ringcomm.__version__
+print(pathlib.Path(ringcomm.__file__).parent)
+print(pathlib.Path(importlib.util.find_spec("ringcomm._bench").origin).parent)
+"""
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    """Standard output of a command that succeeds, run outside the source tree's reach."""
+    inherited = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "CMAKE_ARGS"}}
+    words = [str(word) for word in command]
+    merged = {**inherited, **environment}
+    done = subprocess.run(words, cwd=cwd, env=merged, text=True, capture_output=True)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+class Workshop:
+    """A copy of the source tree, what is built from it, and environments to install that in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tree = folder / "tree"
+        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+        blocked = folder / "blocked" / "torch"
+        blocked.mkdir(parents=True)
+        (blocked / "__init__.py").write_text("raise ImportError('torch at build time')")
+
+    def build(self, hook: str, source: Path) -> Path:
+        """The one file that a PEP 517 hook makes of a source tree, with torch out of reach."""
+        out = self.folder / hook
+        out.mkdir()
+        blocked = str(self.folder / "blocked")
+        run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, PYTHONPATH=blocked)
+        (built,) = out.iterdir()
+        return built
+
+    def install(self, wheel: Path) -> Path:
+        """An environment with this wheel in it, and torch borrowed from the running one."""
+        home = self.folder / f"venv-{wheel.parent.name}"
+        venv.create(home, with_pip=False, symlinks=True)
+        borrowed = self.folder / f"borrowed-{wheel.parent.name}"
+        borrowed.mkdir()
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if "ringcomm" not in entry.name and entry.suffix != ".pth":
+                (borrowed / entry.name).symlink_to(entry)
+        python = home / "bin" / "python"
+        purelib = run(python, "-c", PRINT_PURELIB, cwd=self.folder).strip()
+        Path(purelib, "borrowed.pth").write_text(f"{borrowed}\n")
+        pip = [sys.executable, "-m", "pip", "--python", python]
+        run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=self.folder)
+        return home
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    return Workshop(tmp_path_factory.mktemp("packaging"))
+
+
+@pytest.fixture(scope="module")
+def sdist(workshop):
+    return workshop.build("build_sdist", workshop.tree)
+
+
+@pytest.fixture(scope="module")
+def unpacked(workshop, sdist):
+    """The source tree as the sdist holds it; both builds share its CMake build folder."""
+    out = workshop.folder / "unpacked"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out)
+    (tree,) = out.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(workshop, unpacked):
+    return workshop.build("build_wheel", unpacked)
+
+
+def test_the_sdist_holds_the_sources(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"CMakeLists.txt", "LICENSE", "README.md", "Makefile", "tests/test_layering.py"}
+    assert wanted | {"kernels/include/ringcomm/platform.h", "bench/__init__.py"} <= names
+    assert not {name for name in names if name.endswith((".so", ".pyc")) or name.startswith(".ci")}
+
+
+def test_the_wheel_holds_the_packages_only(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ringcomm"}
+    assert {"ringcomm/py.typed", "ringcomm/_native.pyi", "ringcomm/_bench/__init__.py"} <= set(
+        names
+    )
+    assert len([name for name in names if name.endswith(".so")]) == 1
+    assert not {name for name in names if name.endswith((".csv", ".h", ".cpp"))}
+
+
+def test_the_wheel_installs_and_runs(workshop, wheel):
+    home = workshop.install(wheel)
+    package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
+    assert Path(package).is_relative_to(home)
+    assert Path(harness) == Path(package, "_bench")
+    assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
+
+
+def test_the_editable_install_runs_from_the_tree(workshop, unpacked):
+    home = workshop.install(workshop.build("build_editable", unpacked))
+    package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
+    assert Path(package) == unpacked / "ringcomm"
+    assert Path(harness) == unpacked / "bench"
+    assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
+
+
+def test_the_build_cannot_reach_torch(workshop):
+    with pytest.raises(AssertionError, match="torch at build time"):
+        blocked = str(workshop.folder / "blocked")
+        run(sys.executable, "-c", "import torch", cwd=workshop.folder, PYTHONPATH=blocked)
