@@ -52,8 +52,8 @@ $(VENV)/.torch: tools/make_venv.sh tools/install_torch.sh
 
 # Without build isolation, so that later builds find the same tools and compile only what changed.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py
-	$(PIP) install $(BUILD_REQUIRES)
-	$(PIP) install --no-build-isolation --editable .
+	$(PIP) install --quiet $(BUILD_REQUIRES)
+	$(PIP) install --quiet --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.native: $(VENV)/.package CMakeLists.txt $(NATIVE_SOURCES)
@@ -61,5 +61,5 @@ $(VENV)/.native: $(VENV)/.package CMakeLists.txt $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) install --no-build-isolation --editable ".[bench,dev,test]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[bench,dev,test]"
 	@touch $@

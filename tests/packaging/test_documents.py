@@ -1,0 +1,38 @@
+"""The README's examples run, and the documents' links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_readme_has_its_examples():
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_a_readme_example_runs(tmp_path, number):
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[number])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [] if "local_world" in EXAMPLES[number] else torchrun
+    command = [sys.executable, *launcher, str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    for expected in re.findall(r"# (tensor\(.*\))", EXAMPLES[number]):
+        assert expected in done.stdout
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert missing == []
