@@ -1,0 +1,81 @@
+"""A barrier of the harness's own, so that no library under test pays for another's turn.
+
+The barrier of a library would leave its ranks with that library's skew (a Gloo barrier
+takes longer than a small collective of any other); this one is a word per rank in memory
+that all ranks map.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+_LINE_BYTES = 64
+_DEADLINE_S = 300.0
+_LOOKS_PER_CLOCK = 1024
+
+
+class Board:
+    """Words that all ranks of one machine map, and small objects through the store.
+
+    Raises ``TimeoutError`` from :meth:`barrier` when a rank stays away for five minutes.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._store = dist.PrefixStore("board", store)
+        self._exchanges = 0
+        self._epoch = 0
+        self._map = share_mapping(self._store, "barrier", rank, world, _LINE_BYTES * world)
+        self._words = memoryview(self._map).cast("Q")
+        self.exchange(None)
+
+    def barrier(self) -> None:
+        """Returns when every rank has entered; gives the core away while it waits."""
+        self._epoch += 1
+        stride = _LINE_BYTES // 8
+        self._words[self.rank * stride] = self._epoch
+        looks, deadline = 0, time.monotonic() + _DEADLINE_S
+        for peer in range(self.world):
+            while self._words[peer * stride] < self._epoch:
+                os.sched_yield()
+                looks += 1
+                if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {self.rank}: rank {peer} has not reached the barrier")
+
+    def exchange(self, value: object) -> list[Any]:
+        """All-gathers a JSON value, by rank. Slow: for use between measurements only."""
+        key = f"exchange/{self._exchanges}"
+        self._exchanges += 1
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{key}/{peer}")) for peer in range(self.world)]
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+def share_mapping(
+    store: dist.Store, name: str, rank: int, world: int, size_bytes: int
+) -> mmap.mmap:
+    """Maps ``size_bytes`` of zeroed memory in every rank; nothing of it outlives the ranks.
+
+    Raises ``OSError`` where a process may not open another's descriptor through /proc.
+    """
+    if rank == 0:
+        descriptor = os.memfd_create(f"ringcomm-bench-{name}")
+        os.ftruncate(descriptor, size_bytes)
+        store.set(f"map/{name}", f"/proc/{os.getpid()}/fd/{descriptor}")
+    else:
+        descriptor = os.open(store.get(f"map/{name}").decode(), os.O_RDWR)
+    mapped = mmap.mmap(descriptor, size_bytes)
+    store.set(f"mapped/{name}/{rank}", "1")
+    # The descriptor of rank 0 is how the others find the memory: it stays until they have.
+    store.wait([f"mapped/{name}/{peer}" for peer in range(world)])
+    os.close(descriptor)
+    return mapped

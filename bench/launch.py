@@ -1,0 +1,142 @@
+"""Ranks: started by the harness itself, or found where torchrun or mpiexec started them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+_STORE_FILE = "RINGCOMM_BENCH_STORE"
+_POLL_S = 0.05
+_GRACE_S = 5.0
+
+
+class LaunchError(Exception):
+    """The ranks cannot be started or joined as asked; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """This process's place among the ranks and the store that all of them share."""
+
+    rank: int
+    world: int
+    store: dist.Store
+
+
+def started_by(environment: Mapping[str, str]) -> str | None:
+    """ "torchrun", "mpiexec" or "harness" in a rank; None in the process a user started."""
+    if _STORE_FILE in environment:
+        return "harness"
+    if "PMI_RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment:
+        return "mpiexec"
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return "torchrun"
+    return None
+
+
+def join(systems: Sequence[str]) -> Placing:
+    """Finds this rank's place. Raises :class:`LaunchError` where the systems cannot run."""
+    how = started_by(os.environ)
+    if how == "torchrun":
+        return _join_torchrun(systems)
+    if how == "mpiexec":
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+        hosted = _host_store(None, comm.size) if comm.rank == 0 else None
+        port = comm.bcast(hosted.port if hosted else 0)
+        return Placing(comm.rank, comm.size, hosted or _host_store(port, comm.size))
+    rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
+    world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
+
+
+def _host_store(port: int | None, world: int) -> dist.TCPStore:
+    """The store of ranks that a user's mpiexec started: rank 0 listens, the others call."""
+    listens = port is None
+    return dist.TCPStore("127.0.0.1", port or 0, world, is_master=listens, wait_for_workers=False)
+
+
+def _join_torchrun(systems: Sequence[str]) -> Placing:
+    if "mpi" in systems:
+        raise LaunchError(
+            "MPI ranks must be started by mpiexec, and torchrun started these: leave mpi out "
+            "of --peers, or run the harness alone (it calls mpiexec itself)"
+        )
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+        raise LaunchError(
+            f"{os.environ['WORLD_SIZE']} ranks over several machines: the harness compares "
+            "systems on one machine, so start it with --nnodes 1"
+        )
+    store, rank, world = next(dist.rendezvous("env://"))
+    return Placing(rank, world, store)
+
+
+def run_ranks(world: int, systems: Sequence[str], arguments: Sequence[str]) -> int:
+    """Starts ``world`` ranks of this harness, waits, and returns the exit status.
+
+    One rank that fails takes the others with it. Raises :class:`LaunchError` without mpiexec.
+    """
+    rank_command = [sys.executable, "-m", f"{__package__}.collectives", *arguments]
+    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
+        shared = {**os.environ, _STORE_FILE: f"{directory}/store"}
+        shared.setdefault("OMP_NUM_THREADS", "1")
+        if "mpi" in systems:
+            commands = [[_mpiexec(), "-n", str(world), *rank_command]]
+            environments = [shared]
+        else:
+            commands = [rank_command] * world
+            environments = [
+                {**shared, "RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)
+            ]
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, environment in zip(commands, environments, strict=True):
+                started.append(subprocess.Popen(command, env=environment))
+            return _wait(started)
+        finally:
+            _stop(started)
+
+
+def _mpiexec() -> str:
+    beside_python = Path(sys.executable).parent / "mpiexec"
+    found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise LaunchError(
+            "no mpiexec: install the extra ringcomm[bench] (mpi4py and mpich), or leave mpi "
+            "out of --peers"
+        )
+    return found
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        statuses = [process.poll() for process in started]
+        failed = [status for status in statuses if status]
+        if failed:
+            return failed[0] if failed[0] > 0 else 1
+        if all(status == 0 for status in statuses):
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in started if process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,181 @@
+"""The command line of the harness: the options of nccl-tests that make sense on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import COLLECTIVES, DTYPES, IN_PLACE, OPS, OUT_OF_PLACE
+from .peers import SYSTEMS
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Options:
+    """A parsed command line; sizes in bytes, ``turn_us`` in microseconds."""
+
+    collectives: tuple[str, ...]
+    min_bytes: int
+    max_bytes: int
+    step_factor: int
+    rounds: int
+    warmup_rounds: int
+    check: bool
+    dtype_name: str
+    op: str
+    root: int
+    subject: str
+    peers: tuple[str, ...]
+    ranks: int
+    heap_tensors: bool
+    placements: tuple[str, ...]
+    api: str
+    algorithm: str
+    batch: int
+    turn_us: float
+    pin: bool
+    json_path: str | None
+    csv_path: str | None
+    plot_path: str | None
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        return (self.subject, *self.peers)
+
+    def sizes_bytes(self) -> list[int]:
+        sizes = [self.min_bytes]
+        while self.step_factor > 1 and sizes[-1] * self.step_factor <= self.max_bytes:
+            sizes.append(sizes[-1] * self.step_factor)
+        return sizes
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4096", "4K", "4KiB", "1M", "1G" (powers of 1024, as nccl-tests reads them)."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:I?B)?", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 4K, 1M or 1G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Parses a command line; a wrong one prints why and exits with status 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    names = list(COLLECTIVES) if "all" in args.collectives else args.collectives
+    unknown = sorted(set(names) - set(COLLECTIVES))
+    if unknown:
+        parser.error(f"unknown collective {', '.join(unknown)}; known: {', '.join(COLLECTIVES)}")
+    peers = tuple(name for name in args.peers.split(",") if name and name != args.subject)
+    unknown = sorted(set(peers) - set(SYSTEMS))
+    if unknown:
+        parser.error(f"unknown peer {', '.join(unknown)}; known: {', '.join(SYSTEMS)}")
+    if args.max_bytes < args.min_bytes:
+        parser.error(f"--maxbytes {args.max_bytes} is below --minbytes {args.min_bytes}")
+    if args.op == "avg" and not DTYPES[args.datatype].is_floating_point:
+        parser.error(f"--op avg needs a floating-point --datatype, not {args.datatype}")
+    both = (OUT_OF_PLACE, IN_PLACE)
+    return Options(
+        collectives=tuple(names or DEFAULT_COLLECTIVES),
+        min_bytes=args.min_bytes,
+        max_bytes=args.max_bytes,
+        step_factor=args.step_factor,
+        rounds=args.iters,
+        warmup_rounds=args.warmup_iters,
+        check=bool(args.check),
+        dtype_name=args.datatype,
+        op=args.op,
+        root=args.root,
+        subject=args.subject,
+        peers=peers,
+        ranks=args.ranks,
+        heap_tensors=args.tensors == "heap",
+        placements=both if args.placement == "both" else (args.placement,),
+        api=args.api,
+        algorithm=args.algorithm,
+        batch=args.batch,
+        turn_us=args.turn_us,
+        pin=args.pin,
+        json_path=args.json,
+        csv_path=args.csv,
+        plot_path=args.plot,
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringcomm bench",
+        description="Times collectives of ringcomm and of other libraries in one run, in turn.",
+        epilog="Runs alone (it starts its ranks itself), under torchrun and under mpiexec.",
+    )
+    _add_cases(parser)
+    _add_systems(parser)
+    _add_pace(parser)
+    _add_outputs(parser)
+    return parser
+
+
+def _add_cases(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    default = " ".join(DEFAULT_COLLECTIVES)
+    text = f"{', '.join(COLLECTIVES)}, or all (default: {default})"
+    add("collectives", nargs="*", metavar="COLLECTIVE", help=text)
+    size: dict[str, Any] = {"type": parse_size, "metavar": "SIZE"}
+    text = "smallest size, of the larger buffer of a rank (default 4K)"
+    add("-b", "--minbytes", dest="min_bytes", default="4K", help=text, **size)
+    add("-e", "--maxbytes", dest="max_bytes", default="256M", help="largest (default 256M)", **size)
+    text = "factor from one size to the next (default 4)"
+    add("-f", "--stepfactor", dest="step_factor", type=_positive, default=4, help=text, metavar="N")
+    add("-d", "--datatype", choices=tuple(DTYPES), default="float")
+    add("-o", "--op", choices=OPS, default="sum")
+    add("-r", "--root", type=int, default=0, help="root rank of rooted collectives (default 0)")
+    text = "out of place, in place, or both (default)"
+    add("--placement", choices=("both", OUT_OF_PLACE, IN_PLACE), default="both", help=text)
+
+
+def _add_systems(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "the system that the ratios compare with (default ringcomm)"
+    add("--subject", choices=SYSTEMS, default="ringcomm", help=text)
+    text = f"other systems, by commas: {', '.join(SYSTEMS)} (default gloo,mpi)"
+    add("--peers", default="gloo,mpi", metavar="LIST", help=text)
+    text = "ranks to start when running alone (default 2)"
+    add("--ranks", type=_positive, default=2, metavar="W", help=text)
+    text = "ringcomm's buffers: ordinary memory or its heap (default plain)"
+    add("--tensors", choices=("plain", "heap"), default="plain", help=text)
+    text = "call ringcomm itself or through torch.distributed (default communicator)"
+    add("--api", choices=("communicator", "dist"), default="communicator", help=text)
+    text = "ringcomm's algorithm where a call takes one (default auto)"
+    add("--algorithm", choices=("auto", "direct", "ring"), default="auto", help=text)
+
+
+def _add_pace(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "rounds; in each, every system has one turn (default 20)"
+    add("-n", "--iters", type=_positive, default=20, metavar="N", help=text)
+    text = "rounds before those that count (default 3)"
+    add("-w", "--warmup_iters", type=int, default=3, metavar="N", help=text)
+    text = "1: count wrong elements, in a pass of its own before timing (default); 0: do not"
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help=text)
+    text = "calls in a turn; 0 takes as many as fit --turn-us (default 0)"
+    add("--batch", type=int, default=0, metavar="N", help=text)
+    text = "length of a turn of short calls, of at most 200 calls (default 2000)"
+    add("--turn-us", type=float, default=2000.0, metavar="US", help=text)
+    text = "pin each rank, and the threads of its libraries, to a core"
+    add("--pin", action="store_true", help=text)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="PATH", help="write rows and provenance as JSON")
+    parser.add_argument("--csv", metavar="PATH", help="write rows and provenance as CSV")
+    parser.add_argument("--plot", metavar="PATH", help="draw bandwidth over size (PNG, SVG, PDF)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)

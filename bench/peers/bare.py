@@ -1,0 +1,119 @@
+"""The bare loop: not a library but the limit, two ranks over one mapping (bare_loop.cpp).
+
+With ``--tensors heap`` its tensors lie in memory that both ranks map; otherwise they are
+ordinary and the data goes through four staging slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..board import share_mapping
+from ..cases import Case
+from . import Place, Prepared, Unavailable
+from .torch_calls import allocate_buffers, allocate_plain
+
+# EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.
+_SLOT_BYTES = 256 << 10
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class BareLoop:
+    """Two ranks and the mapping between them; each half is control words, slots, tensors."""
+
+    def __init__(self, place: Place) -> None:
+        if place.world != 2:
+            raise RuntimeError(f"the bare loop is written for 2 ranks, not {place.world}")
+        self._library = _compile()
+        self._zero_copy = place.heap_tensors
+        self._rank = place.rank
+        control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
+        self._control_bytes = control_bytes
+        self._half_bytes = control_bytes + _round_up(place.heap_bytes or 0)
+        self._mapping = share_mapping(
+            place.store, "bare", place.rank, place.world, 2 * self._half_bytes
+        )
+        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._taken_bytes = control_bytes
+        self._context = ctypes.create_string_buffer(self._library.bare_context_bytes())
+        halves = [self._bytes.data_ptr() + rank * self._half_bytes for rank in range(2)]
+        self._to_peer_bytes = halves[1 - place.rank] - halves[place.rank]
+        self._library.bare_open(
+            self._context,
+            ctypes.c_void_p(halves[place.rank]),
+            ctypes.c_void_p(halves[1 - place.rank]),
+            ctypes.c_int64(_SLOT_BYTES),
+            ctypes.c_int64(place.rank),
+        )
+        self.version = "bare loop, " + ("zero copy" if self._zero_copy else "staged")
+
+    def prepare(self, case: Case) -> Prepared:
+        name = case.collective.name
+        if name not in ("reduce_scatter", "all_gather", "all_reduce"):
+            raise Unavailable(f"the bare loop has no {name}")
+        if case.dtype not in (torch.float32, torch.bfloat16) or case.op != "sum":
+            raise Unavailable("the bare loop sums float and bfloat16")
+        chunk_bytes = case.chunk_elems * case.dtype.itemsize
+        if chunk_bytes % 64 or (name == "all_reduce" and not case.in_place):
+            raise Unavailable("the bare loop has no such layout")
+        self._taken_bytes = self._control_bytes
+        allocate = self._allocate if self._zero_copy else allocate_plain
+        source, target = allocate_buffers(case, allocate)
+        pointers = [source.data_ptr(), target.data_ptr()]
+        if self._zero_copy:
+            peer_source = source.data_ptr() + self._to_peer_bytes
+            if case.in_place and case.collective.input_is_chunk:
+                peer_source += (1 - 2 * self._rank) * chunk_bytes
+            pointers.insert(1, peer_source)
+        if name == "all_reduce":
+            pointers.pop()
+        sums = case.collective.reduces
+        numbers = [chunk_bytes, *([int(case.dtype == torch.bfloat16)] if sums else [])]
+        function = getattr(
+            self._library, f"bare_{name}_{'mapped' if self._zero_copy else 'staged'}"
+        )
+        arguments: list[Any] = [ctypes.c_void_p(pointer) for pointer in pointers]
+        arguments += [ctypes.c_int64(number) for number in numbers]
+        return Prepared(source, target, partial(function, self._context, *arguments))
+
+    def close(self) -> None:
+        """The mapping goes when its last tensor does."""
+
+    def _allocate(self, count_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        size_bytes = count_elems * dtype.itemsize
+        begin = self._rank * self._half_bytes + self._taken_bytes
+        self._taken_bytes += _round_up(size_bytes)
+        if self._taken_bytes > self._half_bytes:
+            raise Unavailable("the bare loop's mapping is too small")
+        return self._bytes[begin : begin + size_bytes].view(dtype)
+
+
+def open_system(place: Place) -> BareLoop:
+    return BareLoop(place)
+
+
+def _compile() -> ctypes.CDLL:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("the bare loop needs a C++ compiler (c++, g++ or $CXX)")
+    source = Path(__file__).resolve().parent.parent / "bare_loop.cpp"
+    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
+        library = f"{directory}/bare_loop.so"
+        flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-Wall", "-Wextra"]
+        subprocess.run([compiler, *flags, str(source), "-o", library], check=True)
+        return ctypes.CDLL(library)
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES

@@ -1,0 +1,111 @@
+"""MPI through mpi4py, on addresses: the calls pay for no array library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from ..cases import Case
+from . import Place, Prepared, Unavailable
+from .torch_calls import allocate_buffers, allocate_plain
+
+# MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
+# name for them: its BFLOAT16_T is a null handle there. Other MPIs move these bytes, no more.
+_MPICH_BFLOAT16 = 0x4C00024C
+
+_DATATYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+}
+_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+
+
+class Mpi:
+    """The world communicator of this process, which must have been started by mpiexec."""
+
+    def __init__(self, place: Place) -> None:
+        self._comm = MPI.COMM_WORLD
+        if self._comm.size != place.world:
+            raise RuntimeError(
+                f"MPI sees {self._comm.size} ranks where the harness has {place.world}: "
+                "the ranks must be started by the mpiexec of the installed MPI"
+            )
+        self._is_mpich = MPI.get_vendor()[0] == "MPICH"
+        self.version = MPI.Get_library_version().splitlines()[0].strip()
+
+    def prepare(self, case: Case) -> Prepared:
+        name = case.collective.name
+        datatype = self._datatype(case)
+        source, target = allocate_buffers(case, allocate_plain)
+        if case.in_place and name == "reduce_scatter":
+            # MPI leaves the result of an in-place reduce-scatter at the front of the buffer.
+            target = source.narrow(0, 0, case.chunk_elems)
+        send = MPI.IN_PLACE if case.in_place else _spec(source, datatype)
+        takes_input = case.in_place and name == "reduce_scatter"
+        receive = _spec(source if takes_input else target, datatype)
+        call = self._bind(case, send, receive, datatype, target)
+        return Prepared(source, target, call)
+
+    def close(self) -> None:
+        self._comm.Barrier()
+
+    def _bind(
+        self, case: Case, send: Any, receive: Any, datatype: MPI.Datatype, target: torch.Tensor
+    ) -> Callable[[], object]:
+        comm, name, root = self._comm, case.collective.name, case.root
+        at_root = case.rank == root
+        if name == "all_reduce":
+            return partial(comm.Allreduce, send, receive, _op(case))
+        if name == "reduce_scatter":
+            return partial(comm.Reduce_scatter_block, send, receive, _op(case))
+        if name == "all_gather":
+            return partial(comm.Allgather, send, receive)
+        if name == "broadcast":
+            return partial(comm.Bcast, receive, root)
+        if name == "reduce":
+            if case.in_place and not at_root:
+                return partial(comm.Reduce, _spec(target, datatype), None, _op(case), root)
+            return partial(comm.Reduce, send, receive if at_root else None, _op(case), root)
+        if name == "gather":
+            return partial(comm.Gather, send, receive if at_root else None, root)
+        if name == "scatter":
+            return partial(comm.Scatter, send if at_root else None, receive, root)
+        if name == "all_to_all":
+            return partial(comm.Alltoall, send, receive)
+        right, left = (case.rank + 1) % case.world, (case.rank - 1) % case.world
+        return partial(comm.Sendrecv, send, right, 0, receive, left, 0)
+
+    def _datatype(self, case: Case) -> MPI.Datatype:
+        known = _DATATYPES.get(case.dtype)
+        if known is not None:
+            return known
+        if not case.collective.reduces:
+            # Two bytes move alike whatever they mean.
+            return MPI.UINT16_T
+        if case.dtype == torch.bfloat16 and self._is_mpich:
+            return MPI.Datatype.fromhandle(_MPICH_BFLOAT16)
+        if case.dtype == torch.float16 and MPI.FLOAT16_T != MPI.DATATYPE_NULL:
+            return MPI.FLOAT16_T
+        raise Unavailable(f"this MPI does not reduce {case.dtype_name}")
+
+
+def open_system(place: Place) -> Mpi:
+    return Mpi(place)
+
+
+def _op(case: Case) -> MPI.Op:
+    if case.op not in _OPS:
+        raise Unavailable(f"MPI has no {case.op.upper()}")
+    return _OPS[case.op]
+
+
+def _spec(tensor: torch.Tensor, datatype: MPI.Datatype) -> Any:
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), datatype]

@@ -1,0 +1,53 @@
+"""Where figures come from: machine, software, commit and command, without private paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def collect(arguments: Sequence[str], versions: dict[str, str]) -> dict[str, str]:
+    """Plain text by key; ``versions`` are those of the systems that were timed."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{f"version of {name}": version for name, version in versions.items()},
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": " ".join(["ringcomm bench", *arguments]),
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    facts = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    model = facts.get("model name", platform.machine())
+    if "cpu family" in facts:
+        model += f" (family {facts['cpu family']} model {facts['model']})"
+    return model
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve().parent
+    if not (here.parent / ".git").exists():
+        return "not a checkout"
+    hash_ = _git(here, "rev-parse", "--short=12", "HEAD")
+    return hash_ + ("-dirty" if _git(here, "status", "--porcelain", "-uno") else "")
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=directory, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
