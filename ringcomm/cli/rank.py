@@ -23,7 +23,7 @@ from ringcomm.cli.launch import (
 from ringcomm.errors import RingcommError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 PR_SET_PDEATHSIG = 1
 TIMEOUT = timedelta(minutes=5)
@@ -69,7 +69,7 @@ def joined_world(backend: str) -> Iterator[World]:
 
 
 def _launch_store() -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     listen_fd = os.environ.get(STORE_FD_VARIABLE)
     return TCPStore(

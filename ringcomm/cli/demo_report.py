@@ -1,0 +1,152 @@
+"""The demo's tables, closing summary and JSON record."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ringcomm.cli.corpus import Source
+from ringcomm.cli.demo_collectives import Cell
+from ringcomm.cli.demo_training import Result
+from ringcomm.cli.launch import available_cores
+from ringcomm.cli.rank import World
+
+NAME_CHARS = 24
+LINE_CHARS = 96
+
+
+def passed(cells: Sequence[Cell], results: Sequence[Result]) -> bool:
+    """Whether every collective was right and every loss and weight equal."""
+    return not _wrong(cells) and all(result.equal for result in results)
+
+
+def _wrong(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.wrong_elems]
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes as KiB or MiB."""
+    if size_bytes >= 1 << 20:
+        return f"{size_bytes >> 20} MiB"
+    return f"{size_bytes >> 10} KiB"
+
+
+def time_text(time_us: float) -> str:
+    """Microseconds with three digits, in the unit that suits."""
+    if time_us < 1000:
+        return f"{time_us:.3g} us"
+    return f"{time_us / 1000:.3g} ms"
+
+
+def collectives_head(sizes_bytes: Sequence[int], world: World) -> str:
+    """Title and column heads of the first table."""
+    sizes = "".join(f"{size_text(size):^24}" for size in sizes_bytes)
+    columns = f"{'Gloo':>8}{'ringcomm':>10}{'x':>6}" * len(sizes_bytes)
+    return (
+        f"Collectives: {world.size} ranks, FP32, time of one call; x = median over interleaved "
+        f"rounds of Gloo / ringcomm.\nEvery cell was checked on both systems: exact, element by "
+        f"element.\n\n{'':{NAME_CHARS}}{sizes}\n{'':{NAME_CHARS}}{columns}"
+    )
+
+
+def collectives_line(row: Sequence[Cell]) -> str:
+    """One line of the first table."""
+    name = row[0].collective + (" (heap)" if row[0].memory == "heap" else "")
+    texts = [
+        f"{'WRONG':>8}{cell.wrong_elems:>10}{'':>6}"
+        if cell.wrong_elems
+        else f"{time_text(cell.gloo_us):>8}{time_text(cell.ringcomm_us):>10}{cell.ratio:>6.3g}"
+        for cell in row
+    ]
+    return f"{name:{NAME_CHARS}}" + "".join(texts)
+
+
+def training_head(source: Source) -> str:
+    """Title and column heads of the second table."""
+    return (
+        f"\nTraining: byte-level GPT, DistributedDataParallel, {source};\nthe same weights and "
+        f"batches on both systems in alternating blocks; speeds in tokens/s.\n\n"
+        f"{'parameters':>10}{'gradient':>10}{'tokens':>8}{'steps':>7}  {'loss':^16}{'equal':>7}"
+        f"{'held-out':>10}{'Gloo':>10}{'ringcomm':>10}{'x':>7}\n{'':>20}{'a step':>8}"
+    )
+
+
+def training_line(result: Result) -> str:
+    """One line of the second table."""
+    loss = f"{result.first_loss:.3f} -> {result.last_loss:.3f}"
+    gradient_mb = 4 * result.parameters / 1e6
+    return (
+        f"{result.parameters / 1e6:>8.3g} M{gradient_mb:>7.3g} MB{result.tokens_per_step:>8}"
+        f"{result.steps:>7}  {loss:>16}{'yes' if result.equal else 'NO':>7}"
+        f"{result.held_out_after:>10.3f}{result.gloo_tokens_per_s:>10,.0f}"
+        f"{result.ringcomm_tokens_per_s:>10,.0f}{result.ratio:>7.3f}"
+    )
+
+
+def summary(cells: Sequence[Cell], results: Sequence[Result], elapsed_s: float) -> str:
+    """What was shown, and what failed."""
+    lines = [f"\nSummary ({elapsed_s:.0f} s)"]
+    for cell in (wrong := _wrong(cells)):
+        lines.append(
+            f"  FAILED: {cell.collective} {cell.memory} {size_text(cell.size_bytes)}: "
+            f"{cell.wrong_elems} wrong elements"
+        )
+    if not wrong:
+        lines.append(
+            f"  {len(cells)} of {len(cells)} collective cells exact; Gloo's time over ringcomm's:"
+        )
+        for size_bytes in sorted({cell.size_bytes for cell in cells if cell.size_bytes}):
+            ratios = [cell.ratio for cell in cells if cell.size_bytes == size_bytes]
+            lines.append(
+                f"    {size_text(size_bytes):>8}: {min(ratios):.3g} to {max(ratios):.3g}, "
+                f"median {statistics.median(ratios):.3g}"
+            )
+    for result in results:
+        name = f"{result.parameters / 1e6:.3g} M parameters"
+        if result.equal:
+            lines.append(
+                f"  {name}: losses and weights bitwise equal over {result.steps} steps; held-out "
+                f"{result.held_out_before:.3f} -> {result.held_out_after:.3f}; "
+                f"{result.ratio:.3f}x Gloo's speed"
+            )
+        else:
+            lines.append(
+                f"  FAILED: {name}: losses differ by up to {result.loss_difference:.3g}, "
+                f"{result.unequal_weights} weights differ after {result.steps} steps"
+            )
+    lines.append("All results agree." if passed(cells, results) else "NOT all results agree.")
+    return "\n".join(lines)
+
+
+def record(cells: Sequence[Cell], results: Sequence[Result], elapsed_s: float) -> dict[str, Any]:
+    """Every figure and what it was measured on, as plain values for JSON."""
+    return {
+        "machine": {
+            "processor": _processor(),
+            "cores": available_cores(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "passed": passed(cells, results),
+        "elapsed_s": elapsed_s,
+        "collectives": [asdict(cell) for cell in cells],
+        "training": [{**asdict(result), "equal": result.equal} for result in results],
+    }
+
+
+def _processor() -> str:
+    """The processor's name as Linux gives it, else its architecture."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
