@@ -1,0 +1,59 @@
+"""The ``ringcomm`` backend of ``torch.distributed``.
+
+``register`` is the entry point of the group ``torch.backends``: torch calls it at the end of
+every ``import torch``, so this module loads neither the native module nor the process group.
+``torch.distributed.init_process_group("ringcomm")`` then works with no import of ringcomm.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringcomm.c10d.process_group import ProcessGroup
+
+__all__ = ["BACKEND_NAME", "register"]
+
+BACKEND_NAME = "ringcomm"
+
+
+def register() -> None:
+    """Makes ``"ringcomm"`` known to ``torch.distributed``; calling it again changes nothing.
+
+    Never raises: an exception here would make ``import torch`` fail for programs that never
+    use ringcomm. What went wrong is said as a warning.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available():
+            dist.Backend.register_backend(
+                BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu"]
+            )
+            _keep_flight_recorder_off(dist.distributed_c10d)
+    except Exception as error:
+        warnings.warn(
+            f'ringcomm could not register with torch.distributed, so init_process_group("ringcomm")'
+            f" will not work: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _keep_flight_recorder_off(c10d: Any) -> None:
+    """Stops torch 2.15 from attaching its flight recorder to groups of ringcomm.
+
+    The recorder hooks the C++ methods of a group, which a group written in Python does not go
+    through, and attaching it to one fails for want of a C++ backend. Backends in this set get none.
+    """
+    without_recorder = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if without_recorder is not None:
+        without_recorder.add(BACKEND_NAME)
+
+
+def _create_process_group(group: Any, pg_options: Any) -> ProcessGroup:
+    """The creator that ``torch.distributed`` calls on every member of a new group."""
+    from ringcomm.c10d.creation import create_process_group
+
+    return create_process_group(group, pg_options)

@@ -1,0 +1,113 @@
+"""Turns the argument forms of ``torch.distributed.ProcessGroup`` into one.
+
+Every method of torch's class has the form of ``torch.distributed`` itself (lists of tensors and
+an options object) and older ones (single tensors, ``op`` or ``root``, ``timeout``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.nn import Parameter
+
+from ringcomm.errors import ArgumentError, UnsupportedError
+
+__all__ = ["explicit_timeout", "in_memory", "in_memory_all", "options", "single"]
+
+_Options = TypeVar("_Options")
+
+# What an options object says when the caller gave no timeout, and when the caller wants none.
+_UNSET = timedelta(milliseconds=-1)
+_PLAIN = frozenset({Tensor, Parameter})
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def options(kind: type[_Options], given: Any, timeout: timedelta | None, **fields: Any) -> _Options:
+    """The options object of a call: the given one, or one made from the older arguments.
+
+    Args:
+        kind: class of the options, as ``AllreduceOptions``.
+        given: the options object, None, or the first of the older arguments (op or root).
+        timeout: of the older forms.
+        fields: older arguments by the name of their field; None leaves torch's default.
+    """
+    if isinstance(given, kind):
+        return given
+    made = kind()
+    if given is not None and fields:
+        fields[next(iter(fields))] = given
+    for name, value in fields.items():
+        if value is not None:
+            setattr(made, name, value)
+    if timeout is not None:
+        made.timeout = timeout  # type: ignore[attr-defined]
+    return made
+
+
+def explicit_timeout(opts: Any) -> timedelta | None:
+    """The timeout that the caller gave with this one call, or None for the group's own."""
+    timeout: timedelta = opts.timeout
+    return None if timeout == _UNSET else timeout
+
+
+def single(tensors: Any, operation: str) -> Tensor:
+    """The one tensor of a list, as every CPU backend of torch takes it.
+
+    Raises:
+        ArgumentError: the list has another length.
+    """
+    if isinstance(tensors, Tensor):
+        return in_memory(tensors, operation)
+    if len(tensors) != 1:
+        raise ArgumentError(
+            f"{operation}: expected one tensor per rank, got {len(tensors)}; call it once per "
+            "tensor, or use the coalesced form"
+        )
+    return in_memory(tensors[0], operation)
+
+
+def in_memory(tensor: Tensor, operation: str) -> Tensor:
+    """A tensor whose data can be read through its address.
+
+    Raises:
+        UnsupportedError: the tensor is of a class that stands for data elsewhere (DTensor), or
+            for none (a fake tensor).
+    """
+    if type(tensor) in _PLAIN:
+        return tensor
+    return _unwrapped(tensor, operation)
+
+
+def in_memory_all(tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
+    """:func:`in_memory` for a list; a list of plain tensors comes back as it is."""
+    return [in_memory(tensor, operation) for tensor in tensors]
+
+
+def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return in_memory(tensor.wait(), operation)
+    if type(tensor).__torch_dispatch__ is _NO_DISPATCH:
+        return tensor
+    raise UnsupportedError(
+        f"{operation}: expected a tensor with data in memory, got a {type(tensor).__name__}; pass "
+        "its local part, as in tensor.to_local()"
+    )
+
+
+AllgatherOptions = c10d.AllgatherOptions
+AllreduceCoalescedOptions = c10d.AllreduceCoalescedOptions
+AllreduceOptions = c10d.AllreduceOptions
+AllToAllOptions = c10d.AllToAllOptions
+BarrierOptions = c10d.BarrierOptions
+BroadcastOptions = c10d.BroadcastOptions
+GatherOptions = c10d.GatherOptions
+ReduceOptions = c10d.ReduceOptions
+ReduceScatterOptions = c10d.ReduceScatterOptions
+ScatterOptions = c10d.ScatterOptions

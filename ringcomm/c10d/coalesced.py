@@ -1,0 +1,102 @@
+"""The collectives over several tensors at once, and torch's coalescing brackets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from ringcomm.c10d.arguments import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    in_memory_all,
+    options,
+)
+from ringcomm.c10d.calls import op_of
+from ringcomm.c10d.collectives import Collectives
+from ringcomm.c10d.work import CompletedWork, WorkGroup
+from ringcomm.errors import ArgumentError
+
+__all__ = ["CoalescedCollectives"]
+
+
+class CoalescedCollectives(Collectives):
+    """Mixin of the process group: one call, many tensors."""
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = options(AllreduceOptions, opts, None)
+        tensors = in_memory_all(tensors, "allreduce_coalesced")
+        return self._run(
+            opts,
+            tensors,
+            "allreduce_coalesced",
+            lambda later: self._communicator.all_reduce_coalesced(tensors, op_of(opts), later),
+        )
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Gathers every tensor of a list; ``output_lists[rank]`` receives that rank's list."""
+        opts = options(AllgatherOptions, opts, None)
+        lists = [in_memory_all(tensors, "allgather_coalesced") for tensors in output_lists]
+        given = in_memory_all(input_list, "allgather_coalesced")
+        if any(len(tensors) != len(given) for tensors in lists):
+            raise ArgumentError(
+                f"allgather_coalesced: expected lists of {len(given)} outputs, one per input, "
+                f"got {[len(tensors) for tensors in lists]}"
+            )
+
+        def each(_: bool) -> None:
+            for index, tensor in enumerate(given):
+                self._communicator.all_gather([outputs[index] for outputs in lists], tensor)
+
+        flat = [tensor for tensors in lists for tensor in tensors]
+        return self._submit(opts, flat, "allgather_coalesced", each)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = options(AllgatherOptions, opts, None)
+        gathered = in_memory_all(outputs, "all_gather_single_coalesced")
+        given = in_memory_all(inputs, "all_gather_single_coalesced")
+        return self._run(
+            opts,
+            gathered,
+            "all_gather_single_coalesced",
+            lambda later: self._communicator.all_gather_coalesced(gathered, given, later),
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = options(ReduceScatterOptions, opts, None)
+        shards = in_memory_all(outputs, "reduce_scatter_single_coalesced")
+        given = in_memory_all(inputs, "reduce_scatter_single_coalesced")
+        return self._run(
+            opts,
+            shards,
+            "reduce_scatter_single_coalesced",
+            lambda later: self._communicator.reduce_scatter_coalesced(
+                shards, given, op_of(opts), later
+            ),
+        )
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begins to collect the works of the calls that follow; the calls themselves run."""
+        if self._coalescing is not None:
+            raise ArgumentError("_start_coalescing: the group is coalescing already")
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """One work for all calls since ``_start_coalescing``."""
+        if self._coalescing is None:
+            raise ArgumentError("_end_coalescing: there was no _start_coalescing")
+        works, self._coalescing = self._coalescing, None
+        return WorkGroup(works) if works else CompletedWork([])
+
+    # The names of these methods up to torch 2.12.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -1,0 +1,240 @@
+"""The process group that ``init_process_group("ringcomm")`` makes."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import GroupName
+
+from ringcomm.c10d import BACKEND_NAME
+from ringcomm.c10d.coalesced import CoalescedCollectives
+from ringcomm.c10d.monitored_barrier import MonitoredBarrier
+from ringcomm.c10d.peer_to_peer import PeerToPeer
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.memory import heap
+
+__all__ = ["ProcessGroup"]
+
+_CPU = torch.device("cpu")
+
+
+class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGroup):  # type: ignore[misc]
+    """A process group of torch over one :class:`ringcomm.Communicator`.
+
+    torch takes it for the group and for its backend alike, so it answers to both. It has no
+    method ``new_group``: torch would then make all subgroups through it, also those that ask for
+    another backend.
+
+    Args:
+        store: seen by the members of the group only.
+        communicator: of this group; the group closes it in ``shutdown``.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, store: Store, communicator: Communicator) -> None:
+        super().__init__(communicator.rank, communicator.world_size)
+        self._store = store
+        self._communicator = communicator
+        self._rank: int = communicator.rank
+        self._size: int = communicator.world_size
+        self._name = GroupName(communicator.name)
+        self._desc = "undefined"
+        self._sequence = 0
+        self._coalescing = None
+        self._monitored_barrier = MonitoredBarrier(store, self._rank, self._size)
+        self._split_count = 0
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator below, for calls that ``torch.distributed`` has no name for."""
+        return self._communicator
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return BACKEND_NAME
+
+    def getBackendName(self) -> str:
+        return BACKEND_NAME
+
+    def _get_backend_name(self) -> str:
+        return BACKEND_NAME
+
+    @property
+    def group_name(self) -> GroupName:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = GroupName(name)
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    # torch's C++ asks for these four by these names.
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = GroupName(name)
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device | str) -> ProcessGroup:  # type: ignore[override]
+        """This group, which is its own backend.
+
+        Raises:
+            UnsupportedError: for a device other than the CPU.
+        """
+        if torch.device(device).type != "cpu":
+            raise UnsupportedError(
+                f"No backend type associated with device type {torch.device(device).type}: "
+                f"{BACKEND_NAME} on this machine serves CPU tensors"
+            )
+        return self
+
+    get_backend = _get_backend
+
+    @property
+    def options(self) -> None:
+        """What a split hands to its child as options: nothing, the child takes the defaults."""
+        return None
+
+    def supports_tensor_alloc(self, device: torch.device | str) -> bool:
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        """A tensor of ``size`` elements in the heap, which collectives move without a copy.
+
+        FSDP2 takes its buffers from here after
+        ``set_allocate_memory_from_process_group_for_comm(True)``.
+        """
+        self._get_backend(device)
+        return heap.empty(size, dtype=dtype)
+
+    def get_group_store(self) -> Store:
+        """The store of this group's members."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long the calls that follow wait for their peers."""
+        self._communicator.timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Restarts the count of collectives; all members must do so together."""
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has issued on the group."""
+        return self._sequence
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """See :class:`ringcomm.c10d.monitored_barrier.MonitoredBarrier`."""
+        if timeout is None:
+            timeout = default_pg_timeout
+        elif not isinstance(timeout, timedelta):
+            warnings.warn(f"Please specify timeout arg as a timedelta, not {timeout}", stacklevel=2)
+            timeout = timedelta(seconds=timeout)
+        self._monitored_barrier(timeout, wait_all_ranks)
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """A group of some members of this one; only they take part.
+
+        Args:
+            new_ranks: ranks of this group, in the order of their ranks in the new one.
+            timeout: of the new group; None takes this group's.
+            opts: a ``ringcomm.CommOptions`` or None.
+            group_name: of the new group; None makes one from the ranks.
+            group_desc: free text.
+            device_types: the only one that this group has is the CPU.
+
+        Returns:
+            The new group, or None when this rank is not in ``new_ranks``.
+        """
+        if not new_ranks or len(set(new_ranks)) != len(new_ranks):
+            raise ArgumentError(
+                f"split_group on rank {self._rank} of {self._size}: expected distinct ranks, got "
+                f"{new_ranks}"
+            )
+        for device in device_types or ():
+            self._get_backend(device)
+        self._split_count += 1
+        if self._rank not in new_ranks:
+            return None
+        name = group_name or (
+            f"{self._name}/split{self._split_count}:{'_'.join(map(str, new_ranks))}"
+        )
+        store = PrefixStore(f"{name}/", self._store)
+        communicator = Communicator.from_store(
+            store,
+            new_ranks.index(self._rank),
+            len(new_ranks),
+            name=name,
+            timeout=self._communicator.timeout if timeout is None else timeout,
+            options=opts,
+        )
+        child = ProcessGroup(store, communicator)
+        child._set_group_desc(group_desc or f"{self._desc}:split")
+        return child
+
+    splitGroup = split_group
+
+    def comm_split_count(self) -> int:
+        return self._split_count
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: a split concerns its members only."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Nothing: a communicator is connected from the start."""
+
+    def _wait_for_pending_works(self) -> None:
+        """Blocks until everything that was issued on this rank is done."""
+        self._communicator.submit(list, "wait for pending works").wait()
+
+    def abort(self) -> None:
+        """Makes the calls of all ranks on this group fail at once."""
+        self._communicator.abort("the process group was aborted")
+
+    def shutdown(self) -> None:
+        """Ends the group on this rank."""
+        self._communicator.close()

@@ -1,0 +1,160 @@
+"""Work objects that ``torch.distributed`` accepts, over those of the communicator.
+
+torch's C++ callers (DDP's reducer, ``wait_tensor``) see ``wait`` and ``get_future`` of a Python
+subclass of ``torch.distributed.Work``; Python callers see every method.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.futures import Future
+
+if TYPE_CHECKING:
+    from ringcomm.comm.work import Work as CommunicatorWork
+
+__all__ = ["CompletedWork", "PendingWork", "WorkGroup"]
+
+
+class CompletedWork(Work):
+    """The work of a call that ran on the caller's thread: nothing is left to wait for.
+
+    Args:
+        tensors: what ``result()`` and the future give back.
+        source: rank that a receive came from, -1 for other operations.
+    """
+
+    def __init__(self, tensors: list[Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(Work):
+    """The work of a call that the communicator runs off the caller's thread.
+
+    Args:
+        inner: the communicator's work.
+        tensors: what ``result()`` and the future give back once it is done.
+    """
+
+    def __init__(self, inner: CommunicatorWork, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until done and raises what the operation raised.
+
+        Args:
+            timeout: gives up after this long; None, zero and less wait for the operation's own
+                timeout (torch's C++ callers pass zero for "none").
+        """
+        if timeout is not None and timeout <= timedelta(0):
+            timeout = None
+        self._inner.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._inner.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the tensors; on failure a C++ waiter sees an error, not a value.
+
+        ``Future.set_exception`` stores the exception as a value that only Python unwraps, and
+        DDP's reducer would take it for the reduced bucket. A callback that raises makes a
+        future that has failed for C++ as well.
+        """
+
+        def tensors_or_raise(done: Future[list[Tensor]]) -> list[Tensor]:
+            done.wait()
+            return self._tensors
+
+        return self._inner.get_future().then(tensors_or_raise)
+
+
+class WorkGroup(Work):
+    """Several works as one: what ``_end_coalescing`` gives back."""
+
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self._works) if e is not None), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        def tensors_or_raise(done: Future[list[Future[list[Tensor]]]]) -> list[Tensor]:
+            return [tensor for future in done.wait() for tensor in future.wait()]
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            tensors_or_raise
+        )
