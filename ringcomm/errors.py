@@ -139,7 +139,9 @@ def from_fault(fault: Mapping[str, Any], world_size: int) -> RingcommError:
     return make(fault, world_size)
 
 
-def unusable_error(operation: str, rank: int, world_size: int, first: BaseException) -> RingcommError:
+def unusable_error(
+    operation: str, rank: int, world_size: int, first: BaseException
+) -> RingcommError:
     """The error of every call on a communicator after its first fault."""
     error = AbortedError(
         f"{where(operation, rank, world_size)}: this communicator is unusable since an earlier "

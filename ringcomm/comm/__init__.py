@@ -1,0 +1,7 @@
+"""Communicators: who takes part, argument checks, ordering of calls, and results.
+
+``engine`` runs calls in order on one native communicator; ``reductions``, ``movements`` and
+``messages`` check arguments and make the calls; ``communicator`` joins them and knows how to find
+the peers; ``groups``, ``functions``, ``objects`` and ``peer_to_peer`` give the same the names and
+semantics of ``torch.distributed``.
+"""

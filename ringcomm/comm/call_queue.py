@@ -1,0 +1,96 @@
+"""Keeps the calls of one communicator in order.
+
+A synchronous call runs on its caller's thread as long as nothing is queued. Asynchronous calls, and
+whatever follows them, go through a first-in first-out queue to one worker thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from ringcomm.comm.work import Outputs, Work
+
+_Item = tuple[Callable[[], Outputs], Work]
+
+
+class CallQueue:
+    """The queue and its worker thread, which starts with the first asynchronous call.
+
+    It refers to no communicator except through queued calls, so that an idle worker does not keep
+    a forgotten communicator alive.
+
+    Attributes:
+        turn: held by whoever runs a call.
+        pending: calls queued or running on the worker thread.
+    """
+
+    __slots__ = ("_guard", "_in_call", "_items", "_name", "_stopped", "_thread", "pending", "turn")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._in_call = False
+        self.turn = threading.Lock()
+        self.pending = 0
+
+    def submit(self, run: Callable[[], Outputs], work: Work) -> Work:
+        """Queues ``run`` behind all earlier calls; ``work`` tells how it ended."""
+        with self._guard:
+            self.pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._items.put((run, work))
+        return work
+
+    def on_worker_thread(self) -> bool:
+        """True on the worker thread: in a call that it runs, or in a callback after one."""
+        return self._thread is not None and threading.get_ident() == self._thread.ident
+
+    def inside_call(self) -> bool:
+        """True in a call that the worker thread runs, which holds the turn already."""
+        return self._in_call and self.on_worker_thread()
+
+    def _loop(self) -> None:
+        while True:
+            item = self._items.get()
+            if item is None:
+                return
+            self._run(*item)
+            # Blocking in get() must not keep the tensors of the last call alive.
+            del item
+
+    def _run(self, run: Callable[[], Outputs], work: Work) -> None:
+        outputs: Outputs = []
+        error: BaseException | None = None
+        try:
+            with self.turn:
+                self._in_call = True
+                outputs = run()
+        except BaseException as raised:
+            error = raised
+        self._in_call = False
+        with self._guard:
+            self.pending -= 1
+        work.finish(outputs, error)
+
+    def stop(self, timeout_s: float = -1.0) -> bool:
+        """Lets the worker end after what is queued; False if it did not within ``timeout_s``.
+
+        Negative means no limit. Called on the worker thread itself it does not wait.
+        """
+        with self._guard:
+            thread = self._thread
+            if not self._stopped:
+                self._stopped = True
+                if thread is not None:
+                    self._items.put(None)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(None if timeout_s < 0 else timeout_s)
+        return not thread.is_alive()

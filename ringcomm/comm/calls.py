@@ -1,0 +1,62 @@
+"""What the engine handles: a membership, a checked call, and a native object past its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ringcomm import _native
+from ringcomm.comm.options import CommOptions
+from ringcomm.comm.work import Outputs
+from ringcomm.errors import RingcommError
+from ringcomm.memory.exchange import Store
+from ringcomm.memory.peers import MappedHeap
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who a communicator connects, and what it was built with.
+
+    ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps
+    as mapped here, held for as long as the communicator lives.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    store: Store
+    options: CommOptions
+    heaps: tuple[MappedHeap, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call, ready to run.
+
+    ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
+    hold the result afterwards.
+    """
+
+    name: str
+    run: Callable[[_native.Comm], int]
+    outputs: Outputs
+
+
+class Unusable:
+    """Stands in for the native communicator once it must not be called any more.
+
+    The quick paths call the native object without asking whether it is still usable; this way the
+    question costs them nothing.
+    """
+
+    _make_error: Callable[[str], RingcommError]
+
+    def __init__(self, make_error: Callable[[str], RingcommError]) -> None:
+        object.__setattr__(self, "_make_error", make_error)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise self._make_error(name)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._make_error(name)

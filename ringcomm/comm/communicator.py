@@ -1,0 +1,286 @@
+"""The communicator: how it is built, divided and ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+from torch.distributed import Store as TorchStore
+
+from ringcomm import _native
+from ringcomm.comm.calls import Membership
+from ringcomm.comm.checks import Site
+from ringcomm.comm.coalesced import Coalesced
+from ringcomm.comm.environment import read_environment
+from ringcomm.comm.exchanges import Exchanges
+from ringcomm.comm.messages import Messages
+from ringcomm.comm.options import CommOptions
+from ringcomm.errors import ArgumentError, where
+from ringcomm.memory.exchange import (
+    Exchange,
+    HeapHandle,
+    Meeting,
+    check_name,
+    machine_identity,
+)
+from ringcomm.memory.heap import no_room_error, process_heap
+from ringcomm.memory.peers import MappedHeap, map_heap
+
+
+class Communicator(Coalesced, Exchanges, Messages):
+    """Connects ``world_size`` ranks of one machine; this process (or thread) is one of them.
+
+    Ranks in all methods are ranks of this communicator. All ranks must call the same
+    collectives in the same order; sends and receives are free of that order. Usable as a context
+    manager, which closes it.
+    """
+
+    @classmethod
+    def from_env(
+        cls,
+        *,
+        timeout: timedelta | float | None = None,
+        heap_bytes: int | None = None,
+        options: CommOptions | None = None,
+    ) -> Communicator:
+        """Builds the communicator of all ranks that a launcher started.
+
+        Understands torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), MPICH,
+        Open MPI and Slurm on one machine. Without any of them it is a world of one.
+
+        Args:
+            timeout: how long to wait for peers, here and in every call; default 30 minutes.
+            heap_bytes: capacity of the process's heap, if this is its first use.
+            options: tunables; ``timeout`` wins over theirs.
+
+        Raises:
+            ArgumentError: the variables contradict each other.
+            RendezvousError: a rank is missing; named.
+            UnsupportedError: the ranks run on several machines.
+            HeapError: no room for the heap.
+        """
+        options = _options(options, timeout)
+        placement = read_environment()
+        store = placement.store(options.timeout_s)
+        return cls.from_store(
+            store, placement.rank, placement.world_size, heap_bytes=heap_bytes, options=options
+        )
+
+    @classmethod
+    def from_store(
+        cls,
+        store: TorchStore,
+        rank: int,
+        world_size: int,
+        *,
+        name: str = "world",
+        timeout: timedelta | float | None = None,
+        heap_bytes: int | None = None,
+        options: CommOptions | None = None,
+    ) -> Communicator:
+        """Builds a communicator of ``world_size`` ranks that share ``store``.
+
+        Args:
+            store: a torch store that all ranks reach (TCPStore, FileStore, HashStore, ...).
+            rank: this rank, 0 <= rank < world_size.
+            world_size: how many ranks take part.
+            name: tells communicators on one store apart; equal on all ranks.
+            timeout: how long to wait for peers, here and in every call; default 30 minutes.
+            heap_bytes: capacity of the process's heap, if this is its first use.
+            options: tunables, equal on all ranks; ``timeout`` wins over theirs.
+
+        Raises:
+            ArgumentError: a bad rank, world size or name.
+            RendezvousError: a rank is missing or failed; named.
+            MismatchError: the ranks disagree on world size or options.
+            UnsupportedError: the ranks run on several machines; both are named.
+            HeapError: no room for the heap or the communicator's region in it.
+        """
+        check_name(name)
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ArgumentError(f"world_size: expected an integer >= 1, got {world_size!r}")
+        Site(f"communicator {name!r}", rank, world_size).peer("rank", rank)
+        options = _options(options, timeout)
+        membership = Membership(name, rank, tuple(range(world_size)), store, options, ())
+        return cls._meet(membership, heap_bytes)
+
+    @classmethod
+    def _meet(cls, membership: Membership, heap_bytes: int | None = None) -> Communicator:
+        """Rendezvous of the members; ``membership.heaps`` is filled in here."""
+        timeout_s = membership.options.timeout_s
+        world_size = len(membership.ranks)
+        meeting = Meeting(
+            membership.store,
+            membership.name,
+            membership.rank,
+            world_size,
+            time.monotonic() + timeout_s,
+            timeout_s,
+        )
+        exchange = Exchange(meeting)
+        try:
+            heap = process_heap(heap_bytes)
+            core = _make_core(heap, membership)
+            handles = exchange.handles(_handle(heap, core, membership))
+            heaps = tuple(map_heap(handle, heap, meeting.operation) for handle in handles)
+            _connect(core, handles, heaps)
+            exchange.confirm()
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        return cls(core, replace(membership, heaps=heaps))
+
+    def new_group(
+        self,
+        ranks: Iterable[int],
+        *,
+        name: str | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> Communicator | None:
+        """Builds a communicator of some of this one's ranks, which become 0, 1, ... in order.
+
+        Only the members need to call it; all members of any group must call in the same order.
+
+        Args:
+            ranks: ranks of this communicator, distinct; order does not matter.
+            name: tells groups of the same ranks apart; equal on all members.
+            timeout: default this communicator's.
+
+        Returns:
+            The new communicator, or None on a rank that is not a member.
+
+        Raises:
+            ArgumentError: a bad rank or name.
+            RingcommError: as :meth:`from_store`.
+        """
+        site = Site("new_group", self._rank, self._world_size)
+        members = sorted(site.peer("ranks", rank) for rank in ranks)
+        if len(set(members)) != len(members) or not members:
+            site.fail(f"ranks: expected distinct ranks and at least one, got {members}")
+        return self._group(site, members, name, timeout)
+
+    def _group(
+        self,
+        site: Site,
+        members: list[int],
+        name: str | None,
+        timeout: timedelta | float | None,
+    ) -> Communicator | None:
+        if self._refuse is not None:
+            raise self._refuse(site.op)
+        if name is not None:
+            check_name(name)
+        if self._rank not in members:
+            return None
+        # The members' ranks are part of the key, so that groups of other ranks that are built
+        # at the same time under the same name cannot meet.
+        label = name or "group"
+        membership = Membership(
+            f"{self.name}/{label}:{'.'.join(map(str, members))}",
+            members.index(self._rank),
+            tuple(self.ranks[member] for member in members),
+            self._membership.store,
+            _options(self.options, timeout if timeout is not None else self.timeout),
+            (),
+        )
+        return Communicator._meet(membership)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Divides the ranks: those of one ``color`` get a communicator of their own.
+
+        All ranks must call it.
+
+        Args:
+            color: any integer; None takes no part in any.
+            key: orders the ranks within their colour; equal keys keep their order.
+
+        Returns:
+            The communicator of this rank's colour; None when ``color`` is None.
+        """
+        site = Site("split", self._rank, self._world_size)
+        for label, number in (("color", color), ("key", key)):
+            if not (isinstance(number, int) or (label == "color" and number is None)):
+                site.fail(f"{label}: expected an integer, got {number!r}")
+        mine = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
+        everyone = torch.empty(self._world_size, 3, dtype=torch.int64)
+        self.all_gather_into_tensor(everyone.view(-1), mine)
+        if color is None:
+            return None
+        rows: list[list[int]] = everyone.tolist()
+        members = [
+            rank
+            for _, rank in sorted(
+                (row[2], rank) for rank, row in enumerate(rows) if row[:2] == [1, color]
+            )
+        ]
+        return self._group(site, members, f"split.{color}", None)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            # Peers may wait for a call that this rank will not make any more.
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+
+def _options(options: CommOptions | None, timeout: timedelta | float | None) -> CommOptions:
+    options = options or CommOptions()
+    return options if timeout is None else replace(options, timeout=timeout)
+
+
+def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
+    options = membership.options
+    world_size = len(membership.ranks)
+    try:
+        return _native.Comm(
+            heap,
+            rank=membership.rank,
+            world=world_size,
+            segment_bytes=options.segment_bytes,
+            slots=options.slots,
+            timeout_ms=round(options.timeout_s * 1000),
+        )
+    except (OSError, MemoryError) as error:
+        operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
+        need_bytes = _native.region_bytes(world_size, options.segment_bytes, options.slots)
+        raise no_room_error(operation, need_bytes, heap, error) from error
+
+
+def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> HeapHandle:
+    host, boot, pid_namespace = machine_identity()
+    options = membership.options
+    return HeapHandle(
+        rank=membership.rank,
+        world_size=len(membership.ranks),
+        host=host,
+        boot=boot,
+        pid_namespace=pid_namespace,
+        pid=os.getpid(),
+        fd=heap.fd,
+        capacity_bytes=heap.capacity_bytes,
+        token=heap.token,
+        region_offset_bytes=core.region_offset_bytes,
+        region_bytes=core.region_bytes,
+        layout=f"segment_bytes={options.segment_bytes}, slots={options.slots}",
+    )
+
+
+def _connect(core: _native.Comm, handles: list[HeapHandle], heaps: tuple[MappedHeap, ...]) -> None:
+    core.connect(
+        [
+            (heap.base_ptr, handle.region_offset_bytes, heap.pid)
+            for handle, heap in zip(handles, heaps, strict=True)
+        ]
+    )

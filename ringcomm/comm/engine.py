@@ -1,0 +1,263 @@
+"""Runs calls on one native communicator: order, faults, abort, close, fork."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+from weakref import WeakSet
+
+from ringcomm import _native
+from ringcomm.comm.call_queue import CallQueue
+from ringcomm.comm.calls import Call, Membership, Unusable
+from ringcomm.comm.options import CommOptions, seconds_of
+from ringcomm.comm.work import Outputs, Work
+from ringcomm.errors import (
+    AbortedError,
+    ForkError,
+    RingcommError,
+    from_fault,
+    unusable_error,
+    where,
+)
+
+# At exit, queued calls get this long to end by themselves before their peers are told.
+EXIT_GRACE_S = 5.0
+
+
+def _milliseconds(timeout: timedelta | float) -> int:
+    return max(1, round(seconds_of(timeout) * 1000))
+
+
+class Engine:
+    """A native communicator and the queue in front of it."""
+
+    def __init__(self, core: _native.Comm, membership: Membership) -> None:
+        self._core = core
+        self._native = core
+        self._membership = membership
+        self._rank = membership.rank
+        self._world_size = len(membership.ranks)
+        self._queue = CallQueue(f"ringcomm-{membership.name}")
+        self._guard = threading.Lock()
+        self._refuse: Callable[[str], RingcommError] | None = None
+        self._closed = False
+        _live.add(self)
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < world_size."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this communicator connects."""
+        return self._world_size
+
+    @property
+    def name(self) -> str:
+        """The name it was built under; shown in errors and used at rendezvous."""
+        return self._membership.name
+
+    @property
+    def options(self) -> CommOptions:
+        """What it was built with."""
+        return self._membership.options
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the outermost communicator, by rank in this one."""
+        return self._membership.ranks
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call waits for its peers; can be set."""
+        return timedelta(milliseconds=self._core.timeout_ms)
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta | float) -> None:
+        self._native.timeout_ms = _milliseconds(timeout)
+
+    @property
+    def aborted(self) -> bool:
+        """True once a fault, an abort (here or on a peer) or close made it unusable."""
+        return self._refuse is not None or self._core.aborted
+
+    def __repr__(self) -> str:
+        state = " (unusable)" if self._refuse is not None else ""
+        return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
+
+    def _start(self, call: Call, async_op: bool) -> Work | None:
+        """Runs a checked call in its place in the order."""
+        if self._refuse is not None:
+            raise self._refuse(call.name)
+        if async_op:
+            return self._submit(lambda: self._execute(call), call.name)
+        queue = self._queue
+        if queue.inside_call():
+            self._execute(call)
+        elif not queue.pending and queue.turn.acquire(False):
+            try:
+                self._execute(call)
+            finally:
+                queue.turn.release()
+        elif queue.on_worker_thread():
+            with queue.turn:
+                self._execute(call)
+        else:
+            self._submit(lambda: self._execute(call), call.name).wait()
+        return None
+
+    def _execute(self, call: Call) -> Outputs:
+        status = call.run(self._native)
+        if status:
+            raise self._fault(call.name)
+        return call.outputs
+
+    def _submit(self, run: Callable[[], Outputs], name: str) -> Work:
+        work = Work(name, self._interrupt, self._queue.on_worker_thread)
+        return self._queue.submit(run, work)
+
+    def submit(
+        self,
+        fn: Callable[[], Outputs],
+        opname: str,
+        timeout: timedelta | float | None = None,
+    ) -> Work:
+        """Runs ``fn`` on the worker thread, in order with the collectives.
+
+        Args:
+            fn: may call collectives of this communicator, which then run at once, on the
+                worker thread; returns the output tensors.
+            opname: named in errors.
+            timeout: for the calls that ``fn`` makes; None keeps the communicator's.
+
+        Raises:
+            AbortedError: the communicator is unusable.
+        """
+        if self._refuse is not None:
+            raise self._refuse(opname)
+        if timeout is None:
+            return self._submit(fn, opname)
+        timeout_ms = _milliseconds(timeout)
+
+        def run() -> Outputs:
+            usual_ms = self._core.timeout_ms
+            self._core.timeout_ms = timeout_ms
+            try:
+                return fn()
+            finally:
+                self._core.timeout_ms = usual_ms
+
+        return self._submit(run, opname)
+
+    def _fault(self, name: str) -> RingcommError:
+        """The error for a call that the native side gave up; makes the communicator unusable."""
+        fault = self._core.fault()
+        if fault is None:
+            error = RingcommError(
+                f"{where(name, self._rank, self._world_size)}: failed without a fault record"
+            )
+        else:
+            error = from_fault(fault, self._world_size)
+        self._disable(lambda op: unusable_error(op, self._rank, self._world_size, error))
+        return error
+
+    def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
+        """Makes all further calls raise; the first reason stays."""
+        with self._guard:
+            if self._refuse is None:
+                self._refuse = make_error
+                self._native = cast(_native.Comm, Unusable(make_error))
+
+    def _interrupt(self) -> None:
+        self.abort("interrupted by KeyboardInterrupt")
+
+    def abort(self, reason: str = "") -> None:
+        """Makes the communicator unusable on all its ranks and wakes everyone who waits in it.
+
+        From any thread; does not block; a second call changes nothing.
+        """
+        if self._closed:
+            return
+        first = AbortedError(
+            f"{where('abort', self._rank, self._world_size)}: "
+            f"{reason or 'Communicator.abort() was called'}"
+        )
+        self._disable(lambda op: unusable_error(op, self._rank, self._world_size, first))
+        self._core.abort(reason)
+
+    def close(self) -> None:
+        """Ends queued calls, then gives back the communicator's memory; a second call does nothing.
+
+        Peers need not close at the same time.
+        """
+        try:
+            self._close(grace_s=-1.0)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _close(self, grace_s: float) -> None:
+        if self._closed:
+            return
+        if not self._queue.stop(grace_s):
+            self.abort("the process exits with calls under way")
+            self._queue.stop()
+        self._disable(
+            lambda op: AbortedError(
+                f"{where(op, self._rank, self._world_size)}: the communicator "
+                f"{self.name!r} was closed; build a new one"
+            )
+        )
+        with self._queue.turn, self._guard:
+            if not self._closed:
+                self._closed = True
+                self._core.close()
+
+    def __del__(self) -> None:
+        queue: CallQueue | None = getattr(self, "_queue", None)
+        if queue is not None:
+            queue.stop(0.0)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the native object is the parent's, so it is never touched again."""
+        self._closed = True
+        self._guard = threading.Lock()
+        self._queue = CallQueue(self.name)
+        self._refuse = self._fork_error
+        self._native = cast(_native.Comm, Unusable(self._fork_error))
+
+    def _fork_error(self, operation: str) -> ForkError:
+        return ForkError(
+            f"{where(operation, self._rank, self._world_size)}: this process (pid {os.getpid()}) "
+            f"was forked from the one that built the communicator {self.name!r}. A child must "
+            "build its own, or be started with multiprocessing's 'spawn'"
+        )
+
+
+_live: WeakSet[Engine] = WeakSet()
+_inherited: list[Any] = []
+
+
+def _leave_all_to_parent() -> None:
+    for engine in list(_live):
+        # Kept for good: destroying the native object would take part in the parent's affairs.
+        _inherited.append((engine, engine._core, engine._queue))
+        engine._leave_to_parent()
+    _live.clear()
+
+
+def close_all() -> None:
+    """Closes every communicator of this process; runs at exit."""
+    for engine in list(_live):
+        engine._close(EXIT_GRACE_S)
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+atexit.register(close_all)

@@ -1,0 +1,216 @@
+"""The collectives under the names, parameters and semantics of ``torch.distributed``.
+
+``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
+(ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
+Argument checks and errors are those of the :class:`Communicator` method of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.groups import Group, communicator_of, group_rank
+from ringcomm.comm.reduce_ops import SUM
+from ringcomm.comm.work import Work
+from ringcomm.errors import ArgumentError
+
+Tensor = torch.Tensor
+
+
+def root_of(
+    communicator: Communicator,
+    operation: str,
+    name: str,
+    global_rank: int | None,
+    rank_in_group: int | None,
+) -> int:
+    """The group rank that ``src``/``group_src`` or ``dst``/``group_dst`` name.
+
+    Raises:
+        ArgumentError: both or none are given, or the global rank is not in the group.
+    """
+    if (global_rank is None) == (rank_in_group is None):
+        raise ArgumentError(
+            f"{operation} on rank {communicator.rank} of {communicator.world_size}: expected "
+            f"either {name} or group_{name}, got {name}={global_rank}, group_{name}={rank_in_group}"
+        )
+    if rank_in_group is not None:
+        return rank_in_group
+    return group_rank(communicator, global_rank, operation, name)
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """See :meth:`Communicator.all_reduce`."""
+    return communicator_of(group, "all_reduce").all_reduce(tensor, op, async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """See :meth:`Communicator.all_reduce_coalesced`."""
+    communicator = communicator_of(group, "all_reduce_coalesced")
+    return communicator.all_reduce_coalesced(tensors, op, async_op)
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """See :meth:`Communicator.reduce`."""
+    communicator = communicator_of(group, "reduce")
+    root = root_of(communicator, "reduce", "dst", dst, group_dst)
+    return communicator.reduce(tensor, root, op, async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """See :meth:`Communicator.reduce_scatter`."""
+    return communicator_of(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """See :meth:`Communicator.reduce_scatter_tensor`."""
+    communicator = communicator_of(group, "reduce_scatter_tensor")
+    return communicator.reduce_scatter_tensor(output, input, op, async_op)
+
+
+def reduce_scatter_coalesced(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """See :meth:`Communicator.reduce_scatter_coalesced`."""
+    communicator = communicator_of(group, "reduce_scatter_coalesced")
+    return communicator.reduce_scatter_coalesced(outputs, inputs, op, async_op)
+
+
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """See :meth:`Communicator.all_gather`."""
+    return communicator_of(group, "all_gather").all_gather(tensor_list, tensor, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """See :meth:`Communicator.all_gather_into_tensor`."""
+    communicator = communicator_of(group, "all_gather_into_tensor")
+    return communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[list[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Fills ``output_tensor_lists[r][i]`` with ``input_tensor_list[i]`` of rank r."""
+    communicator = communicator_of(group, "all_gather_coalesced")
+    return communicator.all_gather_lists_coalesced(output_tensor_lists, input_tensor_list, async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """See :meth:`Communicator.broadcast`."""
+    communicator = communicator_of(group, "broadcast")
+    root = root_of(communicator, "broadcast", "src", src, group_src)
+    return communicator.broadcast(tensor, root, async_op)
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """See :meth:`Communicator.gather`; without ``dst`` and ``group_dst``, dst is 0."""
+    communicator = communicator_of(group, "gather")
+    if dst is None and group_dst is None:
+        dst = 0
+    root = root_of(communicator, "gather", "dst", dst, group_dst)
+    return communicator.gather(tensor, gather_list, root, async_op)
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """See :meth:`Communicator.scatter`; without ``src`` and ``group_src``, src is 0."""
+    communicator = communicator_of(group, "scatter")
+    if src is None and group_src is None:
+        src = 0
+    root = root_of(communicator, "scatter", "src", src, group_src)
+    return communicator.scatter(tensor, scatter_list, root, async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """See :meth:`Communicator.all_to_all`."""
+    communicator = communicator_of(group, "all_to_all")
+    return communicator.all_to_all(output_tensor_list, input_tensor_list, async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """See :meth:`Communicator.all_to_all_single`."""
+    return communicator_of(group, "all_to_all_single").all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, async_op
+    )
+
+
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    timeout: timedelta | float | None = None,
+) -> Work | None:
+    """See :meth:`Communicator.barrier`; ``device_ids`` must be None, as for all CPU backends."""
+    communicator = communicator_of(group, "barrier")
+    if device_ids is not None:
+        raise ArgumentError(
+            f"barrier on rank {communicator.rank} of {communicator.world_size}: device_ids: "
+            f"expected None on CPU, got {device_ids!r}"
+        )
+    return communicator.barrier(async_op, timeout=timeout)

@@ -1,0 +1,283 @@
+"""The default communicator and sub-groups, under the names of ``torch.distributed``.
+
+A process has one default communicator, which :func:`init_process_group` makes. In a rank thread
+of a ``LocalWorld`` the default is that thread's. Groups are communicators; ranks in these
+functions are global: ranks of the default communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.environment import read_environment
+from ringcomm.comm.options import CommOptions
+from ringcomm.errors import ArgumentError, RingcommError
+
+
+class _NonMember:
+    """The type of ``GroupMember.NON_GROUP_MEMBER``."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+
+class GroupMember:
+    """What :func:`new_group` returns on ranks that are not members."""
+
+    NON_GROUP_MEMBER = _NonMember()
+
+
+Group = Communicator | _NonMember | None
+
+
+class _Thread(threading.local):
+    communicator: Communicator | None = None
+
+
+_thread = _Thread()
+_process: Communicator | None = None
+BACKENDS = (None, "ringcomm", "cpu:ringcomm")
+
+
+@contextmanager
+def thread_default(communicator: Communicator) -> Iterator[None]:
+    """Makes ``communicator`` this thread's default."""
+    before = _thread.communicator
+    _thread.communicator = communicator
+    try:
+        yield
+    finally:
+        _thread.communicator = before
+
+
+def default_communicator(operation: str) -> Communicator:
+    """The communicator that ``group=None`` means; raises when there is none."""
+    communicator = _thread.communicator or _process
+    if communicator is None:
+        raise RingcommError(
+            f"{operation}: expected a default group, but there is none; call "
+            "ringcomm.init_process_group() first, or run inside LocalWorld.run()"
+        )
+    return communicator
+
+
+def communicator_of(group: Any, operation: str) -> Communicator:
+    """The communicator behind the ``group`` argument of a module-level function.
+
+    Raises:
+        ArgumentError: this rank is not in the group, or it is not a group of ringcomm.
+        RingcommError: there is no default group.
+    """
+    if group is None:
+        return _thread.communicator or default_communicator(operation)
+    if isinstance(group, Communicator):
+        return group
+    if isinstance(group, _NonMember):
+        rank = default_communicator(operation).rank
+        raise ArgumentError(
+            f"{operation} on rank {rank}: expected a group that this rank is in, got "
+            "GroupMember.NON_GROUP_MEMBER; only members may call"
+        )
+    raise ArgumentError(
+        f"{operation}: expected a ringcomm.Communicator as the group, got {type(group).__name__}"
+    )
+
+
+def is_available() -> bool:
+    """True: the host backend is always there."""
+    return True
+
+
+def is_initialized() -> bool:
+    """True when there is a default group in this thread or process."""
+    return _thread.communicator is not None or _process is not None
+
+
+def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: CommOptions | None = None,
+    device_id: Any = None,
+) -> None:
+    """Makes the default communicator of this process.
+
+    Args:
+        backend: None or "ringcomm".
+        init_method: "env://", "tcp://HOST:PORT" or "file:///PATH"; None reads what the launcher
+            set (torchrun, MPICH, Open MPI, Slurm), unless ``store`` is given.
+        timeout: how long to wait for peers, here and in every call; default 30 minutes.
+        world_size: with ``store`` or ``init_method``: how many ranks.
+        rank: with ``store`` or ``init_method``: this rank.
+        store: a torch store that all ranks reach, instead of ``init_method``.
+        group_name: name of the default group; default "world".
+        pg_options: tunables.
+        device_id: None or a CPU device.
+
+    Raises:
+        ArgumentError: contradictory or unusable arguments, or there is a default group already.
+        RingcommError: as :meth:`Communicator.from_store`.
+    """
+    global _process
+    if is_initialized():
+        raise ArgumentError(
+            "init_process_group: there is a default group already; call "
+            "destroy_process_group() first"
+        )
+    if backend not in BACKENDS:
+        raise ArgumentError(f'init_process_group: backend: expected "ringcomm", got {backend!r}')
+    if device_id is not None and "cpu" not in str(device_id):
+        raise ArgumentError(
+            f"init_process_group: device_id: expected a CPU device, got {device_id}"
+        )
+    options = pg_options or CommOptions()
+    seconds = CommOptions(timeout=timeout).timeout_s if timeout is not None else options.timeout_s
+    if store is None:
+        store, rank, world_size = _find_store(init_method, rank, world_size, seconds)
+    elif init_method is not None or rank < 0 or world_size < 1:
+        raise ArgumentError(
+            "init_process_group: expected store= with rank= and world_size= and without "
+            f"init_method=, got rank={rank}, world_size={world_size}, init_method={init_method!r}"
+        )
+    _process = Communicator.from_store(
+        store, rank, world_size, name=group_name or "world", timeout=timeout, options=options
+    )
+
+
+def _find_store(
+    init_method: str | None, rank: int, world_size: int, timeout_s: float
+) -> tuple[Store, int, int]:
+    if init_method is None and rank < 0 and world_size < 0:
+        placement = read_environment()
+        return placement.store(timeout_s), placement.rank, placement.world_size
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        found: tuple[Store, int, int] = next(
+            rendezvous(
+                init_method or "env://", rank, world_size, timeout=timedelta(seconds=timeout_s)
+            )
+        )
+    except ValueError as error:
+        raise ArgumentError(f"init_process_group: init_method {init_method!r}: {error}") from error
+    return found
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Closes a group, or with None the default group.
+
+    Raises:
+        ArgumentError: inside ``LocalWorld.run``, for the default group.
+        RingcommError: there is no default group.
+    """
+    global _process
+    communicator = communicator_of(group, "destroy_process_group")
+    if group is None and communicator is _thread.communicator:
+        raise ArgumentError(
+            "destroy_process_group: the default group of a LocalWorld's thread belongs to the "
+            "LocalWorld; close that"
+        )
+    communicator.close()
+    if communicator is _process:
+        _process = None
+
+
+def new_group(
+    ranks: Iterable[int] | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+) -> Communicator | _NonMember:
+    """Builds a group of some ranks of the default group.
+
+    Args:
+        ranks: global ranks; None means all.
+        timeout: default that of the default group.
+        backend: None or "ringcomm".
+        pg_options: None.
+        use_local_synchronization: either; only members ever take part.
+        group_desc: part of the group's name.
+        device_id: None or a CPU device.
+
+    Returns:
+        A communicator, or ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not members.
+
+    Raises:
+        ArgumentError: a bad rank, or an argument that is not supported.
+        RingcommError: as :meth:`Communicator.from_store`.
+    """
+    parent = default_communicator("new_group")
+    if backend not in BACKENDS:
+        raise ArgumentError(f'new_group: backend: expected "ringcomm", got {backend!r}')
+    if pg_options is not None:
+        raise ArgumentError("new_group: pg_options: expected None; groups inherit the tunables")
+    members = range(parent.world_size) if ranks is None else ranks
+    made = parent.new_group(members, name=group_desc, timeout=timeout)
+    return GroupMember.NON_GROUP_MEMBER if made is None else made
+
+
+def get_rank(group: Group = None) -> int:
+    """This rank in ``group``; -1 when it is not a member."""
+    return -1 if isinstance(group, _NonMember) else communicator_of(group, "get_rank").rank
+
+
+def get_world_size(group: Group = None) -> int:
+    """How many ranks ``group`` has; -1 when this rank is not a member."""
+    if isinstance(group, _NonMember):
+        return -1
+    return communicator_of(group, "get_world_size").world_size
+
+
+def get_process_group_ranks(group: Group = None) -> list[int]:
+    """The global ranks of ``group``, by group rank."""
+    return list(communicator_of(group, "get_process_group_ranks").ranks)
+
+
+def get_group_rank(group: Group, global_rank: int) -> int:
+    """The rank in ``group`` of a global rank.
+
+    Raises:
+        ArgumentError: it is not a member.
+    """
+    communicator = communicator_of(group, "get_group_rank")
+    return group_rank(communicator, global_rank, "get_group_rank", "global_rank")
+
+
+def get_global_rank(group: Group, group_rank: int) -> int:
+    """The global rank of a rank in ``group``.
+
+    Raises:
+        ArgumentError: there is no such rank.
+    """
+    ranks = communicator_of(group, "get_global_rank").ranks
+    if not 0 <= group_rank < len(ranks):
+        raise ArgumentError(
+            f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {group_rank}"
+        )
+    return ranks[group_rank]
+
+
+def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
+    """Turns a global rank into one of ``communicator``; the message names both worlds."""
+    ranks = communicator.ranks
+    try:
+        return ranks.index(global_rank)
+    except ValueError:
+        raise ArgumentError(
+            f"{operation} on rank {communicator.rank} of {communicator.world_size}: {name}: "
+            f"expected one of the group's global ranks {list(ranks)}, got {global_rank!r}"
+        ) from None

@@ -1,0 +1,197 @@
+"""Point to point: send and recv, never ordered behind collectives."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
+from ringcomm.comm.engine import Engine
+from ringcomm.comm.work import Outputs, Work, wait_seconds
+from ringcomm.errors import CollectiveTimeout
+
+Tensor = torch.Tensor
+ANY_SOURCE = -1
+LARGEST_TAG = 2**31 - 1
+# A sweep asks every message under way whether it is done, so one is made only when this many more
+# have gathered than the last sweep left.
+SWEEP_EVERY = 64
+
+
+def _never() -> bool:
+    return False
+
+
+class Message(Work):
+    """A send or receive under way; it waits on the native request, not on a queue."""
+
+    __slots__ = ("_dense", "_engine", "_request", "_tensor")
+
+    def __init__(
+        self,
+        engine: Messages,
+        request: _native.Request,
+        name: str,
+        tensor: Tensor,
+        dense: Tensor,
+    ) -> None:
+        super().__init__(name, engine._interrupt, _never)
+        self._engine = engine
+        self._request = request
+        self._tensor = tensor
+        self._dense = dense
+
+    def _await(self, timeout: timedelta | float | None) -> None:
+        seconds = wait_seconds(timeout)
+        status = self._request.wait(-1 if seconds < 0 else max(1, round(seconds * 1000)))
+        if status and not self._request.done():
+            raise CollectiveTimeout(
+                f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the message "
+                "stays posted. Wait again, or abort the communicator"
+            )
+        self._complete(status)
+
+    def _complete(self, status: int) -> None:
+        error = self._engine._fault(self._name) if status else None
+        with self._engine._message_guard:
+            if self._finished:
+                return
+            if self._name in ("recv", "irecv") and error is None:
+                put_back(self._tensor, self._dense)
+            self._engine._under_way.discard(self)
+            self.finish([self._tensor], error)
+
+    def poll(self) -> bool:
+        """True when the message is done; does not block."""
+        if not self._finished and self._request.done():
+            self._complete(self._request.wait(-1))
+        return self._finished
+
+    def is_completed(self) -> bool:
+        return self.poll()
+
+    def is_success(self) -> bool:
+        return self.poll() and super().is_success()
+
+    def exception(self) -> BaseException | None:
+        self.poll()
+        return super().exception()
+
+    def source_rank(self) -> int:
+        """The rank that sent the message; waits for it."""
+        self.wait()
+        return self._request.source
+
+    def get_future(self) -> torch.futures.Future[Outputs]:
+        future = super().get_future()
+        if not self._finished:
+            # Nothing else would notice the end, since the native engine knows no Python. One
+            # thread each: a shared one would wait in an order that may never come.
+            threading.Thread(target=self._watch, name="ringcomm-future", daemon=True).start()
+        return future
+
+    def _watch(self) -> None:
+        self._complete(self._request.wait(-1))
+
+
+class Messages(Engine):
+    """Point-to-point calls of a communicator."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._message_guard = threading.RLock()
+        self._under_way: set[Message] = set()
+        self._sweep_at = SWEEP_EVERY
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Sends ``tensor`` to rank ``dst``; returns when it may be changed again.
+
+        Args:
+            tensor: any shape and dtype; the receiver's must have as many bytes.
+            dst: a rank of this communicator other than this one.
+            tag: 0 <= tag < 2**31; the receive must name the same.
+
+        Raises:
+            ArgumentError: bad argument.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        request, _ = self._post_send("send", tensor, dst, tag)
+        self._finish_now("send", request)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receives into ``tensor`` and returns the rank that sent.
+
+        Args:
+            tensor: any shape and dtype, as many bytes as the message.
+            src: a rank of this communicator other than this one; None takes any.
+            tag: 0 <= tag < 2**31; the send must name the same.
+
+        Raises:
+            ArgumentError: bad argument.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        request, dense = self._post_recv("recv", tensor, src, tag)
+        self._finish_now("recv", request)
+        put_back(tensor, dense)
+        return request.source
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """As :meth:`send`, without waiting; the tensor must not change until the Work is done."""
+        request, dense = self._post_send("isend", tensor, dst, tag)
+        return self._track(Message(self, request, "isend", tensor, dense))
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
+        """As :meth:`recv`, without waiting; ``Work.source_rank()`` tells who sent."""
+        request, dense = self._post_recv("irecv", tensor, src, tag)
+        return self._track(Message(self, request, "irecv", tensor, dense))
+
+    def _post_send(
+        self, op: str, tensor: Tensor, dst: int, tag: int
+    ) -> tuple[_native.Request, Tensor]:
+        site = Site(op, self._rank, self._world_size)
+        site.tensor("tensor", tensor)
+        peer = self._other(site, "dst", dst)
+        self._check_message(site, tag)
+        dense = readable(tensor)
+        return self._native.post_send(dense.data_ptr(), size_bytes(dense), peer, tag), dense
+
+    def _post_recv(
+        self, op: str, tensor: Tensor, src: int | None, tag: int
+    ) -> tuple[_native.Request, Tensor]:
+        site = Site(op, self._rank, self._world_size)
+        site.output("tensor", tensor)
+        peer = ANY_SOURCE if src is None else self._other(site, "src", src)
+        self._check_message(site, tag)
+        dense = writable(tensor)
+        return self._native.post_recv(dense.data_ptr(), size_bytes(dense), peer, tag), dense
+
+    def _other(self, site: Site, name: str, rank: Any) -> int:
+        peer = site.peer(name, rank)
+        if peer == self._rank:
+            site.fail(f"{name}: expected another rank than this one, got {rank}")
+        return peer
+
+    def _check_message(self, site: Site, tag: Any) -> None:
+        if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= LARGEST_TAG:
+            site.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {tag!r}")
+        if self._refuse is not None:
+            raise self._refuse(site.op)
+
+    def _finish_now(self, op: str, request: _native.Request) -> None:
+        if request.wait(-1):
+            raise self._fault(op)
+
+    def _track(self, message: Message) -> Message:
+        """Keeps a message's tensors alive until it is done, whatever becomes of its Work."""
+        with self._message_guard:
+            self._under_way.add(message)
+            sweep = len(self._under_way) >= self._sweep_at
+        if sweep:
+            for each in tuple(self._under_way):
+                each.poll()
+            self._sweep_at = len(self._under_way) + SWEEP_EVERY
+        return message

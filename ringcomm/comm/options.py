@@ -1,0 +1,53 @@
+"""What can be tuned per communicator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ringcomm.errors import ArgumentError
+
+# torch.distributed's own default, so that a program behaves alike on both.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# The native deadline is a signed 32-bit count of milliseconds.
+LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
+
+
+def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
+    """A timeout in seconds.
+
+    Raises:
+        ArgumentError: it is not a positive timedelta or number of seconds.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+        raise ArgumentError(f"{name}: expected a timedelta or seconds > 0, got {timeout!r}")
+    return min(float(seconds), float(LONGEST_TIMEOUT_S))
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """Tunables of a communicator; all its ranks must pass equal ones (timeout excepted).
+
+    Attributes:
+        timeout: how long a call waits for its peers, as timedelta or seconds.
+        segment_bytes: the pipelined piece of a chunk; a multiple of 64.
+        slots: staging slots per peer; a power of two.
+    """
+
+    timeout: timedelta | float = DEFAULT_TIMEOUT
+    segment_bytes: int = 128 << 10
+    slots: int = 4
+
+    def __post_init__(self) -> None:
+        seconds_of(self.timeout)
+        if self.segment_bytes < 64 or self.segment_bytes % 64:
+            raise ArgumentError(
+                f"segment_bytes: expected a positive multiple of 64, got {self.segment_bytes}"
+            )
+        if self.slots < 1 or self.slots & (self.slots - 1):
+            raise ArgumentError(f"slots: expected a power of two, got {self.slots}")
+
+    @property
+    def timeout_s(self) -> float:
+        return seconds_of(self.timeout)

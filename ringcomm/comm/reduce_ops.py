@@ -1,0 +1,138 @@
+"""Reduction operators and dtypes, and their codes in the native module."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed import ReduceOp
+
+from ringcomm import _native
+from ringcomm.errors import ArgumentError
+
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
+}
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES}
+OP_CODES = _native.OPS
+_TORCH_OPS = {name: getattr(ReduceOp, name) for name in OP_CODES if hasattr(ReduceOp, name)}
+PREMUL_SUM = "PREMUL_SUM"
+
+
+class PremulSum:
+    """Sum of the inputs, each multiplied by ``factor`` first; made by :func:`premul_sum`."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        return f"premul_sum({self.factor})"
+
+
+def premul_sum(factor: float | torch.Tensor) -> PremulSum:
+    """The op PREMUL_SUM, for floating-point and complex tensors.
+
+    torch.distributed makes one only through a private function; both kinds are accepted wherever
+    ringcomm takes an op.
+
+    Args:
+        factor: a real number, or a tensor of one element.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    return PremulSum(_factor_of(factor))
+
+
+def _factor_of(factor: object) -> float:
+    if isinstance(factor, torch.Tensor) and factor.numel() == 1 and not factor.is_complex():
+        return float(factor.item())
+    if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+        return float(factor)
+    raise ArgumentError(
+        f"PREMUL_SUM: expected a real number or a tensor of one element as the factor, "
+        f"got {factor!r}"
+    )
+
+
+class Reduction:
+    """An op as the native module takes it: its code, and the factor of PREMUL_SUM (else 1)."""
+
+    __slots__ = ("code", "factor", "name")
+
+    def __init__(self, name: str, factor: float = 1.0) -> None:
+        self.name = name
+        self.code = OP_CODES[name]
+        self.factor = factor
+
+
+_PLAIN = {name: Reduction(name) for name in OP_CODES if name != PREMUL_SUM}
+
+
+def reduction_of(op: object) -> Reduction:
+    """The native form of a ``ReduceOp``, ``RedOpType`` or :func:`premul_sum`.
+
+    Raises:
+        ArgumentError: it is not an op, or PREMUL_SUM without a factor.
+    """
+    if isinstance(op, PremulSum):
+        return Reduction(PREMUL_SUM, op.factor)
+    if not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
+        raise ArgumentError(f"op: expected a torch.distributed.ReduceOp, got {op!r}")
+    for name, torch_op in _TORCH_OPS.items():
+        if op == torch_op:
+            if name != PREMUL_SUM:
+                return _PLAIN[name]
+            return Reduction(PREMUL_SUM, _factor_of(_torch_factor(op)))
+    raise ArgumentError(f"op: {op!r} is unknown; known are {', '.join(OP_CODES)}")
+
+
+def _torch_factor(op: object) -> object:
+    # The pickle state is the only public view of the factor (__reduce_ex__ aborts the process
+    # in torch 2.13: a pybind11 type without constructor).
+    state = cast(Any, op).__getstate__() if isinstance(op, ReduceOp) else (op, None)
+    if state[1] is None:
+        raise ArgumentError(
+            "op: PREMUL_SUM needs a factor; pass ringcomm.premul_sum(factor) instead of "
+            "ReduceOp.PREMUL_SUM"
+        )
+    return cast(object, state[1])
+
+
+def _quick_dtypes(code: int) -> dict[torch.dtype, int]:
+    # Complex tensors may carry a pending conjugation, so they take the careful path.
+    return {
+        dtype: dtype_code
+        for dtype, dtype_code in DTYPE_CODES.items()
+        if not dtype.is_complex and _native.supports(dtype_code, code)
+    }
+
+
+# For the quick path of the collectives. Ops are found by identity, since hashing or comparing
+# torch's op objects costs more than the rest of the call; the objects live as long as torch.
+QUICK_REDUCTIONS: dict[int, tuple[int, dict[torch.dtype, int]]] = {
+    id(torch_op): (OP_CODES[name], _quick_dtypes(OP_CODES[name]))
+    for name, torch_op in _TORCH_OPS.items()
+    if name != PREMUL_SUM
+}
+QUICK_MOVES: dict[torch.dtype, tuple[int, int]] = {
+    dtype: (code, dtype.itemsize) for dtype, code in DTYPE_CODES.items() if not dtype.is_complex
+}
+ALGORITHMS = _native.ALGORITHMS
+SUM = ReduceOp.SUM
+
+__all__ = [
+    "ALGORITHMS",
+    "DTYPE_CODES",
+    "DTYPE_NAMES",
+    "QUICK_MOVES",
+    "QUICK_REDUCTIONS",
+    "SUM",
+    "PremulSum",
+    "ReduceOp",
+    "Reduction",
+    "premul_sum",
+    "reduction_of",
+]

@@ -1,0 +1,250 @@
+"""The collectives that combine elements: all_reduce, reduce, reduce_scatter.
+
+Each has a quick path for the common call (dense CPU tensors, plain op, nothing queued) that
+asks as few questions as possible, and a careful path that words every complaint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.calls import Call
+from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
+from ringcomm.comm.engine import Engine
+from ringcomm.comm.reduce_ops import ALGORITHMS, QUICK_REDUCTIONS, SUM
+from ringcomm.comm.work import Work
+
+Tensor = torch.Tensor
+
+
+class Reductions(Engine):
+    """Reducing collectives of a communicator."""
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = SUM, async_op: bool = False, *, algorithm: str = "auto"
+    ) -> Work | None:
+        """Combines ``tensor`` of all ranks element by element, in place.
+
+        Args:
+            tensor: any shape, same element count and dtype on all ranks.
+            op: a ``ReduceOp`` or ``premul_sum(factor)``.
+            async_op: return a Work at once instead of waiting.
+            algorithm: "auto", "direct" or "ring".
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        try:
+            op_code, dtypes = QUICK_REDUCTIONS[id(op)]
+            dtype_code = dtypes[tensor.dtype]
+            count_elems = tensor.numel()
+            # One element can be a negated view and still be contiguous.
+            quick = (
+                count_elems > 1
+                and tensor.is_cpu
+                and tensor.is_contiguous()
+                and not async_op
+                and not self._queue.pending
+            )
+            ptr = tensor.data_ptr()
+            algorithm_code = ALGORITHMS[algorithm]
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            quick = False
+        if quick and ptr and self._queue.turn.acquire(False):
+            try:
+                status = self._native.all_reduce(
+                    ptr, ptr, count_elems, dtype_code, op_code, 1.0, algorithm_code
+                )
+            finally:
+                self._queue.turn.release()
+            if status:
+                raise self._fault("all_reduce")
+            return None
+        return self._start(self._all_reduce_call(tensor, op, algorithm), async_op)
+
+    def _all_reduce_call(self, tensor: Tensor, op: Any, algorithm: str) -> Call:
+        site = Site("all_reduce", self._rank, self._world_size)
+        dtype = site.output("tensor", tensor)
+        reduction = site.reduction(op, "tensor", tensor)
+        algorithm_code = site.algorithm(algorithm)
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor)
+            ptr = dense.data_ptr()
+            status = native.all_reduce(
+                ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, algorithm_code
+            )
+            put_back(tensor, dense)
+            return status
+
+        return Call("all_reduce", run, [tensor])
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: Any = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = Site("reduce", self._rank, self._world_size)
+        dtype = site.output("tensor", tensor)
+        reduction = site.reduction(op, "tensor", tensor)
+        root = site.peer("dst", dst)
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor)
+            ptr = dense.data_ptr()
+            status = native.reduce(
+                ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, root
+            )
+            if self._rank == root:
+                put_back(tensor, dense)
+            return status
+
+        return self._start(Call("reduce", run, [tensor]), async_op)
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = SUM,
+        async_op: bool = False,
+        *,
+        algorithm: str = "auto",
+    ) -> Work | None:
+        """Combines ``input`` of all ranks; rank r gets the r-th of world_size equal chunks.
+
+        Args:
+            output: contiguous, N elements; may be exactly this rank's chunk of ``input``.
+            input: contiguous, world_size * N elements, of the same dtype.
+            op: a ``ReduceOp`` or ``premul_sum(factor)``.
+            async_op: return a Work at once instead of waiting.
+            algorithm: "auto", "direct" or "ring".
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        try:
+            op_code, dtypes = QUICK_REDUCTIONS[id(op)]
+            dtype = output.dtype
+            dtype_code = dtypes[dtype]
+            count_elems = output.numel()
+            quick = (
+                count_elems > 1
+                and input.dtype is dtype
+                and input.numel() == count_elems * self._world_size
+                and output.is_cpu
+                and input.is_cpu
+                and output.is_contiguous()
+                and input.is_contiguous()
+                and not async_op
+                and not self._queue.pending
+            )
+            out_ptr = output.data_ptr()
+            in_ptr = input.data_ptr()
+            chunk_bytes = count_elems * dtype.itemsize
+            ahead = out_ptr - in_ptr
+            algorithm_code = ALGORITHMS[algorithm]
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            quick = False
+        if (
+            quick
+            and out_ptr
+            and in_ptr
+            and (
+                ahead >= chunk_bytes * self._world_size
+                or ahead <= -chunk_bytes
+                or ahead == chunk_bytes * self._rank
+            )
+            and self._queue.turn.acquire(False)
+        ):
+            try:
+                status = self._native.reduce_scatter(
+                    in_ptr, out_ptr, count_elems, dtype_code, op_code, 1.0, algorithm_code
+                )
+            finally:
+                self._queue.turn.release()
+            if status:
+                raise self._fault("reduce_scatter_tensor")
+            return None
+        return self._start(self._reduce_scatter_call(output, input, op, algorithm), async_op)
+
+    def _reduce_scatter_call(self, output: Tensor, input: Tensor, op: Any, algorithm: str) -> Call:
+        site = Site("reduce_scatter_tensor", self._rank, self._world_size)
+        dtype = site.output("output", output)
+        site.tensor("input", input)
+        site.same_dtype("input", input, "output", output)
+        count_elems = output.numel()
+        site.same_count(
+            "input", input, "world_size x those of output", count_elems * self._world_size
+        )
+        site.contiguous("output", output)
+        site.contiguous("input", input)
+        reduction = site.reduction(op, "input", input)
+        algorithm_code = site.algorithm(algorithm)
+        in_ptr, out_ptr = input.data_ptr(), output.data_ptr()
+        if out_ptr != in_ptr + self._rank * size_bytes(output):
+            site.apart("output", output, "input", input, "in place, output is input's own chunk")
+
+        def run(native: _native.Comm) -> int:
+            return native.reduce_scatter(
+                input.data_ptr(),
+                output.data_ptr(),
+                count_elems,
+                dtype,
+                reduction.code,
+                reduction.factor,
+                algorithm_code,
+            )
+
+        return Call("reduce_scatter_tensor", run, [output])
+
+    def reduce_scatter(
+        self, output: Tensor, input_list: list[Tensor], op: Any = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Combines the lists of all ranks; rank r gets the reduced ``input_list[r]``.
+
+        Args:
+            output: any shape, as many elements as ``input_list[rank]``; may be that very tensor.
+            input_list: world_size tensors of one dtype; counts may differ between entries, but
+                not between ranks.
+            op: a ``ReduceOp`` or ``premul_sum(factor)``.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = Site("reduce_scatter", self._rank, self._world_size)
+        dtype = site.output("output", output)
+        inputs = site.tensors("input_list", input_list, self._world_size)
+        reduction = site.reduction(op, "output", output)
+        for index, tensor in enumerate(inputs):
+            name = f"input_list[{index}]"
+            site.same_dtype(name, tensor, "output", output)
+            if index != self._rank or tensor.data_ptr() != output.data_ptr():
+                site.apart("output", output, name, tensor, "in place, it is input_list[rank]")
+        site.same_count("output", output, "those of input_list[rank]", inputs[self._rank].numel())
+
+        def run(native: _native.Comm) -> int:
+            dense_inputs = [readable(tensor) for tensor in inputs]
+            dense = writable(output)
+            status = native.reduce_scatter_list(
+                [tensor.data_ptr() for tensor in dense_inputs],
+                [tensor.numel() for tensor in dense_inputs],
+                dense.data_ptr(),
+                dtype,
+                reduction.code,
+                reduction.factor,
+            )
+            put_back(output, dense)
+            return status
+
+        return self._start(Call("reduce_scatter", run, [output]), async_op)

@@ -1,0 +1,238 @@
+"""The heap of this process, and tensors in it.
+
+A process has one heap, made at first use and shared by all its communicators. Its capacity is
+only address space: pages are committed when memory is handed out. The file behind it has no
+name from the start, so nothing is left behind however the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.errors import ArgumentError, HeapError
+
+HEAP_BYTES_VARIABLE = "RINGCOMM_HEAP_BYTES"
+HEAP_DIR_VARIABLE = "RINGCOMM_HEAP_DIR"
+SMALLEST_HEAP_BYTES = 2 << 20
+_SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_CGROUP_LIMIT_FILES = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+class _Process:
+    """What this process holds; replaced as a whole in a forked child."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.heap: _native.Heap | None = None
+
+
+_process = _Process()
+_inherited: list[_Process] = []
+
+
+def _forget_heap_in_child() -> None:
+    # The pages are still the parent's. The child keeps the objects so that no destructor gives
+    # the parent's memory back, and makes a heap of its own at first use.
+    global _process
+    _inherited.append(_process)
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_forget_heap_in_child)
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Reads a size such as ``1073741824``, ``512M`` or ``8GiB``.
+
+    Raises:
+        ArgumentError: the text is not a size; names ``name``.
+    """
+    stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
+    digits = stripped.rstrip("kmgt")
+    unit = _SIZE_SUFFIXES.get(stripped[len(digits) :])
+    if unit is None or not digits.strip().isdecimal():
+        raise ArgumentError(
+            f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text!r}"
+        )
+    return int(digits) * unit
+
+
+def default_heap_bytes() -> int:
+    """Half of the memory that this process may use: physical, or of its control group."""
+    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit_file in _CGROUP_LIMIT_FILES:
+        try:
+            limit = limit_file.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal():
+            physical_bytes = min(physical_bytes, int(limit))
+    return max(physical_bytes // 2, SMALLEST_HEAP_BYTES)
+
+
+def _wanted_heap_bytes(heap_bytes: int | None) -> int:
+    if heap_bytes is None:
+        text = os.environ.get(HEAP_BYTES_VARIABLE, "")
+        heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE) if text else default_heap_bytes()
+    if heap_bytes < SMALLEST_HEAP_BYTES:
+        raise ArgumentError(
+            f"heap_bytes: expected at least {SMALLEST_HEAP_BYTES} bytes, got {heap_bytes}; "
+            f"pass a larger heap_bytes= or set {HEAP_BYTES_VARIABLE}"
+        )
+    return heap_bytes
+
+
+def _room_in(directory: str) -> str:
+    if not directory:
+        return ""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return ""
+    return f"; {directory} has {status.f_bavail * status.f_frsize} bytes free"
+
+
+def process_heap(heap_bytes: int | None = None) -> _native.Heap:
+    """The heap of this process, made now if this is the first use.
+
+    Args:
+        heap_bytes: capacity in bytes; None takes ``RINGCOMM_HEAP_BYTES``, or else half of
+            the memory that this process may use.
+
+    Raises:
+        HeapError: it cannot be made, or it exists already and is smaller than asked.
+        ArgumentError: the size is not usable.
+    """
+    process = _process
+    with process.lock:
+        heap = process.heap
+        if heap is None:
+            heap = process.heap = _make_heap(_wanted_heap_bytes(heap_bytes))
+        elif heap_bytes is not None and heap.capacity_bytes < heap_bytes:
+            raise HeapError(
+                f"heap_bytes={heap_bytes}: the heap of this process exists already with "
+                f"{heap.capacity_bytes} bytes; ask for the larger size at its first use, or set "
+                f"{HEAP_BYTES_VARIABLE}"
+            )
+        return heap
+
+
+def _make_heap(capacity_bytes: int) -> _native.Heap:
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    try:
+        return _native.Heap(capacity_bytes, directory)
+    except OSError as error:
+        place = directory or "anonymous shared memory"
+        raise HeapError(
+            f"heap: cannot make a heap of {capacity_bytes} bytes in {place}: "
+            f"{error.strerror or error}{_room_in(directory)}; set {HEAP_BYTES_VARIABLE} to a "
+            f"smaller size, or {HEAP_DIR_VARIABLE} to another tmpfs"
+        ) from error
+
+
+def allocate(size_bytes: int, operation: str) -> _native.Block:
+    """A block of the process's heap; its space is free again when the object dies.
+
+    Raises:
+        HeapError: there is no room; names ``operation``, the need, what is free, and the remedy.
+    """
+    heap = process_heap()
+    try:
+        return heap.allocate(size_bytes)
+    except (OSError, MemoryError) as error:
+        raise no_room_error(operation, size_bytes, heap, error) from error
+
+
+def no_room_error(
+    operation: str, need_bytes: int, heap: _native.Heap, error: BaseException
+) -> HeapError:
+    """Words why ``need_bytes`` do not fit into ``heap``, and what to do about it."""
+    free_bytes = heap.capacity_bytes - heap.used_bytes
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    return HeapError(
+        f"{operation}: needs {need_bytes} bytes in the heap, but {free_bytes} of "
+        f"{heap.capacity_bytes} are free (largest free piece {heap.largest_free_bytes})"
+        f"{_room_in(directory)}: {getattr(error, 'strerror', None) or error}. Free tensors of the "
+        f"heap, or raise {HEAP_BYTES_VARIABLE} (or heap_bytes=) before the heap's first use"
+    )
+
+
+def _shape_of(size: tuple[Any, ...], operation: str) -> tuple[int, ...]:
+    dims = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    try:
+        shape = tuple(dim.__index__() for dim in dims)
+    except (AttributeError, TypeError):
+        raise ArgumentError(f"{operation}: expected integers as the shape, got {size!r}") from None
+    if any(dim < 0 for dim in shape):
+        raise ArgumentError(f"{operation}: expected dimensions >= 0, got {shape}")
+    return shape
+
+
+def _tensor(size: tuple[Any, ...], dtype: torch.dtype | None, operation: str) -> torch.Tensor:
+    shape = _shape_of(size, operation)
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"{operation}: expected a torch.dtype, got {dtype!r}")
+    count_elems = 1
+    for dim in shape:
+        count_elems *= dim
+    if count_elems == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    block = allocate(count_elems * dtype.itemsize, operation)
+    return torch.frombuffer(block, dtype=dtype, count=count_elems).view(shape)
+
+
+def empty(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A CPU tensor in the heap, not initialised. Collectives move it without a staging copy.
+
+    Args:
+        size: the shape, as integers or one sequence: ``empty(2, 3)`` or ``empty((2, 3))``.
+        dtype: any torch dtype; None takes ``torch.get_default_dtype()``.
+
+    Returns:
+        A contiguous tensor. Its space is used again once the tensor and all its views are gone.
+
+    Raises:
+        ArgumentError: the shape or dtype is not usable.
+        HeapError: the heap has no room; names need, free space and remedy.
+    """
+    return _tensor(size, dtype, "ringcomm.empty")
+
+
+def zeros(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As :func:`empty`, filled with zeros."""
+    tensor = _tensor(size, dtype, "ringcomm.zeros")
+    if tensor.numel():
+        # As bytes: not every dtype has a fill kernel, and zero is all zero bits in each of them.
+        tensor.view(-1).view(torch.uint8).zero_()
+    return tensor
+
+
+def heap_stats() -> dict[str, int]:
+    """State of this process's heap in bytes; makes the heap if there is none yet.
+
+    Returns:
+        ``capacity_bytes`` (address space), ``committed_bytes`` (physical memory held),
+        ``used_bytes`` (in tensors and communicators), ``free_bytes``, ``largest_free_bytes`` (the
+        largest tensor that fits now) and ``huge_pages`` (1 when the kernel granted them).
+    """
+    heap = process_heap()
+    return {
+        "capacity_bytes": heap.capacity_bytes,
+        "committed_bytes": heap.committed_bytes,
+        "used_bytes": heap.used_bytes,
+        "free_bytes": heap.capacity_bytes - heap.used_bytes,
+        "largest_free_bytes": heap.largest_free_bytes,
+        "huge_pages": int(heap.huge_pages),
+    }
