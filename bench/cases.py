@@ -24,7 +24,9 @@ OUT_OF_PLACE = "out"
 
 # A period that no power-of-two chunk or segment divides, so that misplaced data shows.
 _PATTERN_PERIOD = 10007
-# Exact in every dtype above and larger than any right answer for up to 16 ranks.
+# Every dtype above holds the sum of this many ranks' inputs exactly.
+MOST_RANKS_CHECKED = 16
+# Exact in every dtype above, and larger than any right answer for that many ranks.
 POISON = 113
 
 

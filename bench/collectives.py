@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from .board import Board
-from .cases import COLLECTIVES, Case
+from .cases import COLLECTIVES, MOST_RANKS_CHECKED, Case
 from .launch import LaunchError, Placing, join, run_ranks, started_by
 from .options import Options, parse
 from .peers import Place, Prepared, System, Unavailable, open_system
@@ -39,10 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"ringcomm bench: {error}", file=sys.stderr)
         return 2
-    if not 0 <= options.root < placing.world:
-        print(f"ringcomm bench: --root {options.root} of {placing.world} ranks", file=sys.stderr)
+    reason = _misfit(options, placing.world)
+    if reason:
+        print(f"ringcomm bench: {reason}", file=sys.stderr)
         return 2
     return _run_rank(options, placing, arguments)
+
+
+def _misfit(options: Options, world: int) -> str:
+    """Why these options do not fit this many ranks; empty when they do."""
+    if not 0 <= options.root < world:
+        return f"--root {options.root}: no such rank among {world}"
+    if options.check and world > MOST_RANKS_CHECKED:
+        return f"inputs are exact for up to {MOST_RANKS_CHECKED} ranks, not {world}: use -c 0"
+    return ""
 
 
 def _run_rank(options: Options, placing: Placing, arguments: Sequence[str]) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +20,8 @@ import torch.distributed as dist
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _POLL_S = 0.05
 _GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_NO_MPI = "no {}: install ringcomm[bench] (mpi4py and mpich), or leave mpi out of --peers"
 
 
 class LaunchError(Exception):
@@ -55,6 +60,7 @@ def join(systems: Sequence[str]) -> Placing:
         hosted = _host_store(None, comm.size) if comm.rank == 0 else None
         port = comm.bcast(hosted.port if hosted else 0)
         return Placing(comm.rank, comm.size, hosted or _host_store(port, comm.size))
+    _die_with_parent()
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
@@ -64,6 +70,11 @@ def _host_store(port: int | None, world: int) -> dist.TCPStore:
     """The store of ranks that a user's mpiexec started: rank 0 listens, the others call."""
     listens = port is None
     return dist.TCPStore("127.0.0.1", port or 0, world, is_master=listens, wait_for_workers=False)
+
+
+def _die_with_parent() -> None:
+    """Has the kernel end this rank when whatever started it is gone, however it went."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _join_torchrun(systems: Sequence[str]) -> Placing:
@@ -108,13 +119,12 @@ def run_ranks(world: int, systems: Sequence[str], arguments: Sequence[str]) -> i
 
 
 def _mpiexec() -> str:
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(_NO_MPI.format("mpi4py"))
     beside_python = Path(sys.executable).parent / "mpiexec"
     found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
     if found is None:
-        raise LaunchError(
-            "no mpiexec: install the extra ringcomm[bench] (mpi4py and mpich), or leave mpi "
-            "out of --peers"
-        )
+        raise LaunchError(_NO_MPI.format("mpiexec"))
     return found
 
 

@@ -12,6 +12,7 @@ from .cases import COLLECTIVES, DTYPES, IN_PLACE, OPS, OUT_OF_PLACE
 from .peers import SYSTEMS
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+OUTPUT_OPTIONS = ("--json", "--csv", "--plot")
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 
 
@@ -170,9 +171,13 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="PATH", help="write rows and provenance as JSON")
-    parser.add_argument("--csv", metavar="PATH", help="write rows and provenance as CSV")
-    parser.add_argument("--plot", metavar="PATH", help="draw bandwidth over size (PNG, SVG, PDF)")
+    what = (
+        "rows and provenance as JSON",
+        "rows and provenance as CSV",
+        "a picture (PNG, SVG, PDF)",
+    )
+    for option, text in zip(OUTPUT_OPTIONS, what, strict=True):
+        parser.add_argument(option, metavar="PATH", help=f"write {text}")
 
 
 def _positive(text: str) -> int:

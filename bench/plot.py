@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .cases import IN_PLACE, OUT_OF_PLACE
 from .report import Report, Row, read
 
 # In the order of the legend. Colours of the Okabe-Ito palette, told apart by all readers.
@@ -49,15 +50,22 @@ def draw(report: Report, path: str | Path) -> None:
         panel.set_visible(False)
     for line in axes:
         line[0].set_ylabel("bus bandwidth (GB/s)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    named = dict(item for panel in panels for item in zip(*_legend_of(panel), strict=True))
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=len(named), frameon=False
+    )
     figure.suptitle(_title(report, rows), fontsize=10)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 def _draw_panel(panel: Any, collective: str, rows: Sequence[Row]) -> None:
-    placement = next(row.placement for row in rows)
+    # Systems differ in what they offer: the placement that most of them have is shown.
+    systems_of = {
+        placement: {row.system for row in rows if row.placement == placement}
+        for placement in (OUT_OF_PLACE, IN_PLACE)
+    }
+    placement = max(systems_of, key=lambda placement: len(systems_of[placement]))
     shown = [row for row in rows if row.placement == placement]
     for system, (colour, marker, line_style) in _STYLES.items():
         points = [(row.size_bytes, row.busbw_gbps) for row in shown if row.system == system]
@@ -81,9 +89,14 @@ def _draw_panel(panel: Any, collective: str, rows: Sequence[Row]) -> None:
     panel.set_axisbelow(True)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
-    where = "in place" if placement == "in" else "out of place"
+    where = "in place" if placement == IN_PLACE else "out of place"
     panel.set_title(f"{collective} ({where})", fontsize=10)
     panel.set_xlabel("size")
+
+
+def _legend_of(panel: Any) -> tuple[list[str], list[Any]]:
+    handles, labels = panel.get_legend_handles_labels()
+    return labels, handles
 
 
 def size_label(size_bytes: int) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from .options import OUTPUT_OPTIONS
+
 
 def collect(arguments: Sequence[str], versions: dict[str, str]) -> dict[str, str]:
     """Plain text by key; ``versions`` are those of the systems that were timed."""
@@ -25,8 +27,19 @@ def collect(arguments: Sequence[str], versions: dict[str, str]) -> dict[str, str
         **{f"version of {name}": version for name, version in versions.items()},
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": " ".join(["ringcomm bench", *arguments]),
+        "command": " ".join(["ringcomm bench", *_without_outputs(arguments)]),
     }
+
+
+def _without_outputs(arguments: Sequence[str]) -> list[str]:
+    """Where results went is nobody's business and changes no figure."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word in OUTPUT_OPTIONS:
+            next(words, None)
+        elif word.partition("=")[0] not in OUTPUT_OPTIONS:
+            kept.append(word)
+    return kept
 
 
 def _cpu_model() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -108,6 +109,11 @@ def _compile() -> ctypes.CDLL:
     if compiler is None:
         raise RuntimeError("the bare loop needs a C++ compiler (c++, g++ or $CXX)")
     source = Path(__file__).resolve().parent.parent / "bare_loop.cpp"
+    if platform.machine() != "x86_64" or not source.exists():
+        raise RuntimeError(
+            "the bare loop is x86-64 code that is compiled in a source tree of ringcomm: "
+            f"this is {platform.machine()}, and its source is {source}"
+        )
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
         library = f"{directory}/bare_loop.so"
         flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-Wall", "-Wextra"]

@@ -1,0 +1,175 @@
+"""What ``ringcomm doctor`` looks at: each check reads one thing and says what it means."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringcomm.cli.launch import available_cores
+from ringcomm.errors import RingcommError
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
+SELF_TEST_S = 60.0
+# torch, staging and tensors of a small run; below this a training process is likely to be killed.
+LITTLE_MEMORY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``advice`` says what to do about a note or a failure."""
+
+    name: str
+    verdict: str
+    value: str
+    advice: str = ""
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def check_versions() -> list[Finding]:
+    import torch
+
+    found = [
+        Finding("python", OK, f"{platform.python_version()} ({platform.machine()})"),
+        Finding("torch", OK, torch.__version__),
+    ]
+    try:
+        found.append(Finding("ringcomm", OK, importlib.metadata.version("ringcomm")))
+    except importlib.metadata.PackageNotFoundError:
+        found.append(Finding("ringcomm", NOTE, "source tree", "not installed: pip install ."))
+    backends = importlib.metadata.entry_points(group="torch.backends")
+    if any(entry.name == "ringcomm" for entry in backends):
+        found.append(Finding("backend", OK, 'init_process_group("ringcomm") finds it'))
+    else:
+        advice = "import ringcomm.c10d first, or install the package"
+        found.append(Finding("backend", NOTE, "no entry point in torch.backends", advice))
+    return found
+
+
+def check_native() -> Finding:
+    try:
+        from ringcomm import _native
+    except ImportError as error:
+        return Finding(
+            "native module", FAIL, str(error), "build it: pip install . (or make native)"
+        )
+    return Finding("native module", OK, f"instruction set {_native.isa()}")
+
+
+def check_cores() -> Finding:
+    usable, online = available_cores(), os.cpu_count() or 1
+    text = f"{usable} usable of {online}"
+    if usable < 2:
+        return Finding("cores", NOTE, text, "two ranks will take turns on one core")
+    return Finding("cores", OK, text)
+
+
+def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
+    """``meminfo`` is the text of /proc/meminfo, ``limit_bytes`` what the control group allows."""
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    total, available = (int(fields[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    limit = "none" if limit_bytes is None else gib(limit_bytes)
+    text = f"{gib(available)} available of {gib(total)}, control group limit {limit}"
+    if min(available, limit_bytes or available) < LITTLE_MEMORY_BYTES:
+        return Finding("memory", NOTE, text, "little: set RINGCOMM_HEAP_BYTES low, or free memory")
+    return Finding("memory", OK, text)
+
+
+def cgroup_limit_bytes(membership: str, root: Path) -> int | None:
+    """The least memory.max from this process's control group upwards; None without a limit.
+
+    ``membership`` is the text of /proc/self/cgroup, ``root`` where version 2 is mounted.
+    """
+    paths = [line[3:] for line in membership.splitlines() if line.startswith("0::")]
+    limits: list[int] = []
+    for path in paths:
+        folder = root / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            file = level / "memory.max"
+            if level.is_relative_to(root) and file.exists():
+                text = file.read_text().strip()
+                limits += [] if text == "max" else [int(text)]
+    return min(limits, default=None)
+
+
+def check_shm(directory: str) -> Finding:
+    status = os.statvfs(directory)
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    text = f"{gib(free)} free of {gib(total)}"
+    return Finding(directory, OK, text + " (the heap does not use it unless told to)")
+
+
+def check_heap() -> Finding:
+    from ringcomm.memory.heap import HEAP_DIR_VARIABLE, heap_stats
+
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    kind = f"unnamed file in {directory}" if directory else "memfd"
+    try:
+        stats = heap_stats()
+    except RingcommError as error:
+        return Finding("heap", FAIL, kind, str(error))
+    pages = "huge pages" if stats["huge_pages"] else "4 KiB pages"
+    return Finding("heap", OK, f"{kind}, up to {gib(stats['capacity_bytes'])}, {pages}")
+
+
+def check_huge_pages(setting: str) -> Finding:
+    """``setting`` is the text of transparent_hugepage/shmem_enabled: the choice is in brackets."""
+    chosen = setting.partition("[")[2].partition("]")[0] or setting.strip() or "unknown"
+    if chosen in ("never", "deny", "unknown"):
+        advice = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled makes it faster"
+        return Finding("huge pages", NOTE, f"shared memory: {chosen}", advice)
+    return Finding("huge pages", OK, f"shared memory: {chosen}")
+
+
+def check_descriptor_paths() -> Finding:
+    """Whether one process can map another's memory through /proc/<pid>/fd, as ranks do."""
+    descriptor = os.memfd_create("ringcomm-doctor")
+    try:
+        os.write(descriptor, b"found")
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        reader = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().decode())"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", reader, path], capture_output=True, text=True, check=False
+        )
+    finally:
+        os.close(descriptor)
+    if done.stdout.strip() == "found":
+        return Finding("peer memory", OK, "/proc/<pid>/fd opens from another process")
+    reason = done.stderr.strip().splitlines()[-1:] or ["wrong content"]
+    advice = "run all ranks as one user, in one PID namespace, with /proc mounted without hidepid"
+    return Finding("peer memory", FAIL, f"/proc/<pid>/fd does not open: {reason[0]}", advice)
+
+
+def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
+    """Two ranks, one all-reduce and one reduce-scatter each on plain and heap tensors."""
+    with tempfile.TemporaryDirectory(prefix="ringcomm-doctor-") as directory:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "ringcomm.cli.doctor_rank", f"{directory}/store", str(rank)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            errors = [rank.communicate(timeout=timeout_s)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return Finding("self-test", FAIL, f"2 ranks hang for {timeout_s:.0f} s", "see above")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    for number, (rank, error) in enumerate(zip(ranks, errors, strict=True)):
+        if rank.returncode != 0:
+            reason = error.strip().splitlines()[-1:] or [f"exit status {rank.returncode}"]
+            return Finding("self-test", FAIL, f"rank {number}: {reason[0]}", "see above")
+    return Finding("self-test", OK, "2 ranks exchanged and summed what they should")
