@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import cmake
@@ -23,6 +24,9 @@ ROOT = Path(__file__).resolve().parent
 # bin folder need not be on PATH.
 CMAKE = str(Path(cmake.CMAKE_BIN_DIR, "cmake"))
 NINJA = str(Path(ninja.BIN_DIR, "ninja"))
+
+# nanobind keeps to the stable ABI from CPython 3.12 on, so one wheel serves all later versions.
+STABLE_ABI = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 # Packages that live outside ringcomm/ in the source tree.
 MAPPED = {"ringcomm._bench": "bench"}
@@ -69,6 +73,7 @@ class CMakeBuild(build_ext):
 setup(
     packages=all_packages(),
     package_dir={"ringcomm": "ringcomm", **MAPPED},
-    ext_modules=[Extension("ringcomm._native", sources=[])],
+    ext_modules=[Extension("ringcomm._native", sources=[], py_limited_api=STABLE_ABI)],
+    options={"bdist_wheel": {"py_limited_api": "cp312"}} if STABLE_ABI else {},
     cmdclass={"build_ext": CMakeBuild},
 )

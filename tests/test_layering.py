@@ -106,7 +106,12 @@ def included_part(line: str, path: Path, kernels: Path) -> str | None:
     match = re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)
     if not match:
         return None
-    for folder in (path.parent, kernels, *(kernels / part for part in KERNEL_INCLUDES)):
+    for folder in (
+        path.parent,
+        kernels.parent,
+        kernels,
+        *(kernels / part for part in KERNEL_INCLUDES),
+    ):
         target = (folder / match[1]).resolve()
         if target.is_file() and target.is_relative_to(kernels):
             return target.relative_to(kernels).parts[0]
@@ -200,6 +205,7 @@ def test_a_right_import_is_not_reported(tmp_path, name, line):
     [
         ("include/ringcomm/ring.h", '#include "host/wait.h"'),
         ("include/ringcomm/ring.h", '#include "../../host/wait.h"'),
+        ("include/ringcomm/ring.h", '#include "kernels/host/wait.h"'),
         ("host/wait.h", '#include "cuda/launch.cuh"'),
         ("cuda/launch.cuh", '#include "../host/wait.h"'),
         ("include/ringcomm/ring.h", "#ifdef __CUDACC__"),
