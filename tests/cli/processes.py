@@ -1,0 +1,93 @@
+"""What the command tests share: running the command, and looking for processes left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+
+
+def clean_environment() -> dict[str, str]:
+    """This environment without what a launcher around the tests may have set."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """Start ``python ARGUMENTS`` from the project's root."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` to its end."""
+    with start(*arguments) as process:
+        try:
+            output, errors = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def command_lines(word: str) -> list[tuple[int, list[str]]]:
+    """Processes of this machine that have ``word`` among their arguments, zombies left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_text().split("\0")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if word in arguments:
+                found.append((int(entry.name), arguments))
+    return found
+
+
+def ranks_of(launcher_pid: int) -> dict[int, int]:
+    """Process ids of the ranks that ``launcher_pid`` started, by rank."""
+    ranks = {}
+    for pid, arguments in command_lines("ringcomm.cli.rank"):
+        if str(launcher_pid) in arguments:
+            environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            values = dict(item.split("=", 1) for item in environment if "=" in item)
+            ranks[int(values["RANK"])] = pid
+    return ranks
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process lives; one that only waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll until ``condition`` holds; fails after two minutes."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
+        time.sleep(0.02)
+
+
+def train_arguments(*more: object) -> Sequence[object]:
+    """A training run of a tiny model."""
+    size = ("--width", 32, "--depth", 1, "--heads", 2, "--context", 32, "--batch", 4)
+    return ("-m", "ringcomm", "train", *size, *more)

@@ -1,0 +1,35 @@
+"""A rank that does what its test says; started by ``ringcomm.cli.launch``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringcomm.errors import ArgumentError
+
+
+def run_rank(config: Mapping[str, Any]) -> int:
+    """Act as ``config["acts"]`` says for this rank."""
+    rank = int(os.environ["RANK"])
+    act = config["acts"][rank]
+    if "folder" in config:
+        Path(config["folder"], f"rank{rank}").write_text(str(os.getpid()))
+    if act == "fail":
+        return 3
+    if act == "raise":
+        raise ArgumentError("the value is bad")
+    if act == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "cling":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if act in ("sleep", "cling"):
+        time.sleep(600)
+    if act == "say":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        said = " ".join(os.environ[name] for name in names)
+        Path(config["folder"], f"said{rank}").write_text(said)
+    return 0

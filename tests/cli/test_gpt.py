@@ -1,0 +1,78 @@
+"""The model of the training commands."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ringcomm.cli.config import ModelConfig, TrainConfig
+from ringcomm.cli.gpt import GPT, rotary_angles, rotate
+from ringcomm.errors import ArgumentError
+
+SMALL = ModelConfig(width=16, depth=2, heads=2, context=8)
+
+
+def model(config=SMALL):
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def test_untrained_loss_is_that_of_a_guess():
+    tokens = torch.randint(256, (4, 8))
+    assert model()(tokens, tokens).item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_targets_do_not_reach_earlier_positions():
+    gpt = model()
+    embedded = []
+    gpt.embed.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    tokens = torch.randint(256, (1, 8))
+    targets = torch.full((1, 8), -100)  # cross-entropy leaves these positions out
+    targets[0, 4] = 7
+    (gradient,) = torch.autograd.grad(gpt(tokens, targets), embedded)
+    reached = gradient[0].abs().sum(dim=-1) > 0
+    assert reached.tolist() == [True] * 5 + [False] * 3
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only():
+    cos, sin = rotary_angles(context=8, head_width=4)
+    query, key = torch.randn(4), torch.randn(4)
+    queries = rotate(query.expand(1, 1, 8, 4), cos, sin)[0, 0]
+    keys = rotate(key.expand(1, 1, 8, 4), cos, sin)[0, 0]
+    torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(8))
+    products = queries @ keys.T
+    torch.testing.assert_close(products.diagonal(-2), products[2, 0].expand(6))
+
+
+def test_tied_weights_are_one_parameter():
+    tied = model(ModelConfig(16, 2, 2, 8, tied=True))
+    assert tied.head.weight is tied.embed.weight
+    assert model().parameter_elems - tied.parameter_elems == 256 * 16
+
+
+def test_sequence_beyond_the_context_is_refused():
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match="9 tokens, the context is 8"):
+        model()(tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 1, 1, 8), "width must be at least 1, got 0"),
+        ((16, 1, 3, 8), "multiple of 2 x heads"),
+        ((16, 1, 2, -1), "context must be at least 1"),
+    ],
+)
+def test_impossible_model_is_refused(sizes, message):
+    with pytest.raises(ArgumentError, match=message):
+        ModelConfig(*sizes)
+
+
+def test_batch_must_divide_among_the_ranks():
+    config = TrainConfig(SMALL, batch=6, steps=1, learning_rate=0.1, seed=0)
+    assert config.sequences_per_rank(3) == 2
+    with pytest.raises(ArgumentError, match="6 sequences does not divide among 4 ranks"):
+        config.sequences_per_rank(4)

@@ -1,0 +1,84 @@
+"""The launcher: all ranks run, and none outlives its launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from ringcomm.cli import launch as launcher
+from ringcomm.cli.launch import Plan, launch, threads_per_rank
+from tests.cli.processes import ROOT, is_running, ranks_of, start, wait_until
+
+MODULE = "tests.cli.scripted_rank"
+
+
+@pytest.fixture(autouse=True)
+def _no_outer_launcher(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_acts(*acts, **config):
+    return launch(Plan(MODULE, {"acts": acts, **config}, ranks=len(acts), threads=1))
+
+
+def test_every_rank_knows_its_place(tmp_path):
+    assert run_acts("say", "say", "say", folder=str(tmp_path)) == 0
+    said = [(tmp_path / f"said{rank}").read_text() for rank in range(3)]
+    assert said == ["0 3 3 1", "1 3 3 1", "2 3 3 1"]
+
+
+def test_exit_code_of_a_failed_rank_is_returned_and_the_others_end(capfd):
+    assert run_acts("sleep", "fail") == 3
+    assert "rank 1 failed with exit code 3; all ranks were ended" in capfd.readouterr().err
+    assert not ranks_of(os.getpid())
+
+
+def test_killed_rank_is_named_rather_than_the_one_that_failed(capfd):
+    assert run_acts("fail", "kill") == 1
+    assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    assert not ranks_of(os.getpid())
+
+
+def test_error_of_a_rank_is_one_line(capfd):
+    assert run_acts("raise") == 1
+    errors = capfd.readouterr().err
+    assert "ringcomm: rank 0: the value is bad\n" in errors
+    assert "Traceback" not in errors
+
+
+def test_rank_that_ignores_sigterm_is_ended_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "GRACE_S", 0.2)
+    assert run_acts("cling", "fail", folder=str(tmp_path)) == 3
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(number, tmp_path):
+    config = json.dumps({"acts": ["sleep", "sleep"], "folder": str(tmp_path)})
+    program = (
+        "import json, signal, sys; from ringcomm.cli.launch import Plan, launch;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"sys.exit(launch(Plan({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
+    )
+    with start("-c", program, config) as process:
+        wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2, "the ranks' start")
+        pids = [int(path.read_text()) for path in tmp_path.glob("rank*")]
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    if number in (signal.SIGINT, signal.SIGTERM):
+        assert process.returncode == 130
+        assert "interrupted; all ranks were ended" in errors
+        assert "Traceback" not in errors
+    else:
+        assert process.returncode == -number
+    wait_until(lambda: not any(map(is_running, pids)), "the ranks' end")
+
+
+def test_ranks_times_threads_fill_the_cores(monkeypatch):
+    monkeypatch.setattr(launcher, "available_cores", lambda: 8)
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
