@@ -1,0 +1,247 @@
+#include "kernels/host/comm.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "kernels/host/retired.h"
+
+namespace ringcomm::host {
+namespace {
+
+// Calls that move at least this much store their results past the caches. Zen 4 with 32 MiB of L3,
+// 2 ranks: see docs/performance.md.
+constexpr uint64_t kStreamingMinBytes = 16 << 20;
+
+// All-reduce up to this size in one hop. Same machine, same page.
+constexpr uint64_t kOneHopBytes = 16 << 10;
+
+Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
+  return {const_cast<char*>(base), total, chunk, nullptr};
+}
+
+uint64_t sum_bytes(const std::vector<Span>& spans) {
+  uint64_t total = 0;
+  for (const Span& s : spans) total += s.bytes;
+  return total;
+}
+
+ReduceFn reduce_fn(const Reduction& r) { return kernels().reduce[int(r.dtype)][int(r.op)]; }
+
+}  // namespace
+
+Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
+    : heap_(std::move(heap)),
+      layout_{config.world, 1, config.slots, config.segment_bytes},
+      waiter_(pause_policy(config.world)) {
+  RetiredRegions::instance().reclaim();
+  region_ = heap_->allocate(layout_.region_bytes());
+  char* mine = heap_->base() + region_;
+  // The block may have held a tensor. Slots need no clearing: no epoch points at them yet.
+  std::memset(mine, 0, layout_.staging_offset());
+  auto* control = reinterpret_cast<ControlPage*>(mine);
+  control->rank = config.rank;
+  control->world = config.world;
+  regions_.assign(config.world, nullptr);
+  heaps_.assign(config.world, nullptr);
+  pids_.assign(config.world, 0);
+  in_.resize(size_t(Stream::kCount) * config.world);
+  sources_.resize(std::max(config.world, 2));
+  factors_.resize(std::max(config.world, 2));
+  regions_[config.rank] = mine;
+  heaps_[config.rank] = heap_->base();
+  view_ = View{config.rank,       config.world,  layout_,
+               regions_.data(),   heaps_.data(), heap_->capacity_bytes(),
+               config.timeout_ns, in_.data(),    sources_.data(),
+               factors_.data()};
+}
+
+Comm::~Comm() { close(); }
+
+void Comm::connect(const std::vector<PeerAddress>& peers) {
+  for (int p = 0; p < view_.world; ++p) {
+    if (p == view_.rank) continue;
+    heaps_[p] = peers[p].heap_base;
+    regions_[p] = peers[p].heap_base + peers[p].region_offset;
+    pids_[p] = peers[p].pid;
+    waiter_.watch(p, peers[p].pid);
+  }
+  connected_ = true;
+}
+
+// The last stores into the peers' regions: after them each peer may give its region to others.
+void Comm::say_farewell() {
+  for (int p = 0; p < view_.world; ++p) {
+    if (p == view_.rank || !connected_) continue;
+    // Pairs with the acquire in RetiredRegions::reclaim() of the peer.
+    store_release_sys(&view_.signals(p, Stream::kPair, 0, view_.rank)->farewell, 1);
+  }
+}
+
+void Comm::close() {
+  const std::lock_guard lock(mutex_);
+  if (regions_[view_.rank] == nullptr) return;
+  say_farewell();
+  RetiredRegions::instance().retire(heap_, region_, layout_, view_.rank,
+                                    connected_ ? pids_ : std::vector<int>{});
+  regions_[view_.rank] = nullptr;
+  connected_ = false;
+}
+
+template <class Body>
+Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body) {
+  const std::lock_guard lock(mutex_);
+  if (!connected_ || aborted()) return Status::kAborted;
+  id.sequence = ++view_.control(view_.rank)->sequence;
+  SoloTeam team{{&waiter_}};
+  HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes, view_.world};
+  E e{team, view_, ops, id, factor};
+  return body(e);
+}
+
+Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {
+  const uint64_t bytes = elems * size_of(r.dtype);
+  const CallId id{0, bytes, Collective::kAllReduce, int(r.dtype), int(r.op), -1, r.algorithm};
+  const Chunks chunks = even_chunks(in, bytes, balanced_chunk_bytes(bytes, view_.world));
+  return run(id, r.factor, reduce_fn(r), bytes, [&](E& e) {
+    if (r.algorithm == Algorithm::kRing) return all_reduce_ring(e, chunks, out);
+    return all_reduce_direct(e, chunks, out,
+                             std::min<uint64_t>(kOneHopBytes, layout_.segment_bytes));
+  });
+}
+
+Status Comm::reduce(const char* in, char* out, uint64_t elems, const Reduction& r, int root) {
+  const uint64_t bytes = elems * size_of(r.dtype);
+  const CallId id{0, bytes, Collective::kReduce, int(r.dtype), int(r.op), root, r.algorithm};
+  std::vector<Span> spans(view_.world, Span{const_cast<char*>(in), 0});
+  spans[root].bytes = bytes;
+  const Chunks chunks{nullptr, 0, 0, spans.data()};
+  return run(id, r.factor, reduce_fn(r), bytes,
+             [&](E& e) { return reduce_scatter_direct(e, chunks, out, root); });
+}
+
+Status Comm::reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r) {
+  const uint64_t chunk = out_elems * size_of(r.dtype), total = chunk * view_.world;
+  const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
+  return run(id, r.factor, reduce_fn(r), total, [&](E& e) {
+    const Chunks chunks = even_chunks(in, total, chunk);
+    return r.algorithm == Algorithm::kRing ? reduce_scatter_ring(e, chunks, out)
+                                           : reduce_scatter_direct(e, chunks, out);
+  });
+}
+
+Status Comm::reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r) {
+  const uint64_t total = sum_bytes(in);
+  const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
+  const Chunks chunks{nullptr, 0, 0, in.data()};
+  return run(id, r.factor, reduce_fn(r), total,
+             [&](E& e) { return reduce_scatter_direct(e, chunks, out); });
+}
+
+Status Comm::all_gather(const char* in, char* out, uint64_t in_bytes, DType dtype,
+                        Algorithm algorithm) {
+  const uint64_t total = in_bytes * view_.world;
+  const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, algorithm};
+  return run(id, 1.0, nullptr, total, [&](E& e) {
+    const Chunks chunks = even_chunks(out, total, in_bytes);
+    const Span input{const_cast<char*>(in), in_bytes};
+    return algorithm == Algorithm::kRing ? all_gather_ring(e, input, chunks)
+                                         : share_direct(e, input, chunks, -1);
+  });
+}
+
+Status Comm::all_gather_list(const char* in, const std::vector<Span>& out, DType dtype) {
+  const uint64_t total = sum_bytes(out);
+  const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, Algorithm::kDirect};
+  const Chunks chunks{nullptr, 0, 0, out.data()};
+  const Span input{const_cast<char*>(in), out[view_.rank].bytes};
+  return run(id, 1.0, nullptr, total, [&](E& e) { return share_direct(e, input, chunks, -1); });
+}
+
+Status Comm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) {
+  const CallId id{0, bytes, Collective::kBroadcast, int(dtype), -1, root, Algorithm::kDirect};
+  std::vector<Span> out(view_.world, Span{buffer, bytes});
+  const Chunks chunks{nullptr, 0, 0, out.data()};
+  return run(id, 1.0, nullptr, bytes,
+             [&](E& e) { return share_direct(e, Span{buffer, bytes}, chunks, root); });
+}
+
+Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype,
+                    int root) {
+  const CallId id{0, bytes, Collective::kGather, int(dtype), -1, root, Algorithm::kDirect};
+  std::vector<Span> send(view_.world, Span{const_cast<char*>(in), bytes});
+  const Chunks from{nullptr, 0, 0, send.data()}, to{nullptr, 0, 0, out.data()};
+  return run(id, 1.0, nullptr, bytes,
+             [&](E& e) { return exchange_direct(e, from, to, Edges{root, -1}); });
+}
+
+Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DType dtype,
+                     int root) {
+  const CallId id{0, bytes, Collective::kScatter, int(dtype), -1, root, Algorithm::kDirect};
+  std::vector<Span> receive(view_.world, Span{out, bytes});
+  const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, receive.data()};
+  return run(id, 1.0, nullptr, bytes,
+             [&](E& e) { return exchange_direct(e, from, to, Edges{-1, root}); });
+}
+
+Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype) {
+  // Every pair has its own size: each stream checks its own.
+  const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kDirect};
+  const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, out.data()};
+  return run(id, 1.0, nullptr, sum_bytes(out),
+             [&](E& e) { return exchange_direct(e, from, to, Edges{-1, -1}); });
+}
+
+Status Comm::barrier() {
+  const CallId id{0, 0, Collective::kBarrier, -1, -1, -1, Algorithm::kDirect};
+  const Chunks nothing{nullptr, 0, 0, nullptr};
+  return run(id, 1.0, nullptr, 0,
+             [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{-1, -1}); });
+}
+
+void Comm::abort(const std::string& reason) {
+  if (regions_[view_.rank] == nullptr) return;
+  ControlPage* mine = view_.control(view_.rank);
+  if (exchange_acq_rel_sys(&mine->claimed, 1) != 0) return;
+  std::snprintf(mine->reason, sizeof(mine->reason), "%s", reason.c_str());
+  mine->fault = Fault{};
+  mine->fault.status = Status::kAborted;
+  mine->fault.rank = view_.rank;
+  mine->fault.peer = -1;
+  // Pairs with the acquire in abort_seen() on every rank.
+  store_release_sys(&mine->aborted, 1);
+}
+
+bool Comm::aborted() const {
+  if (regions_[view_.rank] == nullptr) return true;
+  // Pairs with the release in fail() and abort(): another thread of this rank may have failed.
+  return load_acquire_sys(&view_.control(view_.rank)->aborted) != 0;
+}
+
+bool Comm::faulted(FaultReport* report) const {
+  if (regions_[view_.rank] == nullptr) return false;
+  bool any = false;
+  for (int d = 0; d < view_.world; ++d) {
+    const int r = rotated_peer(view_.rank, d, view_.world);
+    if (regions_[r] == nullptr) continue;
+    const ControlPage* control = view_.control(r);
+    // Pairs with the release in fail() and abort() of that rank.
+    if (load_acquire_sys(&control->aborted) == 0) continue;
+    const bool origin = control->fault.status != Status::kAborted || control->fault.peer < 0;
+    // My own record of "some rank aborted" only points at the rank where it began.
+    if (any && !origin) continue;
+    *report = {control->fault,
+               std::string(control->reason, strnlen(control->reason, sizeof(control->reason)))};
+    any = true;
+    if (origin) return true;
+  }
+  return any;
+}
+
+// The pair slots of one rank take about 4 MiB however many peers it has, within [16 KiB, 256 KiB].
+uint32_t default_segment_bytes(int world) {
+  const uint32_t share = (4u << 20) / 4 / uint32_t(std::max(world - 1, 1));
+  return std::clamp(share / 4096 * 4096, 16u << 10, 256u << 10);
+}
+
+}  // namespace ringcomm::host

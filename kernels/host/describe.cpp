@@ -1,0 +1,92 @@
+// Calls in words, for messages to people.
+#include "kernels/host/describe.h"
+
+namespace ringcomm::host {
+
+const char* name_of(Collective collective) {
+  switch (collective) {
+    case Collective::kNone:
+      return "none";
+    case Collective::kAllReduce:
+      return "all_reduce";
+    case Collective::kReduceScatter:
+      return "reduce_scatter";
+    case Collective::kAllGather:
+      return "all_gather";
+    case Collective::kBroadcast:
+      return "broadcast";
+    case Collective::kReduce:
+      return "reduce";
+    case Collective::kGather:
+      return "gather";
+    case Collective::kScatter:
+      return "scatter";
+    case Collective::kAllToAll:
+      return "all_to_all";
+    case Collective::kBarrier:
+      return "barrier";
+    case Collective::kSend:
+      return "send";
+    case Collective::kReceive:
+      return "recv";
+  }
+  return "unknown";
+}
+
+const char* name_of(DType dtype) {
+  static const char* const names[] = {"uint8",
+                                      "int8",
+                                      "uint16",
+                                      "int16",
+                                      "uint32",
+                                      "int32",
+                                      "uint64",
+                                      "int64",
+                                      "bool",
+                                      "float16",
+                                      "bfloat16",
+                                      "float32",
+                                      "float64",
+                                      "complex64",
+                                      "complex128",
+                                      "float8_e4m3fn",
+                                      "float8_e4m3fnuz",
+                                      "float8_e5m2",
+                                      "float8_e5m2fnuz",
+                                      "float8_e8m0fnu"};
+  static_assert(sizeof(names) / sizeof(names[0]) == size_t(DType::kCount));
+  return int(dtype) >= 0 && dtype < DType::kCount ? names[int(dtype)] : "none";
+}
+
+const char* name_of(RedOp op) {
+  static const char* const names[] = {"SUM", "AVG",  "PREMUL_SUM", "PRODUCT", "MIN",
+                                      "MAX", "BAND", "BOR",        "BXOR"};
+  static_assert(sizeof(names) / sizeof(names[0]) == size_t(RedOp::kCount));
+  return int(op) >= 0 && op < RedOp::kCount ? names[int(op)] : "none";
+}
+
+const char* name_of(Algorithm algorithm) {
+  return algorithm == Algorithm::kRing     ? "ring"
+         : algorithm == Algorithm::kDirect ? "direct"
+                                           : "auto";
+}
+
+std::string describe(const CallHeader& h) {
+  const CallId& id = h.id;
+  std::string text = name_of(id.collective);
+  text += '(';
+  if (id.collective == Collective::kSend || id.collective == Collective::kReceive)
+    return text + std::to_string(h.stream_bytes) + " bytes, tag " + std::to_string(id.root) + ")";
+  if (id.collective != Collective::kBarrier) {
+    text += std::string(name_of(DType(id.dtype))) + ", ";
+    if (id.redop >= 0) text += std::string(name_of(RedOp(id.redop))) + ", ";
+    if (id.root >= 0) text += "root " + std::to_string(id.root) + ", ";
+    text += id.collective == Collective::kAllToAll
+                ? std::to_string(h.stream_bytes) + " bytes for this pair"
+                : std::to_string(id.match_bytes) + " bytes";
+    text += std::string(", ") + name_of(id.algorithm) + ", ";
+  }
+  return text + "call " + std::to_string(id.sequence) + " of this communicator)";
+}
+
+}  // namespace ringcomm::host

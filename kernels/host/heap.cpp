@@ -1,0 +1,253 @@
+#include "kernels/host/heap.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+namespace ringcomm::host {
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kSmallAlign = 256;          // tensors below kPageAlignFrom
+constexpr uint64_t kPageAlignFrom = 64 << 10;  // above, whole pages
+constexpr uint64_t kCommitStep = 2 << 20;      // a huge page
+
+uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+
+std::string mib(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+// A number of a "name: value kB" line, in bytes.
+uint64_t meminfo_bytes(const char* name) {
+  std::ifstream file("/proc/meminfo");
+  std::string key, unit;
+  for (uint64_t value; file >> key >> value; std::getline(file, unit))
+    if (key == name) return value << 10;
+  return ~uint64_t(0);
+}
+
+uint64_t number_in(const char* path) {
+  std::ifstream file(path);
+  uint64_t value;
+  return file >> value ? value : ~uint64_t(0);  // absent, or "max"
+}
+
+// What this process may still take: the machine's available memory and the container's limit.
+uint64_t available_bytes() {
+  const uint64_t machine = meminfo_bytes("MemAvailable:");
+  const uint64_t limit = number_in("/sys/fs/cgroup/memory.max");
+  if (limit == ~uint64_t(0)) return machine;
+  const uint64_t used = number_in("/sys/fs/cgroup/memory.current");
+  return std::min(machine, limit > used ? limit - used : 0);
+}
+
+bool shared_memory_has_huge_pages() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string word;
+  while (file >> word)
+    if (word.front() == '[') return word != "[never]" && word != "[deny]";
+  return false;
+}
+
+int open_backing(const std::string& directory) {
+  const int fd = directory.empty()
+                     ? memfd_create("ringcomm-heap", MFD_CLOEXEC)
+                     : open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, 0600);
+  if (fd < 0) {
+    const int code = errno;
+    throw HeapError(code, "cannot create shared memory in " +
+                              (directory.empty() ? "memory" : directory) + ": " +
+                              std::strerror(code));
+  }
+  fchmod(fd, 0600);  // memfd files are born 0777
+  return fd;
+}
+
+}  // namespace
+
+Mapping::Mapping(int fd, uint64_t bytes) : fd_(fd), bytes_(bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (p == MAP_FAILED) {
+    const int code = errno;
+    close(fd);
+    throw HeapError(code, "cannot map " + mib(bytes) + " of shared memory: " + std::strerror(code));
+  }
+  base_ = static_cast<char*>(p);
+}
+
+Mapping::~Mapping() {
+  munmap(base_, bytes_);
+  close(fd_);
+}
+
+Allocator::Allocator(uint64_t bytes) { insert_free(0, bytes); }
+
+uint64_t Allocator::rounded(uint64_t bytes) {
+  return round_up(std::max<uint64_t>(bytes, 1), bytes >= kPageAlignFrom ? kPage : kSmallAlign);
+}
+
+void Allocator::insert_free(uint64_t offset, uint64_t bytes) {
+  if (bytes == 0) return;
+  free_[offset] = bytes;
+  by_size_.insert({bytes, offset});
+}
+
+uint64_t Allocator::allocate(uint64_t bytes) {
+  const uint64_t need = rounded(bytes), align = bytes >= kPageAlignFrom ? kPage : kSmallAlign;
+  for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
+    const auto [size, offset] = *it;
+    const uint64_t begin = round_up(offset, align);
+    if (begin + need > offset + size) continue;  // alignment ate it; the next larger block
+    by_size_.erase(it);
+    free_.erase(offset);
+    insert_free(offset, begin - offset);
+    insert_free(begin + need, offset + size - begin - need);
+    live_[begin] = need;
+    used_ += need;
+    return begin;
+  }
+  return kNone;
+}
+
+void Allocator::free(uint64_t offset) {
+  const auto it = live_.find(offset);
+  if (it == live_.end()) return;
+  uint64_t begin = offset, bytes = it->second;
+  used_ -= bytes;
+  live_.erase(it);
+  auto next = free_.lower_bound(begin);
+  if (next != free_.end() && next->first == begin + bytes) {
+    bytes += next->second;
+    by_size_.erase({next->second, next->first});
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    const auto previous = std::prev(next);
+    if (previous->first + previous->second == begin) {
+      begin = previous->first;
+      bytes += previous->second;
+      by_size_.erase({previous->second, previous->first});
+      free_.erase(previous);
+    }
+  }
+  insert_free(begin, bytes);
+}
+
+Heap::Heap(uint64_t capacity_bytes, const std::string& directory)
+    : directory_(directory), allocator_(round_up(std::max(capacity_bytes, kPage), kPage)) {
+  const uint64_t bytes = round_up(std::max(capacity_bytes, kPage), kPage);
+  const int fd = open_backing(directory);
+  if (ftruncate(fd, off_t(bytes)) != 0) {
+    const int code = errno;
+    close(fd);
+    throw HeapError(code,
+                    "cannot size shared memory to " + mib(bytes) + ": " + std::strerror(code));
+  }
+  mapping_ = std::make_unique<Mapping>(fd, bytes);
+  // Only a request: the kernel's shmem_enabled (or the mount's huge= option) decides.
+  huge_pages_ = madvise(base(), bytes, MADV_HUGEPAGE) == 0 && shared_memory_has_huge_pages();
+  if (getrandom(&token_, sizeof(token_), 0) != sizeof(token_))
+    throw HeapError(errno, "getrandom failed");
+  token_ >>= 1;
+  allocate(sizeof(token_));  // the first block, never freed: offset 0
+  std::memcpy(base(), &token_, sizeof(token_));
+}
+
+// Makes sure that [0, end) can be touched. A full tmpfs answers a touch with SIGBUS and a full
+// memory with the OOM killer: both are asked here, before any tensor is handed out.
+void Heap::commit(uint64_t end) {
+  if (end <= committed_) return;
+  const uint64_t target = std::min(round_up(end, kCommitStep), capacity_bytes()),
+                 growth = target - committed_;
+  if (directory_.empty()) {
+    const uint64_t available = available_bytes();
+    if (growth > available)
+      throw HeapError(ENOMEM, "the heap needs " + mib(growth) + " more memory, and " +
+                                  mib(available) + " is available");
+  } else if (const int code = posix_fallocate(fd(), off_t(committed_), off_t(growth)); code != 0) {
+    struct statvfs fs{};
+    statvfs(directory_.c_str(), &fs);
+    throw HeapError(code, "the heap needs " + mib(growth) + " more in " + directory_ +
+                              ", which has " + mib(uint64_t(fs.f_bavail) * fs.f_frsize) +
+                              " free of " + mib(uint64_t(fs.f_blocks) * fs.f_frsize) + ": " +
+                              std::strerror(code));
+  }
+  committed_ = target;
+}
+
+uint64_t Heap::allocate(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t offset = allocator_.allocate(bytes);
+  if (offset == Allocator::kNone)
+    throw HeapError(ENOSPC, "a block of " + std::to_string(bytes) +
+                                " bytes does not fit into the heap of " + mib(capacity_bytes()) +
+                                ": " + mib(allocator_.used_bytes()) +
+                                " in use, largest free block " +
+                                std::to_string(allocator_.largest_free_bytes()) + " bytes");
+  try {
+    commit(offset + Allocator::rounded(bytes));
+  } catch (...) {
+    allocator_.free(offset);
+    throw;
+  }
+  return offset;
+}
+
+void Heap::free(uint64_t offset) {
+  const std::lock_guard lock(mutex_);
+  allocator_.free(offset);
+}
+
+uint64_t Heap::committed_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return committed_;
+}
+
+uint64_t Heap::used_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return allocator_.used_bytes();
+}
+
+uint64_t Heap::largest_free_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return allocator_.largest_free_bytes();
+}
+
+bool Heap::contains(const void* ptr, uint64_t bytes) const {
+  const uint64_t offset = uint64_t(static_cast<const char*>(ptr) - base());
+  return offset < capacity_bytes() && bytes <= capacity_bytes() - offset;
+}
+
+std::unique_ptr<Mapping> map_peer_heap(int pid, int fd, uint64_t capacity_bytes, uint64_t token) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int peer = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (peer < 0) {
+    const int code = errno;
+    throw HeapError(
+        code, "cannot open the peer's heap at " + path + ": " + std::strerror(code) +
+                  " (another user's process, a separate PID namespace, or a peer that has ended)");
+  }
+  struct stat st{};
+  if (fstat(peer, &st) != 0 || uint64_t(st.st_size) != capacity_bytes) {
+    close(peer);
+    throw HeapError(EINVAL, path + " is not the heap that the peer announced: its size is " +
+                                std::to_string(st.st_size) + ", announced " +
+                                std::to_string(capacity_bytes));
+  }
+  auto mapping = std::make_unique<Mapping>(peer, capacity_bytes);
+  madvise(mapping->base(), capacity_bytes, MADV_HUGEPAGE);
+  uint64_t found = 0;
+  std::memcpy(&found, mapping->base(), sizeof(found));
+  if (found != token)
+    throw HeapError(EINVAL, path + " is not the heap that the peer announced: its token differs");
+  return mapping;
+}
+
+}  // namespace ringcomm::host

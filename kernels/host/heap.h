@@ -1,0 +1,96 @@
+// The symmetric heap of one rank: shared memory without a name, so that the kernel reclaims it with
+// the last process that maps it, however that process ends.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace ringcomm::host {
+
+// errno and a text that names what was needed and what there is.
+struct HeapError : std::runtime_error {
+  HeapError(int code, const std::string& text) : std::runtime_error(text), code(code) {}
+  int code;
+};
+
+// A shared mapping of a file, closed and unmapped together.
+class Mapping {
+ public:
+  Mapping(int fd, uint64_t bytes);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  char* base() const { return base_; }
+  int fd() const { return fd_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  int fd_;
+  uint64_t bytes_;
+  char* base_;
+};
+
+// Best fit with immediate coalescing over one range of addresses. Best fit's worst case needs
+// M * log2(n) for M bytes live in blocks of at most n (Robson 1977); with blocks freed in any order
+// the neighbours merge at once, so an empty heap is always one free block again.
+class Allocator {
+ public:
+  explicit Allocator(uint64_t bytes);
+  static constexpr uint64_t kNone = ~uint64_t(0);
+  uint64_t allocate(uint64_t bytes);  // offset, or kNone
+  void free(uint64_t offset);
+  uint64_t used_bytes() const { return used_; }
+  uint64_t largest_free_bytes() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
+  static uint64_t rounded(uint64_t bytes);
+
+ private:
+  void insert_free(uint64_t offset, uint64_t bytes);
+  uint64_t used_ = 0;
+  std::map<uint64_t, uint64_t> free_;                // offset -> bytes
+  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // (bytes, offset)
+  std::map<uint64_t, uint64_t> live_;                // offset -> bytes
+};
+
+class Heap {
+ public:
+  // directory "": anonymous memory (memfd). Else a tmpfs or hugetlbfs directory, in which the heap
+  // is an unnamed file (O_TMPFILE).
+  Heap(uint64_t capacity_bytes, const std::string& directory);
+
+  // Offset of a block of at least `bytes`; throws HeapError.
+  uint64_t allocate(uint64_t bytes);
+  void free(uint64_t offset);
+
+  char* base() const { return mapping_->base(); }
+  int fd() const { return mapping_->fd(); }
+  uint64_t capacity_bytes() const { return mapping_->bytes(); }
+  uint64_t token() const { return token_; }
+  uint64_t committed_bytes() const;
+  uint64_t used_bytes() const;
+  uint64_t largest_free_bytes() const;
+  bool huge_pages() const { return huge_pages_; }
+  bool contains(const void* ptr, uint64_t bytes) const;
+
+ private:
+  void commit(uint64_t end);
+  std::string directory_;
+  std::unique_ptr<Mapping> mapping_;
+  mutable std::mutex mutex_;
+  Allocator allocator_;
+  uint64_t committed_ = 0;
+  uint64_t token_ = 0;
+  bool huge_pages_ = false;
+};
+
+// A peer process's heap, opened through /proc/<pid>/fd/<fd>: no name in a file system, no socket,
+// and the kernel checks that the peer is this user's. `token` proves that it is the heap that was
+// meant.
+std::unique_ptr<Mapping> map_peer_heap(int pid, int fd, uint64_t capacity_bytes, uint64_t token);
+
+}  // namespace ringcomm::host

@@ -1,0 +1,57 @@
+#include "kernels/host/kernel_table.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace ringcomm {
+namespace {
+
+bool runs_here(const KernelTable& table) {
+#if defined(__x86_64__)
+  if (&table == &kAvx512Kernels)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512cd");
+  if (&table == &kAvx2Kernels)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("bmi2");
+#endif
+  return &table == &kBaselineKernels;
+}
+
+const KernelTable* const kTables[] = {
+#if defined(__x86_64__)
+    &kAvx512Kernels, &kAvx2Kernels,
+#endif
+    &kBaselineKernels};
+
+const KernelTable* best() {
+  for (const KernelTable* table : kTables)
+    if (runs_here(*table)) return table;
+  return &kBaselineKernels;
+}
+
+std::atomic<const KernelTable*>& current() {
+  static std::atomic<const KernelTable*> table{best()};
+  return table;
+}
+
+}  // namespace
+
+const KernelTable& kernels() { return *current().load(std::memory_order_relaxed); }
+
+bool force_isa(const char* name) {
+  if (*name == '\0') {
+    current().store(best());
+    return true;
+  }
+  for (const KernelTable* table : kTables) {
+    if (std::strcmp(table->isa, name) != 0) continue;
+    if (!runs_here(*table)) return false;
+    current().store(table);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace ringcomm

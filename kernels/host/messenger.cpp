@@ -1,0 +1,369 @@
+#include "kernels/host/messenger.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace ringcomm::host {
+namespace {
+
+// A waiter polls, then yields, then sleeps, as Waiter does; the background thread does not spin,
+// since the thread that posted the request has something better to do with the core.
+constexpr uint32_t kSpins = 2000, kYields = 200;
+constexpr uint64_t kSleepNs = 10'000'000;
+
+}  // namespace
+
+Messenger::Messenger(Comm& comm) : comm_(comm), peers_(size_t(comm.view().world)) {}
+
+Messenger::~Messenger() { stop(); }
+
+CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
+  const View& v = comm_.view();
+  const auto collective = r.is_send ? Collective::kSend : Collective::kReceive;
+  // The tag travels where a collective has its root.
+  const CallId id{0, r.bytes, collective, -1, -1, r.tag, Algorithm::kDirect};
+  const uint64_t item_bytes = in_heap ? std::max<uint64_t>(r.bytes, 1) : v.layout.segment_bytes;
+  return {id, r.bytes, item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap, 1.0};
+}
+
+RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int tag) {
+  auto r = std::make_shared<Request>();
+  r->is_send = true;
+  r->ptr = const_cast<char*>(ptr);
+  r->bytes = bytes;
+  r->peer = peer;
+  r->tag = tag;
+  r->posted_ns = Waiter::now_ns();
+  const std::lock_guard lock(mutex_);
+  if (comm_.aborted() || stopping_) {
+    complete(r, Status::kAborted);
+    return r;
+  }
+  peers_[size_t(peer)].sends.push_back(r);
+  progress_sends(peer);
+  return r;
+}
+
+RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag) {
+  auto r = std::make_shared<Request>();
+  r->is_send = false;
+  r->ptr = ptr;
+  r->bytes = bytes;
+  r->peer = peer;
+  r->tag = tag;
+  r->posted_ns = Waiter::now_ns();
+  const std::lock_guard lock(mutex_);
+  if (comm_.aborted() || stopping_) {
+    complete(r, Status::kAborted);
+    return r;
+  }
+  if (!match_unexpected(r)) {
+    posted_.push_back(r);
+    progress();
+  }
+  return r;
+}
+
+void Messenger::complete(const RequestPtr& r, Status status) {
+  r->status = status;
+  r->done.store(true, std::memory_order_release);  // pairs with the acquire in wait() and done()
+  changed_.notify_all();
+}
+
+bool Messenger::progress() {
+  bool moved = false;
+  for (int p = 0; p < comm_.view().world; ++p) {
+    if (p == comm_.view().rank) continue;
+    moved |= progress_sends(p);
+    moved |= progress_receives(p);
+  }
+  return moved;
+}
+
+bool Messenger::progress_sends(int peer) {
+  const View& v = comm_.view();
+  PeerQueue& q = peers_[size_t(peer)];
+  EpochLine* epochs = v.epochs(Stream::kMessage, 0, peer);
+  // Pairs with the release in take_item() of the peer.
+  const uint32_t consumed =
+      load_acquire_sys(&v.signals(v.rank, Stream::kMessage, 0, peer)->consumed);
+  SoloTeam team{{&comm_.waiter()}};
+  bool moved = false;
+  while (!q.unacknowledged.empty() && reached(consumed, q.unacknowledged.front().second)) {
+    complete(q.unacknowledged.front().first, Status::kOk);
+    q.unacknowledged.pop_front();
+    moved = true;
+  }
+  while (!q.sends.empty()) {
+    const RequestPtr r = q.sends.front();
+    const uint32_t epoch = epochs->sent + 1;
+    if (!reached(consumed, epoch - uint32_t(v.layout.slots))) break;
+    char* slot = v.slot(v.rank, Stream::kMessage, 0, peer, epoch);
+    const bool in_heap = r->bytes >= kZeroCopyMinBytes && v.in_my_heap(r->ptr, r->bytes);
+    const CallHeader header = header_of(*r, in_heap);
+    if (r->next_item == 0) std::memcpy(slot, &header, sizeof(header));
+    if (!in_heap) {
+      const uint64_t begin = r->next_item * header.item_bytes;
+      const uint64_t bytes = item_length(r->bytes, header.item_bytes, r->next_item);
+      if (bytes > 0) std::memcpy(slot + kHeaderBytes, r->ptr + begin, bytes);
+    }
+    epochs->sent = epoch;
+    publish(team, v, Stream::kMessage, peer, epoch);
+    moved = true;
+    if (++r->next_item < items_of(r->bytes, header.item_bytes)) continue;
+    q.sends.pop_front();
+    if (in_heap)
+      q.unacknowledged.emplace_back(r, epoch);
+    else
+      complete(r, Status::kOk);
+  }
+  return moved;
+}
+
+RequestPtr Messenger::match_posted(int peer, int tag) {
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    if (((*it)->peer != -1 && (*it)->peer != peer) || (*it)->tag != tag) continue;
+    RequestPtr r = *it;
+    posted_.erase(it);
+    return r;
+  }
+  return nullptr;
+}
+
+bool Messenger::match_unexpected(const RequestPtr& r) {
+  for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
+    const MessagePtr m = *it;
+    if ((r->peer != -1 && r->peer != m->peer) || r->tag != m->tag) continue;
+    unexpected_.erase(it);
+    if (m->next_item == m->items)
+      deliver(*m, r);
+    else
+      m->request = r;  // still arriving: progress_receives() delivers
+    return true;
+  }
+  return false;
+}
+
+void Messenger::deliver(Message& m, const RequestPtr& r) {
+  r->source = m.peer;
+  r->message_bytes = m.bytes;
+  if (m.bytes == r->bytes && !m.buffer.empty()) std::memcpy(r->ptr, m.buffer.data(), m.bytes);
+  complete(r, m.bytes == r->bytes ? Status::kOk : Status::kMismatch);
+}
+
+// The next message of `peer`, when there is one and somebody can use it.
+bool Messenger::begin_message(int peer) {
+  const View& v = comm_.view();
+  const char* slot =
+      v.slot(peer, Stream::kMessage, 0, v.rank, v.epochs(Stream::kMessage, 0, peer)->seen + 1);
+  CallHeader h;
+  std::memcpy(&h, slot, sizeof(h));
+  RequestPtr r = match_posted(peer, h.id.root);
+  if (r == nullptr) {
+    // Only a receive that this message keeps from its own justifies moving the message aside.
+    const bool blocks = std::any_of(posted_.begin(), posted_.end(), [&](const RequestPtr& p) {
+      return p->peer == -1 || p->peer == peer;
+    });
+    if (!blocks) return false;
+  }
+  auto m = std::make_shared<Message>();
+  m->peer = peer;
+  m->tag = h.id.root;
+  m->bytes = h.stream_bytes;
+  m->item_bytes = h.item_bytes;
+  m->items = items_of(h.stream_bytes, h.item_bytes);
+  m->zero_copy = h.heap_offset == kNotInHeap ? nullptr : v.heaps[peer] + h.heap_offset;
+  m->request = r;
+  // A message of another size than the receive expects must be drained all the same.
+  if (r == nullptr || r->bytes != m->bytes) m->buffer.resize(m->bytes);
+  if (r == nullptr) unexpected_.push_back(m);
+  peers_[size_t(peer)].incoming = m;
+  return true;
+}
+
+void Messenger::take_item(int peer, Message& m) {
+  const View& v = comm_.view();
+  EpochLine* epochs = v.epochs(Stream::kMessage, 0, peer);
+  const uint32_t epoch = epochs->seen + 1;
+  const uint64_t begin = m.next_item * m.item_bytes,
+                 bytes = item_length(m.bytes, m.item_bytes, m.next_item);
+  char* dst = (m.buffer.empty() && m.request ? m.request->ptr : m.buffer.data()) + begin;
+  const char* slot = v.slot(peer, Stream::kMessage, 0, v.rank, epoch) + kHeaderBytes;
+  if (bytes > 0) std::memcpy(dst, m.zero_copy != nullptr ? m.zero_copy + begin : slot, bytes);
+  epochs->seen = epoch;
+  ++m.next_item;
+  SoloTeam team{{&comm_.waiter()}};
+  acknowledge(team, v, Stream::kMessage, peer, epoch);
+}
+
+bool Messenger::progress_receives(int peer) {
+  const View& v = comm_.view();
+  PeerQueue& q = peers_[size_t(peer)];
+  bool moved = false;
+  for (;;) {
+    // Pairs with the release in progress_sends() of the peer.
+    const uint32_t ready = load_acquire_sys(&v.signals(v.rank, Stream::kMessage, 0, peer)->ready);
+    if (!reached(ready, v.epochs(Stream::kMessage, 0, peer)->seen + 1)) return moved;
+    if (q.incoming == nullptr && !begin_message(peer)) return moved;
+    const MessagePtr m = q.incoming;
+    take_item(peer, *m);
+    moved = true;
+    if (m->next_item < m->items) continue;
+    q.incoming = nullptr;
+    if (m->request != nullptr) deliver(*m, m->request);
+  }
+}
+
+void Messenger::fail_all(Status status) {
+  for (PeerQueue& q : peers_) {
+    for (const RequestPtr& r : q.sends) complete(r, status);
+    for (const auto& [r, epoch] : q.unacknowledged) complete(r, status);
+    if (q.incoming && q.incoming->request) complete(q.incoming->request, status);
+    q = PeerQueue{};
+  }
+  for (const RequestPtr& r : posted_) complete(r, status);
+  posted_.clear();
+  unexpected_.clear();
+}
+
+bool Messenger::idle_peer(int peer) const {
+  const PeerQueue& q = peers_[size_t(peer)];
+  return q.sends.empty() && q.unacknowledged.empty();
+}
+
+// Sleeps until a peer publishes or acknowledges. The lock is held; it is released while asleep.
+void Messenger::sleep(uint64_t timeout_ns) {
+  const View& v = comm_.view();
+  std::vector<SleepOn> words;
+  std::vector<uint32_t*> flags;
+  for (int p = 0; p < v.world; ++p) {
+    if (p == v.rank) continue;
+    const SignalLine* line = v.signals(v.rank, Stream::kMessage, 0, p);
+    SleepLine* sleepers = v.sleepers(v.rank, Stream::kMessage, 0, p);
+    words.push_back({&line->ready, load_relaxed_sys(&line->ready)});
+    flags.push_back(&sleepers->on_ready);
+    if (idle_peer(p)) continue;
+    words.push_back({&line->consumed, load_relaxed_sys(&line->consumed)});
+    flags.push_back(&sleepers->on_consumed);
+  }
+  for (uint32_t* flag : flags) store_relaxed_sys(flag, 1);
+  fence_seq_cst_sys();  // raise the flags, then look again: see NOTE [signals]
+  if (!progress()) {
+    mutex_.unlock();
+    sleep_on_any(words.data(), int(words.size()), timeout_ns);
+    mutex_.lock();
+  }
+  for (uint32_t* flag : flags) store_relaxed_sys(flag, 0);
+}
+
+// Ends all requests, and leaves a fault record, when the wait for this one must end.
+void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t timeout_ns) {
+  const View& v = comm_.view();
+  const uint64_t waited_ns = Waiter::now_ns() - started_ns;
+  SoloTeam team{{&comm_.waiter()}};
+  Status status = Status::kOk;
+  int peer = r->peer;
+  for (int p = 0; p < v.world && status == Status::kOk; ++p) {
+    if (p == v.rank || (r->peer != -1 && r->peer != p)) continue;
+    status = reason_to_give_up(team, v, p, 0);
+    // A receive from any rank goes on while one of them lives.
+    if (r->peer == -1 && status == Status::kPeerLost && v.world > 2) status = Status::kOk;
+    if (status != Status::kOk) peer = p;
+  }
+  if (status == Status::kOk && waited_ns > timeout_ns) status = Status::kTimeout;
+  if (status == Status::kOk) return;
+  progress();  // what the peer published before it went counts
+  if (r->done.load(std::memory_order_acquire)) return;
+  Fault fault{};
+  fault.status = status;
+  fault.peer = peer;
+  fault.stream = Stream::kMessage;
+  fault.on_consumed = r->is_send;
+  fault.step = r->next_item;
+  fault.waited_ns = waited_ns;
+  fault.mine = header_of(*r, false);
+  fail(v, fault);
+  fail_all(status);
+}
+
+// Polls until `request` is done: `look_at_clock` ends it when it cannot be.
+void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
+                      uint64_t timeout_ns, uint32_t spins) {
+  driving_ = true;
+  for (uint32_t polls = 0; !r->done.load(std::memory_order_acquire) && !stopping_; ++polls) {
+    if (progress()) {
+      polls = 0;
+      continue;
+    }
+    if (polls < spins + kYields) {
+      lock.unlock();
+      if (polls >= spins) sched_yield();
+      lock.lock();
+      continue;
+    }
+    sleep(kSleepNs);
+    look_at_clock(r, started_ns, timeout_ns);
+  }
+  driving_ = false;
+  changed_.notify_all();
+}
+
+Status Messenger::wait(const RequestPtr& r, uint64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  const uint64_t started_ns = Waiter::now_ns();
+  while (!r->done.load(std::memory_order_acquire)) {
+    if (stopping_) return Status::kAborted;
+    if (!driving_) {
+      drive(lock, r, started_ns, timeout_ns, kSpins);
+    } else {
+      changed_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
+      look_at_clock(r, started_ns, timeout_ns);
+    }
+  }
+  return r->status;
+}
+
+RequestPtr Messenger::next_outstanding() {
+  for (const PeerQueue& q : peers_) {
+    if (!q.sends.empty()) return q.sends.front();
+    if (!q.unacknowledged.empty()) return q.unacknowledged.front().first;
+    if (q.incoming && q.incoming->request) return q.incoming->request;
+  }
+  return posted_.empty() ? nullptr : posted_.front();
+}
+
+void Messenger::run_background() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    const RequestPtr r = driving_ ? nullptr : next_outstanding();
+    if (r == nullptr) {
+      changed_.wait(lock);
+      continue;
+    }
+    drive(lock, r, r->posted_ns, comm_.timeout_ns(), 0);
+  }
+}
+
+void Messenger::drive_in_background() {
+  const std::lock_guard lock(mutex_);
+  if (!background_ && !stopping_) {
+    background_ = true;
+    thread_ = std::thread([this] { run_background(); });
+  }
+  changed_.notify_all();
+}
+
+void Messenger::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    fail_all(Status::kAborted);
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,95 @@
+// Send and receive. Messages keep order per pair of ranks and match by tag; they keep no order with
+// the collectives and never wait behind them.
+//
+// A message is one or more items of the kMessage stream: its header (tag, size) with the first, the
+// bytes in the slots, or zero copy from the heap. Whoever waits for a request drives the progress
+// of all; requests that nobody waits for are driven by a background thread.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "kernels/host/comm.h"
+
+namespace ringcomm::host {
+
+struct Request {
+  bool is_send;
+  char* ptr;
+  uint64_t bytes;
+  int peer;  // -1: receive from any rank
+  int tag;
+  uint64_t posted_ns;
+  uint32_t next_item = 0;
+  Status status = Status::kOk;
+  int source = -1;             // a finished receive: who sent it
+  uint64_t message_bytes = 0;  // and how long the message was
+  std::atomic<bool> done{false};
+};
+using RequestPtr = std::shared_ptr<Request>;
+
+class Messenger {
+ public:
+  explicit Messenger(Comm& comm);
+  ~Messenger();
+
+  RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag);
+  RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag);
+  // Progress without a waiter from here on.
+  void drive_in_background();
+  Status wait(const RequestPtr& request, uint64_t timeout_ns);
+  void stop();  // ends the background thread; outstanding requests end as aborted
+
+ private:
+  struct Message {  // one that arrives
+    int peer, tag;
+    uint64_t bytes, item_bytes;
+    uint32_t items, next_item = 0;
+    const char* zero_copy;
+    RequestPtr request;  // null: unexpected, goes to `buffer`
+    std::vector<char> buffer;
+  };
+  using MessagePtr = std::shared_ptr<Message>;
+  struct PeerQueue {
+    std::deque<RequestPtr> sends;
+    std::deque<std::pair<RequestPtr, uint32_t>> unacknowledged;  // zero copy: request, epoch
+    MessagePtr incoming;
+  };
+
+  bool progress();
+  bool progress_sends(int peer);
+  bool progress_receives(int peer);
+  bool begin_message(int peer);
+  void take_item(int peer, Message& message);
+  RequestPtr match_posted(int peer, int tag);
+  bool match_unexpected(const RequestPtr& request);
+  void deliver(Message& message, const RequestPtr& request);
+  void complete(const RequestPtr& request, Status status);
+  void fail_all(Status status);
+  bool idle_peer(int peer) const;
+  void sleep(uint64_t timeout_ns);
+  void look_at_clock(const RequestPtr& request, uint64_t started_ns, uint64_t timeout_ns);
+  void drive(std::unique_lock<std::mutex>& lock, const RequestPtr& request, uint64_t started_ns,
+             uint64_t timeout_ns, uint32_t spins);
+  void run_background();
+  RequestPtr next_outstanding();
+  CallHeader header_of(const Request& request, bool in_heap) const;
+
+  Comm& comm_;
+  std::vector<PeerQueue> peers_;
+  std::list<RequestPtr> posted_;      // receives that no message has matched
+  std::list<MessagePtr> unexpected_;  // messages that no receive has matched, in order of arrival
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool driving_ = false;  // a thread polls; the others sleep on changed_
+  bool background_ = false, stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ringcomm::host

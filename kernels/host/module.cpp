@@ -1,0 +1,374 @@
+// ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
+// no torch. ringcomm/_native.pyi documents every name.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <csignal>
+
+#include "kernels/host/describe.h"
+#include "kernels/host/messenger.h"
+
+namespace nb = nanobind;
+using namespace ringcomm;
+using namespace ringcomm::host;
+
+namespace {
+
+using Addresses = std::vector<uintptr_t>;
+using Sizes = std::vector<uint64_t>;
+
+char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
+
+[[noreturn]] void raise_os_error(const HeapError& e) {
+  const nb::object args = nb::make_tuple(e.code, e.what());
+  PyErr_SetObject(PyExc_OSError, args.ptr());
+  throw nb::python_error();
+}
+
+// A block of the heap; the memory returns to it with the last reference (a tensor's storage holds
+// one).
+struct Block {
+  std::shared_ptr<Heap> heap;
+  uint64_t offset, bytes;
+  Block(std::shared_ptr<Heap> h, uint64_t size)
+      : heap(std::move(h)), offset(heap->allocate(size)), bytes(size) {}
+  ~Block() { heap->free(offset); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+};
+
+int block_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+  Block* block = nb::inst_ptr<Block>(nb::handle(self));
+  return PyBuffer_FillInfo(view, self, block->heap->base() + block->offset,
+                           Py_ssize_t(block->bytes), 0, flags);
+}
+
+PyType_Slot kBlockSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_getbuffer)},
+                             {0, nullptr}};
+
+// A communicator with its messenger, closed in the right order.
+struct NativeComm {
+  Comm comm;
+  Messenger messenger;
+  NativeComm(std::shared_ptr<Heap> heap, const CommConfig& config)
+      : comm(std::move(heap), config), messenger(comm) {}
+  ~NativeComm() { close(); }
+  void close() {
+    messenger.stop();
+    comm.close();
+  }
+};
+
+struct NativeRequest {
+  std::shared_ptr<NativeComm> comm;
+  RequestPtr request;
+};
+
+int interrupted() {
+  const nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals();
+}
+
+// Runs a blocking call without the GIL. When Ctrl-C ended it, the exception is already set.
+template <class Call>
+int blocking(Call call) {
+  Status status;
+  {
+    const nb::gil_scoped_release nogil;
+    status = call();
+  }
+  if (status == Status::kInterrupted && PyErr_Occurred()) throw nb::python_error();
+  return int(status);
+}
+
+std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
+  std::vector<Span> result(ptrs.size());
+  for (size_t i = 0; i < ptrs.size(); ++i) result[i] = {at(ptrs[i]), bytes[i]};
+  return result;
+}
+
+std::vector<Span> spans(const Addresses& ptrs, uint64_t bytes) {
+  return spans(ptrs, Sizes(ptrs.size(), bytes));
+}
+
+Reduction reduction(int dtype, int op, double factor, int algorithm) {
+  // The host has a table of one row: direct is the faster of the two at every size and world.
+  const auto chosen =
+      Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
+  return {DType(dtype), RedOp(op), factor, chosen};
+}
+
+const char* kind_of(Status status) {
+  switch (status) {
+    case Status::kTimeout:
+      return "timeout";
+    case Status::kPeerLost:
+      return "peer_lost";
+    case Status::kMismatch:
+      return "mismatch";
+    case Status::kInterrupted:
+      return "interrupted";
+    default:
+      return "aborted";
+  }
+}
+
+nb::object fault_dict(const Comm& comm) {
+  FaultReport report;
+  if (!comm.faulted(&report)) return nb::none();
+  const Fault& f = report.fault;
+  nb::dict d;
+  d["kind"] = kind_of(f.status);
+  d["op"] = name_of(f.mine.id.collective);
+  d["rank"] = f.rank;
+  d["peer"] = f.peer;
+  d["step"] = f.step;
+  d["wanted"] = f.wanted;
+  d["seen"] = f.seen;
+  d["waiting_for"] = f.on_consumed ? "consumed" : "ready";
+  d["waited_ms"] = f.waited_ns / 1'000'000;
+  d["mine"] = describe(f.mine);
+  d["theirs"] = f.status == Status::kMismatch ? describe(f.theirs) : "";
+  d["reason"] = report.reason;
+  return d;
+}
+
+void bind_heap(nb::module_& m) {
+  nb::class_<Heap>(m, "Heap")
+      .def(
+          "__init__",
+          [](Heap* self, uint64_t capacity_bytes, const std::string& directory) {
+            try {
+              new (self) Heap(capacity_bytes, directory);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("capacity_bytes"), nb::arg("directory") = "")
+      .def(
+          "allocate",
+          [](const std::shared_ptr<Heap>& self, uint64_t size_bytes) {
+            try {
+              return std::make_shared<Block>(self, size_bytes);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("size_bytes"))
+      .def(
+          "contains",
+          [](const Heap& h, uintptr_t ptr, uint64_t bytes) { return h.contains(at(ptr), bytes); },
+          nb::arg("ptr"), nb::arg("size_bytes"))
+      .def_prop_ro("fd", &Heap::fd)
+      .def_prop_ro("base_ptr", [](const Heap& h) { return reinterpret_cast<uintptr_t>(h.base()); })
+      .def_prop_ro("capacity_bytes", &Heap::capacity_bytes)
+      .def_prop_ro("committed_bytes", &Heap::committed_bytes)
+      .def_prop_ro("used_bytes", &Heap::used_bytes)
+      .def_prop_ro("largest_free_bytes", &Heap::largest_free_bytes)
+      .def_prop_ro("token", &Heap::token)
+      .def_prop_ro("huge_pages", &Heap::huge_pages);
+  nb::class_<Block>(m, "Block", nb::type_slots(kBlockSlots))
+      .def_prop_ro(
+          "ptr",
+          [](const Block& b) { return reinterpret_cast<uintptr_t>(b.heap->base() + b.offset); })
+      .def_ro("offset_bytes", &Block::offset)
+      .def_ro("size_bytes", &Block::bytes);
+  nb::class_<Mapping>(m, "PeerHeap")
+      .def_static(
+          "open",
+          [](int pid, int fd, uint64_t capacity_bytes, uint64_t token) {
+            try {
+              return std::shared_ptr<Mapping>(map_peer_heap(pid, fd, capacity_bytes, token));
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("pid"), nb::arg("fd"), nb::arg("capacity_bytes"), nb::arg("token"))
+      .def_prop_ro("base_ptr",
+                   [](const Mapping& h) { return reinterpret_cast<uintptr_t>(h.base()); })
+      .def_prop_ro("capacity_bytes", &Mapping::bytes);
+}
+
+void bind_reductions(nb::class_<NativeComm>& c) {
+  c.def("all_reduce",
+        [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+           double factor, int algorithm) {
+          return blocking([&] {
+            return n.comm.all_reduce(at(in), at(out), elems,
+                                     reduction(dtype, op, factor, algorithm));
+          });
+        })
+      .def("reduce",
+           [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+              double factor, int root) {
+             return blocking([&] {
+               return n.comm.reduce(at(in), at(out), elems, reduction(dtype, op, factor, 0), root);
+             });
+           })
+      .def("reduce_scatter",
+           [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+              double factor, int algorithm) {
+             return blocking([&] {
+               return n.comm.reduce_scatter(at(in), at(out), elems,
+                                            reduction(dtype, op, factor, algorithm));
+             });
+           })
+      .def("reduce_scatter_list", [](NativeComm& n, const Addresses& in, Sizes elems, uintptr_t out,
+                                     int dtype, int op, double factor) {
+        for (uint64_t& e : elems) e *= uint64_t(size_of(DType(dtype)));
+        return blocking([&] {
+          return n.comm.reduce_scatter_list(spans(in, elems), at(out),
+                                            reduction(dtype, op, factor, 0));
+        });
+      });
+}
+
+void bind_movement(nb::class_<NativeComm>& c) {
+  c.def("all_gather",
+        [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t bytes, int dtype, int algorithm) {
+          const Algorithm chosen = reduction(dtype, 0, 1.0, algorithm).algorithm;
+          return blocking(
+              [&] { return n.comm.all_gather(at(in), at(out), bytes, DType(dtype), chosen); });
+        })
+      .def("all_gather_list",
+           [](NativeComm& n, uintptr_t in, const Addresses& out, const Sizes& bytes, int dtype) {
+             return blocking(
+                 [&] { return n.comm.all_gather_list(at(in), spans(out, bytes), DType(dtype)); });
+           })
+      .def("broadcast",
+           [](NativeComm& n, uintptr_t ptr, uint64_t bytes, int dtype, int root) {
+             return blocking([&] { return n.comm.broadcast(at(ptr), bytes, DType(dtype), root); });
+           })
+      .def("gather",
+           [](NativeComm& n, uintptr_t in, uint64_t bytes, Addresses out, int dtype, int root) {
+             out.resize(size_t(
+                 n.comm.view().world));  // empty on all ranks but the root, which alone reads it
+             return blocking([&] {
+               return n.comm.gather(at(in), bytes, spans(out, bytes), DType(dtype), root);
+             });
+           })
+      .def("scatter",
+           [](NativeComm& n, Addresses in, uintptr_t out, uint64_t bytes, int dtype, int root) {
+             in.resize(size_t(n.comm.view().world));
+             return blocking([&] {
+               return n.comm.scatter(spans(in, bytes), at(out), bytes, DType(dtype), root);
+             });
+           })
+      .def("all_to_all",
+           [](NativeComm& n, const Addresses& in, const Sizes& in_bytes, const Addresses& out,
+              const Sizes& out_bytes, int dtype) {
+             return blocking([&] {
+               return n.comm.all_to_all(spans(in, in_bytes), spans(out, out_bytes), DType(dtype));
+             });
+           })
+      .def("barrier", [](NativeComm& n) { return blocking([&] { return n.comm.barrier(); }); });
+}
+
+void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
+  using Shared = std::shared_ptr<NativeComm>;
+  c.def("post_send",
+        [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag) {
+          const nb::gil_scoped_release nogil;
+          return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag)};
+        })
+      .def("post_recv",
+           [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag) {
+             const nb::gil_scoped_release nogil;
+             return NativeRequest{n, n->messenger.post_receive(at(ptr), bytes, peer, tag)};
+           })
+      .def(
+          "drive_in_background", [](NativeComm& n) { n.messenger.drive_in_background(); },
+          nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<NativeRequest>(m, "Request")
+      .def(
+          "wait",
+          [](NativeRequest& r, int64_t timeout_ms) {
+            const uint64_t ns =
+                timeout_ms < 0 ? r.comm->comm.timeout_ns() : uint64_t(timeout_ms) * 1'000'000;
+            return blocking([&] { return r.comm->messenger.wait(r.request, ns); });
+          },
+          nb::arg("timeout_ms") = -1)
+      .def("done",
+           [](const NativeRequest& r) { return r.request->done.load(std::memory_order_acquire); })
+      .def("status", [](const NativeRequest& r) { return int(r.request->status); })
+      .def_prop_ro("source", [](const NativeRequest& r) { return r.request->source; })
+      .def_prop_ro("size_bytes", [](const NativeRequest& r) { return r.request->message_bytes; });
+}
+
+void bind_comm(nb::module_& m) {
+  nb::class_<NativeComm> c(m, "Comm");
+  c.def(
+       "__init__",
+       [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
+          uint32_t segment_bytes, int slots, uint64_t timeout_ms) {
+         const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
+         if (world < 1 || rank < 0 || rank >= world)
+           throw nb::value_error("rank must be in [0, world)");
+         if (segment % 64 != 0) throw nb::value_error("segment_bytes must be a multiple of 64");
+         if (slots < 2 || (slots & (slots - 1)) != 0)
+           throw nb::value_error("slots must be a power of two, at least 2");
+         try {
+           new (self)
+               NativeComm(heap, CommConfig{rank, world, slots, segment, timeout_ms * 1'000'000});
+         } catch (const HeapError& e) {
+           raise_os_error(e);
+         }
+       },
+       nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
+       nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000)
+      .def_prop_ro("region_offset_bytes",
+                   [](const NativeComm& n) { return n.comm.region_offset(); })
+      .def_prop_ro("region_bytes", [](const NativeComm& n) { return n.comm.region_bytes(); })
+      .def_prop_ro("segment_bytes",
+                   [](const NativeComm& n) { return n.comm.view().layout.segment_bytes; })
+      .def_prop_ro("slots", [](const NativeComm& n) { return n.comm.view().layout.slots; })
+      .def(
+          "connect",
+          [](NativeComm& n, const std::vector<std::tuple<uintptr_t, uint64_t, int>>& peers) {
+            if (int(peers.size()) != n.comm.view().world)
+              throw nb::value_error("one entry per rank is needed");
+            std::vector<PeerAddress> addresses;
+            for (const auto& [base, offset, pid] : peers)
+              addresses.push_back({at(base), offset, pid});
+            n.comm.connect(addresses);
+          },
+          nb::arg("peers"))
+      .def_prop_rw(
+          "timeout_ms", [](const NativeComm& n) { return n.comm.timeout_ns() / 1'000'000; },
+          [](NativeComm& n, uint64_t ms) { n.comm.set_timeout_ns(ms * 1'000'000); })
+      .def("fault", [](const NativeComm& n) { return fault_dict(n.comm); })
+      .def(
+          "abort", [](NativeComm& n, const std::string& reason) { n.comm.abort(reason); },
+          nb::arg("reason"))
+      .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
+      .def("close", &NativeComm::close, nb::call_guard<nb::gil_scoped_release>());
+  bind_reductions(c);
+  bind_movement(c);
+  bind_messages(m, c);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  Waiter::interrupt_hook = &interrupted;
+  nb::dict dtypes, ops, algorithms;
+  for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
+  for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
+  for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing})
+    algorithms[name_of(a)] = int(a);
+  m.attr("DTYPES") = dtypes;
+  m.attr("OPS") = ops;
+  m.attr("ALGORITHMS") = algorithms;
+  m.def(
+      "supports", [](int dtype, int op) { return kernels().reduce[dtype][op] != nullptr; },
+      nb::arg("dtype"), nb::arg("op"));
+  m.def("isa", [] { return kernels().isa; });
+  m.def("force_isa", &force_isa, nb::arg("name"));
+  bind_heap(m);
+  bind_comm(m);
+}

@@ -1,0 +1,49 @@
+#include "kernels/host/retired.h"
+
+#include <signal.h>
+
+#include <cerrno>
+
+#include "ringcomm/atomics.h"
+
+namespace ringcomm::host {
+
+RetiredRegions& RetiredRegions::instance() {
+  // Never destroyed: at exit the kernel takes the memory back anyway, and threads may still run.
+  static auto* const regions = new RetiredRegions;
+  return *regions;
+}
+
+bool RetiredRegions::free_of_peers(const Region& region) {
+  for (size_t p = 0; p < region.pids.size(); ++p) {
+    if (int(p) == region.rank) continue;
+    const char* base = region.heap->base() + region.offset;
+    const auto* line = reinterpret_cast<const SignalLine*>(
+        base + region.layout.signal_offset(Stream::kPair, 0, int(p)));
+    // Pairs with the release in Comm::say_farewell() of the peer.
+    if (load_acquire_sys(&line->farewell) != 0) continue;
+    if (region.pids[p] != 0 && kill(region.pids[p], 0) != 0 && errno == ESRCH) continue;
+    return false;
+  }
+  return true;
+}
+
+void RetiredRegions::retire(std::shared_ptr<Heap> heap, uint64_t region, const Layout& layout,
+                            int rank, std::vector<int> pids) {
+  {
+    const std::lock_guard lock(mutex_);
+    regions_.push_back({std::move(heap), region, layout, rank, std::move(pids)});
+  }
+  reclaim();
+}
+
+void RetiredRegions::reclaim() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(regions_, [](const Region& region) {
+    if (!free_of_peers(region)) return false;
+    region.heap->free(region.offset);
+    return true;
+  });
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,38 @@
+// Regions of closed communicators. A peer may still be about to store an acknowledgement into one,
+// so it returns to the heap only after every peer has said farewell or has ended.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/host/heap.h"
+#include "ringcomm/layout.h"
+
+namespace ringcomm::host {
+
+class RetiredRegions {
+ public:
+  static RetiredRegions& instance();
+
+  // pids: by peer, 0 for a thread of this process; empty when the region was never connected.
+  void retire(std::shared_ptr<Heap> heap, uint64_t region, const Layout& layout, int rank,
+              std::vector<int> pids);
+  // Frees what may be freed. Called whenever a communicator is made or closed.
+  void reclaim();
+
+ private:
+  struct Region {
+    std::shared_ptr<Heap> heap;
+    uint64_t offset;
+    Layout layout;
+    int rank;
+    std::vector<int> pids;
+  };
+  static bool free_of_peers(const Region& region);
+
+  std::mutex mutex_;
+  std::vector<Region> regions_;
+};
+
+}  // namespace ringcomm::host

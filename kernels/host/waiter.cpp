@@ -1,0 +1,130 @@
+#include "kernels/host/waiter.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+
+#include "ringcomm/atomics.h"
+
+namespace ringcomm::host {
+namespace {
+
+// Between two looks at the clock a sleeper sleeps this long: it bounds how late a dead peer, an
+// abort or Ctrl-C is noticed, and 100 wake-ups a second cost nothing.
+constexpr uint64_t kSleepNs = 10'000'000;
+
+// Looks at the clock once in this many yields.
+constexpr uint32_t kYieldsPerLook = 64;
+
+constexpr int kMaxSleepWords = 128;  // FUTEX_WAITV_MAX
+
+timespec to_timespec(uint64_t ns) { return {time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)}; }
+
+void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+long futex(const uint32_t* word, int operation, uint32_t value, const timespec* timeout) {
+  return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+int (*Waiter::interrupt_hook)() = nullptr;
+
+PausePolicy pause_policy(int ranks_on_node) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+  // 2 ranks on 2 cores, Zen 4: 3000 polls with a pause are about 30 us, longer than any hop of a
+  // small message and shorter than a time slice. With more ranks than cores the awaited rank may be
+  // the one that this spin keeps off the core.
+  if (ranks_on_node <= cores) return {3000, 400};
+  return {20, 2000};
+}
+
+Waiter::~Waiter() {
+  for (int fd : pidfds_)
+    if (fd >= 0) close(fd);
+}
+
+void Waiter::watch(int peer, int pid) {
+  if (pidfds_.size() <= size_t(peer)) pidfds_.resize(peer + 1, -1);
+  if (pid != 0) pidfds_[peer] = int(syscall(SYS_pidfd_open, pid, 0));
+}
+
+bool Waiter::pause(const Pause& pause) const {
+  if (pause.polls < policy_.spins) {
+    cpu_relax();
+    return false;
+  }
+  if (pause.polls < policy_.spins + policy_.yields) {
+    sched_yield();
+    return (pause.polls - policy_.spins) % kYieldsPerLook == kYieldsPerLook - 1;
+  }
+  store_relaxed_sys(pause.sleeping, 1);
+  fence_seq_cst_sys();  // raise the flag, then look again: see NOTE [signals]
+  if (load_relaxed_sys(pause.word) == pause.seen) {
+    const timespec timeout = to_timespec(kSleepNs);
+    futex(pause.word, FUTEX_WAIT, pause.seen, &timeout);
+  }
+  store_relaxed_sys(pause.sleeping, 0);
+  return true;
+}
+
+void Waiter::wake(uint32_t* word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
+
+uint64_t Waiter::now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1'000'000'000 + uint64_t(t.tv_nsec);
+}
+
+Status Waiter::health(int peer) const {
+  if (size_t(peer) < pidfds_.size() && pidfds_[peer] >= 0) {
+    // A pidfd becomes readable when its process ends, also while it is a zombie.
+    pollfd poller{pidfds_[peer], POLLIN, 0};
+    if (poll(&poller, 1, 0) == 1) return Status::kPeerLost;
+  }
+  if (interrupt_hook != nullptr && syscall(SYS_gettid) == getpid() && interrupt_hook() != 0)
+    return Status::kInterrupted;
+  return Status::kOk;
+}
+
+void sleep_on_any(const SleepOn* words, int count, uint64_t timeout_ns) {
+  if (count == 1) {
+    const timespec timeout = to_timespec(timeout_ns);
+    futex(words[0].word, FUTEX_WAIT, words[0].seen, &timeout);
+    return;
+  }
+#if defined(SYS_futex_waitv)
+  if (count > 0 && count <= kMaxSleepWords) {
+    futex_waitv vector[kMaxSleepWords] = {};
+    for (int i = 0; i < count; ++i) {
+      vector[i].val = words[i].seen;
+      vector[i].uaddr = reinterpret_cast<uintptr_t>(words[i].word);
+      vector[i].flags = FUTEX_32;
+    }
+    const timespec deadline = to_timespec(Waiter::now_ns() + timeout_ns);
+    if (syscall(SYS_futex_waitv, vector, count, 0, &deadline, CLOCK_MONOTONIC) >= 0 ||
+        errno != ENOSYS)
+      return;
+  }
+#endif
+  // Kernels before 5.16 cannot sleep on several words: nap, at most as long as a hop may take.
+  const timespec nap = to_timespec(std::min<uint64_t>(timeout_ns, 100'000));
+  nanosleep(&nap, nullptr);
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,50 @@
+// How a host thread waits: spin briefly, then yield, then sleep on a futex. And what it looks at
+// when it is clock time: whether the awaited process is alive, and whether its own user pressed
+// Ctrl-C.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ringcomm/team.h"
+
+namespace ringcomm::host {
+
+// One process per core may spin; more ranks than cores must let each other run at once.
+struct PausePolicy {
+  uint32_t spins;
+  uint32_t yields;
+};
+PausePolicy pause_policy(int ranks_on_node);
+
+class Waiter {
+ public:
+  explicit Waiter(PausePolicy policy) : policy_(policy) {}
+  ~Waiter();
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+
+  // pid 0: a thread of this process, which cannot die alone.
+  void watch(int peer, int pid);
+
+  bool pause(const Pause& pause) const;
+  static void wake(uint32_t* word);
+  static uint64_t now_ns();
+  Status health(int peer) const;
+
+  // Called on the process's main thread only; nonzero means "a signal handler raised".
+  static int (*interrupt_hook)();
+
+ private:
+  PausePolicy policy_;
+  std::vector<int> pidfds_;  // by peer; -1 where there is nothing to watch
+};
+
+// Sleeps until one of the words leaves the value seen there, or `timeout_ns` passed.
+struct SleepOn {
+  const uint32_t* word;
+  uint32_t seen;
+};
+void sleep_on_any(const SleepOn* words, int count, uint64_t timeout_ns);
+
+}  // namespace ringcomm::host

@@ -1,0 +1,122 @@
+// All-reduce: every rank ends with the reduction of everybody's buffer.
+//
+// B bytes, W ranks.
+//
+//   direct   2 hops, 2(W-1)/W * B bytes: a reduce-scatter whose pieces are shared as soon as they
+//   are
+//            reduced, so that the all-gather of one piece runs beside the reduction of the next.
+//            Up to one_hop_bytes: 1 hop, (W-1) * B bytes; every rank shares its whole buffer and
+//            reduces all of them. Both sum in rank order with one rounding: the same bits.
+//   ring     2(W-1) hops, 2(W-1)/W * B bytes: ring reduce-scatter, then ring all-gather.
+#pragma once
+
+#include "ringcomm/all_gather.h"
+#include "ringcomm/reduce_scatter.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+template <class E>
+Status all_reduce_one_hop(E& e, Span in, char* out) {
+  char* slot = nullptr;
+  for (int d = 1; d < e.world(); ++d) e.begin_receive(Stream::kShared, e.peer_at(d));
+  const Span mine = e.slice(in);
+  char* const result = out + (mine.ptr - in.ptr);
+  e.team.sync();
+  RC_RETURN_IF_FAILED(e.acquire_shared(0, &slot));
+  e.ops.copy_to_slot(e.team, slot, mine.ptr, mine.bytes);
+  e.publish_shared(0, slot, e.header(mine, false, e.segment_bytes()));
+  for (int d = 1; d < e.world(); ++d) {
+    const int p = e.peer_at(d);
+    const char* data = nullptr;
+    RC_RETURN_IF_FAILED(e.receive(Stream::kShared, p, mine.bytes, 0, mine.bytes, &data));
+    if (e.team.lane() == 0) e.sources()[p] = data;
+  }
+  if (e.team.lane() == 0) {
+    e.sources()[e.rank()] = mine.ptr;
+    e.factors()[e.rank()] = e.factor;
+  }
+  e.team.sync();
+  e.ops.reduce(e.team, result, e.sources(), e.factors(), e.world(), mine.bytes, e.world());
+  e.team.sync();
+  for (int d = 1; d < e.world(); ++d) {
+    e.release(Stream::kShared, e.peer_at(d), mine.bytes, mine.bytes);
+    e.commit_seen(Stream::kShared, e.peer_at(d));
+    e.commit_sent(Stream::kShared, e.peer_at(d), 1);
+  }
+  return Status::kOk;
+}
+
+// Reduces piece `i` of my chunk and shares the result with every peer.
+template <class E>
+Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
+  const uint64_t begin = uint64_t(i) * e.segment_bytes();
+  const uint64_t bytes = item_length(mine.bytes, e.segment_bytes(), i);
+  const bool zero_copy = e.zero_copy(result);
+  RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
+  char* slot = nullptr;
+  RC_RETURN_IF_FAILED(e.acquire_shared(i, &slot));
+  char* dst = zero_copy ? result.ptr + begin : slot;
+  e.ops.reduce(e.team, dst, e.sources(), e.factors(), e.world(), bytes, e.world());
+  release_sources(e, mine, begin + bytes);
+  e.publish_shared(i, slot, e.header(result, zero_copy, e.segment_bytes()));
+  if (!zero_copy) e.ops.copy_out(e.team, result.ptr + begin, slot, bytes);
+  return Status::kOk;
+}
+
+// In place is safe without a copy: rank r overwrites its chunk p only with rank p's published
+// result, and rank p published it after it had read r's version of that piece.
+template <class E>
+Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
+  const Span mine = e.slice(in.get(e.rank())), result = e.slice(out.get(e.rank()));
+  // Chunk 0 is the longest, so its pieces bound everybody's.
+  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), shared_items = e.pieces(result.bytes);
+  for (int d = 1; d < e.world(); ++d) {
+    e.begin_receive(Stream::kPair, e.peer_at(d));
+    e.begin_receive(Stream::kShared, e.peer_at(d));
+  }
+  e.team.sync();
+  for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
+    for (int d = 1; d < e.world(); ++d) {
+      const int r = e.peer_at(d);
+      const Span chunk = e.slice(in.get(r));
+      if (j < e.items(chunk)) RC_RETURN_IF_FAILED(e.send(r, chunk, j));
+    }
+    if (j >= kLookahead && j - kLookahead < shared_items)
+      RC_RETURN_IF_FAILED(reduce_and_share(e, mine, result, j - kLookahead));
+    if (j < 2 * kLookahead) continue;
+    for (int d = 1; d < e.world(); ++d) {
+      const Span dst = e.slice(out.get(e.peer_at(d)));
+      if (j - 2 * kLookahead < e.pieces(dst.bytes))
+        RC_RETURN_IF_FAILED(collect_piece(e, e.peer_at(d), dst, j - 2 * kLookahead));
+    }
+  }
+  for (int d = 1; d < e.world(); ++d) {
+    e.commit_seen(Stream::kPair, e.peer_at(d));
+    e.commit_seen(Stream::kShared, e.peer_at(d));
+  }
+  RC_RETURN_IF_FAILED(drain_chunks(e, in, -1));
+  return finish_sharing(e, e.zero_copy(result), shared_items);
+}
+
+template <class E>
+Status all_reduce_direct(E& e, const Chunks& in, char* out, uint64_t one_hop_bytes) {
+  const Span whole{in.base, in.total_bytes};
+  if (e.world() == 1) {
+    const Span mine = e.slice(whole);
+    reduce_hop(e, out + (mine.ptr - whole.ptr), nullptr, mine.ptr, mine.bytes, 1);
+    e.team.sync();
+    return Status::kOk;
+  }
+  if (whole.bytes <= one_hop_bytes) return all_reduce_one_hop(e, whole, out);
+  return all_reduce_two_hops(e, in, Chunks{out, in.total_bytes, in.chunk_bytes, nullptr});
+}
+
+template <class E>
+Status all_reduce_ring(E& e, const Chunks& in, char* out) {
+  const Chunks result{out, in.total_bytes, in.chunk_bytes, nullptr};
+  const Span own = result.get(e.rank());
+  RC_RETURN_IF_FAILED(reduce_scatter_ring(e, in, own.ptr));
+  return all_gather_ring(e, own, result);
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,75 @@
+// What a call says of itself: to its peers (CallHeader), and after a failure (Fault).
+#pragma once
+
+#include "ringcomm/layout.h"
+#include "ringcomm/team.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Collective : uint32_t {
+  kNone,
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kReceive
+};
+enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2 };
+
+constexpr uint64_t kNotInHeap = ~uint64_t(0);
+
+// The part of a call that must be equal on all ranks.
+struct CallId {
+  uint64_t sequence;     // collectives of this communicator so far
+  uint64_t match_bytes;  // total bytes where all ranks must agree on them, else 0
+  Collective collective;
+  int32_t dtype, redop, root;
+  Algorithm algorithm;
+};
+
+RC_FN bool same_call(const CallId& a, const CallId& b) {
+  return a.sequence == b.sequence && a.match_bytes == b.match_bytes &&
+         a.collective == b.collective && a.dtype == b.dtype && a.redop == b.redop &&
+         a.root == b.root && a.algorithm == b.algorithm;
+}
+
+// Travels with the first item of a call on every stream.
+struct CallHeader {
+  CallId id;
+  uint64_t stream_bytes;  // what this stream carries to the reader in this call
+  uint64_t item_bytes;    // what one item carries (the last may carry less)
+  uint64_t heap_offset;   // zero copy: where the data lie in the sender's heap; else kNotInHeap
+  double factor;          // PREMUL_SUM: the sender's factor
+};
+static_assert(sizeof(CallHeader) <= kHeaderBytes);
+
+// The record that a wait leaves when it gives up. Written once, by the rank that owns it, before it
+// sets its abort word; read by every rank after it has seen that word.
+struct Fault {
+  Status status;
+  int32_t rank, peer;     // who reports, about whom
+  uint32_t wanted, seen;  // epochs
+  uint32_t step;          // items of this call on that stream before the one waited for
+  Stream stream;
+  uint32_t on_consumed;  // which word of the line was waited for
+  uint64_t waited_ns;
+  CallHeader mine, theirs;  // theirs: filled for a mismatch
+};
+
+struct ControlPage {
+  int32_t rank, world;
+  uint64_t sequence;  // collectives begun; the owner's alone
+  uint32_t claimed;   // taken by the one thread of the owner that may write the fault record
+  alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
+  alignas(64) Fault fault;
+  char reason[256];  // an explicit abort's text
+};
+static_assert(sizeof(ControlPage) <= kPageBytes);
+
+RINGCOMM_NAMESPACE_END

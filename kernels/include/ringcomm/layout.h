@@ -1,0 +1,85 @@
+// Where everything lies inside a rank's region of its heap: control page, signal pad, epoch
+// counters, staging slots. One place computes it; every rank computes the same, and rendezvous
+// compares.
+//
+// A *stream* is one kind of traffic between ranks:
+//   kPair     data meant for one reader: a slot set per (channel, reader)
+//   kShared   data that every peer reads: one slot set per channel, W-1 readers
+//   kMessage  send and receive, which keep no order with the collectives: one slot set per reader
+// An *item* is one publication on a stream: the header of a call, a segment, or both. Items are
+// numbered by an epoch that counts from 1 for each (stream, channel, sender, reader) and never
+// resets; item e lies in slot (e - 1) mod slots. docs/protocol.md has the table of every word.
+#pragma once
+
+#include "ringcomm/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Stream : int32_t { kPair = 0, kShared = 1, kMessage = 2, kCount = 3 };
+
+constexpr uint64_t kLineBytes = 64;
+constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kHeaderBytes = 128;
+
+// Both words are written by the peer and read by the owner of the region.
+struct alignas(64) SignalLine {
+  uint32_t ready;     // epoch of the last item that the peer published to me
+  uint32_t consumed;  // epoch of the last item of mine that the peer has read to the end
+  uint32_t
+      farewell;  // 1: the peer will never touch this region again (first stream and channel only)
+};
+
+// Written by the owner of the region, read by the peer: "I sleep on ready / on consumed".
+struct alignas(64) SleepLine {
+  uint32_t on_ready;
+  uint32_t on_consumed;
+};
+
+// Private to the owner. In the heap, not in a register or a launch argument, so that a captured
+// CUDA graph replays correctly.
+struct alignas(64) EpochLine {
+  uint32_t sent;  // epoch of the last item that I published to the peer
+  uint32_t seen;  // epoch of the last item of the peer that I consumed
+};
+
+static_assert(sizeof(SignalLine) == kLineBytes && sizeof(SleepLine) == kLineBytes &&
+              sizeof(EpochLine) == kLineBytes);
+
+struct Layout {
+  int32_t world;
+  int32_t channels;
+  int32_t slots;           // per slot set; a power of two, so that epochs wrap around cleanly
+  uint32_t segment_bytes;  // a multiple of 64
+
+  RC_FN constexpr uint64_t links() const { return uint64_t(Stream::kCount) * channels * world; }
+  RC_FN constexpr uint64_t link(Stream s, int channel, int peer) const {
+    return (uint64_t(s) * channels + channel) * world + peer;
+  }
+  RC_FN constexpr uint64_t signal_offset(Stream s, int channel, int peer) const {
+    return kPageBytes + link(s, channel, peer) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t sleep_offset(Stream s, int channel, int peer) const {
+    return kPageBytes + (links() + link(s, channel, peer)) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t epoch_offset(Stream s, int channel, int peer) const {
+    return kPageBytes + (2 * links() + link(s, channel, peer)) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t slot_bytes() const { return kHeaderBytes + segment_bytes; }
+  RC_FN constexpr uint64_t staging_offset() const {
+    return kPageBytes + (3 * links() * kLineBytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  }
+  // Pair sets (channels x world), shared sets (channels), message sets (world).
+  RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {
+    uint64_t set = uint64_t(channel) * world + peer;
+    if (s == Stream::kShared) set = uint64_t(channels) * world + channel;
+    if (s == Stream::kMessage) set = uint64_t(channels) * (world + 1) + peer;
+    return staging_offset() + (set * slots + slot) * slot_bytes();
+  }
+  RC_FN constexpr uint64_t region_bytes() const {
+    const uint64_t sets = uint64_t(channels) * (world + 1) + world;
+    return (staging_offset() + sets * slots * slot_bytes() + kPageBytes - 1) / kPageBytes *
+           kPageBytes;
+  }
+};
+
+RINGCOMM_NAMESPACE_END

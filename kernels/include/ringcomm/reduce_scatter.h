@@ -1,0 +1,155 @@
+// Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
+//
+// B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank.
+//
+//   direct   1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else
+//   in
+//            pair slots, segment by segment) and reduces the W versions of its own chunk in rank
+//            order, with one rounding: bitwise equal to a sequential sum in the accumulator's type.
+//   ring     W-1 hops of partial sums around the ring, rounded to the element type at each hop:
+//            bitwise equal from run to run, though not to the sequential sum.
+#pragma once
+
+#include "ringcomm/endpoint.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Waits for bytes [begin, begin + bytes) of every rank's version of my chunk. Fills sources().
+template <class E>
+Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t bytes) {
+  for (int d = 1; d < e.world(); ++d) {
+    const int p = e.peer_at(d);
+    const char* data = nullptr;
+    RC_RETURN_IF_FAILED(e.receive(Stream::kPair, p, mine.bytes, begin, bytes, &data));
+    if (e.team.lane() == 0) e.sources()[p] = data;
+  }
+  if (e.team.lane() == 0) {
+    e.sources()[e.rank()] = mine.ptr + begin;
+    e.factors()[e.rank()] = e.factor;
+  }
+  e.team.sync();
+  return Status::kOk;
+}
+
+// After the reduction of [.., end): the peers' slots (or buffers) are free again.
+template <class E>
+void release_sources(E& e, Span mine, uint64_t end) {
+  e.team.sync();
+  for (int d = 1; d < e.world(); ++d) e.release(Stream::kPair, e.peer_at(d), mine.bytes, end);
+}
+
+template <class E>
+Status drain_chunks(E& e, const Chunks& in, int only_root) {
+  for (int d = 1; d < e.world(); ++d) {
+    const int r = e.peer_at(d);
+    if (only_root >= 0 && only_root != r) continue;
+    const Span chunk = e.slice(in.get(r));
+    const uint32_t items = e.items(chunk);
+    if (e.zero_copy(chunk)) RC_RETURN_IF_FAILED(e.drain(Stream::kPair, r, items));
+    e.commit_sent(Stream::kPair, r, items);
+  }
+  return Status::kOk;
+}
+
+// only_root >= 0: only that rank receives (the collective is then a reduce).
+template <class E>
+Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int only_root = -1) {
+  const bool receives = only_root < 0 || only_root == e.rank();
+  const Span whole = in.get(e.rank()), mine = e.slice(whole);
+  const uint64_t segment = e.segment_bytes();
+  char* const result = out + (mine.ptr - whole.ptr);
+  uint32_t in_pieces = receives ? e.pieces(mine.bytes) : 0, rounds = in_pieces;
+  for (int r = 0; r < e.world(); ++r) {
+    if (r == e.rank() || (only_root >= 0 && only_root != r)) continue;
+    const uint32_t items = e.items(e.slice(in.get(r)));
+    rounds = items > rounds ? items : rounds;
+  }
+  if (receives)
+    for (int d = 1; d < e.world(); ++d) e.begin_receive(Stream::kPair, e.peer_at(d));
+  e.team.sync();
+
+  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
+    for (int d = 1; d < e.world(); ++d) {
+      const int r = e.peer_at(d);
+      if (only_root >= 0 && only_root != r) continue;
+      const Span chunk = e.slice(in.get(r));
+      if (j < e.items(chunk)) RC_RETURN_IF_FAILED(e.send(r, chunk, j));
+    }
+    if (j < kLookahead || j - kLookahead >= in_pieces) continue;
+    const uint64_t begin = (j - kLookahead) * segment,
+                   bytes = item_length(mine.bytes, segment, j - kLookahead);
+    RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
+    e.ops.reduce(e.team, result + begin, e.sources(), e.factors(), e.world(), bytes, e.world());
+    release_sources(e, mine, begin + bytes);
+  }
+  if (receives)
+    for (int d = 1; d < e.world(); ++d) e.commit_seen(Stream::kPair, e.peer_at(d));
+  return drain_chunks(e, in, only_root);
+}
+
+// One piece of one hop: my version of `own` added to the partial sum that arrived (if any).
+template <class E>
+void reduce_hop(E& e, char* dst, const char* partial, const char* own, uint64_t bytes,
+                int finish_world) {
+  if (e.team.lane() == 0) {
+    const bool first = partial == nullptr;
+    e.sources()[0] = first ? own : partial;
+    e.sources()[1] = own;
+    e.factors()[0] = first ? e.factor : 1.0;
+    e.factors()[1] = e.factor;
+  }
+  e.team.sync();
+  e.ops.reduce(e.team, dst, e.sources(), e.factors(), partial == nullptr ? 1 : 2, bytes,
+               finish_world);
+}
+
+template <class E>
+Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
+  const int world = e.world(), next = ring_next(e.rank(), world), prev = ring_prev(e.rank(), world);
+  const uint64_t segment = e.segment_bytes();
+  const Span whole = in.get(e.rank()), mine = e.slice(whole);
+  char* const result = out + (mine.ptr - whole.ptr);
+  // Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
+  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), hops = world - 1,
+                 items = rounds * hops;
+  const uint64_t stream_bytes = uint64_t(items) * segment;  // as if every item were full
+  if (world == 1) {
+    reduce_hop(e, result, nullptr, mine.ptr, mine.bytes, 1);
+    e.team.sync();
+    return Status::kOk;
+  }
+  e.begin_receive(Stream::kPair, prev);
+  e.team.sync();
+  for (uint32_t j = 0; j < rounds; ++j) {
+    for (uint32_t t = 0; t <= hops; ++t) {
+      const Span chunk = e.slice(in.get(ring_reduce_chunk(e.rank(), t, world)));
+      const uint64_t bytes = item_length(chunk.bytes, segment, j);
+      const uint32_t item = j * hops + t;
+      const char* partial = nullptr;
+      if (t > 0)
+        RC_RETURN_IF_FAILED(e.receive(Stream::kPair, prev, stream_bytes,
+                                      uint64_t(item - 1) * segment, segment, &partial));
+      char* dst = result + j * segment;
+      if (t < hops) {
+        RC_RETURN_IF_FAILED(e.await_slot(Stream::kPair, next, item));
+        char* slot = e.my_slot(Stream::kPair, next, item);
+        if (item == 0 && e.team.lane() == 0)
+          *reinterpret_cast<CallHeader*>(slot) =
+              e.header(Span{nullptr, stream_bytes}, false, segment);
+        dst = slot + kHeaderBytes;
+      }
+      reduce_hop(e, dst, partial, chunk.ptr + j * segment, bytes, t == hops ? world : 0);
+      if (t < hops)
+        e.publish_item(Stream::kPair, next, item);
+      else
+        e.team.sync();
+      if (t > 0) e.release(Stream::kPair, prev, stream_bytes, uint64_t(item) * segment);
+    }
+  }
+  e.commit_seen(Stream::kPair, prev);
+  e.commit_sent(Stream::kPair, next, items);
+  e.team.sync();
+  return Status::kOk;
+}
+
+RINGCOMM_NAMESPACE_END

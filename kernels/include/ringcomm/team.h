@@ -1,0 +1,51 @@
+// A team: the lanes that execute one channel of a collective together. Every template in this
+// directory takes its lane from the team and never from the machine, so the same text runs as one
+// host thread, as several host threads (where ThreadSanitizer watches them), and as a CUDA block.
+//
+// A Team has:
+//
+//   int lane(), num_lanes()          this lane, and how many execute the channel
+//   int channel(), num_channels()    this lane's channel, and how many share the collective
+//   void sync()                      all lanes of the team; orders their memory accesses
+//   Status share(Status)             lane 0's value to all lanes; also a sync()
+//   bool pause(Pause&)               called by lane 0 between two polls of a signal. True when it
+//   is
+//                                    time to look at the clock (never on every poll: see signal.h)
+//   uint64_t now_ns()                a monotonic clock
+//   Status health(int peer)          lane 0, at clock time: kOk, kPeerLost or kInterrupted
+#pragma once
+
+#include "ringcomm/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Status : int32_t {
+  kOk = 0,
+  kTimeout = 1,      // the deadline of a wait passed
+  kPeerLost = 2,     // the awaited process no longer exists
+  kMismatch = 3,     // the peer runs another collective, or the same with other arguments
+  kAborted = 4,      // some rank aborted the communicator
+  kInterrupted = 5,  // a signal handler of the caller wants to run (Ctrl-C)
+};
+
+// What a pausing lane may use: the word it polls, the value it saw there, and the flag that
+// tells the writer of that word that somebody sleeps on it.
+struct Pause {
+  const uint32_t* word;
+  uint32_t seen;
+  uint32_t* sleeping;
+  uint32_t polls;
+};
+
+// Lane `lane`'s part of `bytes` bytes, in whole 64-byte lines except for the tail of the last part.
+struct Extent {
+  uint64_t begin_bytes, end_bytes;
+};
+
+RC_FN Extent part_of(uint64_t bytes, int part, int parts) {
+  const uint64_t lines = (bytes + 63) / 64;
+  const uint64_t begin = lines * part / parts * 64, end = lines * (part + 1) / parts * 64;
+  return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,55 @@
+// The POD that a collective works on: addresses only, owned by kernels/host/comm.h (and by its CUDA
+// counterpart), passed by value to a kernel.
+#pragma once
+
+#include "ringcomm/atomics.h"
+#include "ringcomm/call.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Per-peer state of the call in progress, in memory that all lanes of the team share.
+struct PeerState {
+  const char* data;  // zero copy: the peer's buffer; else null and the data lie in slots
+  uint64_t item_bytes;
+  uint32_t base;   // epoch before the first item of this call
+  uint32_t items;  // items of this call; known once the header is read
+  uint32_t acked;  // items of this call that I have acknowledged
+};
+
+struct View {
+  int32_t rank, world;
+  Layout layout;
+  char* const* regions;  // [world] every rank's region, as mapped here
+  char* const* heaps;    // [world] every rank's heap, as mapped here
+  uint64_t heap_bytes;   // of this rank's heap
+  uint64_t timeout_ns;   // of one wait
+  // Workspace, shared by the lanes of a channel's team; on CUDA it lies in shared memory.
+  PeerState* in;         // [channels][streams][world]
+  const void** sources;  // [channels][world]
+  double* factors;       // [channels][world]
+
+  RC_FN SignalLine* signals(int owner, Stream s, int channel, int peer) const {
+    return reinterpret_cast<SignalLine*>(regions[owner] + layout.signal_offset(s, channel, peer));
+  }
+  RC_FN SleepLine* sleepers(int owner, Stream s, int channel, int peer) const {
+    return reinterpret_cast<SleepLine*>(regions[owner] + layout.sleep_offset(s, channel, peer));
+  }
+  RC_FN EpochLine* epochs(Stream s, int channel, int peer) const {
+    return reinterpret_cast<EpochLine*>(regions[rank] + layout.epoch_offset(s, channel, peer));
+  }
+  RC_FN ControlPage* control(int owner) const {
+    return reinterpret_cast<ControlPage*>(regions[owner]);
+  }
+
+  // Slot of item `epoch` that `sender` publishes to `reader`.
+  RC_FN char* slot(int sender, Stream s, int channel, int reader, uint32_t epoch) const {
+    return regions[sender] +
+           layout.slot_offset(s, channel, reader, (epoch - 1) & (layout.slots - 1));
+  }
+  RC_FN bool in_my_heap(const void* ptr, uint64_t bytes) const {
+    const uint64_t offset = uint64_t(static_cast<const char*>(ptr) - heaps[rank]);
+    return offset < heap_bytes && bytes <= heap_bytes - offset;
+  }
+};
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,175 @@
+"""The native host backend: addresses, sizes and codes in, status codes out.
+
+Every collective blocks without the GIL and returns 0, or a nonzero status after which
+`Comm.fault()` tells what happened. Ctrl-C inside a wait aborts the communicator and raises
+KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves without a staging copy.
+"""
+
+from typing import Any
+
+DTYPES: dict[str, int]
+"""Code of each element type, by torch's name for it ("float32", "bfloat16", "float8_e4m3fn", ...)."""
+OPS: dict[str, int]
+"""Code of each operator: SUM AVG PREMUL_SUM PRODUCT MIN MAX BAND BOR BXOR."""
+ALGORITHMS: dict[str, int]
+"""Code of each algorithm: auto, direct, ring."""
+
+def supports(dtype: int, op: int) -> bool:
+    """Whether `op` can reduce `dtype`."""
+
+def isa() -> str:
+    """The instruction set in use: "avx512", "avx2", or "baseline" (SSE2 or NEON)."""
+
+def force_isa(name: str) -> bool:
+    """Uses another instruction set from here on (a test knob); "" restores the best one.
+
+    False when this CPU lacks it.
+    """
+
+class Block:
+    """Memory of the heap, as a writable buffer. It returns to the heap with the last reference."""
+
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def offset_bytes(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Heap:
+    """This process's symmetric heap: shared memory without a name, reclaimed by the kernel.
+
+    `directory` "" takes anonymous memory (memfd); else an unnamed file in that tmpfs or hugetlbfs.
+    Memory is committed as blocks are handed out. Raises OSError (errno, text naming need and free).
+    """
+
+    def __init__(self, capacity_bytes: int, directory: str = "") -> None: ...
+    def allocate(self, size_bytes: int) -> Block:
+        """Raises OSError: ENOSPC when the heap is full, ENOMEM when memory is."""
+    def contains(self, ptr: int, size_bytes: int) -> bool: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def base_ptr(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def committed_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def largest_free_bytes(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def huge_pages(self) -> bool: ...
+
+class PeerHeap:
+    """A peer process's heap, mapped here until the object dies."""
+
+    @staticmethod
+    def open(pid: int, fd: int, capacity_bytes: int, token: int) -> PeerHeap:
+        """Opens /proc/<pid>/fd/<fd>. Raises OSError when it cannot, or when it is another heap."""
+    @property
+    def base_ptr(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+
+class Request:
+    """A posted send or receive. Its buffer must stay alive until it is done."""
+
+    def wait(self, timeout_ms: int = -1) -> int: ...
+    def done(self) -> bool: ...
+    def status(self) -> int: ...
+    @property
+    def source(self) -> int:
+        """A finished receive: the rank that sent."""
+    @property
+    def size_bytes(self) -> int:
+        """A finished receive: the size of the message."""
+
+class Comm:
+    """One rank's end of a communicator: a region of the heap, connected to the peers' regions.
+
+    The memory of the peers' heaps (PeerHeap) must stay mapped until close().
+    """
+
+    def __init__(
+        self,
+        heap: Heap,
+        rank: int,
+        world: int,
+        segment_bytes: int = 0,
+        slots: int = 4,
+        timeout_ms: int = 1_800_000,
+    ) -> None: ...
+    @property
+    def region_offset_bytes(self) -> int: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def segment_bytes(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    timeout_ms: int
+    def connect(self, peers: list[tuple[int, int, int]]) -> None:
+        """Per rank: heap base as mapped here, region offset in it, pid (0: a thread of this process)."""
+    def all_reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algorithm: int, /
+    ) -> int: ...
+    def reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int, /
+    ) -> int: ...
+    def reduce_scatter(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        out_elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
+        /,
+    ) -> int: ...
+    def reduce_scatter_list(
+        self, in_ptrs: list[int], elems: list[int], out_ptr: int, dtype: int, op: int, factor: float, /
+    ) -> int: ...
+    def all_gather(
+        self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algorithm: int, /
+    ) -> int: ...
+    def all_gather_list(
+        self, in_ptr: int, out_ptrs: list[int], sizes_bytes: list[int], dtype: int, /
+    ) -> int: ...
+    def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int, /) -> int: ...
+    def gather(
+        self, in_ptr: int, size_bytes: int, out_ptrs: list[int], dtype: int, root: int, /
+    ) -> int: ...
+    def scatter(
+        self, in_ptrs: list[int], out_ptr: int, size_bytes: int, dtype: int, root: int, /
+    ) -> int: ...
+    def all_to_all(
+        self,
+        in_ptrs: list[int],
+        in_sizes_bytes: list[int],
+        out_ptrs: list[int],
+        out_sizes_bytes: list[int],
+        dtype: int,
+        /,
+    ) -> int: ...
+    def barrier(self) -> int: ...
+    def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, /) -> Request: ...
+    def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, /) -> Request:
+        """`peer` -1 receives from any rank."""
+    def drive_in_background(self) -> None:
+        """From here on a thread makes progress for requests that nobody waits for (isend, irecv)."""
+    def fault(self) -> dict[str, Any] | None:
+        """Where the fault of this communicator began, or None.
+
+        kind ("timeout", "peer_lost", "mismatch", "aborted", "interrupted"), op, rank (who reports),
+        peer (about whom; -1: none), step, wanted, seen, waiting_for, waited_ms, mine, theirs, reason.
+        """
+    def abort(self, reason: str) -> None: ...
+    @property
+    def aborted(self) -> bool: ...
+    def close(self) -> None: ...
