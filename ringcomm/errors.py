@@ -6,7 +6,7 @@ what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = [
@@ -63,80 +63,67 @@ class ForkError(RingcommError):
     """A communicator was used in a forked child of the process that made it."""
 
 
-_REBUILD = "The communicator is unusable now: close it and build a new one"
-
-
 def where(operation: str, rank: int, world_size: int) -> str:
     """The head of every message: which operation, on which rank."""
     return f"{operation} on rank {rank} of {world_size}"
 
 
-def mismatch_error(fault: Mapping[str, Any], world_size: int) -> MismatchError:
-    """The error for two ranks whose calls differ."""
+def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
     rank, peer = fault["rank"], fault["peer"]
     return MismatchError(
-        f"{where(fault['op'], rank, world_size)}: the ranks made different calls. "
-        f"Rank {rank} called {fault['mine'] or fault['op']}; "
-        f"rank {peer} called {fault['theirs'] or 'something else'}. "
-        "All ranks must call the same collectives in the same order, with equal sizes, dtypes, "
-        f"ops and roots. {_REBUILD}."
+        f"the ranks made different calls. Rank {rank} called {fault['mine']}; "
+        f"rank {peer} called {fault['theirs']}. All ranks must call the same collectives in the "
+        "same order, with equal sizes, dtypes, ops and roots"
     )
 
 
-def peer_lost_error(fault: Mapping[str, Any], world_size: int) -> PeerLost:
-    """The error for a peer whose process ended."""
+def _peer_lost(fault: Mapping[str, Any]) -> PeerLost:
     return PeerLost(
-        f"{where(fault['op'], fault['rank'], world_size)}: expected rank {fault['peer']} to take "
-        f"part, but it is gone (its process ended or closed the communicator); noticed after "
-        f"{fault['waited_ms']} ms at step {fault['step']}. {_REBUILD} over the ranks that live."
+        f"rank {fault['rank']} in {fault['mine']} expected rank {fault['peer']} to take part, "
+        f"but its process has ended (noticed after {fault['waited_ms']} ms at step "
+        f"{fault['step']}). See why it ended"
     )
 
 
-def timeout_error(fault: Mapping[str, Any], world_size: int) -> CollectiveTimeout:
-    """The error for a peer that lives but did not come in time."""
+def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
     return CollectiveTimeout(
-        f"{where(fault['op'], fault['rank'], world_size)}: waited {fault['waited_ms']} ms for rank "
+        f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms for rank "
         f"{fault['peer']} (step {fault['step']}, epoch wanted {fault['wanted']}, seen "
-        f"{fault['seen']}), but it did not come. It is stopped, late, or never made this call: "
-        f"look at what rank {fault['peer']} does, or raise timeout=. {_REBUILD}."
+        f"{fault['seen']}), which did not come. It is stopped, late, or never made this call: look "
+        f"at what rank {fault['peer']} does, or raise timeout="
     )
 
 
-def aborted_error(fault: Mapping[str, Any], world_size: int) -> AbortedError:
-    """The error for a communicator that this rank or a peer aborted."""
-    reason = fault["theirs"] or fault["mine"]
-    because = f": {reason}" if reason else ""
-    peer = fault["peer"]
-    culprit = f"rank {peer}" if peer >= 0 and peer != fault["rank"] else "this rank"
-    return AbortedError(
-        f"{where(fault['op'], fault['rank'], world_size)}: the communicator was aborted by "
-        f"{culprit}{because}. {_REBUILD}."
-    )
+def _aborted(fault: Mapping[str, Any]) -> AbortedError:
+    because = f": {fault['reason']}" if fault["reason"] else ""
+    return AbortedError(f"rank {fault['rank']} aborted the communicator{because}")
 
 
-_BY_KIND = {
-    "aborted": aborted_error,
-    "interrupted": aborted_error,
-    "mismatch": mismatch_error,
-    "peer_lost": peer_lost_error,
-    "timeout": timeout_error,
+def _interrupted(fault: Mapping[str, Any]) -> AbortedError:
+    return AbortedError(f"rank {fault['rank']} was interrupted (Ctrl-C) in {fault['mine']}")
+
+
+_BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
+    "aborted": _aborted,
+    "interrupted": _interrupted,
+    "mismatch": _mismatch,
+    "peer_lost": _peer_lost,
+    "timeout": _timeout,
 }
 
 
-def from_fault(fault: Mapping[str, Any], world_size: int) -> RingcommError:
+def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:
     """Turns a native fault record into the exception to raise.
 
     Args:
-        fault: the dict of ``_native.Comm.fault()``.
-        world_size: ranks of the communicator.
+        head: operation and rank of the call that ends, from :func:`where`.
+        fault: ``_native.Comm.fault()``; its ``rank`` is the one where the fault began, which
+            may be a peer.
     """
-    make = _BY_KIND.get(fault["kind"])
-    if make is None:
-        return RingcommError(
-            f"{where(fault['op'], fault['rank'], world_size)}: unknown fault {dict(fault)!r}. "
-            f"{_REBUILD}."
-        )
-    return make(fault, world_size)
+    told = _BY_KIND[fault["kind"]](fault)
+    return type(told)(
+        f"{head}: {told}. The communicator is unusable now: close it and build a new one"
+    )
 
 
 def unusable_error(

@@ -30,17 +30,20 @@ class Membership:
     heaps: tuple[MappedHeap, ...]
 
 
-@dataclass(frozen=True)
 class Call:
     """A checked call, ready to run.
 
     ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
-    hold the result afterwards.
+    hold the result afterwards. Not a dataclass: one is made for each call, and a frozen
+    dataclass takes three times as long to make.
     """
 
-    name: str
-    run: Callable[[_native.Comm], int]
-    outputs: Outputs
+    __slots__ = ("name", "outputs", "run")
+
+    def __init__(self, name: str, run: Callable[[_native.Comm], int], outputs: Outputs) -> None:
+        self.name = name
+        self.run = run
+        self.outputs = outputs
 
 
 class Unusable:

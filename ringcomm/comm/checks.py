@@ -180,4 +180,10 @@ class Site:
             self.fail(str(error))
         if not _native.supports(DTYPE_CODES[tensor.dtype], reduction.code):
             self.fail(f"{name}: op {reduction.name} is not defined for dtype {tensor.dtype}")
+        integral = not (tensor.is_floating_point() or tensor.is_complex())
+        if integral and not reduction.factor.is_integer():
+            self.fail(
+                f"op: expected a whole number as PREMUL_SUM's factor for dtype {tensor.dtype}, "
+                f"got {reduction.factor}"
+            )
         return reduction

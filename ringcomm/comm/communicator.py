@@ -252,15 +252,13 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             slots=options.slots,
             timeout_ms=round(options.timeout_s * 1000),
         )
-    except (OSError, MemoryError) as error:
+    except OSError as error:
         operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
-        need_bytes = _native.region_bytes(world_size, options.segment_bytes, options.slots)
-        raise no_room_error(operation, need_bytes, heap, error) from error
+        raise no_room_error(operation, heap, error) from error
 
 
 def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> HeapHandle:
     host, boot, pid_namespace = machine_identity()
-    options = membership.options
     return HeapHandle(
         rank=membership.rank,
         world_size=len(membership.ranks),
@@ -273,7 +271,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         token=heap.token,
         region_offset_bytes=core.region_offset_bytes,
         region_bytes=core.region_bytes,
-        layout=f"segment_bytes={options.segment_bytes}, slots={options.slots}",
+        layout=f"segment_bytes={core.segment_bytes}, slots={core.slots}",
     )
 
 

@@ -156,13 +156,12 @@ class Engine:
 
     def _fault(self, name: str) -> RingcommError:
         """The error for a call that the native side gave up; makes the communicator unusable."""
+        head = where(name, self._rank, self._world_size)
         fault = self._core.fault()
         if fault is None:
-            error = RingcommError(
-                f"{where(name, self._rank, self._world_size)}: failed without a fault record"
-            )
+            error = RingcommError(f"{head}: the native call failed without a fault record")
         else:
-            error = from_fault(fault, self._world_size)
+            error = from_fault(head, fault)
         self._disable(lambda op: unusable_error(op, self._rank, self._world_size, error))
         return error
 

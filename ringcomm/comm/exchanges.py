@@ -176,8 +176,8 @@ class Exchanges(Engine):
         site.apart("output", output, "input", input, "all_to_all_single has no in-place form")
         out_splits = self._splits(site, "output", output, output_split_sizes)
         in_splits = self._splits(site, "input", input, input_split_sizes)
-        outputs = list(output.detach().split(out_splits)) if output.dim() else [output]
-        inputs = list(input.detach().split(in_splits)) if input.dim() else [input]
+        outputs = list(torch.split(output.detach(), out_splits)) if output.dim() else [output]
+        inputs = list(torch.split(input.detach(), in_splits)) if input.dim() else [input]
         mine, arriving = inputs[self._rank], outputs[self._rank]
         site.same_count(
             f"output piece {self._rank}",

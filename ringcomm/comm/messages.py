@@ -12,7 +12,7 @@ from ringcomm import _native
 from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
 from ringcomm.comm.work import Outputs, Work, wait_seconds
-from ringcomm.errors import CollectiveTimeout
+from ringcomm.errors import MismatchError, RingcommError, where
 
 Tensor = torch.Tensor
 ANY_SOURCE = -1
@@ -47,16 +47,10 @@ class Message(Work):
 
     def _await(self, timeout: timedelta | float | None) -> None:
         seconds = wait_seconds(timeout)
-        status = self._request.wait(-1 if seconds < 0 else max(1, round(seconds * 1000)))
-        if status and not self._request.done():
-            raise CollectiveTimeout(
-                f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the message "
-                "stays posted. Wait again, or abort the communicator"
-            )
-        self._complete(status)
+        self._complete(self._request.wait(-1 if seconds < 0 else max(1, round(seconds * 1000))))
 
     def _complete(self, status: int) -> None:
-        error = self._engine._fault(self._name) if status else None
+        error = self._engine._message_error(self._name, self._request, self._dense, status)
         with self._engine._message_guard:
             if self._finished:
                 return
@@ -119,8 +113,8 @@ class Messages(Engine):
             ArgumentError: bad argument.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        request, _ = self._post_send("send", tensor, dst, tag)
-        self._finish_now("send", request)
+        request, dense = self._post_send("send", tensor, dst, tag)
+        self._finish_now("send", request, dense)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receives into ``tensor`` and returns the rank that sent.
@@ -135,7 +129,7 @@ class Messages(Engine):
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         request, dense = self._post_recv("recv", tensor, src, tag)
-        self._finish_now("recv", request)
+        self._finish_now("recv", request, dense)
         put_back(tensor, dense)
         return request.source
 
@@ -181,12 +175,30 @@ class Messages(Engine):
         if self._refuse is not None:
             raise self._refuse(site.op)
 
-    def _finish_now(self, op: str, request: _native.Request) -> None:
-        if request.wait(-1):
-            raise self._fault(op)
+    def _finish_now(self, op: str, request: _native.Request, dense: Tensor) -> None:
+        error = self._message_error(op, request, dense, request.wait(-1))
+        if error is not None:
+            raise error
+
+    def _message_error(
+        self, op: str, request: _native.Request, dense: Tensor, status: int
+    ) -> RingcommError | None:
+        if not status:
+            return None
+        if self._core.fault() is None and request.size_bytes != size_bytes(dense):
+            # The message is gone, but the communicator is as good as before.
+            return MismatchError(
+                f"{where(op, self._rank, self._world_size)}: expected a message of "
+                f"{size_bytes(dense)} bytes, got {request.size_bytes} from rank "
+                f"{request.source}. Sender and receiver must use tensors of equal size"
+            )
+        return self._fault(op)
 
     def _track(self, message: Message) -> Message:
         """Keeps a message's tensors alive until it is done, whatever becomes of its Work."""
+        if message.poll():
+            return message
+        self._core.drive_in_background()
         with self._message_guard:
             self._under_way.add(message)
             sweep = len(self._under_way) >= self._sweep_at

@@ -31,22 +31,23 @@ class CommOptions:
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
-        segment_bytes: the pipelined piece of a chunk; a multiple of 64.
-        slots: staging slots per peer; a power of two.
+        segment_bytes: the pipelined piece of a chunk; a multiple of 64, or 0 for the size that
+            suits the world.
+        slots: staging slots per peer; a power of two, at least 2.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT
-    segment_bytes: int = 128 << 10
+    segment_bytes: int = 0
     slots: int = 4
 
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
-        if self.segment_bytes < 64 or self.segment_bytes % 64:
+        if self.segment_bytes < 0 or self.segment_bytes % 64:
             raise ArgumentError(
-                f"segment_bytes: expected a positive multiple of 64, got {self.segment_bytes}"
+                f"segment_bytes: expected 0 or a multiple of 64, got {self.segment_bytes}"
             )
-        if self.slots < 1 or self.slots & (self.slots - 1):
-            raise ArgumentError(f"slots: expected a power of two, got {self.slots}")
+        if self.slots < 2 or self.slots & (self.slots - 1):
+            raise ArgumentError(f"slots: expected a power of two >= 2, got {self.slots}")
 
     @property
     def timeout_s(self) -> float:

@@ -68,7 +68,9 @@ class Reduction:
         self.factor = factor
 
 
+_NAMES: dict[object, str] = {torch_op: name for name, torch_op in _TORCH_OPS.items()}
 _PLAIN = {name: Reduction(name) for name in OP_CODES if name != PREMUL_SUM}
+_PLAIN_BY_ID = {id(_TORCH_OPS[name]): plain for name, plain in _PLAIN.items()}
 
 
 def reduction_of(op: object) -> Reduction:
@@ -77,16 +79,20 @@ def reduction_of(op: object) -> Reduction:
     Raises:
         ArgumentError: it is not an op, or PREMUL_SUM without a factor.
     """
+    quick = _PLAIN_BY_ID.get(id(op))
+    if quick is not None:
+        return quick
     if isinstance(op, PremulSum):
         return Reduction(PREMUL_SUM, op.factor)
     if not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         raise ArgumentError(f"op: expected a torch.distributed.ReduceOp, got {op!r}")
-    for name, torch_op in _TORCH_OPS.items():
-        if op == torch_op:
-            if name != PREMUL_SUM:
-                return _PLAIN[name]
-            return Reduction(PREMUL_SUM, _factor_of(_torch_factor(op)))
-    raise ArgumentError(f"op: {op!r} is unknown; known are {', '.join(OP_CODES)}")
+    # ReduceOp and RedOpType hash and compare alike.
+    name = _NAMES.get(op)
+    if name is None:
+        raise ArgumentError(f"op: {op!r} is unknown; known are {', '.join(OP_CODES)}")
+    if name != PREMUL_SUM:
+        return _PLAIN[name]
+    return Reduction(PREMUL_SUM, _factor_of(_torch_factor(op)))
 
 
 def _torch_factor(op: object) -> object:

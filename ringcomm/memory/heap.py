@@ -144,26 +144,29 @@ def allocate(size_bytes: int, operation: str) -> _native.Block:
     """A block of the process's heap; its space is free again when the object dies.
 
     Raises:
-        HeapError: there is no room; names ``operation``, the need, what is free, and the remedy.
+        HeapError: there is no room; names ``operation``, need, free space and remedy.
     """
     heap = process_heap()
     try:
         return heap.allocate(size_bytes)
-    except (OSError, MemoryError) as error:
-        raise no_room_error(operation, size_bytes, heap, error) from error
+    except OSError as error:
+        raise no_room_error(operation, heap, error) from error
 
 
-def no_room_error(
-    operation: str, need_bytes: int, heap: _native.Heap, error: BaseException
-) -> HeapError:
-    """Words why ``need_bytes`` do not fit into ``heap``, and what to do about it."""
+def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapError:
+    """Words why something does not fit into ``heap``, and what to do about it.
+
+    Args:
+        operation: what was being done.
+        heap: the heap that is full.
+        error: of the native allocation; its text names the need.
+    """
     free_bytes = heap.capacity_bytes - heap.used_bytes
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
     return HeapError(
-        f"{operation}: needs {need_bytes} bytes in the heap, but {free_bytes} of "
-        f"{heap.capacity_bytes} are free (largest free piece {heap.largest_free_bytes})"
-        f"{_room_in(directory)}: {getattr(error, 'strerror', None) or error}. Free tensors of the "
-        f"heap, or raise {HEAP_BYTES_VARIABLE} (or heap_bytes=) before the heap's first use"
+        f"{operation}: {error.strerror}; {free_bytes} of the heap's {heap.capacity_bytes} bytes "
+        f"are free{_room_in(directory)}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
+        "(or heap_bytes=) before the heap's first use"
     )
 
 

@@ -61,7 +61,9 @@ def map_heap(handle: HeapHandle, own: _native.Heap, operation: str) -> MappedHea
         if found is not None:
             return found
         try:
-            mapping = _native.PeerHeap(handle.pid, handle.fd, handle.capacity_bytes, handle.token)
+            mapping = _native.PeerHeap.open(
+                handle.pid, handle.fd, handle.capacity_bytes, handle.token
+            )
         except PermissionError as error:
             raise UnsupportedError(
                 f"{operation}: the kernel does not let this process map the heap of rank "
