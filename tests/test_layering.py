@@ -28,7 +28,10 @@ COMPILER_TEST = re.compile(
     r"\b(__CUDACC__|__CUDACC_RTC__|__CUDA_ARCH__|__HIP__|_MSC_VER|__GNUC__|__clang__|"
     r"__SANITIZE_\w+|__has_(?:feature|builtin|attribute|cpp_attribute|include))\b"
 )
-MEMORY_ORDER = re.compile(r"__ATOMIC_|memory_order|__threadfence|\.(?:acquire|release|acq_rel)\b")
+MEMORY_ORDER = re.compile(
+    r"__ATOMIC_|memory_order|__threadfence|"
+    r"\b(?:ld|st|red|atom|fence)\.(?:[\w:]+\.)*(?:relaxed|acquire|release|acq_rel|sc)\b"
+)
 NOT_IN_TEMPLATES = re.compile(
     r"\btorch\b|\bATen\b|\bthreadIdx\b|\bblockIdx\b|<<<|nanobind|Python\.h"
 )
@@ -213,6 +216,7 @@ def test_a_right_import_is_not_reported(tmp_path, name, line):
         ("include/ringcomm/ring.h", "__atomic_load_n(p, __ATOMIC_ACQUIRE);"),
         ("host/module.cpp", "flag.load(std::memory_order_relaxed);"),
         ("cuda/launch.cuh", 'asm("ld.acquire.sys.u32 %0, [%1];");'),
+        ("cuda/launch.cuh", 'asm("st.global.release.sys.u32 [%0], %1;");'),
         ("include/ringcomm/ring.h", "int lane = threadIdx.x;"),
         ("include/ringcomm/ring.h", "kernel<<<1, 2>>>();"),
         ("include/ringcomm/ring.h", "#include <torch/extension.h>"),
@@ -229,6 +233,6 @@ def test_comments_and_the_right_headers_are_not_reported(tmp_path):
     write(tmp_path, "kernels/include/ringcomm/platform.h", "#ifdef __CUDACC__\n#endif\n")
     write(tmp_path, "kernels/include/ringcomm/atomics.h", "int o = __ATOMIC_ACQUIRE;\n")
     write(tmp_path, "kernels/host/wait.h", '#include "ringcomm/atomics.h"\n')
-    text = '// not threadIdx\n/* no\n torch */ #include "ringcomm/platform.h"\n'
+    text = '// not threadIdx\n/* no\n torch */ #include "ringcomm/platform.h"\ne.release(1);\n'
     write(tmp_path, "kernels/include/ringcomm/ring.h", text)
     assert kernel_violations(tmp_path) == []
