@@ -24,6 +24,9 @@ OUT_OF_PLACE = "out"
 
 # A period that no power-of-two chunk or segment divides, so that misplaced data shows.
 _PATTERN_PERIOD = 10007
+# Inputs are 0, 1, ... below these.
+_MOVED_VALUES = 64
+_SUMMED_VALUES = 8
 # Every dtype above holds the sum of this many ranks' inputs exactly.
 MOST_RANKS_CHECKED = 16
 # Exact in every dtype above, and larger than any right answer for that many ranks.
@@ -156,7 +159,7 @@ class Case:
 def input_values(case: Case, rank: int) -> torch.Tensor:
     """The exact input of ``rank``: small integers, so that every order of summing agrees."""
     if not case.collective.reduces:
-        return _tiled(_pattern(case, seed=rank + 1), case.input_elems)
+        return _tiled(_pattern(case, rank + 1, _MOVED_VALUES), case.input_elems)
     return _tiled(_reduction_pattern(case, rank), case.input_elems)
 
 
@@ -189,19 +192,21 @@ def count_wrong(case: Case, output: torch.Tensor) -> int:
     return int(torch.count_nonzero(output != expected_values(case)))
 
 
-def _pattern(case: Case, seed: int) -> torch.Tensor:
+def _pattern(case: Case, seed: int, values: int) -> torch.Tensor:
     index = torch.arange(_PATTERN_PERIOD, dtype=torch.int64)
-    return ((index * 2654435761 + seed * 40503) >> 7).remainder(8).to(case.dtype)
+    # The upper bits of a product look random; the lowest would repeat with a short period.
+    mixed = (index + seed * _PATTERN_PERIOD) * 2654435761 >> 20
+    return mixed.remainder(values).to(case.dtype)
 
 
 def _reduction_pattern(case: Case, rank: int) -> torch.Tensor:
     index = torch.arange(_PATTERN_PERIOD, dtype=torch.int64)
-    if case.op == "prod":  # one rank contributes a two, the others ones: no dtype overflows
-        return torch.where(index.remainder(case.world) == rank, 2, 1).to(case.dtype)
+    if case.op == "prod":  # at most one rank contributes a two: no dtype overflows
+        return torch.where(index.remainder(case.world + 1) == rank, 2, 1).to(case.dtype)
     if case.op == "avg":  # ranks differ, and their mean is 2^k: exact for any way of dividing
         mean = torch.bitwise_left_shift(torch.ones_like(index), index.remainder(3))
         return (mean + 2 * rank - (case.world - 1)).to(case.dtype)
-    return _pattern(case, seed=rank + 1)
+    return _pattern(case, rank + 1, _SUMMED_VALUES if case.op == "sum" else _MOVED_VALUES)
 
 
 def _reduced_pattern(case: Case) -> torch.Tensor:

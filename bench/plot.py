@@ -109,7 +109,7 @@ def size_label(size_bytes: int) -> str:
 
 def _title(report: Report, rows: Sequence[Row]) -> str:
     facts = report.provenance
-    machine = f"{facts['cpu']}, {facts['cores']} cores" if "cpu" in facts else ""
+    machine = f"{facts.get('cpu', 'unknown CPU')}, {facts.get('cores', '?')} cores"
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
     return f"{rows[0].ranks} ranks, {dtypes}    {machine}"
 

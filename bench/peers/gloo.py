@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..cases import Case
-from . import Place, Prepared, Unavailable
+from . import Place, Prepared
 from .torch_calls import TorchInterface, allocate_plain, prepare
 
 _GROUP_CALLS = (
@@ -53,13 +53,10 @@ class Gloo:
         self._calls = bind_group(None)
 
     def prepare(self, case: Case) -> Prepared:
-        if case.op == "avg" and case.collective.reduces:
-            raise Unavailable("Gloo has no AVG")
         return prepare(self._calls, case, allocate_plain, {})
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        destroy_groups()
 
 
 def open_system(place: Place) -> Gloo:
@@ -79,3 +76,9 @@ def init_default_group(place: Place) -> None:
         world_size=place.world,
         timeout=timedelta(minutes=5),
     )
+
+
+def destroy_groups() -> None:
+    """Ends all groups, those of other backends with them; later calls do nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

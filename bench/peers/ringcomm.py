@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ import ringcomm
 
 from ..cases import Case
 from . import Place, Prepared, Unavailable
-from .gloo import bind_group, init_default_group
+from .gloo import bind_group, destroy_groups, init_default_group
 from .torch_calls import TorchInterface, allocate_plain, prepare
 
 _TIMEOUT = timedelta(minutes=5)
@@ -60,7 +60,7 @@ class ThroughTorch(_Calls):
         super().__init__(place, bind_group(self._group), {})
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        destroy_groups()
 
 
 def open_system(place: Place) -> _Calls:
@@ -69,3 +69,10 @@ def open_system(place: Place) -> _Calls:
 
 def _allocate_in_heap(count_elems: int, dtype: torch.dtype) -> torch.Tensor:
     return ringcomm.empty(count_elems, dtype=dtype)
+
+
+def _installed_version() -> str:
+    try:
+        return version("ringcomm")
+    except PackageNotFoundError:
+        return "of the source tree"

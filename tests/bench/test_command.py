@@ -1,0 +1,157 @@
+"""The ``ringcomm`` command: its dispatcher, and ``ringcomm doctor``."""
+
+import importlib.metadata
+import sys
+from types import ModuleType
+
+import pytest
+
+from ringcomm import cli
+from ringcomm.cli import doctor, doctor_checks
+from ringcomm.cli.bench import find_harness
+from ringcomm.cli.doctor_checks import FAIL, NOTE, OK, Finding
+from ringcomm.errors import HeapError
+from tests.bench.programs import run_program
+
+MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A subcommand that the test defines: returns the module to fill."""
+    module = ModuleType("ringcomm.cli.probe")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Entry("a probe"))
+    module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=1)
+    return module
+
+
+def test_help_names_every_subcommand_and_loads_none():
+    done = run_program("ringcomm", "--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    probe = "import sys; from ringcomm.cli import main; main(['-h'])"
+    loads = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {probe}"
+    assert run_program("timeit", "-n1", "-r1", loads).stdout.splitlines()[-1] == "False"
+
+
+def test_version(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.2.3 of {name}")
+    with pytest.raises(SystemExit) as ending:
+        cli.main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out == "ringcomm 1.2.3 of ringcomm\n"
+
+
+def test_an_unknown_subcommand_is_refused_with_the_known_ones():
+    done = run_program("ringcomm", "trian")
+    assert done.returncode == 2
+    assert "'trian'" in done.stderr and "train" in done.stderr
+
+
+def test_no_subcommand_prints_help_and_fails(capsys):
+    assert cli.main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+
+
+def test_options_reach_the_subcommand_and_its_status_comes_back(command):
+    command.run = lambda args: args.level
+    assert cli.main(["probe", "--level", "7"]) == 7
+
+
+def test_an_error_of_ringcomm_is_a_message_and_status_1(command, capsys):
+    def run(args):
+        raise HeapError("no room: set RINGCOMM_HEAP_BYTES")
+
+    command.run = run
+    assert cli.main(["probe"]) == 1
+    assert capsys.readouterr().err == "ringcomm probe: no room: set RINGCOMM_HEAP_BYTES\n"
+
+
+def test_ctrl_c_is_status_130(command):
+    def run(args):
+        raise KeyboardInterrupt
+
+    command.run = run
+    assert cli.main(["probe"]) == 130
+
+
+def test_bench_hands_its_options_on():
+    done = run_program("ringcomm", "bench", "--help")
+    assert done.returncode == 0 and "--minbytes" in done.stdout
+    done = run_program("ringcomm", "bench", "-b", "many")
+    assert done.returncode == 2 and "'many' is not a size" in done.stderr
+
+
+def test_the_harness_is_found_in_the_source_tree(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    package, environment = find_harness()
+    assert package == "bench"
+    assert run_program("bench.plot", "--help", environment=environment).returncode == 0
+
+
+def test_doctor_finds_this_machine_well():
+    done = run_program("ringcomm", "doctor")
+    assert done.returncode == 0, done.stdout
+    for name in ("python", "torch", "native module", "cores", "memory", "heap", "self-test"):
+        assert f"ok    {name} " in done.stdout or f"note  {name} " in done.stdout
+    assert done.stdout.endswith("collectives can work here\n")
+
+
+def test_doctor_fails_when_a_check_fails(monkeypatch, capsys):
+    broken = Finding("peer memory", FAIL, "does not open", "mount /proc without hidepid")
+    monkeypatch.setattr(doctor_checks, "check_descriptor_paths", lambda: broken)
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "collectives cannot work here: peer memory, self-test" in out
+    assert "-> mount /proc without hidepid" in out
+
+
+def test_doctor_names_a_heap_that_cannot_be_made():
+    environment = {"RINGCOMM_HEAP_DIR": "/nonexistent"}
+    done = run_program("ringcomm", "doctor", "--no-self-test", environment=environment)
+    assert done.returncode == 1
+    assert "cannot work here: heap" in done.stdout and "/nonexistent" in done.stdout
+
+
+def test_doctor_reports_ranks_that_fail(monkeypatch):
+    monkeypatch.setenv("RINGCOMM_HEAP_BYTES", "lots")
+    finding = doctor_checks.check_self_test()
+    assert finding.verdict == FAIL and "lots" in finding.value
+
+
+def test_little_memory_is_noted():
+    assert doctor_checks.check_memory(MEMINFO.format(4 << 20), None).verdict == OK
+    assert doctor_checks.check_memory(MEMINFO.format(1 << 20), None).verdict == NOTE
+    limited = doctor_checks.check_memory(MEMINFO.format(4 << 20), 1 << 30)
+    assert limited.verdict == NOTE and "1.0 GiB" in limited.value
+
+
+def test_the_tightest_control_group_counts(tmp_path):
+    inner = tmp_path / "slice" / "job"
+    inner.mkdir(parents=True)
+    assert doctor_checks.cgroup_limit_bytes("0::/slice/job\n", tmp_path) is None
+    (inner / "memory.max").write_text("max\n")
+    (tmp_path / "slice" / "memory.max").write_text("4096\n")
+    assert doctor_checks.cgroup_limit_bytes("0::/slice/job\n", tmp_path) == 4096
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        ("always within_size [advise] never deny force", OK),
+        ("always within_size advise [never] deny force", NOTE),
+        ("", NOTE),
+    ],
+)
+def test_huge_pages(setting, verdict):
+    assert doctor_checks.check_huge_pages(setting).verdict == verdict
+
+
+def test_the_report_is_aligned():
+    findings = [Finding("a", OK, "fine"), Finding("longer", FAIL, "bad", "mend it")]
+    assert doctor.lines(findings) == [
+        "ok    a       fine",
+        "FAIL  longer  bad",
+        "              -> mend it",
+    ]

@@ -1,0 +1,89 @@
+"""The harness as a program: its own ranks, torchrun's, and every system that is here."""
+
+import importlib.util
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.report import read
+from tests.bench.programs import run_program
+
+SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-n", "2", "-w", "1", "--batch", "2")
+HAS_MPI = importlib.util.find_spec("mpi4py") and (Path(sys.executable).parent / "mpiexec").exists()
+HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("c++")
+
+
+def run_bench(*arguments, **how):
+    return run_program("bench.collectives", *SMALL, *arguments, **how)
+
+
+def check_rows(path, systems, names):
+    report = read(path)
+    assert {row.system for row in report.rows} == set(systems)
+    assert {row.collective for row in report.rows} == set(names)
+    timed = [row for row in report.rows if row.time_us is not None]
+    assert {(row.system, row.collective) for row in timed} == {
+        (system, name) for system in systems for name in names
+    }
+    assert all(row.wrong == 0 and row.rounds == 2 and row.batch == 2 for row in timed)
+    compared = [row for row in timed if row.system != systems[0]]
+    assert all(row.ratio is not None for row in compared)
+    assert all(row.busbw_gbps is not None and row.busbw_gbps > 0 for row in timed)
+    return report
+
+
+def test_gloo_in_ranks_of_its_own(tmp_path):
+    names = ("reduce_scatter", "broadcast", "send_recv")
+    outputs = ("--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv"))
+    done = run_bench(*names, "--subject", "gloo", "--peers", "", "--ranks", "2", *outputs)
+    assert done.returncode == 0, done.stderr
+    report = check_rows(tmp_path / "r.json", ["gloo"], names)
+    assert read(tmp_path / "r.csv") == report
+    assert "0 wrong elements" in done.stdout
+    assert str(tmp_path) not in (tmp_path / "r.json").read_text()
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpich: pip install ringcomm[bench]")
+def test_ringcomm_gloo_and_mpi_in_one_run(tmp_path):
+    names = ("reduce_scatter", "all_gather", "all_reduce")
+    path = str(tmp_path / "r.csv")
+    done = run_bench(*names, "--peers", "gloo,mpi", "--json", path + ".json", "--csv", path)
+    assert done.returncode == 0, done.stderr
+    check_rows(path, ["ringcomm", "gloo", "mpi"], names)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler on x86-64")
+@pytest.mark.parametrize("tensors", ["plain", "heap"])
+def test_ringcomm_and_the_bare_loop(tmp_path, tensors):
+    names = ("reduce_scatter", "all_gather", "all_reduce")
+    path = str(tmp_path / "r.json")
+    how = ("--peers", "bare", "--tensors", tensors, "-d", "bfloat16")
+    done = run_bench(*names, *how, "--json", path)
+    assert done.returncode == 0, done.stderr
+    check_rows(path, ["ringcomm", "bare"], names)
+
+
+def test_torchrun_starts_the_ranks_and_the_backend_is_called(tmp_path):
+    path = str(tmp_path / "r.json")
+    command = ("torch.distributed.run", "--nproc-per-node", "3", "-m", "bench.collectives", *SMALL)
+    how = ("--peers", "gloo", "--api", "dist", "--json", path)
+    done = run_program(*command, "all_gather", "all_reduce", *how)
+    assert done.returncode == 0, done.stderr
+    report = check_rows(path, ["ringcomm", "gloo"], ("all_gather", "all_reduce"))
+    assert {row.ranks for row in report.rows} == {3}
+
+
+def test_mpi_is_refused_under_torchrun():
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = run_bench("--peers", "mpi", environment=environment)
+    assert done.returncode == 2
+    assert "must be started by mpiexec" in done.stderr
+
+
+def test_a_root_that_is_no_rank_ends_all_ranks():
+    done = run_bench("broadcast", "--subject", "gloo", "--peers", "", "-r", "2")
+    assert done.returncode == 2
+    assert "--root 2: no such rank among 2" in done.stderr

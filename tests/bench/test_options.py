@@ -1,0 +1,76 @@
+"""The harness's command line."""
+
+import argparse
+
+import pytest
+
+from bench.options import DEFAULT_COLLECTIVES, parse, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("4KB", 4096),
+        ("4KiB", 4096),
+        ("1M", 1 << 20),
+        ("64MiB", 64 << 20),
+        ("2G", 2 << 30),
+    ],
+)
+def test_sizes(text, size_bytes):
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1.5M", "4T", "4 KM", "0x10"])
+def test_what_is_no_size(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+        parse_size(text)
+
+
+def test_defaults():
+    options = parse([])
+    assert options.collectives == DEFAULT_COLLECTIVES
+    assert options.systems == ("ringcomm", "gloo", "mpi")
+    assert options.sizes_bytes()[0] == 4 << 10
+    assert options.sizes_bytes()[-1] == 256 << 20
+    assert options.placements == ("out", "in")
+    assert options.check and not options.heap_tensors
+
+
+def test_sizes_stop_at_the_largest():
+    options = parse(["-b", "4K", "-e", "100K", "-f", "4"])
+    assert options.sizes_bytes() == [4096, 16384, 65536]
+    assert parse(["-b", "8K", "-e", "1M", "-f", "1"]).sizes_bytes() == [8192]
+
+
+def test_all_collectives_and_no_peers():
+    options = parse(["all", "--peers", "", "-c", "0", "--placement", "in"])
+    assert "send_recv" in options.collectives and "all_to_all" in options.collectives
+    assert options.systems == ("ringcomm",)
+    assert not options.check and options.placements == ("in",)
+
+
+def test_the_subject_is_not_its_own_peer():
+    assert parse(["--subject", "gloo", "--peers", "gloo,mpi"]).systems == ("gloo", "mpi")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["all_reduced"], "unknown collective all_reduced; known: reduce_scatter"),
+        (["--peers", "nccl"], "unknown peer nccl; known: ringcomm"),
+        (["-b", "1M", "-e", "1K"], "--maxbytes 1024 is below --minbytes 1048576"),
+        (["-o", "avg", "-d", "int32"], "avg needs a floating-point"),
+        (["-n", "0"], "'0' is not a positive whole number"),
+        (["-b", "lots"], "'lots' is not a size"),
+    ],
+)
+def test_wrong_command_lines(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ending:
+        parse(arguments)
+    assert ending.value.code == 2
+    assert words in capsys.readouterr().err

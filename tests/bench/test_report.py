@@ -1,0 +1,96 @@
+"""Rows on paper and in files, and the picture."""
+
+import json
+
+import pytest
+
+from bench.plot import draw, size_label
+from bench.plot import main as plot_main
+from bench.report import Report, Row, read, table_head, table_lines, write_csv, write_json
+
+KEY = {"count": 512, "dtype": "float", "op": "sum", "root": -1, "ranks": 2}
+
+
+def measured(system, placement="out", size_bytes=4096, **changes):
+    facts = {
+        **KEY,
+        "time_us": 12.5,
+        "best_us": 11.0,
+        "algbw_gbps": 0.3277,
+        "busbw_gbps": 0.1638,
+        "wrong": 0,
+        "rounds": 20,
+        "batch": 200,
+        **changes,
+    }
+    return Row("reduce_scatter", size_bytes, system=system, placement=placement, **facts)
+
+
+@pytest.fixture
+def report():
+    rows = [
+        measured("ringcomm"),
+        measured("gloo", ratio=36.25, ratio_low=30.0, ratio_high=40.5, wrong=3),
+        Row("reduce_scatter", 4096, system="mpi", placement="in", note="no, not here: x, y", **KEY),
+        measured("ringcomm", size_bytes=1 << 20),
+    ]
+    return Report({"cpu": "one: of those, with commas", "command": "ringcomm bench -b 4K"}, rows)
+
+
+@pytest.mark.parametrize(("write", "name"), [(write_json, "r.json"), (write_csv, "r.csv")])
+def test_files_read_back_as_they_were(report, tmp_path, write, name):
+    write(report, tmp_path / name)
+    assert read(tmp_path / name) == report
+
+
+@pytest.mark.parametrize(("write", "name"), [(write_json, "r.json"), (write_csv, "r.csv")])
+def test_another_schema_is_refused(report, tmp_path, write, name):
+    path = tmp_path / name
+    write(report, path)
+    text = path.read_text().replace('"schema": 1', '"schema": 7').replace("schema: 1", "schema: 7")
+    path.write_text(text)
+    with pytest.raises(ValueError, match="schema 7, expected 1"):
+        read(path)
+
+
+def test_the_json_names_its_units(report, tmp_path):
+    write_json(report, tmp_path / "r.json")
+    row = json.loads((tmp_path / "r.json").read_text())["rows"][1]
+    assert row["time_us"] == 12.5 and row["busbw_gbps"] == 0.1638 and row["ratio"] == 36.25
+
+
+def test_wrong_elements_add_up(report):
+    assert report.wrong == 3
+
+
+def test_the_table_puts_placements_side_by_side():
+    rows = [measured("ringcomm"), measured("ringcomm", "in", time_us=9.25), measured("gloo")]
+    lines = table_lines(rows, ("out", "in"))
+    assert len(lines) == 2
+    assert lines[0].split() == [
+        *("4096", "512", "float", "sum", "-", "ringcomm"),
+        *("12.50", "0.33", "0.16", "0", "9.25", "0.33", "0.16", "0"),
+    ]
+    assert lines[1].split()[-1] == "n/a"
+    head = table_head("ringcomm", ("out", "in")).splitlines()
+    assert all(word in head[2] for word in ("size", "redop", "algbw", "busbw", "#wrong"))
+    assert "out of place" in head[1] and "in place" in head[1]
+
+
+def test_the_picture_is_drawn_from_files(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    write_csv(report, tmp_path / "r.csv")
+    picture = tmp_path / "r.png"
+    assert plot_main([str(tmp_path / "r.csv"), "-o", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_nothing_is_refused(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(Report(report.provenance, [report.rows[2]]), tmp_path / "r.png")
+
+
+def test_size_labels():
+    labels = [size_label(size) for size in (512, 4096, 1536, 1 << 20, 256 << 20, 2 << 30)]
+    assert labels == ["512 B", "4 KiB", "1.5 KiB", "1 MiB", "256 MiB", "2 GiB"]

@@ -1,0 +1,92 @@
+"""Turns, rounds and what is computed from them; with a clock that the test moves."""
+
+import pytest
+import torch
+
+from bench import timing
+from bench.collectives import quartiles
+from bench.peers import Prepared
+from bench.timing import Pace, Timing, batch_for, measure, ratios, slowest
+
+
+class Clock:
+    """Nanoseconds that pass only when a call says so."""
+
+    def __init__(self):
+        self.now_ns = 0
+
+    def perf_counter_ns(self):
+        return self.now_ns
+
+
+class Board:
+    """One rank; notes the barriers among the calls."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def barrier(self):
+        self.log.append("|")
+
+    def exchange(self, value):
+        return [value]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def takes(clock, log, name, microseconds):
+    def call():
+        log.append(name)
+        clock.now_ns += round(microseconds * 1000)
+
+    return Prepared(torch.empty(0), torch.empty(0), call)
+
+
+def test_systems_take_turns_in_rotating_order(clock):
+    log = []
+    prepared = {name: takes(clock, log, name, 10) for name in "abc"}
+    measure(Board(log), prepared, Pace(rounds=3, warmup_rounds=1, batch=2, turn_us=0))
+    assert "".join(log) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb" + "|aa|bb|cc"
+
+
+def test_times_are_per_call_and_warm_up_does_not_count(clock):
+    log = []
+    prepared = {"a": takes(clock, log, "a", 10), "b": takes(clock, log, "b", 40)}
+    pace = Pace(rounds=5, warmup_rounds=2, batch=3, turn_us=0)
+    timings = measure(Board(log), prepared, pace)
+    assert timings["a"].times_us == (10.0,) * 5
+    assert ratios(timings["b"], timings["a"]) == [4.0] * 5
+
+
+def test_a_turn_is_filled_with_calls(clock):
+    log = []
+    prepared = {"fast": takes(clock, log, "f", 1), "slow": takes(clock, log, "s", 900)}
+    pace = Pace(rounds=1, warmup_rounds=0, batch=0, turn_us=2000.0)
+    timings = measure(Board(log), prepared, pace)
+    assert (timings["fast"].batch, timings["slow"].batch) == (200, 3)
+    assert [batch_for(us, 2000.0) for us in (0.0, 10.0, 5000.0)] == [200, 200, 1]
+
+
+def test_the_slowest_rank_counts_round_by_round():
+    assert slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0]]) == (3.0, 5.0, 2.0)
+
+
+def test_the_ratio_is_taken_within_rounds_before_the_median():
+    # A disturbance that doubles one round of both systems must leave no trace in the ratio,
+    # although it moves the medians of the times apart.
+    subject = Timing((1.0, 1.0, 8.0), batch=1)
+    other = Timing((3.0, 24.0, 24.0), batch=1)
+    assert other.median_us / subject.median_us == 24.0
+    assert quartiles(ratios(other, subject))[1] == 3.0
+    assert (subject.median_us, subject.best_us) == (1.0, 1.0)
+
+
+def test_quartiles():
+    assert quartiles([]) == (None, None, None)
+    assert quartiles([2.0]) == (2.0, 2.0, 2.0)
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 3.0, 4.0)
