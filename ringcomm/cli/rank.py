@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ def joined_world(backend: str) -> Iterator[World]:
     import torch
     import torch.distributed as dist
 
+    from ringcomm.c10d import register
+
+    register()  # torch does this itself for an installed ringcomm, not for a bare source tree
     threads = threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), threads)
@@ -95,6 +99,8 @@ def main() -> int:
     """Entry of ``python -m ringcomm.cli.rank PARENT MODULE CONFIG``."""
     parent, module, config = sys.argv[1:]
     _die_with(int(parent))
+    # torch says this once per process although nothing here needs NumPy (pytorch issue 125678).
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         code: int = importlib.import_module(module).run_rank(json.loads(config))
     except RingcommError as error:

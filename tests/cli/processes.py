@@ -15,29 +15,25 @@ LIMIT_S = 120
 
 def clean_environment() -> dict[str, str]:
     """This environment without what a launcher around the tests may have set."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    }
-    return {**kept, "PYTHONPATH": str(ROOT)}
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in launched}
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """Start ``python ARGUMENTS`` from the project's root."""
+def start(*arguments: object, path: Path = ROOT) -> subprocess.Popen[str]:
+    """Start ``python ARGUMENTS`` from the project's root, with modules found in ``path`` first."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
-        env=clean_environment(),
+        env={**clean_environment(), "PYTHONPATH": f"{path}:{ROOT}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` to its end."""
-    with start(*arguments) as process:
+def run(*arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` to its end, as ``start`` does."""
+    with start(*arguments, path=path) as process:
         try:
             output, errors = process.communicate(timeout=LIMIT_S)
         finally:

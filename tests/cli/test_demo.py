@@ -38,11 +38,22 @@ def changed(value, **fields):
     return type(value)(**{**vars(value), **fields})
 
 
-def test_demo_measures_every_cell_and_finds_equal_losses(tmp_path):
+@pytest.fixture
+def no_numpy(tmp_path):
+    """A folder that makes NumPy missing for a Python that finds modules there first."""
+    folder = tmp_path / "no_numpy"
+    folder.mkdir()
+    (folder / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    return folder
+
+
+def test_demo_measures_every_cell_and_finds_equal_losses_without_numpy(tmp_path, no_numpy):
     text = tmp_path / "text"
     text.write_text("".join(f"{n} green bottles\n" for n in range(2000)))
-    done = run("-m", "ringcomm", "demo", "--quick", "--data", text, "--json", tmp_path / "x.json")
+    options = ("--quick", "--data", text, "--json", tmp_path / "x.json")
+    done = run("-m", "ringcomm", "demo", *options, path=no_numpy)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "NumPy" not in done.stderr
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["passed"]
     measured = {(cell["collective"], cell["memory"]) for cell in record["collectives"]}
