@@ -1,0 +1,36 @@
+import threading
+
+import pytest
+
+import ringcomm
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 16])
+def test_nobody_leaves_before_all_have_come(worlds, world_size):
+    guard = threading.Lock()
+    arrived = [0]
+
+    def body(comm):
+        for turn in range(1, 20):
+            with guard:
+                arrived[0] += 1
+            comm.barrier()
+            with guard:
+                assert arrived[0] >= turn * world_size
+            comm.barrier()
+
+    worlds(world_size).run(body)
+    assert arrived[0] == 19 * world_size
+
+
+def test_a_timeout_of_its_own():
+    with ringcomm.local_world(2, timeout=60) as world:
+
+        def body(comm):
+            comm.barrier(timeout=30)
+            assert comm.timeout.total_seconds() == 60
+            if comm.rank == 0:
+                comm.barrier(timeout=0.2)
+
+        with pytest.raises(ringcomm.CollectiveTimeout, match=r"barrier on rank 0 of 2.*rank 1"):
+            world.run(body)

@@ -1,0 +1,1 @@
+"""What several test directories share: spawned ranks, exact inputs, fault injection."""

@@ -1,0 +1,136 @@
+"""Inputs whose reductions are exact in every dtype and any order, and their references."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ReduceOp
+
+import ringcomm
+
+Tensor = torch.Tensor
+
+INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+REDUCIBLE = (*INTEGERS, torch.bool, *FLOATS, *COMPLEX)
+MOVED_ONLY = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+MOVABLE = (*REDUCIBLE, *MOVED_ONLY)
+
+OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+PREMUL_FACTOR = 2.0
+
+
+def op_of(name: str) -> object:
+    """The op object that a caller passes."""
+    return ringcomm.premul_sum(PREMUL_FACTOR) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
+
+
+def ops_for(dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the ops that make sense for ``dtype``."""
+    if dtype in MOVED_ONLY:
+        return ()
+    if dtype.is_complex:
+        return ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")
+    if dtype is torch.bool:
+        return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    if dtype.is_floating_point:
+        return OPS[:6]
+    return OPS
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The elements as bytes, which compare for every dtype, NaN included."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bits."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and values; zeros of either sign are equal."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def pattern(count: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Elements that tell ranks and places apart; any bits do for data that is only moved."""
+    codes = (torch.arange(count * dtype.itemsize, dtype=torch.int64) * 31 + rank * 97 + 5) % 251
+    if dtype is torch.bool:
+        codes %= 2
+    return codes.to(torch.uint8).view(dtype)
+
+
+def _integers(count: int, rank: int, world: int, op: str, *, signed: bool) -> Tensor:
+    places = torch.arange(count, dtype=torch.int64)
+    if op == "PRODUCT":
+        # At most four ranks contribute a 2, so that 16 ranks stay within an int8.
+        wide = (places + rank) % 2 + 1 if rank % 4 == 0 else torch.ones_like(places)
+        return wide * (1 - 2 * ((places + rank) % 3 == 0).long()) if signed else wide
+    if op == "AVG":
+        # Multiples of the world, so that the mean is whole; few, so that sums fit into an int8.
+        return ((places + rank) % 3 == 0) * world
+    if op in ("BAND", "BOR", "BXOR", "MIN", "MAX"):
+        return (places * 7 + rank * 13) % 61 - (30 if signed else 0)
+    return (places * 5 + rank * 3) % 4 - (2 if signed else 0)
+
+
+def operand(count: int, rank: int, world: int, dtype: torch.dtype, op: str) -> Tensor:
+    """Rank ``rank``'s input of ``count`` elements for a reduction by ``op``.
+
+    With up to 16 ranks every partial result is a whole number that the dtype holds exactly.
+    """
+    if dtype is torch.bool:
+        return (torch.arange(count) + rank) % (world + 1) > 1
+    values = _integers(count, rank, world, op, signed=dtype.is_signed or dtype.is_complex)
+    if dtype.is_complex and op != "PRODUCT":
+        return torch.complex(values.double(), values.roll(1).double()).to(dtype)
+    return values.to(dtype)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Widened to where torch has every operator."""
+    if tensor.dtype is torch.bool or tensor.dtype.is_complex:
+        return tensor.to(torch.complex128) if tensor.dtype.is_complex else tensor.long()
+    return tensor.double() if tensor.dtype.is_floating_point else tensor.long()
+
+
+def _fold(wide: Tensor, op: str) -> Tensor:
+    if op == "PRODUCT":
+        return wide.prod(0)
+    if op in ("MIN", "MAX"):
+        return wide.amin(0) if op == "MIN" else wide.amax(0)
+    if op in ("BAND", "BOR", "BXOR"):
+        result = wide[0].clone()
+        for row in wide[1:]:
+            result = {"BAND": result & row, "BOR": result | row, "BXOR": result ^ row}[op]
+        return result
+    return wide.sum(0)
+
+
+def reduced(inputs: list[Tensor], op: str) -> Tensor:
+    """What the reduction of ``inputs`` must give, bit by bit."""
+    dtype = inputs[0].dtype
+    wide = _fold(torch.stack([_whole(each) for each in inputs]), op)
+    if op == "PREMUL_SUM":
+        wide = wide * int(PREMUL_FACTOR)
+    if op == "AVG":
+        wide = wide / len(inputs)
+    if dtype is torch.bool and op == "SUM":
+        wide = wide > 0
+    return wide.to(dtype)

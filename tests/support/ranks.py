@@ -1,0 +1,162 @@
+"""Ranks as processes: start them, collect what they return or raise, leave none behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import FileStore
+
+# The server has torch loaded and no threads; a rank forked from it starts in milliseconds.
+PRELOADED = ["torch", "ringcomm.comm.communicator"]
+POLL_S = 0.01
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: a value, or an exception with its text, or only an exit code."""
+
+    rank: int
+    exitcode: int | None = None
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode == 0
+
+    def describe(self) -> str:
+        return f"rank {self.rank}: exit code {self.exitcode}\n{self.trace}"
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or did not end."""
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _main(
+    fn: Callable[..., Any],
+    rank: int,
+    store_path: str,
+    answer: Connection,
+    arguments: tuple[Any, ...],
+) -> None:
+    world_size, *args = arguments
+    try:
+        value = fn(FileStore(store_path, world_size), rank, world_size, *args)
+        # Plain pickle: torch's own reductions would pass file descriptors of a process that ends.
+        message = pickle.dumps((value, None, ""))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        try:
+            message = pickle.dumps((None, error, trace))
+        except (pickle.PicklingError, TypeError, AttributeError):
+            message = pickle.dumps((None, RuntimeError(repr(error)), trace))
+    answer.send_bytes(message)
+    answer.close()
+
+
+class Ranks:
+    """Started ranks; a context manager that kills those that are left."""
+
+    def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+        context = _context()
+        self._directory = tempfile.TemporaryDirectory()
+        store_path = str(Path(self._directory.name) / "store")
+        self._answers: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_main,
+                args=(fn, rank, store_path, theirs, (world_size, *args)),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._answers.append(mine)
+            self.processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                self.signal(self.processes.index(process), signal.SIGCONT)
+                process.kill()
+            process.join()
+        for answer in self._answers:
+            answer.close()
+        self._directory.cleanup()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.pids[rank], number)
+
+    def wait(self, timeout_s: float = 60.0, ranks: list[int] | None = None) -> list[Outcome]:
+        """The outcomes of ``ranks`` (default all); fails when one of them does not end in time."""
+        deadline = time.monotonic() + timeout_s
+        return [self._outcome(rank, deadline) for rank in (ranks or range(len(self.processes)))]
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        answer, process = self._answers[rank], self.processes[rank]
+        outcome = Outcome(rank)
+        while True:
+            if answer.poll(POLL_S):
+                try:
+                    outcome.value, outcome.error, outcome.trace = pickle.loads(answer.recv_bytes())
+                except EOFError:
+                    pass
+                break
+            if not process.is_alive():
+                break
+            if time.monotonic() > deadline:
+                raise RanksFailed(f"rank {rank} did not end in time")
+        process.join(max(deadline - time.monotonic(), 1.0))
+        outcome.exitcode = process.exitcode
+        if process.exitcode is None:
+            raise RanksFailed(f"rank {rank} answered but its process did not end")
+        return outcome
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Calls ``fn(store, rank, world_size, *args)`` in ``world_size`` processes.
+
+    ``fn`` must be a module-level function.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RanksFailed: a rank raised (all traces are shown), died, or did not end in time.
+    """
+    with Ranks(fn, world_size, *args) as ranks:
+        outcomes = ranks.wait(timeout_s)
+    failed = [outcome.describe() for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RanksFailed("\n".join(failed))
+    return [outcome.value for outcome in outcomes]
