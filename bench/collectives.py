@@ -122,7 +122,10 @@ class Session:
         prepared, notes = self._prepare(case)
         subject = self._options.subject
         if subject not in prepared or case.count_elems == 0:
-            return [make_row(case, name, None, None, None, notes.get(name, "")) for name in notes]
+            return [
+                make_row(case, name, None, None, None, notes.get(name, ""))
+                for name in self._systems
+            ]
         wrong = wrong_elements(self._board, case, prepared) if self._options.check else {}
         for buffers in prepared.values():
             buffers.output.zero_()

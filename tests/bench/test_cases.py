@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from bench.board import Board
 from bench.cases import (
     COLLECTIVES,
     DTYPES,
@@ -32,8 +33,11 @@ def make_case(name, world=2, rank=0, **changes):
     return Case(collective=COLLECTIVES[name], world=world, rank=rank, **facts)
 
 
-class OneRankBoard:
+class OneRankBoard(Board):
     """Stands in for the ranks' common board where there is one rank."""
+
+    def __init__(self):
+        pass
 
     def barrier(self):
         pass

@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 @pytest.fixture
 def command(monkeypatch):
     """A subcommand that the test defines: returns the module to fill."""
-    module = ModuleType("ringcomm.cli.probe")
+    module: Any = ModuleType("ringcomm.cli.probe")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(cli.COMMANDS, "probe", cli.Entry("a probe"))
     module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=1)

@@ -1,6 +1,7 @@
 """Rows on paper and in files, and the picture."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -8,11 +9,11 @@ from bench.plot import draw, size_label
 from bench.plot import main as plot_main
 from bench.report import Report, Row, read, table_head, table_lines, write_csv, write_json
 
-KEY = {"count": 512, "dtype": "float", "op": "sum", "root": -1, "ranks": 2}
+KEY: dict[str, Any] = {"count": 512, "dtype": "float", "op": "sum", "root": -1, "ranks": 2}
 
 
 def measured(system, placement="out", size_bytes=4096, **changes):
-    facts = {
+    facts: dict[str, Any] = {
         **KEY,
         "time_us": 12.5,
         "best_us": 11.0,

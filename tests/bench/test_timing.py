@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench import timing
+from bench.board import Board
 from bench.collectives import quartiles
 from bench.peers import Prepared
 from bench.timing import Pace, Timing, batch_for, measure, ratios, slowest
@@ -19,7 +20,7 @@ class Clock:
         return self.now_ns
 
 
-class Board:
+class LoggingBoard(Board):
     """One rank; notes the barriers among the calls."""
 
     def __init__(self, log):
@@ -48,26 +49,26 @@ def takes(clock, log, name, microseconds):
 
 
 def test_systems_take_turns_in_rotating_order(clock):
-    log = []
+    log: list[str] = []
     prepared = {name: takes(clock, log, name, 10) for name in "abc"}
-    measure(Board(log), prepared, Pace(rounds=3, warmup_rounds=1, batch=2, turn_us=0))
+    measure(LoggingBoard(log), prepared, Pace(rounds=3, warmup_rounds=1, batch=2, turn_us=0))
     assert "".join(log) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb" + "|aa|bb|cc"
 
 
 def test_times_are_per_call_and_warm_up_does_not_count(clock):
-    log = []
+    log: list[str] = []
     prepared = {"a": takes(clock, log, "a", 10), "b": takes(clock, log, "b", 40)}
     pace = Pace(rounds=5, warmup_rounds=2, batch=3, turn_us=0)
-    timings = measure(Board(log), prepared, pace)
+    timings = measure(LoggingBoard(log), prepared, pace)
     assert timings["a"].times_us == (10.0,) * 5
     assert ratios(timings["b"], timings["a"]) == [4.0] * 5
 
 
 def test_a_turn_is_filled_with_calls(clock):
-    log = []
+    log: list[str] = []
     prepared = {"fast": takes(clock, log, "f", 1), "slow": takes(clock, log, "s", 900)}
     pace = Pace(rounds=1, warmup_rounds=0, batch=0, turn_us=2000.0)
-    timings = measure(Board(log), prepared, pace)
+    timings = measure(LoggingBoard(log), prepared, pace)
     assert (timings["fast"].batch, timings["slow"].batch) == (200, 3)
     assert [batch_for(us, 2000.0) for us in (0.0, 10.0, 5000.0)] == [200, 200, 1]
 
