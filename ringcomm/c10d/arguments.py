@@ -39,7 +39,9 @@ def options(kind: type[_Options], given: Any, timeout: timedelta | None, **field
     if isinstance(given, kind):
         return given
     made = kind()
-    if given is not None and fields:
+    if given is not None:
+        if not fields:
+            raise ArgumentError(f"opts: expected {kind.__name__}, got {type(given).__name__}")
         fields[next(iter(fields))] = given
     for name, value in fields.items():
         if value is not None:

@@ -10,7 +10,7 @@ from torch.distributed import Work
 
 from ringcomm.c10d.arguments import (
     AllgatherOptions,
-    AllreduceOptions,
+    AllreduceCoalescedOptions,
     ReduceScatterOptions,
     in_memory_all,
     options,
@@ -27,7 +27,7 @@ class CoalescedCollectives(Collectives):
     """Mixin of the process group: one call, many tensors."""
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = options(AllreduceOptions, opts, None)
+        opts = options(AllreduceCoalescedOptions, opts, None)
         tensors = in_memory_all(tensors, "allreduce_coalesced")
         return self._run(
             opts,

@@ -4,9 +4,10 @@
 The tests are those in the torch wheel, ``torch.testing._internal.distributed.distributed_test``.
 
 That module decides by the constant BACKEND, while it is imported, which tests exist for a
-backend, and knows no third-party backend. So it is imported as for Gloo and BACKEND becomes
-"ringcomm" afterwards: every test that exists for Gloo runs on ringcomm, with the same
-conditions. ``EXCLUDED`` names the exceptions.
+backend, and knows no third-party backend. So it is imported as for Gloo and BACKEND is set to
+the backend under test afterwards: every test that exists for Gloo runs on ringcomm, with the
+same conditions. What is skipped for want of ranks, or for not being MPI (all-to-all), runs again
+with more ranks or with the conditions of MPI, on both backends. ``EXCLUDED`` names the exceptions.
 """
 
 from __future__ import annotations
@@ -20,30 +21,65 @@ import sys
 import tempfile
 import unittest
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 BACKENDS = ("gloo", "ringcomm")
 REPORT = Path(__file__).parents[2] / "docs" / "c10d-conformance.md"
-WORLD_SIZE = 3  # what torch's own CI takes on a machine without GPUs
-LARGE_WORLD_SIZE = 8  # what the tests with skip_if_small_worldsize ask for
-SMALL_WORLD_REASON = "world_size"
 SECONDS_PER_TEST = 120
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run over the tests that the passes before skipped with a reason like ``skipped``."""
+
+    conditions: str
+    world_size: int
+    skipped: str = ""
+
+
+PASSES = (
+    Pass("gloo", 3),  # what torch's own CI takes on a machine without GPUs
+    Pass("gloo", 4, "world size of 4"),
+    Pass("gloo", 8, "small world size"),
+    Pass("mpi", 8, "Only MPI supports"),
+)
 
 # Tests that say nothing about a backend's semantics, and are not run on ringcomm.
 EXCLUDED: dict[str, str] = {}
 
+Outcomes = dict[str, tuple[str, str]]  # test -> (pass, fail, skip or excluded; why)
 
-def load_suite(backend: str, world_size: int) -> ModuleType:
-    """torch's test module, with the conditions of Gloo and the backend that is asked for.
+
+class Backend(str):
+    """The name of the backend under test, equal to that of its conditions as well.
+
+    A few tests compare BACKEND while they run, to choose between code for CPUs and for GPUs.
+    """
+
+    conditions: str
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or other == self.conditions
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def load_suite(backend: str, conditions: str, world_size: int) -> ModuleType:
+    """torch's test module.
 
     Args:
         backend: "gloo" or "ringcomm".
+        conditions: the backend for which the tests must exist.
         world_size: ranks of each test.
     """
     os.environ.update(
-        BACKEND="gloo",
+        BACKEND=conditions,
         WORLD_SIZE=str(world_size),
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(SECONDS_PER_TEST),
         INIT_METHOD="env://",
@@ -52,8 +88,13 @@ def load_suite(backend: str, world_size: int) -> ModuleType:
     )
     from torch.testing._internal.distributed import distributed_test
 
+    import ringcomm.c10d
+
+    ringcomm.c10d.register()
     suite: Any = distributed_test
-    os.environ["BACKEND"] = suite.BACKEND = backend
+    os.environ["BACKEND"] = backend
+    suite.BACKEND = Backend(backend)
+    suite.BACKEND.conditions = conditions
     return distributed_test
 
 
@@ -97,47 +138,43 @@ def _last_error_line(text: str) -> str:
     return (lines[-1] if lines else text.strip().splitlines()[-1] if text.strip() else "?")[:300]
 
 
-def run(backend: str, world_size: int, names: list[str] | None) -> dict[str, tuple[str, str]]:
-    """Runs the tests in this process (which forks the ranks); outcome and reason by name."""
-    cls = test_class(load_suite(backend, world_size))
+def run(backend: str, conditions: str, world_size: int, names: list[str]) -> Outcomes:
+    """Runs the tests (none: all) in this process, which forks their ranks."""
+    cls = test_class(load_suite(backend, conditions, world_size))
     recorder = Recorder()
     for name in names or unittest.defaultTestLoader.getTestCaseNames(cls):
         if backend == "ringcomm" and name in EXCLUDED:
             recorder.outcomes[name] = ("excluded", EXCLUDED[name])
             continue
         cls(name).run(recorder)
-        outcome, reason = recorder.outcomes.get(name, ("?", ""))
+        outcome, reason = recorder.outcomes[name]
         print(f"{backend} {name}: {outcome} {reason}", file=sys.__stderr__, flush=True)
     return recorder.outcomes
 
 
-def run_apart(
-    backend: str, world_size: int, names: list[str] | None, log: Path
-) -> dict[str, tuple[str, str]]:
+def run_apart(backend: str, one: Pass, names: list[str], log: Path) -> Outcomes:
     """As :func:`run`, in a process of its own, whose output goes to ``log``."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "outcomes.json"
         command = [sys.executable, "-m", "tests.c10d.conformance", "--backend", backend]
-        command += ["--world-size", str(world_size), "--json", str(result), *(names or ())]
+        command += ["--conditions", one.conditions, "--world-size", str(one.world_size)]
+        command += ["--json", str(result), *names]
         with log.open("ab") as stream:
             subprocess.run(command, stdout=stream, stderr=stream, check=True)
         return {name: (row[0], row[1]) for name, row in json.loads(result.read_text()).items()}
 
 
-def both_worlds(backend: str, names: list[str] | None, log: Path) -> dict[str, tuple[str, str]]:
-    """All tests with the usual world, and those that it is too small for with the large one."""
-    outcomes = run_apart(backend, WORLD_SIZE, names, log)
-    larger = [
-        name
-        for name, (outcome, reason) in outcomes.items()
-        if outcome == "skip" and SMALL_WORLD_REASON in reason
-    ]
-    if larger:
-        outcomes.update(run_apart(backend, LARGE_WORLD_SIZE, larger, log))
+def all_passes(backend: str, names: list[str], log: Path) -> Outcomes:
+    """The outcome of every test, of the last pass that it is in."""
+    outcomes = run_apart(backend, PASSES[0], names, log)
+    for one in PASSES[1:]:
+        again = [n for n, (kind, why) in outcomes.items() if kind == "skip" and one.skipped in why]
+        if again:
+            outcomes.update(run_apart(backend, one, again, log))
     return outcomes
 
 
-def report(outcomes: dict[str, dict[str, tuple[str, str]]], torch_version: str) -> str:
+def report(outcomes: dict[str, Outcomes], torch_version: str) -> str:
     """The Markdown page: counts, and every test whose outcome differs."""
     gloo, ours = outcomes["gloo"], outcomes["ringcomm"]
     kinds = ("pass", "fail", "skip", "excluded")
@@ -146,8 +183,9 @@ def report(outcomes: dict[str, dict[str, tuple[str, str]]], torch_version: str) 
         "",
         "The distributed tests that ship in the torch wheel",
         "(`torch.testing._internal.distributed.distributed_test`), run on ringcomm and on Gloo on",
-        f"one machine without a GPU, torch {torch_version}, {WORLD_SIZE} ranks ({LARGE_WORLD_SIZE}",
-        "for the tests that ask for more). `make c10d-conformance` writes this page.",
+        f"one machine without a GPU, torch {torch_version}, 3 ranks (4 or 8 for the tests that ask",
+        "for them). ringcomm runs every test that exists for Gloo. Both also run the all-to-all tests",
+        "that torch reserves for MPI. `make c10d-conformance` writes this page.",
         "",
         "| backend | " + " | ".join(kinds) + " |",
         "|---" * (len(kinds) + 1) + "|",
@@ -172,20 +210,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="tests to run (default: all)")
     parser.add_argument("--backend", choices=BACKENDS, help="run one backend in this process")
-    parser.add_argument("--world-size", type=int, default=WORLD_SIZE)
+    parser.add_argument("--conditions", default=PASSES[0].conditions)
+    parser.add_argument("--world-size", type=int, default=PASSES[0].world_size)
     parser.add_argument("--json", type=Path, help="where --backend writes its outcomes")
     parser.add_argument("--log", type=Path, default=Path("build/c10d-conformance.log"))
     parser.add_argument("--output", type=Path, default=REPORT)
     arguments = parser.parse_args()
-    names = arguments.names or None
+    names = arguments.names
     if arguments.backend:
-        outcomes = run(arguments.backend, arguments.world_size, names)
+        outcomes = run(arguments.backend, arguments.conditions, arguments.world_size, names)
         if arguments.json:
             arguments.json.write_text(json.dumps(outcomes))
         return
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     arguments.log.unlink(missing_ok=True)
-    results = {backend: both_worlds(backend, names, arguments.log) for backend in BACKENDS}
+    results = {backend: all_passes(backend, names, arguments.log) for backend in BACKENDS}
     import torch
 
     arguments.output.write_text(report(results, torch.__version__))

@@ -1,0 +1,235 @@
+"""Tensor, sequence and pipeline parallelism, meshes and compiled collectives, against Gloo."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def tensor_parallel_block(mesh):
+    return parallelize_module(
+        Block(),
+        mesh,
+        {
+            "norm": SequenceParallel(),
+            "up": PrepareModuleInputColwise(),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
+
+
+def PrepareModuleInputColwise():
+    return ColwiseParallel(input_layouts=Shard(1))
+
+
+def sequence_parallel(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    block = tensor_parallel_block(mesh)
+    x = torch.arange(2 * 4 * 8, dtype=torch.float32).view(2, 4, 8) / 64
+    local = x.chunk(world_size, dim=1)[rank].clone().requires_grad_()
+    out = block(local)
+    out.square().mean().backward()
+    return out.detach(), local.grad, [whole(p.grad) for p in block.parameters()]
+
+
+def tensor_parallel_and_sharded(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    block = parallelize_module(
+        Block(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
+    fully_shard(block, mesh=mesh["data"])
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank // 2))
+    block(x).square().mean().backward()
+    return [whole(p.grad) for p in block.parameters()]
+
+
+def redistribution(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.arange(7 * 9, dtype=torch.float32).view(7, 9)
+    sharded = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    swapped = sharded.redistribute(mesh, [Shard(1), Shard(0)])
+    replicated = swapped.redistribute(mesh, [Replicate(), Replicate()])
+    assert torch.equal(replicated.to_local(), x)
+    product = (sharded @ sharded.t()).full_tensor()
+    return swapped.to_local(), replicated.to_local(), product
+
+
+def axes_of_a_mesh(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    results = []
+    for name in ("a", "b"):
+        value = torch.tensor([rank])
+        dist.all_reduce(value, group=mesh.get_group(name))
+        results.append(
+            (value, mesh[name].get_local_rank(), dist.get_process_group_ranks(mesh.get_group(name)))
+        )
+    flat = mesh._flatten("ab") if hasattr(mesh, "_flatten") else mesh
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=flat.get_group())
+    return results, total, mesh.get_coordinate()
+
+
+def pipeline(schedule, rank, world_size):
+    torch.manual_seed(1)
+    stages = [nn.Linear(6, 6) for _ in range(world_size)]
+    stage = PipelineStage(stages[rank], rank, world_size, torch.device("cpu"))
+    runner = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    x = torch.arange(8 * 6, dtype=torch.float32).view(8, 6) / 48
+    losses: list[torch.Tensor] = []
+    outputs = None
+    for _ in range(2):
+        if rank == 0:
+            runner.step(x)
+        elif rank == world_size - 1:
+            outputs = runner.step(target=torch.ones(8, 6), losses=losses)
+        else:
+            runner.step()
+    return [p.grad for p in stages[rank].parameters()], losses, outputs
+
+
+def gpipe(rank, world_size):
+    return pipeline(ScheduleGPipe, rank, world_size)
+
+
+def one_forward_one_backward(rank, world_size):
+    return pipeline(Schedule1F1B, rank, world_size)
+
+
+def functional_collectives(rank, world_size):
+    group = dist.group.WORLD
+    x = torch.arange(8, dtype=torch.float32) + rank
+    splits = [1, 7] if rank == 0 else [3, 5]
+    received = [1, 3] if rank == 0 else [7, 5]
+    return [
+        functional.all_reduce(x, "sum", group) + 0,
+        functional.all_reduce(x, "max", group) + 0,
+        functional.all_gather_tensor(x.view(2, 4), 0, group) + 0,
+        functional.all_gather_tensor(x.view(2, 4), 1, group) + 0,
+        functional.reduce_scatter_tensor(x, "sum", 0, group) + 0,
+        functional.all_to_all_single(x, received, splits, group) + 0,
+        functional.broadcast(x, 1, group) + 0,
+        [y + 0 for y in functional.all_reduce_coalesced([x, x[:3]], "sum", group)],
+        [y + 0 for y in functional.all_gather_into_tensor_coalesced([x, x[:2]], group)],
+        [
+            y + 0
+            for y in functional.reduce_scatter_tensor_coalesced([x, x[:2]], "sum", [0, 0], group)
+        ],
+    ]
+
+
+def differentiable_collectives(rank, world_size):
+    group = dist.group.WORLD
+    x = (torch.arange(8, dtype=torch.float32) + rank).requires_grad_()
+    gathered = functional.all_gather_tensor_autograd(x, 0, group)
+    reduced = functional.reduce_scatter_tensor_autograd(x * 2, "sum", 0, group)
+    exchanged = functional.all_to_all_single_autograd(x * 3, None, None, group)
+    (gathered.square().sum() + reduced.sum() + exchanged.square().sum()).backward()
+    return x.grad
+
+
+def compiled(rank, world_size):
+    """dist.* calls and functional collectives inside a full graph."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x):
+        y = x * 2
+        dist.all_reduce(y)
+        gathered = functional.all_gather_tensor(y + 1, 0, dist.group.WORLD)
+        out = torch.empty(gathered.shape[0] // 2)
+        dist.reduce_scatter_tensor(out, gathered * 3)
+        return out, functional.all_reduce(out, "sum", dist.group.WORLD) + 1
+
+    return step(torch.arange(4, dtype=torch.float32) + rank)
+
+
+def inductor(rank, world_size):
+    """Inductor writes its own calls of the collectives, also into buffers that it reuses."""
+
+    @torch.compile(fullgraph=True)
+    def step(x):
+        y = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
+        z = functional.all_gather_tensor(y + 1, 0, dist.group.WORLD)
+        return functional.reduce_scatter_tensor(z * 2, "sum", 0, dist.group.WORLD) + 1
+
+    return step(torch.arange(4, dtype=torch.float32) + rank)
+
+
+def compiled_ddp(rank, world_size):
+    torch.manual_seed(1)
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    torch.compile(ddp, backend="aot_eager")(torch.ones(2, 4) * rank).sum().backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def test_sequence_parallel(two_ranks):
+    two_ranks.compare(sequence_parallel)
+
+
+def test_tensor_parallel_and_sharded(four_ranks):
+    four_ranks.compare(tensor_parallel_and_sharded)
+
+
+def test_redistribution(four_ranks):
+    four_ranks.compare(redistribution)
+
+
+def test_axes_of_a_mesh(four_ranks):
+    four_ranks.compare(axes_of_a_mesh)
+
+
+def test_gpipe(two_ranks):
+    two_ranks.compare(gpipe)
+
+
+def test_gpipe_of_four_stages(four_ranks):
+    four_ranks.compare(gpipe)
+
+
+def test_one_forward_one_backward(two_ranks):
+    two_ranks.compare(one_forward_one_backward)
+
+
+def test_functional_collectives(two_ranks):
+    two_ranks.compare(functional_collectives)
+
+
+def test_differentiable_collectives(two_ranks):
+    two_ranks.compare(differentiable_collectives)
+
+
+def test_compiled(two_ranks):
+    two_ranks.compare(compiled)
+
+
+def test_inductor(two_ranks):
+    two_ranks.compare(inductor)
+
+
+def test_compiled_ddp(two_ranks):
+    two_ranks.compare(compiled_ddp)
