@@ -1,0 +1,265 @@
+"""Making, naming, dividing and ending groups."""
+
+import datetime
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringcomm import CommOptions
+from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+
+SHORT = datetime.timedelta(milliseconds=300)
+
+
+def total(group, rank):
+    tensor = torch.tensor([rank])
+    dist.all_reduce(tensor, group=group)
+    return int(tensor)
+
+
+def identity(rank, world_size):
+    group = dist.group.WORLD
+    assert isinstance(group, ProcessGroup)
+    assert dist.get_backend() == "ringcomm" == group.name() == group._get_backend_name()
+    assert (group.rank(), group.size()) == (rank, world_size) == (dist.get_rank(), 4)
+    assert group.group_name == group.getGroupName() == "0"
+    assert group.group_desc == group.getGroupDesc() == "default_pg"
+    assert group._device_types == [torch.device("cpu")]
+    assert group._get_backend(torch.device("cpu")) is group
+    with pytest.raises(UnsupportedError, match="cuda"):
+        group._get_backend(torch.device("cuda"))
+    assert group.communicator.world_size == world_size
+    assert not hasattr(group, "new_group")
+    renamed = dist.new_group(group_desc="some words")
+    assert renamed.group_desc == "some words" and renamed.group_name != group.group_name
+    renamed._set_group_name("other")
+    renamed._set_group_desc("other words")
+    assert (renamed.group_name, renamed.group_desc) == ("other", "other words")
+
+
+def sequence_numbers(rank, world_size):
+    group = dist.new_group()
+    group._set_sequence_number_for_group()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier(group)
+    assert group._get_sequence_number_for_group() == 4
+
+
+def subgroups(rank, world_size):
+    results = []
+    for ranks in ([0, 1], [3, 1], [2], [0, 1, 2, 3]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            results.append((total(group, rank), dist.get_rank(group), dist.get_world_size(group)))
+    current, _ = dist.new_subgroups(2)
+    results.append(total(current, rank))
+    return results
+
+
+def groups_of_their_members_only(rank, world_size):
+    """Made without the other ranks; roots and peers are global ranks."""
+    group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+    tensor = torch.tensor([rank])
+    dist.broadcast(tensor, rank % 2 + 2, group=group)
+    received = torch.empty(1, dtype=torch.int64)
+    if rank < 2:
+        dist.send(tensor + 10, rank + 2, group=group)
+    else:
+        dist.recv(received, rank - 2, group=group)
+    return total(group, rank), tensor, received if rank >= 2 else None
+
+
+def groups_of_other_backends(rank, world_size):
+    """A group of Gloo beside groups of ringcomm, each served by its own backend."""
+    gloo = dist.new_group(backend="gloo")
+    assert dist.get_backend(gloo) == "gloo" and not isinstance(gloo, ProcessGroup)
+    ours = dist.new_group(backend="ringcomm")
+    assert isinstance(ours, ProcessGroup)
+    assert total(gloo, rank) == total(ours, rank) == sum(range(world_size))
+    dist.monitored_barrier(gloo)
+    dist.monitored_barrier(ours)
+
+
+def mixed_backends(rank, world_size):
+    with pytest.raises(UnsupportedError, match=r'Write init_process_group\("ringcomm"\)'):
+        dist.new_group(backend="cpu:ringcomm,cuda:gloo")
+    alone = dist.new_group(backend="cpu:ringcomm")
+    assert total(alone, rank) == sum(range(world_size))
+
+
+def options(rank, world_size):
+    group = dist.new_group(pg_options=CommOptions(segment_bytes=4096, slots=2))
+    assert group.communicator.options.segment_bytes == 4096
+    assert total(group, rank) == sum(range(world_size))
+    with pytest.raises(ArgumentError, match="CommOptions"):
+        dist.new_group(pg_options={"segment_bytes": 4096})
+    group.set_timeout(datetime.timedelta(seconds=7))
+    assert group.communicator.timeout == datetime.timedelta(seconds=7)
+
+
+def splits(rank, world_size):
+    group = dist.group.WORLD
+    halves = [[1, 0], [2, 3]]
+    mine = group.split_group(halves[rank // 2], group_name=f"half{rank // 2}", group_desc="half")
+    assert (mine.rank(), mine.group_name) == (halves[rank // 2].index(rank), f"half{rank // 2}")
+    tensor = torch.tensor([rank])
+    mine.allreduce([tensor]).wait()
+    assert int(tensor) == sum(halves[rank // 2])
+    nested = mine.split_group([1])
+    assert (nested is None) == (mine.rank() != 1)
+    assert (group.split_group([0]) is None) == (rank != 0)
+    with pytest.raises(ArgumentError, match="distinct"):
+        group.split_group([0, 0])
+    mine.shutdown()
+
+
+def aborted(rank, world_size):
+    group = dist.new_group()
+    if rank == 0:
+        group.abort()
+    with pytest.raises(RingcommError, match="abort"):
+        dist.barrier(group)
+    assert total(None, rank) == sum(range(world_size))
+
+
+def ended(rank, world_size):
+    group = dist.new_group()
+    group.allreduce([torch.ones(1)])
+    group._wait_for_pending_works()
+    communicator = group.communicator
+    dist.destroy_process_group(group)
+    with pytest.raises(RingcommError, match="closed"):
+        communicator.barrier()
+
+
+def failures_reach_futures(rank, world_size):
+    """A future of a failed call raises, for C++ waiters as well, which cannot see exceptions."""
+    group = dist.new_group(timeout=SHORT)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        with pytest.raises(RuntimeError, match="all_reduce"):
+            work.get_future().wait()
+        with pytest.raises(RingcommError):
+            work.wait()
+        assert work.is_completed() and not work.is_success()
+        assert isinstance(work.exception(), RingcommError)
+    dist.barrier()
+
+
+def monitored_barriers(rank, world_size):
+    for _ in range(2):
+        dist.monitored_barrier()
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=30), wait_all_ranks=True)
+    pair = dist.new_group([0, 2])
+    if rank in (0, 2):
+        dist.monitored_barrier(pair)
+    dist.barrier()
+
+
+def one_rank_misses_a_monitored_barrier(rank, world_size):
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 2 failed to pass monitoredBarrier in 300 ms"):
+            dist.monitored_barrier(timeout=SHORT)
+    elif rank != 2:
+        with pytest.raises(RuntimeError, match="received errors while waiting"):
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
+    assert total(None, rank) == sum(range(world_size)), "the group goes on working"
+
+
+def several_ranks_miss_a_monitored_barrier(rank, world_size):
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Ranks 1, 3 failed to pass"):
+            dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
+    elif rank == 2:
+        with pytest.raises(RuntimeError, match="Ranks 1, 3"):
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
+    dist.barrier()
+
+
+def rank_0_misses_a_monitored_barrier(rank, world_size):
+    group = dist.new_group()
+    if rank != 0:
+        with pytest.raises(RuntimeError, match="rank 0 did not come within 300 ms"):
+            group.monitored_barrier(0.3)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        identity,
+        sequence_numbers,
+        mixed_backends,
+        options,
+        splits,
+        aborted,
+        ended,
+        failures_reach_futures,
+        monitored_barriers,
+        one_rank_misses_a_monitored_barrier,
+        several_ranks_miss_a_monitored_barrier,
+        rank_0_misses_a_monitored_barrier,
+    ],
+)
+def test_on_ringcomm(four_ranks, check):
+    four_ranks.run(check)
+
+
+def test_subgroups(four_ranks):
+    four_ranks.compare(subgroups)
+
+
+def test_groups_of_their_members_only(four_ranks):
+    four_ranks.compare(groups_of_their_members_only)
+
+
+def test_groups_of_other_backends(four_ranks):
+    four_ranks.run(groups_of_other_backends)
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_import_is_needed():
+    if not any(point.name == "ringcomm" for point in entry_points(group="torch.backends")):
+        pytest.skip("ringcomm is not installed in this environment: pip install -e .")
+    out = python(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\n"
+        "print(dist.get_backend())\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert out.strip() == "ringcomm"
+
+
+def test_registration_is_light():
+    out = python(
+        "import sys, torch, ringcomm.c10d\n"
+        "ringcomm.c10d.register(); ringcomm.c10d.register()\n"
+        "print([name for name in sys.modules if name.startswith('ringcomm.')])\n"
+    )
+    loaded = set(eval(out))
+    assert loaded <= {"ringcomm.errors", "ringcomm.c10d"}, loaded
+
+
+def test_a_failing_registration_does_not_break_the_import_of_torch():
+    out = python(
+        "import warnings, torch.distributed as dist, ringcomm.c10d\n"
+        "def fail(*_, **__): raise TypeError('changed')\n"
+        "dist.Backend.register_backend = fail\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    ringcomm.c10d.register()\n"
+        "print(caught[0].category.__name__, caught[0].message)\n"
+    )
+    assert out.startswith("RuntimeWarning") and "TypeError: changed" in out
