@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -26,6 +26,8 @@ from ringcomm.errors import (
 
 # At exit, queued calls get this long to end by themselves before their peers are told.
 EXIT_GRACE_S = 5.0
+# Before multiprocessing joins its children, which may wait for this rank.
+EXIT_PRIORITY = 100
 
 
 def _milliseconds(timeout: timedelta | float) -> int:
@@ -45,6 +47,7 @@ class Engine:
         self._guard = threading.Lock()
         self._refuse: Callable[[str], RingcommError] | None = None
         self._closed = False
+        _close_at_exit()
         _live.add(self)
 
     @property
@@ -83,7 +86,10 @@ class Engine:
 
     @property
     def aborted(self) -> bool:
-        """True once a fault, an abort (here or on a peer) or close made it unusable."""
+        """True once a fault, :meth:`abort` or :meth:`close` on this rank made it unusable.
+
+        What happened on a peer shows in this rank's next call.
+        """
         return self._refuse is not None or self._core.aborted
 
     def __repr__(self) -> str:
@@ -240,6 +246,7 @@ class Engine:
 
 _live: WeakSet[Engine] = WeakSet()
 _inherited: list[Any] = []
+_closes_at_exit_of = 0
 
 
 def _leave_all_to_parent() -> None:
@@ -256,7 +263,14 @@ def close_all() -> None:
         engine._close(EXIT_GRACE_S)
 
 
+def _close_at_exit() -> None:
+    """Arranges for :func:`close_all`, once per process."""
+    global _closes_at_exit_of
+    if _closes_at_exit_of != os.getpid():
+        _closes_at_exit_of = os.getpid()
+        # Not atexit, which the children of multiprocessing skip; and anew in each of them, since
+        # they forget the finalizers of their parent.
+        Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
+
+
 os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-atexit.register(close_all)

@@ -86,25 +86,29 @@ def reduction_of(op: object) -> Reduction:
         return Reduction(PREMUL_SUM, op.factor)
     if not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         raise ArgumentError(f"op: expected a torch.distributed.ReduceOp, got {op!r}")
-    # ReduceOp and RedOpType hash and compare alike.
-    name = _NAMES.get(op)
+    kind, factor = _parts_of(op)
+    name = _NAMES.get(kind)
     if name is None:
-        raise ArgumentError(f"op: {op!r} is unknown; known are {', '.join(OP_CODES)}")
+        raise ArgumentError(f"op: {kind} is unknown; known are {', '.join(OP_CODES)}")
     if name != PREMUL_SUM:
         return _PLAIN[name]
-    return Reduction(PREMUL_SUM, _factor_of(_torch_factor(op)))
-
-
-def _torch_factor(op: object) -> object:
-    # The pickle state is the only public view of the factor (__reduce_ex__ aborts the process
-    # in torch 2.13: a pybind11 type without constructor).
-    state = cast(Any, op).__getstate__() if isinstance(op, ReduceOp) else (op, None)
-    if state[1] is None:
+    if factor is None:
         raise ArgumentError(
             "op: PREMUL_SUM needs a factor; pass ringcomm.premul_sum(factor) instead of "
             "ReduceOp.PREMUL_SUM"
         )
-    return cast(object, state[1])
+    return Reduction(PREMUL_SUM, _factor_of(factor))
+
+
+def _parts_of(op: object) -> tuple[object, object]:
+    """Kind and factor of an op of torch."""
+    # First, since torch lets isinstance(kind, ReduceOp) hold too.
+    if isinstance(op, ReduceOp.RedOpType):
+        return op, None
+    # The pickle state is the only view of the factor (__reduce_ex__ aborts the process in torch
+    # 2.13: a pybind11 type without constructor).
+    state: tuple[object, object] = cast(Any, op).__getstate__()
+    return state
 
 
 def _quick_dtypes(code: int) -> dict[torch.dtype, int]:

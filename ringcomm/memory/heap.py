@@ -228,7 +228,7 @@ def heap_stats() -> dict[str, int]:
     Returns:
         ``capacity_bytes`` (address space), ``committed_bytes`` (physical memory held),
         ``used_bytes`` (in tensors and communicators), ``free_bytes``, ``largest_free_bytes`` (the
-        largest tensor that fits now) and ``huge_pages`` (1 when the kernel granted them).
+        largest tensor that fits now) and ``huge_bytes`` (what huge pages back).
     """
     heap = process_heap()
     return {
@@ -237,5 +237,5 @@ def heap_stats() -> dict[str, int]:
         "used_bytes": heap.used_bytes,
         "free_bytes": heap.capacity_bytes - heap.used_bytes,
         "largest_free_bytes": heap.largest_free_bytes,
-        "huge_pages": int(heap.huge_pages),
+        "huge_bytes": heap.huge_bytes,
     }

@@ -58,12 +58,12 @@ def test_low_precision_is_summed_in_fp32_and_rounded_once(worlds):
         for each in inputs[1:]:
             wide = wide + each.float()
 
-        def body(comm, inputs=inputs, want=wide.to(dtype)):
+        def body(comm, inputs, want):
             tensor = inputs[comm.rank].clone()
             comm.all_reduce(tensor, algorithm="direct")
             assert same(tensor, want)
 
-        worlds(4).run(body)
+        worlds(4).run(body, inputs, wide.to(dtype))
 
 
 def test_nan_and_infinity_survive(worlds):

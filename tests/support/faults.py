@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -19,15 +17,6 @@ def die() -> None:
 def shared_memory_files() -> set[str]:
     """Names in /dev/shm that could be ringcomm's: all but those of other libraries' semaphores."""
     return {entry.name for entry in SHARED_MEMORY.iterdir() if "ringcomm" in entry.name}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Polls until ``condition`` holds; fails when it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{condition} did not come true within {timeout_s} s")
-        time.sleep(0.005)
 
 
 def is_stopped(pid: int) -> bool:

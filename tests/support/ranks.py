@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -125,10 +126,8 @@ class Ranks:
         outcome = Outcome(rank)
         while True:
             if answer.poll(POLL_S):
-                try:
+                with contextlib.suppress(EOFError):  # it died
                     outcome.value, outcome.error, outcome.trace = pickle.loads(answer.recv_bytes())
-                except EOFError:
-                    pass
                 break
             if not process.is_alive():
                 break

@@ -1,0 +1,182 @@
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import ArgumentError, MismatchError
+from tests.support.exact import MOVABLE, pattern, same
+from tests.support.placing import PLACES, put, room
+
+
+def test_every_dtype_size_and_place(worlds):
+    def body(comm):
+        peer = 1 - comm.rank
+        cases = [(dtype, 67, "mixed") for dtype in MOVABLE]
+        cases += [(torch.float32, n, place) for n in (0, 1, 64, 65, 5000) for place in PLACES]
+        for dtype, count, place in cases:
+            mine = put(pattern(count, comm.rank, dtype), place, comm.rank)
+            got = room(count, dtype, place, comm.rank + 1)
+            if comm.rank == 0:
+                comm.send(mine, peer)
+                assert comm.recv(got, peer) == peer
+            else:
+                assert comm.recv(got, peer) == peer
+                comm.send(mine, peer)
+            assert same(got, pattern(count, peer, dtype)), (dtype, count, place)
+
+    worlds(2).run(body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_ring_of_isend_and_irecv(worlds, world_size):
+    def body(comm):
+        ahead, behind = (comm.rank + 1) % world_size, (comm.rank - 1) % world_size
+        for count in (1, 5000):
+            got = torch.zeros(count)
+            works = [
+                comm.isend(torch.full((count,), float(comm.rank)), ahead),
+                comm.irecv(got, behind),
+            ]
+            assert all(work.wait() for work in works)
+            assert works[1].source_rank() == behind
+            assert torch.equal(got, torch.full((count,), float(behind)))
+
+    worlds(world_size).run(body)
+
+
+def test_tags_are_matched_and_each_tag_keeps_its_order(worlds):
+    def body(comm):
+        if comm.rank == 0:
+            for number in range(6):
+                comm.isend(torch.tensor([number]), 1, tag=number % 2)
+        else:
+            got = [torch.zeros(1, dtype=torch.int64) for _ in range(6)]
+            for place, tag in enumerate((1, 1, 0, 1, 0, 0)):
+                comm.recv(got[place], 0, tag)
+            assert [each.item() for each in got] == [1, 3, 0, 5, 2, 4]
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_receive_from_any_rank():
+    def body(comm):
+        if comm.rank:
+            comm.send(torch.tensor([comm.rank * 10]), 0, tag=3)
+            return
+        seen = {}
+        for _ in range(3):
+            got = torch.zeros(1, dtype=torch.int64)
+            sender = comm.recv(got, tag=3)
+            seen[sender] = got.item()
+        assert seen == {1: 10, 2: 20, 3: 30}
+        work = comm.irecv(torch.zeros(1), tag=9)
+        assert not work.is_completed()
+        comm.abort("the last receive has no sender")
+
+    world = ringcomm.local_world(4, timeout=60)
+    world.run(body)
+    world.close()
+
+
+def test_messages_pass_collectives(worlds):
+    """Rank 0 waits in a collective for rank 1, which first waits for a message of rank 0."""
+
+    def body(comm):
+        big = torch.full((20_000,), 3.0)
+        if comm.rank == 0:
+            work = comm.isend(big, 1)
+            comm.barrier()
+            work.wait()
+        else:
+            got = torch.zeros(20_000)
+            comm.recv(got, 0)
+            assert torch.equal(got, big)
+            comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_strided_tensors(worlds):
+    def body(comm):
+        grid = torch.arange(12.0).view(3, 4)
+        if comm.rank == 0:
+            comm.send(grid[:, 1], 1)
+            comm.isend(grid.t(), 1).wait()
+        else:
+            got = torch.zeros(3, 4)
+            comm.recv(got[:, 2], 0)
+            assert torch.equal(got[:, 2], grid[:, 1])
+            assert got.sum() == grid[:, 1].sum()
+            turned = torch.zeros(3, 4).t()
+            work = comm.irecv(turned, 0)
+            assert work.wait()
+            assert torch.equal(turned, grid.t())
+
+    worlds(2).run(body)
+
+
+def test_futures_of_messages(worlds):
+    def body(comm):
+        got = torch.zeros(4)
+        if comm.rank == 0:
+            future = comm.irecv(got, 1).get_future()
+            comm.barrier()
+            assert future.wait()[0] is got
+            assert torch.equal(got, torch.ones(4))
+        else:
+            comm.barrier()
+            work = comm.isend(torch.ones(4), 0)
+            work.wait()
+            assert work.get_future().done()
+
+    worlds(2).run(body)
+
+
+def test_many_messages_whose_works_are_dropped(worlds):
+    def body(comm):
+        if comm.rank == 0:
+            for number in range(300):
+                comm.isend(torch.full((100,), float(number)), 1)
+        else:
+            for number in range(300):
+                got = torch.zeros(100)
+                comm.recv(got, 0)
+                assert torch.equal(got, torch.full((100,), float(number)))
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_size_mismatch_spares_the_communicator(worlds):
+    def body(comm):
+        if comm.rank == 0:
+            comm.send(torch.ones(4), 1)
+            comm.send(torch.ones(4), 1)
+        else:
+            with pytest.raises(
+                MismatchError, match=r"recv on rank 1 of 2: expected .*20 bytes.*16"
+            ):
+                comm.recv(torch.zeros(5), 0)
+            work = comm.irecv(torch.zeros(3), 0)
+            with pytest.raises(MismatchError, match="12 bytes, got 16 from rank 0"):
+                work.wait()
+            assert isinstance(work.exception(), MismatchError)
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_bad_arguments(worlds):
+    def body(comm):
+        tensor = torch.ones(2)
+        for call in (comm.send, comm.isend, comm.recv, comm.irecv):
+            for peer in (comm.rank, -1, 2, True, "0"):
+                with pytest.raises(ArgumentError, match="on rank"):
+                    call(tensor, peer)
+            with pytest.raises(ArgumentError, match="tag: expected"):
+                call(tensor, 1 - comm.rank, -1)
+            with pytest.raises(ArgumentError, match="expected a tensor, got list"):
+                call([1.0], 1 - comm.rank)
+        comm.barrier()
+
+    worlds(2).run(body)

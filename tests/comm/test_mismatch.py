@@ -1,0 +1,92 @@
+"""Two ranks that make different calls: both are named, on every rank."""
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import MismatchError
+
+ReduceOp = torch.distributed.ReduceOp
+T = torch.ones
+
+# What rank 0 calls, what rank 1 calls, and what the message must say of each.
+CASES = {
+    "collective": (
+        lambda c: c.all_reduce(T(64)),
+        lambda c: c.all_gather_into_tensor(T(128), T(64)),
+        ("all_reduce", "all_gather"),
+    ),
+    "size": (lambda c: c.all_reduce(T(64)), lambda c: c.all_reduce(T(65)), ("256", "260")),
+    "large size": (
+        lambda c: c.all_reduce(T(100_000)),
+        lambda c: c.all_reduce(T(3)),
+        ("400000", "12"),
+    ),
+    "dtype": (
+        lambda c: c.all_reduce(T(64)),
+        lambda c: c.all_reduce(T(64).int()),
+        ("float32", "int32"),
+    ),
+    "op": (
+        lambda c: c.all_reduce(T(64)),
+        lambda c: c.all_reduce(T(64), ReduceOp.MAX),
+        ("SUM", "MAX"),
+    ),
+    "root": (
+        lambda c: c.broadcast(T(64), 0),
+        lambda c: c.broadcast(T(64), 1),
+        ("root 0", "root 1"),
+    ),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(T(64)), ("barrier", "all_reduce")),
+    "scatter size": (
+        lambda c: c.reduce_scatter_tensor(T(64), T(128)),
+        lambda c: c.reduce_scatter_tensor(T(32), T(64)),
+        ("512", "256"),
+    ),
+    "algorithm": (
+        lambda c: c.all_reduce(T(64), algorithm="ring"),
+        lambda c: c.all_reduce(T(64), algorithm="direct"),
+        ("ring", "direct"),
+    ),
+    "all_to_all sizes": (
+        lambda c: c.all_to_all_single(T(6), T(5), [1, 5], [1, 4]),
+        lambda c: c.all_to_all_single(T(6), T(6), [3, 3], [3, 3]),
+        ("all_to_all", "rank"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_calls_are_named(case):
+    first, second, words = CASES[case]
+    world = ringcomm.local_world(2, timeout=30)
+    seen = []
+
+    def body(comm):
+        with pytest.raises(MismatchError) as raised:
+            (first, second)[comm.rank](comm)
+            # A rank that only sends learns it from its next call.
+            comm.barrier()
+        seen.append(str(raised.value))
+        with pytest.raises(ringcomm.AbortedError, match=r"First fault: MismatchError"):
+            comm.barrier()
+
+    world.run(body)
+    world.close()
+    for text in seen:
+        assert all(word in text for word in words), text
+        assert "Rank 0 called" in text or "Rank 1 called" in text
+        assert "build a new one" in text
+    with ringcomm.local_world(2, timeout=30) as fresh:
+        fresh.run(lambda comm: comm.barrier())
+
+
+def test_mismatch_among_many_reaches_all():
+    world = ringcomm.local_world(5, timeout=30)
+
+    def body(comm):
+        with pytest.raises(MismatchError, match=r"[Rr]ank 3 called"):
+            comm.all_reduce(T(100 if comm.rank == 3 else 50))
+
+    world.run(body)
+    world.close()
