@@ -40,10 +40,10 @@ FULL = Programme(
     sizes_bytes=(4 * KIB, MIB, 64 * MIB),
     cell_s=0.3,
     contests=(
-        contest(ModelConfig(64, 2, 2, CONTEXT), steps_per_block=20, blocks=15, limit_s=8),
-        contest(ModelConfig(128, 4, 4, CONTEXT), steps_per_block=8, blocks=15, limit_s=9),
-        contest(ModelConfig(256, 4, 4, CONTEXT), steps_per_block=3, blocks=15, limit_s=9),
-        contest(ModelConfig(512, 6, 8, CONTEXT), steps_per_block=1, blocks=11, limit_s=12),
+        contest(ModelConfig(64, 2, 2, CONTEXT), steps_per_block=20, blocks=15, limit_s=6),
+        contest(ModelConfig(128, 4, 4, CONTEXT), steps_per_block=8, blocks=15, limit_s=7),
+        contest(ModelConfig(256, 4, 4, CONTEXT), steps_per_block=3, blocks=15, limit_s=7),
+        contest(ModelConfig(512, 6, 8, CONTEXT), steps_per_block=1, blocks=11, limit_s=11),
     ),
 )
 QUICK = Programme(
