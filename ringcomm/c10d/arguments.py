@@ -17,12 +17,13 @@ from torch.nn import Parameter
 
 from ringcomm.errors import ArgumentError, UnsupportedError
 
-__all__ = ["explicit_timeout", "in_memory", "in_memory_all", "options", "single"]
+__all__ = ["UNSET_TIMEOUT", "in_memory", "in_memory_all", "options", "single"]
 
 _Options = TypeVar("_Options")
 
-# What an options object says when the caller gave no timeout, and when the caller wants none.
-_UNSET = timedelta(milliseconds=-1)
+# What an options object says when the caller gave no timeout.
+UNSET_TIMEOUT = timedelta(milliseconds=-1)
+
 _PLAIN = frozenset({Tensor, Parameter})
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -51,12 +52,6 @@ def options(kind: type[_Options], given: Any, timeout: timedelta | None, **field
     return made
 
 
-def explicit_timeout(opts: Any) -> timedelta | None:
-    """The timeout that the caller gave with this one call, or None for the group's own."""
-    timeout: timedelta = opts.timeout
-    return None if timeout == _UNSET else timeout
-
-
 def single(tensors: Any, operation: str) -> Tensor:
     """The one tensor of a list, as every CPU backend of torch takes it.
 
@@ -70,7 +65,8 @@ def single(tensors: Any, operation: str) -> Tensor:
             f"{operation}: expected one tensor per rank, got {len(tensors)}; call it once per "
             "tensor, or use the coalesced form"
         )
-    return in_memory(tensors[0], operation)
+    tensor = tensors[0]
+    return tensor if type(tensor) in _PLAIN else _unwrapped(tensor, operation)
 
 
 def in_memory(tensor: Tensor, operation: str) -> Tensor:

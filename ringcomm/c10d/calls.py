@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
-from ringcomm.c10d.arguments import explicit_timeout
-from ringcomm.c10d.work import CompletedWork, PendingWork
+from ringcomm.c10d.arguments import UNSET_TIMEOUT
+from ringcomm.c10d.work import PendingWork, completed
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work as CommunicatorWork
 
 __all__ = ["Calls", "op_of"]
+
+_Method = Callable[..., CommunicatorWork | None]
 
 _OPS = {
     hash(ReduceOp(op)): op
@@ -30,8 +32,6 @@ _OPS = {
     )
 }
 
-_Call = Callable[[bool], "CommunicatorWork | None"]
-
 
 def op_of(opts: Any) -> Any:
     """The op of an options object, as the constant of ``ReduceOp`` where it is one.
@@ -43,6 +43,21 @@ def op_of(opts: Any) -> Any:
     return _OPS.get(hash(op), op)
 
 
+_OPS = {
+    hash(ReduceOp(op)): op
+    for op in (
+        ReduceOp.SUM,
+        ReduceOp.AVG,
+        ReduceOp.PRODUCT,
+        ReduceOp.MIN,
+        ReduceOp.MAX,
+        ReduceOp.BAND,
+        ReduceOp.BOR,
+        ReduceOp.BXOR,
+    )
+}
+
+
 class Calls:
     """Mixin of the process group: what all its collectives share."""
 
@@ -50,22 +65,22 @@ class Calls:
     _sequence: int
     _coalescing: list[Work] | None
 
-    def _run(self, opts: Any, tensors: list[Tensor], name: str, call: _Call) -> Work:
+    def _run(self, opts: Any, tensors: list[Tensor], method: _Method, *args: Any) -> Work:
         """Runs one collective as its options say.
 
         Args:
             opts: with ``asyncOp`` and ``timeout``.
             tensors: the outputs, for the work's result and future.
-            name: of the operation, for messages.
-            call: issues it on the communicator, asynchronously when given True.
+            method: of the communicator; its last argument asks for an asynchronous call.
+            args: its arguments but the last.
         """
         self._sequence += 1
-        timeout = explicit_timeout(opts)
-        if timeout is not None:
-            return self._submit(opts, tensors, name, call, timeout)
-        inner = call(opts.asyncOp)
+        timeout = opts.timeout
+        if timeout != UNSET_TIMEOUT:
+            return self._submit(opts, tensors, method.__name__, lambda: method(*args), timeout)
+        inner = method(*args, opts.asyncOp)
         if inner is None:
-            return CompletedWork(tensors)
+            return completed(tensors)
         return self._pending(inner, tensors)
 
     def _submit(
@@ -73,20 +88,28 @@ class Calls:
         opts: Any,
         tensors: list[Tensor],
         name: str,
-        call: _Call,
+        calls: Callable[[], Any],
         timeout: timedelta | None = None,
     ) -> Work:
-        """As :meth:`_run`, but ``call`` may be several calls, or have a timeout of its own."""
+        """Runs ``calls``, which calls the communicator synchronously, as one of its calls.
+
+        Args:
+            opts: with ``asyncOp``.
+            tensors: the outputs.
+            name: of the operation, for messages.
+            calls: runs on the communicator's worker thread.
+            timeout: of each call in it; None takes the group's.
+        """
 
         def run() -> list[Tensor]:
-            call(False)
+            calls()
             return tensors
 
         inner = self._communicator.submit(run, name, timeout=timeout)
         if opts.asyncOp:
             return self._pending(inner, tensors)
         inner.wait()
-        return CompletedWork(tensors)
+        return completed(tensors)
 
     def _pending(self, inner: CommunicatorWork, tensors: list[Tensor]) -> Work:
         work = PendingWork(inner, tensors)

@@ -17,7 +17,7 @@ from ringcomm.c10d.arguments import (
 )
 from ringcomm.c10d.calls import op_of
 from ringcomm.c10d.collectives import Collectives
-from ringcomm.c10d.work import CompletedWork, WorkGroup
+from ringcomm.c10d.work import WorkGroup, completed
 from ringcomm.errors import ArgumentError
 
 __all__ = ["CoalescedCollectives"]
@@ -30,10 +30,7 @@ class CoalescedCollectives(Collectives):
         opts = options(AllreduceCoalescedOptions, opts, None)
         tensors = in_memory_all(tensors, "allreduce_coalesced")
         return self._run(
-            opts,
-            tensors,
-            "allreduce_coalesced",
-            lambda later: self._communicator.all_reduce_coalesced(tensors, op_of(opts), later),
+            opts, tensors, self._communicator.all_reduce_coalesced, tensors, op_of(opts)
         )
 
     def allgather_coalesced(
@@ -49,7 +46,7 @@ class CoalescedCollectives(Collectives):
                 f"got {[len(tensors) for tensors in lists]}"
             )
 
-        def each(_: bool) -> None:
+        def each() -> None:
             for index, tensor in enumerate(given):
                 self._communicator.all_gather([outputs[index] for outputs in lists], tensor)
 
@@ -62,12 +59,7 @@ class CoalescedCollectives(Collectives):
         opts = options(AllgatherOptions, opts, None)
         gathered = in_memory_all(outputs, "all_gather_single_coalesced")
         given = in_memory_all(inputs, "all_gather_single_coalesced")
-        return self._run(
-            opts,
-            gathered,
-            "all_gather_single_coalesced",
-            lambda later: self._communicator.all_gather_coalesced(gathered, given, later),
-        )
+        return self._run(opts, gathered, self._communicator.all_gather_coalesced, gathered, given)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -76,12 +68,7 @@ class CoalescedCollectives(Collectives):
         shards = in_memory_all(outputs, "reduce_scatter_single_coalesced")
         given = in_memory_all(inputs, "reduce_scatter_single_coalesced")
         return self._run(
-            opts,
-            shards,
-            "reduce_scatter_single_coalesced",
-            lambda later: self._communicator.reduce_scatter_coalesced(
-                shards, given, op_of(opts), later
-            ),
+            opts, shards, self._communicator.reduce_scatter_coalesced, shards, given, op_of(opts)
         )
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -95,7 +82,7 @@ class CoalescedCollectives(Collectives):
         if self._coalescing is None:
             raise ArgumentError("_end_coalescing: there was no _start_coalescing")
         works, self._coalescing = self._coalescing, None
-        return WorkGroup(works) if works else CompletedWork([])
+        return WorkGroup(works) if works else completed([])
 
     # The names of these methods up to torch 2.12.
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -40,33 +40,25 @@ class Collectives(Calls):
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
-        opts = options(AllreduceOptions, opts, timeout, reduceOp=op)
+        if not isinstance(opts, AllreduceOptions):
+            opts = options(AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = single(tensors, "allreduce")
         if tensor.is_sparse:
             return self._submit(
                 opts,
                 [tensor],
                 "allreduce of a sparse tensor",
-                lambda _: sparse_all_reduce(self._communicator, tensor, op_of(opts)),
+                lambda: sparse_all_reduce(self._communicator, tensor, op_of(opts)),
             )
-        return self._run(
-            opts,
-            [tensor],
-            "allreduce",
-            lambda later: self._communicator.all_reduce(tensor, op_of(opts), later),
-        )
+        return self._run(opts, [tensor], self._communicator.all_reduce, tensor, op_of(opts))
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Work:
-        opts = options(BroadcastOptions, opts, timeout, rootRank=root)
+        if not isinstance(opts, BroadcastOptions):
+            opts = options(BroadcastOptions, opts, timeout, rootRank=root)
         tensor = single(tensors, "broadcast")
-        return self._run(
-            opts,
-            [tensor],
-            "broadcast",
-            lambda later: self._communicator.broadcast(tensor, opts.rootRank, later),
-        )
+        return self._run(opts, [tensor], self._communicator.broadcast, tensor, opts.rootRank)
 
     def reduce(
         self,
@@ -77,13 +69,11 @@ class Collectives(Calls):
         *,
         root: Any = None,
     ) -> Work:
-        opts = options(ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
+        if not isinstance(opts, ReduceOptions):
+            opts = options(ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
         tensor = single(tensors, "reduce")
         return self._run(
-            opts,
-            [tensor],
-            "reduce",
-            lambda later: self._communicator.reduce(tensor, opts.rootRank, op_of(opts), later),
+            opts, [tensor], self._communicator.reduce, tensor, opts.rootRank, op_of(opts)
         )
 
     def allgather(
@@ -93,15 +83,11 @@ class Collectives(Calls):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        opts = options(AllgatherOptions, opts, timeout)
+        if not isinstance(opts, AllgatherOptions):
+            opts = options(AllgatherOptions, opts, timeout)
         given = single(input_tensors, "allgather")
         outputs = self._one_list(output_tensors, input_tensors, "allgather")
-        return self._run(
-            opts,
-            outputs,
-            "allgather",
-            lambda later: self._communicator.all_gather(outputs, given, later),
-        )
+        return self._run(opts, outputs, self._communicator.all_gather, outputs, given)
 
     @staticmethod
     def _one_list(lists: Any, tensors: Any, operation: str) -> list[Tensor]:
@@ -111,14 +97,12 @@ class Collectives(Calls):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        opts = options(AllgatherOptions, opts, timeout)
+        if not isinstance(opts, AllgatherOptions):
+            opts = options(AllgatherOptions, opts, timeout)
         gathered = in_memory(output, "all_gather_single")
         given = in_memory(input, "all_gather_single")
         return self._run(
-            opts,
-            [gathered],
-            "all_gather_single",
-            lambda later: self._communicator.all_gather_into_tensor(gathered, given, later),
+            opts, [gathered], self._communicator.all_gather_into_tensor, gathered, given
         )
 
     def gather(
@@ -130,17 +114,18 @@ class Collectives(Calls):
         *,
         root: Any = None,
     ) -> Work:
-        opts = options(GatherOptions, opts, timeout, rootRank=root)
+        if not isinstance(opts, GatherOptions):
+            opts = options(GatherOptions, opts, timeout, rootRank=root)
         given = single(input_tensors, "gather")
         is_root = opts.rootRank == self._communicator.rank
         outputs = self._one_list(output_tensors, input_tensors, "gather") if is_root else []
         return self._run(
             opts,
             outputs,
-            "gather",
-            lambda later: self._communicator.gather(
-                given, outputs if is_root else None, opts.rootRank, later
-            ),
+            self._communicator.gather,
+            given,
+            outputs if is_root else None,
+            opts.rootRank,
         )
 
     def scatter(
@@ -152,16 +137,12 @@ class Collectives(Calls):
         *,
         root: Any = None,
     ) -> Work:
-        opts = options(ScatterOptions, opts, timeout, rootRank=root)
+        if not isinstance(opts, ScatterOptions):
+            opts = options(ScatterOptions, opts, timeout, rootRank=root)
         output = single(output_tensors, "scatter")
         is_root = opts.rootRank == self._communicator.rank
         given = self._one_list(input_tensors, output_tensors, "scatter") if is_root else None
-        return self._run(
-            opts,
-            [output],
-            "scatter",
-            lambda later: self._communicator.scatter(output, given, opts.rootRank, later),
-        )
+        return self._run(opts, [output], self._communicator.scatter, output, given, opts.rootRank)
 
     def reduce_scatter(
         self,
@@ -172,14 +153,12 @@ class Collectives(Calls):
         *,
         op: Any = None,
     ) -> Work:
-        opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
+        if not isinstance(opts, ReduceScatterOptions):
+            opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         output = single(output_tensors, "reduce_scatter")
         given = self._one_list(input_tensors, output_tensors, "reduce_scatter")
         return self._run(
-            opts,
-            [output],
-            "reduce_scatter",
-            lambda later: self._communicator.reduce_scatter(output, given, op_of(opts), later),
+            opts, [output], self._communicator.reduce_scatter, output, given, op_of(opts)
         )
 
     def reduce_scatter_single(
@@ -191,16 +170,12 @@ class Collectives(Calls):
         *,
         op: Any = None,
     ) -> Work:
-        opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
+        if not isinstance(opts, ReduceScatterOptions):
+            opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         shard = in_memory(output, "reduce_scatter_single")
         given = in_memory(input, "reduce_scatter_single")
         return self._run(
-            opts,
-            [shard],
-            "reduce_scatter_single",
-            lambda later: self._communicator.reduce_scatter_tensor(
-                shard, given, op_of(opts), later
-            ),
+            opts, [shard], self._communicator.reduce_scatter_tensor, shard, given, op_of(opts)
         )
 
     def alltoall(
@@ -210,15 +185,11 @@ class Collectives(Calls):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        opts = options(AllToAllOptions, opts, timeout)
+        if not isinstance(opts, AllToAllOptions):
+            opts = options(AllToAllOptions, opts, timeout)
         outputs = in_memory_all(output_tensors, "alltoall")
         given = in_memory_all(input_tensors, "alltoall")
-        return self._run(
-            opts,
-            outputs,
-            "alltoall",
-            lambda later: self._communicator.all_to_all(outputs, given, later),
-        )
+        return self._run(opts, outputs, self._communicator.all_to_all, outputs, given)
 
     def all_to_all_single(
         self,
@@ -229,21 +200,24 @@ class Collectives(Calls):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        opts = options(AllToAllOptions, opts, timeout)
+        if not isinstance(opts, AllToAllOptions):
+            opts = options(AllToAllOptions, opts, timeout)
         received = in_memory(output, "all_to_all_single")
         given = in_memory(input, "all_to_all_single")
         return self._run(
             opts,
             [received],
-            "all_to_all_single",
-            lambda later: self._communicator.all_to_all_single(
-                received, given, output_split_sizes or None, input_split_sizes or None, later
-            ),
+            self._communicator.all_to_all_single,
+            received,
+            given,
+            output_split_sizes or None,
+            input_split_sizes or None,
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        opts = options(BarrierOptions, opts, timeout)
-        return self._run(opts, [], "barrier", self._communicator.barrier)
+        if not isinstance(opts, BarrierOptions):
+            opts = options(BarrierOptions, opts, timeout)
+        return self._run(opts, [], self._communicator.barrier)
 
     # The names of these methods up to torch 2.12.
     _allgather_base = all_gather_single

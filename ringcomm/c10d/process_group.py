@@ -42,7 +42,8 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
     supports_time_estimate = False
 
     def __init__(self, store: Store, communicator: Communicator) -> None:
-        super().__init__(communicator.rank, communicator.world_size)
+        # The constructor with a store makes a group that cannot be subclassed in Python.
+        super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]
         self._store = store
         self._communicator = communicator
         self._rank: int = communicator.rank
