@@ -63,7 +63,8 @@ class Heap:
     @property
     def token(self) -> int: ...
     @property
-    def huge_pages(self) -> bool: ...
+    def huge_bytes(self) -> int:
+        """Bytes of the heap that huge pages back so far."""
 
 class PeerHeap:
     """A peer process's heap, mapped here until the object dies."""

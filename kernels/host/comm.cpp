@@ -35,7 +35,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
       layout_{config.world, 1, config.slots, config.segment_bytes},
       waiter_(pause_policy(config.world)) {
   RetiredRegions::instance().reclaim();
-  region_ = heap_->allocate(layout_.region_bytes());
+  region_ = heap_->allocate(layout_.region_bytes(), Heap::Purpose::kRegion);
   char* mine = heap_->base() + region_;
   // The block may have held a tensor. Slots need no clearing: no epoch points at them yet.
   std::memset(mine, 0, layout_.staging_offset());
@@ -94,7 +94,7 @@ Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Bo
   if (!connected_ || aborted()) return Status::kAborted;
   id.sequence = ++view_.control(view_.rank)->sequence;
   SoloTeam team{{&waiter_}};
-  HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes, view_.world};
+  HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes};
   E e{team, view_, ops, id, factor};
   return body(e);
 }

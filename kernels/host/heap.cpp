@@ -18,7 +18,16 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kSmallAlign = 256;          // tensors below kPageAlignFrom
 constexpr uint64_t kPageAlignFrom = 64 << 10;  // above, whole pages
-constexpr uint64_t kCommitStep = 2 << 20;      // a huge page
+constexpr uint64_t kHugePage = 2 << 20;
+
+// Tensors from here up get huge pages: 64 MiB reduce-scatter of heap tensors on Zen 4 is 1.4 times
+// as fast with them (4.6 ms against 6.5 ms), while tensors that fit the second-level TLB gain
+// nothing.
+constexpr uint64_t kHugeFrom = 4 << 20;
+
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // Linux 6.1
+#endif
 
 uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
@@ -48,14 +57,6 @@ uint64_t available_bytes() {
   return std::min(machine, limit > used ? limit - used : 0);
 }
 
-bool shared_memory_has_huge_pages() {
-  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
-  std::string word;
-  while (file >> word)
-    if (word.front() == '[') return word != "[never]" && word != "[deny]";
-  return false;
-}
-
 int open_backing(const std::string& directory) {
   const int fd = directory.empty()
                      ? memfd_create("ringcomm-heap", MFD_CLOEXEC)
@@ -73,7 +74,17 @@ int open_backing(const std::string& directory) {
 }  // namespace
 
 Mapping::Mapping(int fd, uint64_t bytes) : fd_(fd), bytes_(bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  // The kernel aligns a mapping to huge pages only under some settings: reserve more and align
+  // here.
+  reserved_bytes_ = round_up(bytes, kHugePage) + kHugePage;
+  reserved_ =
+      mmap(nullptr, reserved_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* p = MAP_FAILED;
+  if (reserved_ != MAP_FAILED) {
+    const uint64_t aligned = round_up(reinterpret_cast<uintptr_t>(reserved_), kHugePage);
+    p = mmap(reinterpret_cast<void*>(aligned), bytes, PROT_READ | PROT_WRITE,
+             MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0);
+  }
   if (p == MAP_FAILED) {
     const int code = errno;
     close(fd);
@@ -83,7 +94,7 @@ Mapping::Mapping(int fd, uint64_t bytes) : fd_(fd), bytes_(bytes) {
 }
 
 Mapping::~Mapping() {
-  munmap(base_, bytes_);
+  munmap(reserved_, reserved_bytes_);
   close(fd_);
 }
 
@@ -99,8 +110,8 @@ void Allocator::insert_free(uint64_t offset, uint64_t bytes) {
   by_size_.insert({bytes, offset});
 }
 
-uint64_t Allocator::allocate(uint64_t bytes) {
-  const uint64_t need = rounded(bytes), align = bytes >= kPageAlignFrom ? kPage : kSmallAlign;
+uint64_t Allocator::allocate(uint64_t bytes, uint64_t align) {
+  const uint64_t need = rounded(bytes);
   for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
     const auto [size, offset] = *it;
     const uint64_t begin = round_up(offset, align);
@@ -151,12 +162,11 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory)
                     "cannot size shared memory to " + mib(bytes) + ": " + std::strerror(code));
   }
   mapping_ = std::make_unique<Mapping>(fd, bytes);
-  // Only a request: the kernel's shmem_enabled (or the mount's huge= option) decides.
-  huge_pages_ = madvise(base(), bytes, MADV_HUGEPAGE) == 0 && shared_memory_has_huge_pages();
+  huge_.resize(bytes / kHugePage);
   if (getrandom(&token_, sizeof(token_), 0) != sizeof(token_))
     throw HeapError(errno, "getrandom failed");
   token_ >>= 1;
-  allocate(sizeof(token_));  // the first block, never freed: offset 0
+  allocate(sizeof(token_), Purpose::kRegion);  // the first block, never freed: offset 0
   std::memcpy(base(), &token_, sizeof(token_));
 }
 
@@ -164,7 +174,7 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory)
 // memory with the OOM killer: both are asked here, before any tensor is handed out.
 void Heap::commit(uint64_t end) {
   if (end <= committed_) return;
-  const uint64_t target = std::min(round_up(end, kCommitStep), capacity_bytes()),
+  const uint64_t target = std::min(round_up(end, kHugePage), capacity_bytes()),
                  growth = target - committed_;
   if (directory_.empty()) {
     const uint64_t available = available_bytes();
@@ -182,9 +192,24 @@ void Heap::commit(uint64_t end) {
   committed_ = target;
 }
 
-uint64_t Heap::allocate(uint64_t bytes) {
+// Asks for huge pages on the whole 2 MiB pages of a block that is about to be handed out.
+// MADV_COLLAPSE grants them even where shmem_enabled says "never"; it wants at least one small page
+// to be present. A kernel that refuses leaves small pages, which work as well.
+void Heap::take_huge_pages(uint64_t begin, uint64_t end) {
+  for (uint64_t i = round_up(begin, kHugePage) / kHugePage; i < end / kHugePage; ++i) {
+    if (huge_[i]) continue;
+    char* page = base() + i * kHugePage;
+    static_cast<void>(*static_cast<volatile char*>(page));
+    if (madvise(page, kHugePage, MADV_COLLAPSE) != 0) return;
+    huge_[i] = true;
+  }
+}
+
+uint64_t Heap::allocate(uint64_t bytes, Purpose purpose) {
   const std::lock_guard lock(mutex_);
-  const uint64_t offset = allocator_.allocate(bytes);
+  const bool huge = purpose == Purpose::kTensor && bytes >= kHugeFrom;
+  const uint64_t align = huge ? kHugePage : bytes >= kPageAlignFrom ? kPage : kSmallAlign;
+  const uint64_t offset = allocator_.allocate(bytes, align);
   if (offset == Allocator::kNone)
     throw HeapError(ENOSPC, "a block of " + std::to_string(bytes) +
                                 " bytes does not fit into the heap of " + mib(capacity_bytes()) +
@@ -193,6 +218,7 @@ uint64_t Heap::allocate(uint64_t bytes) {
                                 std::to_string(allocator_.largest_free_bytes()) + " bytes");
   try {
     commit(offset + Allocator::rounded(bytes));
+    if (huge) take_huge_pages(offset, offset + Allocator::rounded(bytes));
   } catch (...) {
     allocator_.free(offset);
     throw;
@@ -220,6 +246,11 @@ uint64_t Heap::largest_free_bytes() const {
   return allocator_.largest_free_bytes();
 }
 
+uint64_t Heap::huge_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return uint64_t(std::count(huge_.begin(), huge_.end(), true)) * kHugePage;
+}
+
 bool Heap::contains(const void* ptr, uint64_t bytes) const {
   const uint64_t offset = uint64_t(static_cast<const char*>(ptr) - base());
   return offset < capacity_bytes() && bytes <= capacity_bytes() - offset;
@@ -242,7 +273,6 @@ std::unique_ptr<Mapping> map_peer_heap(int pid, int fd, uint64_t capacity_bytes,
                                 std::to_string(capacity_bytes));
   }
   auto mapping = std::make_unique<Mapping>(peer, capacity_bytes);
-  madvise(mapping->base(), capacity_bytes, MADV_HUGEPAGE);
   uint64_t found = 0;
   std::memcpy(&found, mapping->base(), sizeof(found));
   if (found != token)

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace ringcomm::host {
 
@@ -19,7 +20,7 @@ struct HeapError : std::runtime_error {
   int code;
 };
 
-// A shared mapping of a file, closed and unmapped together.
+// A shared mapping of a file, aligned for huge pages, closed and unmapped together.
 class Mapping {
  public:
   Mapping(int fd, uint64_t bytes);
@@ -34,6 +35,8 @@ class Mapping {
   int fd_;
   uint64_t bytes_;
   char* base_;
+  void* reserved_;
+  uint64_t reserved_bytes_;
 };
 
 // Best fit with immediate coalescing over one range of addresses. Best fit's worst case needs
@@ -43,7 +46,7 @@ class Allocator {
  public:
   explicit Allocator(uint64_t bytes);
   static constexpr uint64_t kNone = ~uint64_t(0);
-  uint64_t allocate(uint64_t bytes);  // offset, or kNone
+  uint64_t allocate(uint64_t bytes, uint64_t align);  // offset, or kNone
   void free(uint64_t offset);
   uint64_t used_bytes() const { return used_; }
   uint64_t largest_free_bytes() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
@@ -63,8 +66,9 @@ class Heap {
   // is an unnamed file (O_TMPFILE).
   Heap(uint64_t capacity_bytes, const std::string& directory);
 
-  // Offset of a block of at least `bytes`; throws HeapError.
-  uint64_t allocate(uint64_t bytes);
+  // Offset of a block of at least `bytes`; throws HeapError. Large tensors get huge pages.
+  enum class Purpose { kTensor, kRegion };
+  uint64_t allocate(uint64_t bytes, Purpose purpose);
   void free(uint64_t offset);
 
   char* base() const { return mapping_->base(); }
@@ -74,18 +78,19 @@ class Heap {
   uint64_t committed_bytes() const;
   uint64_t used_bytes() const;
   uint64_t largest_free_bytes() const;
-  bool huge_pages() const { return huge_pages_; }
+  uint64_t huge_bytes() const;  // backed by huge pages so far
   bool contains(const void* ptr, uint64_t bytes) const;
 
  private:
   void commit(uint64_t end);
+  void take_huge_pages(uint64_t begin, uint64_t end);
   std::string directory_;
   std::unique_ptr<Mapping> mapping_;
   mutable std::mutex mutex_;
   Allocator allocator_;
   uint64_t committed_ = 0;
   uint64_t token_ = 0;
-  bool huge_pages_ = false;
+  std::vector<bool> huge_;  // by 2 MiB of the heap: asked for and granted
 };
 
 // A peer process's heap, opened through /proc/<pid>/fd/<fd>: no name in a file system, no socket,

@@ -36,7 +36,7 @@ struct Block {
   std::shared_ptr<Heap> heap;
   uint64_t offset, bytes;
   Block(std::shared_ptr<Heap> h, uint64_t size)
-      : heap(std::move(h)), offset(heap->allocate(size)), bytes(size) {}
+      : heap(std::move(h)), offset(heap->allocate(size, Heap::Purpose::kTensor)), bytes(size) {}
   ~Block() { heap->free(offset); }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
@@ -171,7 +171,7 @@ void bind_heap(nb::module_& m) {
       .def_prop_ro("used_bytes", &Heap::used_bytes)
       .def_prop_ro("largest_free_bytes", &Heap::largest_free_bytes)
       .def_prop_ro("token", &Heap::token)
-      .def_prop_ro("huge_pages", &Heap::huge_pages);
+      .def_prop_ro("huge_bytes", &Heap::huge_bytes);
   nb::class_<Block>(m, "Block", nb::type_slots(kBlockSlots))
       .def_prop_ro(
           "ptr",
@@ -355,6 +355,8 @@ void bind_comm(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // The process's heap lives as long as the process: what nanobind would report is meant.
+  nb::set_leak_warnings(false);
   Waiter::interrupt_hook = &interrupted;
   nb::dict dtypes, ops, algorithms;
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;

@@ -50,7 +50,7 @@ PausePolicy pause_policy(int ranks_on_node) {
   // 2 ranks on 2 cores, Zen 4: 3000 polls with a pause are about 30 us, longer than any hop of a
   // small message and shorter than a time slice. With more ranks than cores the awaited rank may be
   // the one that this spin keeps off the core.
-  if (ranks_on_node <= cores) return {3000, 400};
+  if (ranks_on_node <= cores) return {3000, 4000};
   return {20, 2000};
 }
 

@@ -11,14 +11,18 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Copies piece `j` of what `sender` shares to its place in `dst`.
+// Copies piece `j` of what `sender` shares to its place in `dst`; peer_reads: that place was a
+// peer's source a moment ago.
 template <class E>
-Status collect_piece(E& e, int sender, Span dst, uint32_t j) {
+Status collect_piece(E& e, int sender, Span dst, uint32_t j, bool peer_reads) {
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
   const uint64_t bytes = item_length(dst.bytes, e.segment_bytes(), j);
   const char* data = nullptr;
   RC_RETURN_IF_FAILED(e.receive(Stream::kShared, sender, dst.bytes, begin, bytes, &data));
-  e.ops.copy_out(e.team, dst.ptr + begin, data, bytes);
+  if (peer_reads)
+    e.ops.copy_shared(e.team, dst.ptr + begin, data, bytes);
+  else
+    e.ops.copy_private(e.team, dst.ptr + begin, data, bytes);
   e.team.sync();
   e.release(Stream::kShared, sender, dst.bytes, begin + bytes);
   return Status::kOk;
@@ -58,13 +62,13 @@ Status share_piece(E& e, const Sharing& plan, Span input, Span own_output, uint3
   if (j < plan.items) {
     char* slot = nullptr;
     RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
-    if (!plan.zero_copy) e.ops.copy_to_slot(e.team, slot, input.ptr + begin, bytes);
+    if (!plan.zero_copy) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
     const uint64_t item_bytes = plan.zero_copy ? plan.source.bytes : e.segment_bytes();
     e.publish_shared(j, slot, e.header(plan.source, plan.zero_copy, item_bytes));
   }
   // The piece is still in the cache from the copy into the slot.
   if (!plan.copy_first && own_output.ptr != nullptr && own_output.ptr != input.ptr && bytes > 0)
-    e.ops.copy_out(e.team, own_output.ptr + begin, input.ptr + begin, bytes);
+    e.ops.copy_private(e.team, own_output.ptr + begin, input.ptr + begin, bytes);
   return Status::kOk;
 }
 
@@ -84,7 +88,7 @@ Status share_direct(E& e, Span whole_input, const Chunks& out, int root) {
     e.begin_receive(Stream::kShared, p);
   }
   e.team.sync();
-  if (plan.copy_first) e.ops.copy_out(e.team, own.ptr, input.ptr, input.bytes);
+  if (plan.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
 
   for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
     if (shares && j < e.pieces(input.bytes))
@@ -95,7 +99,7 @@ Status share_direct(E& e, Span whole_input, const Chunks& out, int root) {
       if (root >= 0 && root != p) continue;
       const Span dst = e.slice(out.get(p));
       if (j - kLookahead < e.pieces(dst.bytes))
-        RC_RETURN_IF_FAILED(collect_piece(e, p, dst, j - kLookahead));
+        RC_RETURN_IF_FAILED(collect_piece(e, p, dst, j - kLookahead, false));
     }
   }
   for (int d = 1; d < e.world(); ++d) {
@@ -110,7 +114,7 @@ Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
   const int world = e.world(), next = ring_next(e.rank(), world), prev = ring_prev(e.rank(), world);
   const uint64_t segment = e.segment_bytes();
   const Span input = e.slice(whole_input), own = e.slice(out.get(e.rank()));
-  if (own.ptr != input.ptr) e.ops.copy_out(e.team, own.ptr, input.ptr, input.bytes);
+  if (own.ptr != input.ptr) e.ops.copy_private(e.team, own.ptr, input.ptr, input.bytes);
   e.team.sync();
   if (world == 1) return Status::kOk;
   const uint32_t rounds = e.pieces(e.slice(out.get(0)).bytes), hops = world - 1,
@@ -133,11 +137,11 @@ Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
         if (item == 0 && e.team.lane() == 0)
           *reinterpret_cast<CallHeader*>(slot) =
               e.header(Span{nullptr, stream_bytes}, false, segment);
-        e.ops.copy_to_slot(e.team, slot + kHeaderBytes, data, bytes);
+        e.ops.copy_shared(e.team, slot + kHeaderBytes, data, bytes);
         e.publish_item(Stream::kPair, next, item);
       }
       if (t == 0) continue;
-      e.ops.copy_out(e.team, chunk.ptr + begin, data, bytes);
+      e.ops.copy_private(e.team, chunk.ptr + begin, data, bytes);
       e.team.sync();
       e.release(Stream::kPair, prev, stream_bytes, uint64_t(item) * segment);
     }

@@ -23,7 +23,7 @@ Status all_reduce_one_hop(E& e, Span in, char* out) {
   char* const result = out + (mine.ptr - in.ptr);
   e.team.sync();
   RC_RETURN_IF_FAILED(e.acquire_shared(0, &slot));
-  e.ops.copy_to_slot(e.team, slot, mine.ptr, mine.bytes);
+  e.ops.copy_shared(e.team, slot, mine.ptr, mine.bytes);
   e.publish_shared(0, slot, e.header(mine, false, e.segment_bytes()));
   for (int d = 1; d < e.world(); ++d) {
     const int p = e.peer_at(d);
@@ -36,7 +36,7 @@ Status all_reduce_one_hop(E& e, Span in, char* out) {
     e.factors()[e.rank()] = e.factor;
   }
   e.team.sync();
-  e.ops.reduce(e.team, result, e.sources(), e.factors(), e.world(), mine.bytes, e.world());
+  e.ops.reduce(e.team, result, e.sources(), e.factors(), e.world(), mine.bytes, e.world(), false);
   e.team.sync();
   for (int d = 1; d < e.world(); ++d) {
     e.release(Stream::kShared, e.peer_at(d), mine.bytes, mine.bytes);
@@ -56,10 +56,10 @@ Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
   char* slot = nullptr;
   RC_RETURN_IF_FAILED(e.acquire_shared(i, &slot));
   char* dst = zero_copy ? result.ptr + begin : slot;
-  e.ops.reduce(e.team, dst, e.sources(), e.factors(), e.world(), bytes, e.world());
+  e.ops.reduce(e.team, dst, e.sources(), e.factors(), e.world(), bytes, e.world(), true);
   release_sources(e, mine, begin + bytes);
   e.publish_shared(i, slot, e.header(result, zero_copy, e.segment_bytes()));
-  if (!zero_copy) e.ops.copy_out(e.team, result.ptr + begin, slot, bytes);
+  if (!zero_copy) e.ops.copy_private(e.team, result.ptr + begin, slot, bytes);
   return Status::kOk;
 }
 
@@ -87,7 +87,8 @@ Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
     for (int d = 1; d < e.world(); ++d) {
       const Span dst = e.slice(out.get(e.peer_at(d)));
       if (j - 2 * kLookahead < e.pieces(dst.bytes))
-        RC_RETURN_IF_FAILED(collect_piece(e, e.peer_at(d), dst, j - 2 * kLookahead));
+        RC_RETURN_IF_FAILED(
+            collect_piece(e, e.peer_at(d), dst, j - 2 * kLookahead, e.zero_copy(result)));
     }
   }
   for (int d = 1; d < e.world(); ++d) {

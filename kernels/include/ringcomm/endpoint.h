@@ -3,10 +3,11 @@
 // for an item and find its data), release (acknowledge what was read).
 //
 // Ops is what moves and reduces bytes, with all lanes of the team:
-//   void copy_to_slot(Team&, void* dst, const void* src, uint64_t bytes)   soon read by a peer
-//   void copy_out(Team&, void* dst, const void* src, uint64_t bytes)       a result of the call
-//   void reduce(Team&, void* dst, const void* const* sources, const double* factors, int count,
-//               uint64_t bytes, int finish_world)
+//   void copy_shared(Team&, void* dst, const void* src, uint64_t bytes)    dst: peers read it
+//   void copy_private(Team&, void* dst, const void* src, uint64_t bytes)   dst: a result of the
+//   call void reduce(Team&, void* dst, const void* const* sources, const double* factors, int
+//   count,
+//               uint64_t bytes, int finish_world, bool shared)             shared: peers read dst
 #pragma once
 
 #include "ringcomm/schedule.h"
@@ -89,7 +90,7 @@ struct Endpoint {
       *reinterpret_cast<CallHeader*>(slot) = header(span, in_heap, item_bytes);
     if (!in_heap) {
       const uint64_t begin = item * item_bytes, bytes = item_length(span.bytes, item_bytes, item);
-      ops.copy_to_slot(team, slot + kHeaderBytes, span.ptr + begin, bytes);
+      ops.copy_shared(team, slot + kHeaderBytes, span.ptr + begin, bytes);
     }
     publish_item(Stream::kPair, reader, item);
     return Status::kOk;

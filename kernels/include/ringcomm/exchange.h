@@ -25,7 +25,7 @@ Status take_piece(E& e, int sender, Span dst, uint32_t j) {
   const uint64_t bytes = item_length(dst.bytes, e.segment_bytes(), j);
   const char* data = nullptr;
   RC_RETURN_IF_FAILED(e.receive(Stream::kPair, sender, dst.bytes, begin, bytes, &data));
-  e.ops.copy_out(e.team, dst.ptr + begin, data, bytes);
+  e.ops.copy_private(e.team, dst.ptr + begin, data, bytes);
   e.team.sync();
   e.release(Stream::kPair, sender, dst.bytes, begin + bytes);
   return Status::kOk;
@@ -82,7 +82,8 @@ Status exchange_direct(E& e, const Chunks& send, const Chunks& receive, const Ed
   }
   if (edges.has(me, me)) {
     const Span from = e.slice(send.get(me)), to = e.slice(receive.get(me));
-    if (from.ptr != to.ptr && from.bytes > 0) e.ops.copy_out(e.team, to.ptr, from.ptr, from.bytes);
+    if (from.ptr != to.ptr && from.bytes > 0)
+      e.ops.copy_private(e.team, to.ptr, from.ptr, from.bytes);
   }
   return finish_exchange(e, send, edges);
 }

@@ -79,7 +79,8 @@ Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int only_root = 
     const uint64_t begin = (j - kLookahead) * segment,
                    bytes = item_length(mine.bytes, segment, j - kLookahead);
     RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
-    e.ops.reduce(e.team, result + begin, e.sources(), e.factors(), e.world(), bytes, e.world());
+    e.ops.reduce(e.team, result + begin, e.sources(), e.factors(), e.world(), bytes, e.world(),
+                 false);
     release_sources(e, mine, begin + bytes);
   }
   if (receives)
@@ -100,7 +101,7 @@ void reduce_hop(E& e, char* dst, const char* partial, const char* own, uint64_t 
   }
   e.team.sync();
   e.ops.reduce(e.team, dst, e.sources(), e.factors(), partial == nullptr ? 1 : 2, bytes,
-               finish_world);
+               finish_world, finish_world == 0);
 }
 
 template <class E>
