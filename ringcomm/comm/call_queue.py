@@ -15,6 +15,13 @@ from ringcomm.comm.work import Outputs, Work
 _Item = tuple[Callable[[], Outputs], Work]
 
 
+def _outcome(run: Callable[[], Outputs]) -> tuple[Outputs, BaseException | None]:
+    try:
+        return run(), None
+    except BaseException as error:
+        return [], error
+
+
 class CallQueue:
     """The queue and its worker thread, which starts with the first asynchronous call.
 
@@ -66,18 +73,22 @@ class CallQueue:
             del item
 
     def _run(self, run: Callable[[], Outputs], work: Work) -> None:
-        outputs: Outputs = []
-        error: BaseException | None = None
-        try:
-            with self.turn:
-                self._in_call = True
-                outputs = run()
-        except BaseException as raised:
-            error = raised
-        self._in_call = False
+        with self.turn:
+            self._in_call = True
+            ended = _outcome(run)
+            self._in_call = False
         with self._guard:
             self.pending -= 1
-        work.finish(outputs, error)
+        work.finish(*ended)
+
+    def run_now(self, run: Callable[[], Outputs], work: Work) -> None:
+        """Runs a call that was made on the worker thread, right there and ahead of the queue."""
+        if self._in_call:
+            ended = _outcome(run)
+        else:
+            with self.turn:
+                ended = _outcome(run)
+        work.finish(*ended)
 
     def stop(self, timeout_s: float = -1.0) -> bool:
         """Lets the worker end after what is queued; False if it did not within ``timeout_s``.

@@ -101,7 +101,7 @@ class Engine:
         if self._refuse is not None:
             raise self._refuse(call.name)
         if async_op:
-            return self._submit(lambda: self._execute(call), call.name)
+            return self._enqueue(lambda: self._execute(call), call.name)
         queue = self._queue
         if queue.inside_call():
             self._execute(call)
@@ -114,7 +114,7 @@ class Engine:
             with queue.turn:
                 self._execute(call)
         else:
-            self._submit(lambda: self._execute(call), call.name).wait()
+            self._enqueue(lambda: self._execute(call), call.name).wait()
         return None
 
     def _execute(self, call: Call) -> Outputs:
@@ -123,8 +123,13 @@ class Engine:
             raise self._fault(call.name)
         return call.outputs
 
-    def _submit(self, run: Callable[[], Outputs], name: str) -> Work:
+    def _enqueue(self, run: Callable[[], Outputs], name: str) -> Work:
         work = Work(name, self._interrupt, self._queue.on_worker_thread)
+        if self._queue.on_worker_thread():
+            # Called by a callback or a submitted function, which may wait for the future: behind
+            # itself in the queue it would wait for ever.
+            self._queue.run_now(run, work)
+            return work
         return self._queue.submit(run, work)
 
     def submit(
@@ -147,7 +152,7 @@ class Engine:
         if self._refuse is not None:
             raise self._refuse(opname)
         if timeout is None:
-            return self._submit(fn, opname)
+            return self._enqueue(fn, opname)
         timeout_ms = _milliseconds(timeout)
 
         def run() -> Outputs:
@@ -158,7 +163,7 @@ class Engine:
             finally:
                 self._core.timeout_ms = usual_ms
 
-        return self._submit(run, opname)
+        return self._enqueue(run, opname)
 
     def _fault(self, name: str) -> RingcommError:
         """The error for a call that the native side gave up; makes the communicator unusable."""

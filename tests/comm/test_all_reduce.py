@@ -45,7 +45,8 @@ def test_every_world_and_size(worlds, world_size, algorithm, place):
 def test_large_with_default_segments(worlds, algorithm):
     def body(comm):
         for place in ("plain", "heap"):
-            _check(comm, 3_000_001, torch.float32, "SUM", place, algorithm)
+            # Large enough for results to be stored past the cache.
+            _check(comm, 6_000_001, torch.float32, "SUM", place, algorithm)
 
     worlds(2, segment_bytes=0).run(body)
 

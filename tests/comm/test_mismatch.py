@@ -65,8 +65,8 @@ def test_both_calls_are_named(case):
     def body(comm):
         with pytest.raises(MismatchError) as raised:
             (first, second)[comm.rank](comm)
-            # A rank that only sends learns it from its next call.
-            comm.barrier()
+            # A rank that only sends learns it from the next call that looks at what was sent.
+            comm.broadcast(T(4), 0)
         seen.append(str(raised.value))
         with pytest.raises(ringcomm.AbortedError, match=r"First fault: MismatchError"):
             comm.barrier()

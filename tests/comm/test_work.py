@@ -2,6 +2,7 @@ import gc
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -188,16 +189,43 @@ def test_callback_may_call_a_collective(worlds):
     worlds(2).run(body)
 
 
-def test_waiting_for_oneself_is_refused(worlds):
+def test_async_calls_on_the_worker_thread_run_at_once(worlds):
+    """DDP's PowerSGD hook waits for the future of such a call inside a callback."""
+
     def body(comm):
         def step():
-            later = comm.barrier(async_op=True)
+            tensor = torch.ones(2)
+            work = comm.all_reduce(tensor, async_op=True)
+            assert work.is_completed()
+            assert work.get_future().wait() == [tensor]
+            inner = comm.submit(lambda: [tensor], "inner")
+            assert inner.result() == [tensor]
+            return [tensor]
+
+        work = comm.submit(step, "step")
+        chained = work.get_future().then(lambda done: step()[0] + done.value()[0])
+        assert torch.equal(chained.wait(), torch.full((2,), 4.0))
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_waiting_for_what_stands_behind_is_refused(worlds):
+    def body(comm):
+        later: list[Any] = []
+        ready = threading.Event()
+
+        def step():
+            ready.wait(30)
             with pytest.raises(RingcommError, match="would never end"):
-                later.wait()
+                later[0].wait()
             return []
 
-        comm.submit(step, "step").wait()
-        comm.barrier()
+        first = comm.submit(step, "step")
+        later.append(comm.barrier(async_op=True))
+        ready.set()
+        first.wait()
+        later[0].wait()
 
     worlds(2).run(body)
 

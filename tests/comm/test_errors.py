@@ -1,0 +1,60 @@
+"""The exception tree: what a caller may catch an error as."""
+
+import pytest
+
+import ringcomm
+from ringcomm.errors import from_fault
+
+ALSO = {
+    "ArgumentError": ValueError,
+    "CollectiveTimeout": TimeoutError,
+    "HeapError": MemoryError,
+    "UnsupportedError": NotImplementedError,
+    "AbortedError": RuntimeError,
+    "ForkError": RuntimeError,
+    "MismatchError": RuntimeError,
+    "PeerLost": RuntimeError,
+    "RendezvousError": RuntimeError,
+}
+
+
+@pytest.mark.parametrize("name", ALSO)
+def test_tree(name):
+    kind = getattr(ringcomm, name)
+    assert issubclass(kind, ringcomm.RingcommError)
+    assert issubclass(kind, ALSO[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (
+            "timeout",
+            "CollectiveTimeout",
+            ("waited 70 ms, until its timeout ended, for rank 2", "raise timeout="),
+        ),
+        ("peer_lost", "PeerLost", ("expected rank 2", "has ended")),
+        ("mismatch", "MismatchError", ("Rank 1 called mine", "rank 2 called theirs")),
+        ("aborted", "AbortedError", ("rank 1 aborted", "because")),
+        ("interrupted", "AbortedError", ("rank 1 was interrupted",)),
+    ],
+)
+def test_messages(kind, error, words):
+    fault = {
+        "kind": kind,
+        "op": "all_reduce",
+        "rank": 1,
+        "peer": 2,
+        "step": 3,
+        "wanted": 4,
+        "seen": 5,
+        "waited_ms": 70,
+        "mine": "mine",
+        "theirs": "theirs",
+        "reason": "because",
+    }
+    made = from_fault("all_reduce on rank 0 of 3", fault)
+    assert type(made) is getattr(ringcomm, error)
+    assert str(made).startswith("all_reduce on rank 0 of 3: ")
+    for word in (*words, "build a new one"):
+        assert word in str(made)
