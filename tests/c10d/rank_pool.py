@@ -84,9 +84,9 @@ class RankPool:
         self._runs = 0
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, check: Check) -> None:
-        """Runs ``check(rank, world_size)`` on all ranks with ringcomm as the default group."""
-        self._run(("ringcomm",), check)
+    def run(self, check: Check, backend: str = "ringcomm") -> None:
+        """Runs ``check(rank, world_size)`` on all ranks, in a default group of ``backend``."""
+        self._run((backend,), check)
 
     def compare(self, check: Check) -> None:
         """Runs ``check`` on ringcomm and on Gloo; its results must be equal to the bit."""
