@@ -29,7 +29,7 @@ def _never() -> bool:
 class Message(Work):
     """A send or receive under way; it waits on the native request, not on a queue."""
 
-    __slots__ = ("_dense", "_engine", "_request", "_tensor")
+    __slots__ = ("_claimed", "_dense", "_engine", "_request", "_tensor")
 
     def __init__(
         self,
@@ -44,20 +44,27 @@ class Message(Work):
         self._request = request
         self._tensor = tensor
         self._dense = dense
+        self._claimed = False
 
     def _await(self, timeout: timedelta | float | None) -> None:
         seconds = wait_seconds(timeout)
-        self._complete(self._request.wait(-1 if seconds < 0 else max(1, round(seconds * 1000))))
+        timeout_ms = -1 if seconds < 0 else max(1, round(seconds * 1000))
+        self._complete(self._request.wait(timeout_ms))
+        if not self._finished:
+            # Another thread noticed the end first and is about to record it.
+            super()._await(None)
 
     def _complete(self, status: int) -> None:
-        error = self._engine._message_error(self._name, self._request, self._dense, status)
+        """Records the end, in whichever thread notices it first."""
         with self._engine._message_guard:
-            if self._finished:
+            if self._claimed:
                 return
-            if self._name in ("recv", "irecv") and error is None:
-                put_back(self._tensor, self._dense)
+            self._claimed = True
             self._engine._under_way.discard(self)
-            self.finish([self._tensor], error)
+        error = self._engine._message_error(self._name, self._request, self._dense, status)
+        if self._name == "irecv" and error is None:
+            put_back(self._tensor, self._dense)
+        self.finish([self._tensor], error)
 
     def poll(self) -> bool:
         """True when the message is done; does not block."""
@@ -97,7 +104,7 @@ class Messages(Engine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._message_guard = threading.RLock()
+        self._message_guard = threading.Lock()
         self._under_way: set[Message] = set()
         self._sweep_at = SWEEP_EVERY
 

@@ -55,7 +55,7 @@ def test_large_with_default_segments(worlds):
     def body(comm):
         for algorithm in ALGORITHMS:
             for place in ("plain", "heap"):
-                _check(comm, 3_000_001, torch.float32, place, algorithm)
+                _check(comm, 2_200_001, torch.float32, place, algorithm)
 
     worlds(2, segment_bytes=0).run(body)
 

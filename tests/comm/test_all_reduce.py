@@ -46,7 +46,7 @@ def test_large_with_default_segments(worlds, algorithm):
     def body(comm):
         for place in ("plain", "heap"):
             # Large enough for results to be stored past the cache.
-            _check(comm, 6_000_001, torch.float32, "SUM", place, algorithm)
+            _check(comm, 4_400_001, torch.float32, "SUM", place, algorithm)
 
     worlds(2, segment_bytes=0).run(body)
 

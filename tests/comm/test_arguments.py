@@ -175,6 +175,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("case", CASES)
 def test_bad_argument(worlds, case):
     call, text = CASES[case]

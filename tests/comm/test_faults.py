@@ -146,6 +146,8 @@ def _interrupted(store, rank, world, wait):
         time.sleep(1.0)
     try:
         WAITS["barrier" if wait == "recv" else wait](comm)
+        # What rank 0 had sent before may have been enough for that one.
+        comm.barrier()
     except AbortedError as error:
         return str(error)
     return "not aborted"

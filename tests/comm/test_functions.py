@@ -1,6 +1,9 @@
 """The module-level functions: torch.distributed's names, parameters and ranks."""
 
 import inspect
+import os
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -203,6 +206,30 @@ def test_objects(worlds):
                 call()
 
     worlds(3).run(body)
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import torch, ringcomm
+def body(comm):
+    found = [None, None]
+    ringcomm.all_gather_object(found, {"rank": comm.rank})
+    out = [None]
+    ringcomm.scatter_object_list(out, [1, "two"] if comm.rank == 0 else None)
+    ringcomm.all_reduce(ringcomm.zeros(3))
+    return found, out
+print(ringcomm.local_world(2, timeout=30).run(body))
+"""
+
+
+def test_without_numpy():
+    run = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    both = "[{'rank': 0}, {'rank': 1}]"
+    assert done.stdout.strip() == f"[({both}, [1]), ({both}, ['two'])]"
 
 
 def test_without_a_default_group():
