@@ -24,7 +24,7 @@ from ringcomm.errors import (
     where,
 )
 
-# At exit, queued calls get this long to end by themselves before their peers are told.
+# Calls under way at exit get this long to end by themselves before their peers are told.
 EXIT_GRACE_S = 5.0
 # Before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
@@ -206,7 +206,8 @@ class Engine:
         Peers need not close at the same time.
         """
         try:
-            self._close(grace_s=-1.0)
+            # A call under way ends by its own timeout.
+            self._close(self.timeout.total_seconds() + EXIT_GRACE_S)
         except KeyboardInterrupt:
             self._interrupt()
             raise
@@ -214,19 +215,23 @@ class Engine:
     def _close(self, grace_s: float) -> None:
         if self._closed:
             return
-        if not self._queue.stop(grace_s):
-            self.abort("the process exits with calls under way")
-            self._queue.stop()
+        idle = self._queue.stop(grace_s) and self._queue.turn.acquire(timeout=grace_s)
+        if not idle:
+            self.abort("closed with a call under way")
+            idle = self._queue.stop(EXIT_GRACE_S) and self._queue.turn.acquire(timeout=EXIT_GRACE_S)
         self._disable(
             lambda op: AbortedError(
                 f"{where(op, self._rank, self._world_size)}: the communicator "
                 f"{self.name!r} was closed; build a new one"
             )
         )
-        with self._queue.turn, self._guard:
-            if not self._closed:
-                self._closed = True
+        # A thread that does not leave even an aborted call still uses the native object.
+        if idle:
+            with self._guard:
+                already, self._closed = self._closed, True
+            if not already:
                 self._core.close()
+            self._queue.turn.release()
 
     def __del__(self) -> None:
         queue: CallQueue | None = getattr(self, "_queue", None)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -229,6 +231,21 @@ def _exits_with_calls_under_way(store, rank, world):
 
 def test_exit_ends_queued_calls_first():
     assert run_ranks(_exits_with_calls_under_way, 2) == ["left", "done"]
+
+
+LEAVES_A_THREAD_IN_A_CALL = """
+import threading, time, torch, ringcomm
+world = ringcomm.local_world(2, timeout=600)
+threading.Thread(target=lambda: world[0].barrier(), daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def test_exit_does_not_wait_for_a_thread_in_a_call():
+    run = [sys.executable, "-W", "ignore", "-c", LEAVES_A_THREAD_IN_A_CALL]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(run, capture_output=True, check=False, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_abort_from_another_thread_wakes_a_waiter():

@@ -35,7 +35,7 @@ CASES = {
     "root": (
         lambda c: c.broadcast(T(64), 0),
         lambda c: c.broadcast(T(64), 1),
-        ("root 0", "root 1"),
+        ("broadcast(float32, root", "rank"),
     ),
     "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(T(64)), ("barrier", "all_reduce")),
     "scatter size": (

@@ -168,7 +168,7 @@ CHECKS = {
 }
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_any_call_is_exact(worlds, case):
     worlds(case.world).run(CHECKS[case.collective], case)
