@@ -89,8 +89,8 @@ def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
     return CollectiveTimeout(
         f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms, until its "
         f"timeout ended, for rank {fault['peer']} (step {fault['step']}, epoch wanted "
-        f"{fault['wanted']}, seen {fault['seen']}), which did not come. It is stopped, late, or never made this call: look "
-        f"at what rank {fault['peer']} does, or raise timeout="
+        f"{fault['wanted']}, seen {fault['seen']}), which did not come. It is stopped, late, "
+        f"or never made this call: look at what rank {fault['peer']} does, or raise timeout="
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 
@@ -174,23 +175,30 @@ class Exchanges(Engine):
         site.contiguous("output", output)
         site.contiguous("input", input)
         site.apart("output", output, "input", input, "all_to_all_single has no in-place form")
-        out_splits = self._splits(site, "output", output, output_split_sizes)
-        in_splits = self._splits(site, "input", input, input_split_sizes)
-        outputs = list(torch.split(output.detach(), out_splits)) if output.dim() else [output]
-        inputs = list(torch.split(input.detach(), in_splits)) if input.dim() else [input]
-        mine, arriving = inputs[self._rank], outputs[self._rank]
-        site.same_count(
-            f"output piece {self._rank}",
-            arriving,
-            "those of this rank's own input piece",
-            mine.numel(),
-        )
-        pieces = self._exchange_call("all_to_all_single", outputs, inputs, dtype)
-        return self._start(Call("all_to_all_single", pieces.run, [output]), async_op)
+        out_bytes = self._piece_bytes(site, "output", output, output_split_sizes)
+        in_bytes = self._piece_bytes(site, "input", input, input_split_sizes)
+        own, arriving = in_bytes[self._rank], out_bytes[self._rank]
+        if own != arriving:
+            site.fail(
+                f"output piece {self._rank}: expected {own} bytes (this rank's own input piece), "
+                f"got {arriving}"
+            )
 
-    def _splits(
+        def run(native: _native.Comm) -> int:
+            return native.all_to_all(
+                _addresses(input, in_bytes),
+                in_bytes,
+                _addresses(output, out_bytes),
+                out_bytes,
+                dtype,
+            )
+
+        return self._start(Call("all_to_all_single", run, [output]), async_op)
+
+    def _piece_bytes(
         self, site: Site, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
+        """Sizes of the pieces that dimension 0 is cut into."""
         rows = tensor.size(0) if tensor.dim() else 1
         world_size = self._world_size
         if not splits:
@@ -199,14 +207,15 @@ class Exchanges(Engine):
                     f"{name}: expected dimension 0 divisible by world_size {world_size}, got "
                     f"shape {tuple(tensor.shape)}; pass {name}_split_sizes"
                 )
-            return [rows // world_size] * world_size
+            return [size_bytes(tensor) // world_size] * world_size
         sizes = list(splits)
         if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
             site.fail(
                 f"{name}_split_sizes: expected {world_size} numbers >= 0 with the sum {rows} "
                 f"(dimension 0 of {name}), got {sizes}"
             )
-        return sizes
+        row_bytes = size_bytes(tensor) // max(rows, 1)
+        return [size * row_bytes for size in sizes]
 
     def barrier(
         self, async_op: bool = False, *, timeout: timedelta | float | None = None
@@ -228,3 +237,8 @@ class Exchanges(Engine):
             return work
         work.wait()
         return None
+
+
+def _addresses(tensor: Tensor, sizes_bytes: list[int]) -> list[int]:
+    """Where consecutive pieces of the tensor begin."""
+    return [*accumulate(sizes_bytes[:-1], initial=tensor.data_ptr())]

@@ -162,7 +162,7 @@ CASES = {
     ),
     "all_to_all own piece": (
         lambda c: c.all_to_all_single(T(4), T(4), [1, 3], [3, 1]),
-        "output piece 1: expected 1 elements",
+        "output piece 1: expected 4 bytes",
     ),
     "all_to_all list in place": (
         lambda c: c.all_to_all([T(3), x := T(3)], [x, T(3)]),
