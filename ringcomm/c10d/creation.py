@@ -10,8 +10,7 @@ from torch.distributed import BackendConfig
 
 from ringcomm.c10d import BACKEND_NAME
 from ringcomm.c10d.monitored_barrier import admit_ringcomm_to_monitored_barrier
-from ringcomm.c10d.process_group import ProcessGroup
-from ringcomm.comm.communicator import Communicator
+from ringcomm.c10d.process_group import ProcessGroup, meet
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
 
@@ -38,7 +37,7 @@ def create_process_group(group: Any, pg_options: Any) -> ProcessGroup:
             f"the backend {BACKEND_NAME!r} is a ringcomm.CommOptions, got "
             f"{type(pg_options).__name__}. Pass ringcomm.CommOptions(...) or nothing."
         )
-    communicator = Communicator.from_store(
+    communicator = meet(
         group.store,
         group.group_rank,
         group.group_size,

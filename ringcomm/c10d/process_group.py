@@ -17,12 +17,33 @@ from ringcomm.c10d.coalesced import CoalescedCollectives
 from ringcomm.c10d.monitored_barrier import MonitoredBarrier
 from ringcomm.c10d.peer_to_peer import PeerToPeer
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory import heap
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "meet"]
 
 _CPU = torch.device("cpu")
+
+
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    name: str,
+    timeout: timedelta,
+    options: CommOptions | None,
+) -> Communicator:
+    """The communicator of a group called ``name``, where torch allows blanks in names."""
+    return Communicator.from_store(
+        store,
+        rank,
+        world_size,
+        name="_".join(name.split()) or "unnamed",
+        timeout=timeout,
+        options=options,
+    )
 
 
 class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGroup):  # type: ignore[misc]
@@ -205,7 +226,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
             f"{self._name}/split{self._split_count}:{'_'.join(map(str, new_ranks))}"
         )
         store = PrefixStore(f"{name}/", self._store)
-        communicator = Communicator.from_store(
+        communicator = meet(
             store,
             new_ranks.index(self._rank),
             len(new_ranks),
@@ -214,6 +235,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
             options=opts,
         )
         child = ProcessGroup(store, communicator)
+        child._set_group_name(name)
         child._set_group_desc(group_desc or f"{self._desc}:split")
         return child
 

@@ -98,7 +98,7 @@ def load_suite(backend: str, conditions: str, world_size: int) -> ModuleType:
 def test_class(suite: Any) -> type[unittest.TestCase]:
     """The test case class; each test forks its ranks from this process, which runs no torch op."""
 
-    class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self) -> None:
             super().setUp()
             import torch

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
-def sharded_model(seed: int) -> nn.Module:
+def sharded_model(seed):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(10, 17), nn.ReLU(), nn.Linear(17, 3))
     return fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def stepped(seed):
     net = sharded_model(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     net(torch.ones(2, 10)).sum().backward()
@@ -33,8 +34,9 @@ def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def shared_folder(rank: int) -> Path:
-    name = [tempfile.mkdtemp(prefix="ringcomm-dcp-") if rank == 0 else None]
+    name: list[str | None] = [tempfile.mkdtemp(prefix="ringcomm-dcp-") if rank == 0 else None]
     dist.broadcast_object_list(name, src=0)
+    assert name[0]
     return Path(name[0])
 
 
@@ -45,7 +47,7 @@ def save_and_load(rank, world_size):
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     other, other_optimizer = stepped(2)
     model_state, optimizer_state = get_state_dict(other, other_optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         other,
@@ -69,20 +71,20 @@ def save_in_the_background(rank, world_size):
     future.result()
     dist.barrier()
     other = sharded_model(2)
-    state = {"model": get_model_state_dict(other)}
-    dcp.load(state, checkpoint_id=folder)
-    for one, two in zip(net.parameters(), state["model"].values(), strict=True):
+    loaded: dict[str, Any] = dict(get_model_state_dict(other))
+    dcp.load({"model": loaded}, checkpoint_id=folder)
+    for one, two in zip(net.parameters(), loaded.values(), strict=True):
         assert torch.equal(one.full_tensor(), two.full_tensor())
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
-    return [value.full_tensor() for value in state["model"].values()]
+    return [value.full_tensor() for value in loaded.values()]
 
 
 def from_a_full_state(rank, world_size):
     """Broadcast from rank 0, as one loads a checkpoint that only it has."""
     net = sharded_model(rank)
-    full = {"0.weight": torch.arange(170.0).view(17, 10)} if rank == 0 else {}
+    full: dict[str, Any] = {"0.weight": torch.arange(170.0).view(17, 10)} if rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     dcp.state_dict.set_model_state_dict(net, full, options=options)
     return next(net.parameters()).full_tensor()

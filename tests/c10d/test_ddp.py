@@ -1,5 +1,10 @@
 """DistributedDataParallel trains alike on ringcomm and on Gloo."""
 
+import os
+import signal
+from contextlib import closing
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.c10d.rank_pool import RankPool, default_group
 
 
 def model() -> nn.Module:
@@ -114,7 +121,7 @@ def half_precision_hooks(rank, world_size):
 def power_sgd_hook(rank, world_size):
     def state():
         return powerSGD_hook.PowerSGDState(
-            dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2
+            default_group(), matrix_approximation_rank=2, start_powerSGD_iter=2
         )
 
     return hooked(powerSGD_hook.powerSGD_hook, state)(rank)
@@ -154,6 +161,15 @@ def zero_redundancy_optimizer(rank, world_size):
     optimizer.consolidate_state_dict(to=0)
     state = optimizer.state_dict()["state"] if rank == 0 else {}
     return [p.detach() for p in ddp.parameters()], [state[key]["exp_avg"] for key in sorted(state)]
+
+
+def a_rank_dies(rank, world_size):
+    ddp = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+    ddp(batch(rank, 0)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="PeerLost"):
+        ddp(batch(rank, 1)).sum().backward()
 
 
 def logging_data_names_the_backend(rank, world_size):
@@ -219,3 +235,9 @@ def test_zero_redundancy_optimizer(two_ranks):
 
 def test_logging_data(two_ranks):
     two_ranks.run(logging_data_names_the_backend)
+
+
+def test_a_rank_dies_in_the_backward_pass():
+    with closing(RankPool(2)) as pool, pytest.raises(AssertionError) as raised:
+        pool.run(a_rank_dies)
+    assert str(raised.value) == "rank 1: the process died"

@@ -1,7 +1,6 @@
 """FSDP2 and FSDP1 train alike on ringcomm and on Gloo."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -14,9 +13,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ringcomm.memory.heap import process_heap
+from tests.c10d.rank_pool import default_group
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 33), nn.ReLU(), nn.Linear(33, 5)
@@ -126,7 +126,7 @@ def buffers_from_the_heap(rank, world_size):
     for module in sharded.modules():
         if hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
             module.set_allocate_memory_from_process_group_for_comm(True)
-    group = dist.group.WORLD
+    group = default_group()
     taken = []
     allocate = group.allocate_tensor
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ringcomm import CommOptions
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+from tests.c10d.rank_pool import default_group
 
 SHORT = datetime.timedelta(milliseconds=300)
 
@@ -23,7 +24,7 @@ def total(group, rank):
 
 
 def identity(rank, world_size):
-    group = dist.group.WORLD
+    group = default_group()
     assert isinstance(group, ProcessGroup)
     assert dist.get_backend() == "ringcomm" == group.name() == group._get_backend_name()
     assert (group.rank(), group.size()) == (rank, world_size) == (dist.get_rank(), 4)
@@ -104,7 +105,7 @@ def options(rank, world_size):
 
 
 def splits(rank, world_size):
-    group = dist.group.WORLD
+    group = default_group()
     halves = [[1, 0], [2, 3]]
     mine = group.split_group(halves[rank // 2], group_name=f"half{rank // 2}", group_desc="half")
     assert (mine.rank(), mine.group_name) == (halves[rank // 2].index(rank), f"half{rank // 2}")
@@ -113,6 +114,8 @@ def splits(rank, world_size):
     assert int(tensor) == sum(halves[rank // 2])
     nested = mine.split_group([1])
     assert (nested is None) == (mine.rank() != 1)
+    named = group.split_group([rank], group_name=f"rank {rank} alone")
+    assert named.group_name == f"rank {rank} alone"
     assert (group.split_group([0]) is None) == (rank != 0)
     with pytest.raises(ArgumentError, match="distinct"):
         group.split_group([0, 0])

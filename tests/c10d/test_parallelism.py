@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +15,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from tests.c10d.rank_pool import default_group
 
 
 class Block(nn.Module):
@@ -76,7 +79,7 @@ def redistribution(rank, world_size):
     swapped = sharded.redistribute(mesh, [Shard(1), Shard(0)])
     replicated = swapped.redistribute(mesh, [Replicate(), Replicate()])
     assert torch.equal(replicated.to_local(), x)
-    product = (sharded @ sharded.t()).full_tensor()
+    product = whole(sharded @ sharded.t())
     return swapped.to_local(), replicated.to_local(), product
 
 
@@ -122,7 +125,7 @@ def one_forward_one_backward(rank, world_size):
 
 
 def functional_collectives(rank, world_size):
-    group = dist.group.WORLD
+    group = default_group()
     x = torch.arange(8, dtype=torch.float32) + rank
     splits = [1, 7] if rank == 0 else [3, 5]
     received = [1, 3] if rank == 0 else [7, 5]
@@ -144,13 +147,33 @@ def functional_collectives(rank, world_size):
 
 
 def differentiable_collectives(rank, world_size):
-    group = dist.group.WORLD
+    group = default_group()
     x = (torch.arange(8, dtype=torch.float32) + rank).requires_grad_()
     gathered = functional.all_gather_tensor_autograd(x, 0, group)
     reduced = functional.reduce_scatter_tensor_autograd(x * 2, "sum", 0, group)
     exchanged = functional.all_to_all_single_autograd(x * 3, None, None, group)
-    (gathered.square().sum() + reduced.sum() + exchanged.square().sum()).backward()
+    (gathered.square().sum() + reduced.square().sum() + exchanged.square().sum()).backward()
     return x.grad
+
+
+def differentiable_calls(rank, world_size):
+    """torch.distributed.nn.functional, which some models call in their forward pass."""
+    x = (torch.arange(8, dtype=torch.float32) + rank).requires_grad_()
+    parts = list((x * 3).chunk(world_size))
+    outputs = [
+        differentiable.all_reduce(x * 2),
+        *differentiable.all_gather(x),
+        differentiable.reduce_scatter(torch.empty(4), parts),
+        differentiable.broadcast(x * 1, 1),
+        *differentiable.all_to_all([torch.empty(4) for _ in parts], parts),
+        differentiable.all_to_all_single(torch.empty(8), x * 5),
+        differentiable.scatter([p * 1 for p in parts], 0),
+        *differentiable.gather(x * 1, 1),
+    ]
+    # Gloo leaves partial sums on the ranks that are not the root.
+    reduced = differentiable.reduce(x * 7, 0) * (rank == 0)
+    sum(out.square().sum() for out in [*outputs, reduced]).backward()
+    return x.grad, reduced.detach(), [out.detach() for out in outputs[:-world_size]]
 
 
 def compiled(rank, world_size):
@@ -160,10 +183,10 @@ def compiled(rank, world_size):
     def step(x):
         y = x * 2
         dist.all_reduce(y)
-        gathered = functional.all_gather_tensor(y + 1, 0, dist.group.WORLD)
+        gathered = functional.all_gather_tensor(y + 1, 0, default_group())
         out = torch.empty(gathered.shape[0] // 2)
         dist.reduce_scatter_tensor(out, gathered * 3)
-        return out, functional.all_reduce(out, "sum", dist.group.WORLD) + 1
+        return out, functional.all_reduce(out, "sum", default_group()) + 1
 
     return step(torch.arange(4, dtype=torch.float32) + rank)
 
@@ -173,9 +196,9 @@ def inductor(rank, world_size):
 
     @torch.compile(fullgraph=True)
     def step(x):
-        y = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
-        z = functional.all_gather_tensor(y + 1, 0, dist.group.WORLD)
-        return functional.reduce_scatter_tensor(z * 2, "sum", 0, dist.group.WORLD) + 1
+        y = functional.all_reduce(x * 2, "sum", default_group())
+        z = functional.all_gather_tensor(y + 1, 0, default_group())
+        return functional.reduce_scatter_tensor(z * 2, "sum", 0, default_group()) + 1
 
     return step(torch.arange(4, dtype=torch.float32) + rank)
 
@@ -221,6 +244,10 @@ def test_functional_collectives(two_ranks):
 
 def test_differentiable_collectives(two_ranks):
     two_ranks.compare(differentiable_collectives)
+
+
+def test_differentiable_calls(two_ranks):
+    two_ranks.compare(differentiable_calls)
 
 
 def test_compiled(two_ranks):
