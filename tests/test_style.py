@@ -13,7 +13,7 @@ CPP_ENDINGS = {".h", ".cpp", ".cu", ".cuh"}
 
 
 def cpp_sources() -> list[str]:
-    folders = [ROOT / "kernels", ROOT / "tests"]
+    folders = [ROOT / "kernels", ROOT / "bench", ROOT / "tests"]
     return sorted(str(p) for top in folders for p in top.rglob("*") if p.suffix in CPP_ENDINGS)
 
 
