@@ -38,7 +38,7 @@ std::atomic<const KernelTable*>& current() {
 
 }  // namespace
 
-const KernelTable& kernels() { return *current().load(std::memory_order_relaxed); }
+const KernelTable& kernels() { return *current().load(); }
 
 bool force_isa(const char* name) {
   if (*name == '\0') {

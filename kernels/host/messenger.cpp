@@ -69,7 +69,7 @@ RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag)
 
 void Messenger::complete(const RequestPtr& r, Status status) {
   r->status = status;
-  r->done.store(true, std::memory_order_release);  // pairs with the acquire in wait() and done()
+  r->set_done();
   changed_.notify_all();
 }
 
@@ -276,7 +276,7 @@ void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t
   if (status == Status::kOk && waited_ns > timeout_ns) status = Status::kTimeout;
   if (status == Status::kOk) return;
   progress();  // what the peer published before it went counts
-  if (r->done.load(std::memory_order_acquire)) return;
+  if (r->done()) return;
   Fault fault{};
   fault.status = status;
   fault.peer = peer;
@@ -293,7 +293,7 @@ void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t
 void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
                       uint64_t timeout_ns, uint32_t spins) {
   driving_ = true;
-  for (uint32_t polls = 0; !r->done.load(std::memory_order_acquire) && !stopping_; ++polls) {
+  for (uint32_t polls = 0; !r->done() && !stopping_; ++polls) {
     if (progress()) {
       polls = 0;
       continue;
@@ -314,7 +314,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
 Status Messenger::wait(const RequestPtr& r, uint64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   const uint64_t started_ns = Waiter::now_ns();
-  while (!r->done.load(std::memory_order_acquire)) {
+  while (!r->done()) {
     if (stopping_) return Status::kAborted;
     if (!driving_) {
       drive(lock, r, started_ns, timeout_ns, kSpins);

@@ -6,7 +6,6 @@
 // of all; requests that nobody waits for are driven by a background thread.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <list>
@@ -30,7 +29,10 @@ struct Request {
   Status status = Status::kOk;
   int source = -1;             // a finished receive: who sent it
   uint64_t message_bytes = 0;  // and how long the message was
-  std::atomic<bool> done{false};
+  uint32_t done_word = 0;
+
+  bool done() const { return load_acquire_sys(&done_word) != 0; }  // pairs with set_done()
+  void set_done() { store_release_sys(&done_word, 1); }            // pairs with done()
 };
 using RequestPtr = std::shared_ptr<Request>;
 

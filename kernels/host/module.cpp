@@ -293,8 +293,7 @@ void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
             return blocking([&] { return r.comm->messenger.wait(r.request, ns); });
           },
           nb::arg("timeout_ms") = -1)
-      .def("done",
-           [](const NativeRequest& r) { return r.request->done.load(std::memory_order_acquire); })
+      .def("done", [](const NativeRequest& r) { return r.request->done(); })
       .def("status", [](const NativeRequest& r) { return int(r.request->status); })
       .def_prop_ro("source", [](const NativeRequest& r) { return r.request->source; })
       .def_prop_ro("size_bytes", [](const NativeRequest& r) { return r.request->message_bytes; });

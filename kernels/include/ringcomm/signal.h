@@ -76,6 +76,22 @@ Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns
   return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;
 }
 
+// A peer that runs another collective may publish on a stream that I do not read in mine. True when
+// its header lies there; called at clock time only.
+inline bool other_call_seen(const View& v, int channel, int peer, const CallId& mine,
+                            CallHeader* theirs) {
+  for (int i = 0; i < 2; ++i) {
+    const Stream s = i == 0 ? Stream::kPair : Stream::kShared;
+    const uint32_t next = v.epochs(s, channel, peer)->seen + 1;
+    // Pairs with the release in publish() of the peer.
+    if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) continue;
+    *theirs = *reinterpret_cast<const CallHeader*>(v.slot(peer, s, channel, v.rank, next));
+    // Only the header of this very call is sure to stand still.
+    if (theirs->id.sequence == mine.sequence && !same_call(theirs->id, mine)) return true;
+  }
+  return false;
+}
+
 template <class Team>
 Status await_slowly(Team& team, const View& v, const Site& site, uint32_t want,
                     const CallHeader& mine) {
@@ -89,11 +105,14 @@ Status await_slowly(Team& team, const View& v, const Site& site, uint32_t want,
     if (!team.pause(pause)) continue;
     now = team.now_ns();
     if (started == 0) started = now;
-    const Status status = reason_to_give_up(team, v, site.peer, now - started);
-    if (status == Status::kOk) continue;
-    // The peer may have published and then gone; what it published counts.
-    if (status != Status::kAborted && reached(load_acquire_sys(word), want)) return Status::kOk;
     Fault fault{};
+    Status status = reason_to_give_up(team, v, site.peer, now - started);
+    if ((status == Status::kOk || status == Status::kPeerLost) &&
+        other_call_seen(v, team.channel(), site.peer, mine.id, &fault.theirs))
+      status = Status::kMismatch;
+    if (status == Status::kOk) continue;
+    // The peer may have published and then gone on, or gone; what it published counts.
+    if (status != Status::kAborted && reached(load_acquire_sys(word), want)) return Status::kOk;
     fault.status = status;
     fault.peer = site.peer;
     fault.wanted = want;

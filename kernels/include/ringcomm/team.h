@@ -42,7 +42,7 @@ struct Extent {
   uint64_t begin_bytes, end_bytes;
 };
 
-RC_FN Extent part_of(uint64_t bytes, int part, int parts) {
+RC_FN constexpr Extent part_of(uint64_t bytes, int part, int parts) {
   const uint64_t lines = (bytes + 63) / 64;
   const uint64_t begin = lines * part / parts * 64, end = lines * (part + 1) / parts * 64;
   return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
