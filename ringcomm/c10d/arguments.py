@@ -1,4 +1,4 @@
-"""Turns the argument forms of ``torch.distributed.ProcessGroup`` into one.
+"""Turns the argument forms of ``torch.distributed.ProcessGroup`` into one, and checks tensors.
 
 Every method of torch's class has the form of ``torch.distributed`` itself (lists of tensors and
 an options object) and older ones (single tensors, ``op`` or ``root``, ``timeout``).
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.nn import Parameter
 
 from ringcomm.errors import ArgumentError, UnsupportedError
@@ -29,16 +28,17 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def options(kind: type[_Options], given: Any, timeout: timedelta | None, **fields: Any) -> _Options:
-    """The options object of a call: the given one, or one made from the older arguments.
+    """The options object that says what the arguments of an older form say.
 
     Args:
         kind: class of the options, as ``AllreduceOptions``.
-        given: the options object, None, or the first of the older arguments (op or root).
-        timeout: of the older forms.
-        fields: older arguments by the name of their field; None leaves torch's default.
+        given: the first of the older arguments (op or root), or None.
+        timeout: for this one call.
+        fields: further arguments by the name of their field; None leaves torch's default.
+
+    Raises:
+        ArgumentError: ``given`` is neither an options object nor an argument of an older form.
     """
-    if isinstance(given, kind):
-        return given
     made = kind()
     if given is not None:
         if not fields:
@@ -82,7 +82,7 @@ def in_memory(tensor: Tensor, operation: str) -> Tensor:
 
 
 def in_memory_all(tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
-    """:func:`in_memory` for a list; a list of plain tensors comes back as it is."""
+    """:func:`in_memory` for each tensor of a list."""
     return [in_memory(tensor, operation) for tensor in tensors]
 
 
@@ -97,15 +97,3 @@ def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
         f"{operation}: expected a tensor with data in memory, got a {type(tensor).__name__}; pass "
         "its local part, as in tensor.to_local()"
     )
-
-
-AllgatherOptions = c10d.AllgatherOptions
-AllreduceCoalescedOptions = c10d.AllreduceCoalescedOptions
-AllreduceOptions = c10d.AllreduceOptions
-AllToAllOptions = c10d.AllToAllOptions
-BarrierOptions = c10d.BarrierOptions
-BroadcastOptions = c10d.BroadcastOptions
-GatherOptions = c10d.GatherOptions
-ReduceOptions = c10d.ReduceOptions
-ReduceScatterOptions = c10d.ReduceScatterOptions
-ScatterOptions = c10d.ScatterOptions

@@ -43,21 +43,6 @@ def op_of(opts: Any) -> Any:
     return _OPS.get(hash(op), op)
 
 
-_OPS = {
-    hash(ReduceOp(op)): op
-    for op in (
-        ReduceOp.SUM,
-        ReduceOp.AVG,
-        ReduceOp.PRODUCT,
-        ReduceOp.MIN,
-        ReduceOp.MAX,
-        ReduceOp.BAND,
-        ReduceOp.BOR,
-        ReduceOp.BXOR,
-    )
-}
-
-
 class Calls:
     """Mixin of the process group: what all its collectives share."""
 
@@ -77,30 +62,37 @@ class Calls:
         self._sequence += 1
         timeout = opts.timeout
         if timeout != UNSET_TIMEOUT:
-            return self._submit(opts, tensors, method.__name__, lambda: method(*args), timeout)
+            return self._enqueue(opts, tensors, method.__name__, lambda: method(*args), timeout)
         inner = method(*args, opts.asyncOp)
         if inner is None:
             return completed(tensors)
         return self._pending(inner, tensors)
 
     def _submit(
+        self, opts: Any, tensors: list[Tensor], name: str, calls: Callable[[], Any]
+    ) -> Work:
+        """Runs several calls of the communicator as one collective, in their place in the order.
+
+        Args:
+            opts: with ``asyncOp`` and ``timeout``, which holds for each of the calls.
+            tensors: the outputs.
+            name: of the operation, for messages.
+            calls: makes the calls, synchronously; runs on the communicator's worker thread.
+        """
+        self._sequence += 1
+        timeout = opts.timeout
+        if timeout == UNSET_TIMEOUT:
+            timeout = None
+        return self._enqueue(opts, tensors, name, calls, timeout)
+
+    def _enqueue(
         self,
         opts: Any,
         tensors: list[Tensor],
         name: str,
         calls: Callable[[], Any],
-        timeout: timedelta | None = None,
+        timeout: timedelta | None,
     ) -> Work:
-        """Runs ``calls``, which calls the communicator synchronously, as one of its calls.
-
-        Args:
-            opts: with ``asyncOp``.
-            tensors: the outputs.
-            name: of the operation, for messages.
-            calls: runs on the communicator's worker thread.
-            timeout: of each call in it; None takes the group's.
-        """
-
         def run() -> list[Tensor]:
             calls()
             return tensors

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Work
-
-from ringcomm.c10d.arguments import (
+from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     ReduceScatterOptions,
-    in_memory_all,
-    options,
 )
+
+from ringcomm.c10d.arguments import in_memory_all, options
 from ringcomm.c10d.calls import op_of
 from ringcomm.c10d.collectives import Collectives
 from ringcomm.c10d.work import WorkGroup, completed
@@ -27,7 +26,8 @@ class CoalescedCollectives(Collectives):
     """Mixin of the process group: one call, many tensors."""
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = options(AllreduceCoalescedOptions, opts, None)
+        if not isinstance(opts, AllreduceCoalescedOptions):
+            opts = options(AllreduceCoalescedOptions, opts, None)
         tensors = in_memory_all(tensors, "allreduce_coalesced")
         return self._run(
             opts, tensors, self._communicator.all_reduce_coalesced, tensors, op_of(opts)
@@ -37,7 +37,8 @@ class CoalescedCollectives(Collectives):
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> Work:
         """Gathers every tensor of a list; ``output_lists[rank]`` receives that rank's list."""
-        opts = options(AllgatherOptions, opts, None)
+        if not isinstance(opts, AllgatherOptions):
+            opts = options(AllgatherOptions, opts, None)
         lists = [in_memory_all(tensors, "allgather_coalesced") for tensors in output_lists]
         given = in_memory_all(input_list, "allgather_coalesced")
         if any(len(tensors) != len(given) for tensors in lists):
@@ -56,7 +57,8 @@ class CoalescedCollectives(Collectives):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = options(AllgatherOptions, opts, None)
+        if not isinstance(opts, AllgatherOptions):
+            opts = options(AllgatherOptions, opts, None)
         gathered = in_memory_all(outputs, "all_gather_single_coalesced")
         given = in_memory_all(inputs, "all_gather_single_coalesced")
         return self._run(opts, gathered, self._communicator.all_gather_coalesced, gathered, given)
@@ -64,7 +66,8 @@ class CoalescedCollectives(Collectives):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = options(ReduceScatterOptions, opts, None)
+        if not isinstance(opts, ReduceScatterOptions):
+            opts = options(ReduceScatterOptions, opts, None)
         shards = in_memory_all(outputs, "reduce_scatter_single_coalesced")
         given = in_memory_all(inputs, "reduce_scatter_single_coalesced")
         return self._run(

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import Work
-
-from ringcomm.c10d.arguments import (
+from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -23,11 +22,9 @@ from ringcomm.c10d.arguments import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    in_memory,
-    in_memory_all,
-    options,
-    single,
 )
+
+from ringcomm.c10d.arguments import in_memory, in_memory_all, options, single
 from ringcomm.c10d.calls import Calls, op_of
 from ringcomm.c10d.sparse import sparse_all_reduce
 

@@ -60,7 +60,9 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
 
     supports_splitting = True
     supports_coalescing = False
+    supports_shrinking = False
     supports_time_estimate = False
+    _supports_time_estimate = False  # its name from torch 2.15 on
 
     def __init__(self, store: Store, communicator: Communicator) -> None:
         # The constructor with a store makes a group that cannot be subclassed in Python.

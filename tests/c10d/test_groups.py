@@ -122,6 +122,17 @@ def splits(rank, world_size):
     mine.shutdown()
 
 
+def splits_by_torch(rank, world_size):
+    try:
+        half = dist.split_group(split_ranks=[[0, 3], [1, 2]], group_desc="half")
+    except RuntimeError as error:
+        # Up to torch 2.14 it wants a group that is bound to an accelerator.
+        assert "No device associated with the default pg" in str(error)
+        return
+    assert isinstance(half, ProcessGroup) and half.group_desc == "half"
+    assert total(half, rank) == 3
+
+
 def aborted(rank, world_size):
     group = dist.new_group()
     if rank == 0:
@@ -201,6 +212,7 @@ def rank_0_misses_a_monitored_barrier(rank, world_size):
         mixed_backends,
         options,
         splits,
+        splits_by_torch,
         aborted,
         ended,
         failures_reach_futures,
