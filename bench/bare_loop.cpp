@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdint>
@@ -13,6 +14,8 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kControlBytes = 4096;
+constexpr size_t kHugePageBytes = 2 << 20;
+constexpr int kMadviseCollapse = 25;  // MADV_COLLAPSE, which older headers lack
 constexpr uint64_t kSlots = 4;
 
 // What goes through a slot is streamed past the caches from this many bytes per call on: reading
@@ -190,6 +193,24 @@ void Exchange(Context& c, const char* send, int64_t bytes, Take take) {
 }  // namespace
 
 extern "C" {
+
+// Maps the shared memory on a huge page's boundary and makes this rank's half of it present, in
+// huge pages where the kernel gives them. Null when it cannot.
+char* bare_map(int64_t descriptor, int64_t half_bytes, int64_t rank) {
+  const auto bytes = static_cast<size_t>(2 * half_bytes);
+  void* room = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (room == MAP_FAILED) return nullptr;
+  const auto aligned = (reinterpret_cast<uintptr_t>(room) + kHugePageBytes - 1) &
+                       ~static_cast<uintptr_t>(kHugePageBytes - 1);
+  void* at = mmap(reinterpret_cast<void*>(aligned), bytes, PROT_READ | PROT_WRITE,
+                  MAP_SHARED | MAP_FIXED, static_cast<int>(descriptor), 0);
+  if (at == MAP_FAILED) return nullptr;
+  char* mine = static_cast<char*>(at) + rank * half_bytes;
+  std::memset(mine, 0, static_cast<size_t>(half_bytes));
+  // Works where shmem_enabled says never, too. A kernel before 6.1 refuses: small pages then.
+  (void)madvise(mine, static_cast<size_t>(half_bytes), kMadviseCollapse);
+  return static_cast<char*>(at);
+}
 
 int64_t bare_context_bytes() { return sizeof(Context); }
 int64_t bare_control_bytes(int64_t slot_bytes) {

@@ -31,7 +31,9 @@ class Board:
         self._store = dist.PrefixStore("board", store)
         self._exchanges = 0
         self._epoch = 0
-        self._map = share_mapping(self._store, "barrier", rank, world, _LINE_BYTES * world)
+        descriptor = share_memory(self._store, "barrier", rank, world, _LINE_BYTES * world)
+        self._map = mmap.mmap(descriptor, _LINE_BYTES * world)
+        os.close(descriptor)
         self._words = memoryview(self._map).cast("Q")
         self.exchange(None)
 
@@ -60,22 +62,19 @@ class Board:
         self._map.close()
 
 
-def share_mapping(
-    store: dist.Store, name: str, rank: int, world: int, size_bytes: int
-) -> mmap.mmap:
-    """Maps ``size_bytes`` of zeroed memory in every rank; nothing of it outlives the ranks.
+def share_memory(store: dist.Store, name: str, rank: int, world: int, size_bytes: int) -> int:
+    """A descriptor of ``size_bytes`` zeroed bytes that all ranks get; nothing outlives the ranks.
 
-    Raises ``OSError`` where a process may not open another's descriptor through /proc.
+    The caller maps and closes it. Raises ``OSError`` where a process may not open another's
+    descriptor through /proc.
     """
     if rank == 0:
         descriptor = os.memfd_create(f"ringcomm-bench-{name}")
         os.ftruncate(descriptor, size_bytes)
-        store.set(f"map/{name}", f"/proc/{os.getpid()}/fd/{descriptor}")
+        store.set(f"memory/{name}", f"/proc/{os.getpid()}/fd/{descriptor}")
     else:
-        descriptor = os.open(store.get(f"map/{name}").decode(), os.O_RDWR)
-    mapped = mmap.mmap(descriptor, size_bytes)
-    store.set(f"mapped/{name}/{rank}", "1")
+        descriptor = os.open(store.get(f"memory/{name}").decode(), os.O_RDWR)
+    store.set(f"opened/{name}/{rank}", "1")
     # The descriptor of rank 0 is how the others find the memory: it stays until they have.
-    store.wait([f"mapped/{name}/{peer}" for peer in range(world)])
-    os.close(descriptor)
-    return mapped
+    store.wait([f"opened/{name}/{peer}" for peer in range(world)])
+    return descriptor

@@ -34,25 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         if started_by(os.environ) is None:
+            _require_fit(options, options.ranks)
             return run_ranks(options.ranks, options.systems, arguments)
         placing = join(options.systems)
+        _require_fit(options, placing.world)
     except LaunchError as error:
         print(f"ringcomm bench: {error}", file=sys.stderr)
-        return 2
-    reason = _misfit(options, placing.world)
-    if reason:
-        print(f"ringcomm bench: {reason}", file=sys.stderr)
         return 2
     return _run_rank(options, placing, arguments)
 
 
-def _misfit(options: Options, world: int) -> str:
-    """Why these options do not fit this many ranks; empty when they do."""
+def _require_fit(options: Options, world: int) -> None:
     if not 0 <= options.root < world:
-        return f"--root {options.root}: no such rank among {world}"
+        raise LaunchError(f"--root {options.root}: no such rank among {world}")
     if options.check and world > MOST_RANKS_CHECKED:
-        return f"inputs are exact for up to {MOST_RANKS_CHECKED} ranks, not {world}: use -c 0"
-    return ""
+        raise LaunchError(
+            f"inputs are exact for up to {MOST_RANKS_CHECKED} ranks, not {world}: use -c 0"
+        )
 
 
 def _run_rank(options: Options, placing: Placing, arguments: Sequence[str]) -> int:

@@ -7,7 +7,6 @@ ordinary and the data goes through four staging slots.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..board import share_mapping
+from ..board import share_memory
 from ..cases import Case
 from . import Place, Prepared, Unavailable
 from .torch_calls import allocate_buffers, allocate_plain
@@ -41,11 +40,18 @@ class BareLoop:
         control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
         self._control_bytes = control_bytes
         self._half_bytes = control_bytes + _round_up(place.heap_bytes or 0)
-        self._mapping = share_mapping(
+        descriptor = share_memory(
             place.store, "bare", place.rank, place.world, 2 * self._half_bytes
         )
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._library.bare_map.restype = ctypes.c_void_p
+        begin = self._library.bare_map(
+            *(ctypes.c_int64(number) for number in (descriptor, self._half_bytes, place.rank))
+        )
+        os.close(descriptor)
+        if begin is None:
+            raise RuntimeError(f"the bare loop cannot map {2 * self._half_bytes} bytes")
+        memory = (ctypes.c_char * (2 * self._half_bytes)).from_address(begin)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken_bytes = control_bytes
         self._context = ctypes.create_string_buffer(self._library.bare_context_bytes())
         halves = [self._bytes.data_ptr() + rank * self._half_bytes for rank in range(2)]
@@ -89,7 +95,7 @@ class BareLoop:
         return Prepared(source, target, partial(function, self._context, *arguments))
 
     def close(self) -> None:
-        """The mapping goes when its last tensor does."""
+        """The mapping goes with the process: tensors may still lie in it."""
 
     def _allocate(self, count_elems: int, dtype: torch.dtype) -> torch.Tensor:
         size_bytes = count_elems * dtype.itemsize

@@ -44,11 +44,10 @@ def examine() -> Iterable[Finding]:
     yield checks.check_memory(Path("/proc/meminfo").read_text(), limit)
     if Path("/dev/shm").exists():
         yield checks.check_shm("/dev/shm")
-    setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
-    yield checks.check_huge_pages(setting)
     yield checks.check_descriptor_paths()
     if native.verdict != FAIL:
-        yield checks.check_heap()
+        setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
+        yield checks.check_heap(setting)
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

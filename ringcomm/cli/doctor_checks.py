@@ -11,6 +11,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ringcomm.cli.launch import available_cores
 from ringcomm.errors import RingcommError
 
@@ -18,6 +20,7 @@ OK, NOTE, FAIL = "ok", "note", "FAIL"
 SELF_TEST_S = 60.0
 # torch, staging and tensors of a small run; below this a training process is likely to be killed.
 LITTLE_MEMORY_BYTES = 2 << 30
+LARGE_TENSOR_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,6 @@ def gib(size_bytes: int) -> str:
 
 
 def check_versions() -> list[Finding]:
-    import torch
-
     found = [
         Finding("python", OK, f"{platform.python_version()} ({platform.machine()})"),
         Finding("torch", OK, torch.__version__),
@@ -84,20 +85,25 @@ def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
 
 
 def cgroup_limit_bytes(membership: str, root: Path) -> int | None:
-    """The least memory.max from this process's control group upwards; None without a limit.
+    """The least limit from this process's control group upwards; None without one.
 
-    ``membership`` is the text of /proc/self/cgroup, ``root`` where version 2 is mounted.
+    ``membership`` is the text of /proc/self/cgroup, ``root`` the folder /sys/fs/cgroup.
     """
-    paths = [line[3:] for line in membership.splitlines() if line.startswith("0::")]
     limits: list[int] = []
-    for path in paths:
-        folder = root / path.lstrip("/")
-        for level in (folder, *folder.parents):
-            file = level / "memory.max"
-            if level.is_relative_to(root) and file.exists():
-                text = file.read_text().strip()
-                limits += [] if text == "max" else [int(text)]
-    return min(limits, default=None)
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        files = [level / name for level in (folder, *folder.parents) if level.is_relative_to(top)]
+        texts = [file.read_text().strip() for file in files if file.exists()]
+        limits += [int(text) for text in texts if text != "max"]
+    # Version 1 writes "no limit" as a number of pages near 2^63.
+    return min((limit for limit in limits if limit < 1 << 62), default=None)
 
 
 def check_shm(directory: str) -> Finding:
@@ -107,26 +113,24 @@ def check_shm(directory: str) -> Finding:
     return Finding(directory, OK, text + " (the heap does not use it unless told to)")
 
 
-def check_heap() -> Finding:
-    from ringcomm.memory.heap import HEAP_DIR_VARIABLE, heap_stats
+def check_heap(shmem_setting: str) -> Finding:
+    """Tries the heap. ``shmem_setting`` is the text of transparent_hugepage/shmem_enabled."""
+    import ringcomm
+    from ringcomm.memory.heap import HEAP_DIR_VARIABLE
 
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
     kind = f"unnamed file in {directory}" if directory else "memfd"
     try:
-        stats = heap_stats()
+        tried = ringcomm.empty(LARGE_TENSOR_BYTES, dtype=torch.uint8)
     except RingcommError as error:
         return Finding("heap", FAIL, kind, str(error))
-    pages = "huge pages" if stats["huge_pages"] else "4 KiB pages"
-    return Finding("heap", OK, f"{kind}, up to {gib(stats['capacity_bytes'])}, {pages}")
-
-
-def check_huge_pages(setting: str) -> Finding:
-    """``setting`` is the text of transparent_hugepage/shmem_enabled: the choice is in brackets."""
-    chosen = setting.partition("[")[2].partition("]")[0] or setting.strip() or "unknown"
-    if chosen in ("never", "deny", "unknown"):
-        advice = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled makes it faster"
-        return Finding("huge pages", NOTE, f"shared memory: {chosen}", advice)
-    return Finding("huge pages", OK, f"shared memory: {chosen}")
+    stats = ringcomm.heap_stats()
+    del tried
+    text = f"{kind}, up to {gib(stats['capacity_bytes'])}"
+    if stats["huge_bytes"]:
+        return Finding("heap", OK, f"{text}, huge pages for large tensors")
+    advice = f"large tensors are slower: shmem_enabled is {shmem_setting.strip() or 'missing'}"
+    return Finding("heap", NOTE, f"{text}, 4 KiB pages only", advice)
 
 
 def check_descriptor_paths() -> Finding:

@@ -137,16 +137,24 @@ def test_the_tightest_control_group_counts(tmp_path):
     assert doctor_checks.cgroup_limit_bytes("0::/slice/job\n", tmp_path) == 4096
 
 
-@pytest.mark.parametrize(
-    ("setting", "verdict"),
-    [
-        ("always within_size [advise] never deny force", OK),
-        ("always within_size advise [never] deny force", NOTE),
-        ("", NOTE),
-    ],
-)
-def test_huge_pages(setting, verdict):
-    assert doctor_checks.check_huge_pages(setting).verdict == verdict
+def test_a_control_group_of_version_1_counts(tmp_path):
+    job = tmp_path / "memory" / "job"
+    job.mkdir(parents=True)
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    membership = "5:devices:/\n4:memory:/job\n"
+    assert doctor_checks.cgroup_limit_bytes(membership, tmp_path) is None
+    (job / "memory.limit_in_bytes").write_text("8192\n")
+    assert doctor_checks.cgroup_limit_bytes(membership, tmp_path) == 8192
+
+
+def test_a_kernel_without_huge_pages_is_noted(monkeypatch):
+    stats = {"capacity_bytes": 1 << 30, "huge_bytes": 0}
+    monkeypatch.setattr("ringcomm.heap_stats", lambda: stats)
+    finding = doctor_checks.check_heap("always [never]\n")
+    assert (finding.verdict, finding.value) == (NOTE, "memfd, up to 1.0 GiB, 4 KiB pages only")
+    assert finding.advice.endswith("shmem_enabled is always [never]")
+    stats["huge_bytes"] = 32 << 20
+    assert doctor_checks.check_heap("").verdict == OK
 
 
 def test_the_report_is_aligned():
