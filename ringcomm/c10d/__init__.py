@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def _keep_flight_recorder_off(c10d: Any) -> None:
-    """Stops torch 2.15 from attaching its flight recorder to groups of ringcomm.
+    """Stops torch 2.15 from attaching its flight recorder (pytorch/pytorch#192233) to our groups.
 
     The recorder hooks the C++ methods of a group, which a group written in Python does not go
     through, and attaching it to one fails for want of a C++ backend. Backends in this set get none.

@@ -121,9 +121,9 @@ def admit_ringcomm_to_monitored_barrier() -> None:
     """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
 
     Up to torch 2.14 that function raises for every backend that is not named gloo, before it
-    asks the group; later versions ask for a group with a CPU backend. Where the test for the
-    name is still there, calls for groups of ringcomm go straight to the group and all other
-    calls to the original function.
+    asks the group; later versions ask for a group with a CPU backend (pytorch/pytorch#189070).
+    Where the test for the name is still there, calls for groups of ringcomm go straight to the
+    group and all other calls to the original function.
     """
     original = distributed_c10d.monitored_barrier
     if "GLOO" not in original.__code__.co_names:

@@ -171,15 +171,16 @@ def all_passes(backend: str, names: list[str], log: Path) -> Outcomes:
 BEYOND_THE_TESTS = """\
 ## What the tests do not show
 
-* No test is left out for ringcomm. A few tests also look at profiler events, but only for the
-  backends in a list of torch's (`PROFILING_SUPPORTED_BACKENDS`): the collectives of a group
-  written in Python have no event of their own.
+torch's C++ sees less of a group that is written in Python:
+
+* Profilers have no event of their own for its collectives, `CommDebugMode` counts its functional
+  collectives only, and the flight recorder of torch 2.15 does not record it. A few tests look at
+  profiler events, but only for the backends in a list of torch's own.
 * `DistributedDataParallel._register_builtin_comm_hook(FP16_COMPRESS)`, a private hook in C++,
   wants a future of a C++ list, which Python cannot make. Its public twin in Python,
   `default_hooks.fp16_compress_hook`, runs.
-* Up to torch 2.14, C++ code that gathers into one tensor bypasses groups written in Python:
-  `torch.ops._c10d_functional.all_gather_into_tensor_out` raises. The form without `out` runs.
-* The flight recorder of torch 2.15 does not see the collectives of groups written in Python.
+* Up to torch 2.14 `torch.ops._c10d_functional.all_gather_into_tensor_out` raises; the form
+  without `out`, which compiled code calls, runs.
 """
 
 

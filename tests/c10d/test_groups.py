@@ -4,11 +4,13 @@ import datetime
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ringcomm.c10d
 from ringcomm import CommOptions
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
@@ -255,6 +257,13 @@ def test_no_import_is_needed():
         "dist.destroy_process_group()\n"
     )
     assert out.strip() == "ringcomm"
+
+
+def test_the_flight_recorder_is_told_to_stay_away():
+    torch_2_15 = SimpleNamespace(_FR_SELF_RECORDING_BACKENDS={"gloo"})
+    ringcomm.c10d._keep_flight_recorder_off(torch_2_15)
+    assert {"gloo", "ringcomm"} == torch_2_15._FR_SELF_RECORDING_BACKENDS
+    ringcomm.c10d._keep_flight_recorder_off(SimpleNamespace())
 
 
 def test_registration_is_light():
