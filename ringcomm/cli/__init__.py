@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Subcommand | None]:
     parser = argparse.ArgumentParser(
-        prog="ringcomm", description="Collectives over peer-mapped memory, and what is built on them."
+        prog="ringcomm",
+        description="Collectives over peer-mapped memory, and what is built on them.",
     )
     parser.add_argument("--version", action="version", version=f"ringcomm {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
