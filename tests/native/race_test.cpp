@@ -1,0 +1,221 @@
+// Every collective back to back, ranks x channels x lanes as threads: under ThreadSanitizer a race
+// of the templates is reported, and without it wrong results are. tests/native/test_races.py also
+// builds it with mutated headers, each of which must fail.
+//
+//   race_test WORLD CHANNELS LANES ROUNDS
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "kernels/host/ops.h"
+#include "kernels/host/team.h"
+#include "ringcomm/all_reduce.h"
+#include "ringcomm/exchange.h"
+
+using namespace ringcomm;
+using namespace ringcomm::host;
+
+namespace {
+
+constexpr uint32_t kSegmentBytes = 4096;
+constexpr int kSlots = 4;
+// Not a multiple of a segment, a line or a vector; per rank, so that the heap forms go zero copy.
+constexpr uint64_t kChunkElems = 5003;
+constexpr uint64_t kSmallElems = 37;
+
+using E = Endpoint<ThreadTeam, HostOps>;
+
+// What rank r contributes at index i in a round: small integers, so that every sum is exact.
+float value(int rank, uint64_t i, int round) { return float((rank * 7 + i * 3 + round) % 11) - 5; }
+
+float sum_at(int world, uint64_t i, int round) {
+  float total = 0;
+  for (int r = 0; r < world; ++r) total += value(r, i, round);
+  return total;
+}
+
+struct Buffers {
+  std::vector<float> in, all_reduced, scattered, gathered, ring_reduced, ring_scattered,
+      ring_gathered;
+  std::vector<float> small, broadcast, exchanged, reduced;
+  std::vector<float> heap_reduced;
+  float* heap_in;  // zero copy, reduced in place
+};
+
+struct World {
+  int world, channels, lanes, rounds;
+  Layout layout;
+  std::vector<char> arena;
+  std::vector<char*> regions, heaps;
+  std::vector<Buffers> buffers;
+  std::vector<std::vector<PeerState>> in;
+  std::vector<std::vector<const void*>> sources;
+  std::vector<std::vector<double>> factors;
+  std::vector<std::unique_ptr<LaneGroup>> groups;
+  Waiter waiter{PausePolicy{20, 2000}};
+
+  World(int w, int c, int l, int n)
+      : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes} {
+    const uint64_t elems = kChunkElems * uint64_t(world),
+                   tensor = (elems * sizeof(float) + 4095) / 4096 * 4096;
+    const uint64_t share = layout.region_bytes() + tensor;
+    arena.resize(share * uint64_t(world) + 4096);
+    char* base =
+        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(arena.data()) + 4095) / 4096 * 4096);
+    buffers.resize(size_t(world));
+    for (int r = 0; r < world; ++r) {
+      regions.push_back(base + share * uint64_t(r));
+      heaps.push_back(base);
+      buffers[size_t(r)].heap_in = reinterpret_cast<float*>(regions.back() + layout.region_bytes());
+      in.emplace_back(size_t(channels) * size_t(Stream::kCount) * size_t(world));
+      sources.emplace_back(size_t(channels * std::max(world, 2)));
+      factors.emplace_back(size_t(channels * std::max(world, 2)));
+      for (int ch = 0; ch < channels; ++ch) groups.push_back(std::make_unique<LaneGroup>(lanes));
+    }
+  }
+
+  View view(int rank) {
+    const uint64_t heap_bytes = arena.size() - 4096;
+    const size_t r = size_t(rank);
+    return {rank,       world,           layout,       regions.data(),    heaps.data(),
+            heap_bytes, 120'000'000'000, in[r].data(), sources[r].data(), factors[r].data()};
+  }
+};
+
+// The two barriers around a round are the users': they fill and read the buffers between.
+void fill(World& w, int rank, int round) {
+  Buffers& b = w.buffers[size_t(rank)];
+  const uint64_t elems = kChunkElems * uint64_t(w.world);
+  for (auto* v : {&b.in, &b.all_reduced, &b.gathered, &b.ring_reduced, &b.ring_gathered,
+                  &b.exchanged, &b.reduced, &b.heap_reduced})
+    v->assign(elems, 99);
+  for (auto* v : {&b.scattered, &b.ring_scattered, &b.broadcast}) v->assign(kChunkElems, 99);
+  b.small.resize(kSmallElems);
+  for (uint64_t i = 0; i < elems; ++i) b.in[i] = b.heap_in[i] = value(rank, i, round);
+  for (uint64_t i = 0; i < kSmallElems; ++i) b.small[i] = value(rank, i, round);
+  for (uint64_t i = 0; i < kChunkElems; ++i) b.broadcast[i] = value(rank, i, round);
+}
+
+bool check(World& w, int rank, int round) {
+  const Buffers& b = w.buffers[size_t(rank)];
+  const uint64_t elems = kChunkElems * uint64_t(w.world);
+  const float* in_place = w.channels == 1 ? b.heap_reduced.data() : b.heap_in;
+  bool ok = true;
+  for (uint64_t i = 0; i < elems; ++i) {
+    const float sum = sum_at(w.world, i, round);
+    const int owner = int(i / kChunkElems);
+    ok &= b.all_reduced[i] == sum && b.ring_reduced[i] == sum && in_place[i] == sum;
+    ok &= b.gathered[i] == value(owner, uint64_t(owner) * kChunkElems + i % kChunkElems, round);
+    ok &= b.ring_gathered[i] == b.gathered[i];
+    ok &= b.exchanged[i] == value(owner, uint64_t(rank) * kChunkElems + i % kChunkElems, round);
+    ok &= rank != w.world - 1 || b.reduced[i] == sum;
+  }
+  for (uint64_t i = 0; i < kChunkElems; ++i) {
+    const float sum = sum_at(w.world, uint64_t(rank) * kChunkElems + i, round);
+    ok &=
+        b.scattered[i] == sum && b.ring_scattered[i] == sum && b.broadcast[i] == value(0, i, round);
+  }
+  for (uint64_t i = 0; i < kSmallElems; ++i) ok &= b.small[i] == sum_at(w.world, i, round);
+  return ok;
+}
+
+char* bytes_of(std::vector<float>& v) { return reinterpret_cast<char*>(v.data()); }
+
+Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
+  Buffers& b = w.buffers[size_t(v.rank)];
+  HostOps ops{&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)],
+              false};
+  uint64_t sequence = uint64_t(round) * 100;
+  const auto next = [&](Collective c) {
+    return CallId{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kDirect};
+  };
+  const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
+  const Chunks in{bytes_of(b.in), total, chunk, nullptr};
+  const Span own = in.get(v.rank);
+  const Chunks balanced{bytes_of(b.in), total, balanced_chunk_bytes(total, w.world), nullptr};
+
+  E e{team, v, ops, next(Collective::kReduceScatter), 1.0};
+  RC_RETURN_IF_FAILED(reduce_scatter_direct(e, in, bytes_of(b.scattered)));
+  e.id = next(Collective::kAllReduce);
+  RC_RETURN_IF_FAILED(all_reduce_direct(e, balanced, bytes_of(b.all_reduced), 0));
+  e.id = next(Collective::kAllReduce);
+  char* heap = reinterpret_cast<char*>(b.heap_in);
+  const Chunks in_heap{heap, total, balanced.chunk_bytes, nullptr};
+  RC_RETURN_IF_FAILED(all_reduce_direct(e, in_heap, heap, 0));
+  if (team.lane() == 0 && team.channel() == 0 && team.num_channels() == 1) {
+    // The call has returned: its user may do with the buffer what he likes, whatever the peers
+    // still do.
+    std::copy(b.heap_in, b.heap_in + b.heap_reduced.size(), b.heap_reduced.begin());
+    std::fill(b.heap_in, b.heap_in + b.heap_reduced.size(), -1.0f);
+  }
+  e.id = next(Collective::kAllReduce);
+  const uint64_t small = kSmallElems * sizeof(float);
+  RC_RETURN_IF_FAILED(all_reduce_direct(e, Chunks{bytes_of(b.small), small, 64, nullptr},
+                                        bytes_of(b.small), small));
+  e.id = next(Collective::kAllGather);
+  RC_RETURN_IF_FAILED(
+      share_direct(e, own, Chunks{bytes_of(b.gathered), total, chunk, nullptr}, -1));
+  e.id = next(Collective::kReduceScatter);
+  RC_RETURN_IF_FAILED(reduce_scatter_ring(e, in, bytes_of(b.ring_scattered)));
+  e.id = next(Collective::kAllReduce);
+  RC_RETURN_IF_FAILED(all_reduce_ring(e, balanced, bytes_of(b.ring_reduced)));
+  e.id = next(Collective::kAllGather);
+  RC_RETURN_IF_FAILED(
+      all_gather_ring(e, own, Chunks{bytes_of(b.ring_gathered), total, chunk, nullptr}));
+  e.id = next(Collective::kBroadcast);
+  std::vector<Span> spans(size_t(w.world), Span{bytes_of(b.broadcast), chunk});
+  RC_RETURN_IF_FAILED(share_direct(e, spans[0], Chunks{nullptr, 0, 0, spans.data()}, 0));
+  e.id = next(Collective::kAllToAll);
+  RC_RETURN_IF_FAILED(
+      exchange_direct(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{-1, -1}));
+  e.id = next(Collective::kReduce);
+  std::vector<Span> to_root(size_t(w.world), Span{bytes_of(b.in), 0});
+  to_root.back().bytes = total;
+  RC_RETURN_IF_FAILED(reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()},
+                                            bytes_of(b.reduced), w.world - 1));
+  e.id = next(Collective::kBarrier);
+  const Chunks nothing{nullptr, 0, 0, nullptr};
+  return exchange_direct(e, nothing, nothing, Edges{-1, -1});
+}
+
+// The other threads wait at a barrier: the process ends here.
+[[noreturn]] void give_up(int rank, const char* what, int number = 0) {
+  std::fprintf(stderr, "rank %d: %s %d\n", rank, what, number);
+  std::_Exit(1);
+}
+
+void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all) {
+  const View v = w.view(rank);
+  ThreadTeam team{{&w.waiter}, lane,       w.lanes,
+                  channel,     w.channels, w.groups[size_t(rank * w.channels + channel)].get()};
+  const bool leader = lane == 0 && channel == 0;
+  for (int round = 0; round < w.rounds; ++round) {
+    if (leader) fill(w, rank, round);
+    pthread_barrier_wait(all);
+    const Status status = collectives(w, team, v, round);
+    if (status != Status::kOk) give_up(rank, "status", int(status));
+    pthread_barrier_wait(all);
+    if (leader && !check(w, rank, round)) give_up(rank, "wrong result");
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  World w(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
+  const int threads = w.world * w.channels * w.lanes;
+  pthread_barrier_t all;
+  pthread_barrier_init(&all, nullptr, unsigned(threads));
+  std::vector<std::thread> lanes;
+  for (int r = 0; r < w.world; ++r)
+    for (int c = 0; c < w.channels; ++c)
+      for (int l = 0; l < w.lanes; ++l)
+        lanes.emplace_back([&, r, c, l] { run_lane(w, r, c, l, &all); });
+  for (std::thread& t : lanes) t.join();
+  std::puts("ok");
+  return 0;
+}
