@@ -117,10 +117,26 @@ class Comm:
     def connect(self, peers: list[tuple[int, int, int]]) -> None:
         """Per rank: heap base as mapped here, region offset in it, pid (0: a thread of this process)."""
     def all_reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algorithm: int, /
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
+        /,
     ) -> int: ...
     def reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int, /
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        root: int,
+        /,
     ) -> int: ...
     def reduce_scatter(
         self,
@@ -134,7 +150,14 @@ class Comm:
         /,
     ) -> int: ...
     def reduce_scatter_list(
-        self, in_ptrs: list[int], elems: list[int], out_ptr: int, dtype: int, op: int, factor: float, /
+        self,
+        in_ptrs: list[int],
+        elems: list[int],
+        out_ptr: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        /,
     ) -> int: ...
     def all_gather(
         self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algorithm: int, /

@@ -85,8 +85,10 @@ inline bool other_call_seen(const View& v, int channel, int peer, const CallId& 
     const uint32_t next = v.epochs(s, channel, peer)->seen + 1;
     // Pairs with the release in publish() of the peer.
     if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) continue;
+    // An item that I have acknowledged in this call may be overwritten by now; one that I have not
+    // stands still. (This word is mine to write: no ordering is needed.)
+    if (reached(load_relaxed_sys(&v.signals(peer, s, channel, v.rank)->consumed), next)) continue;
     *theirs = *reinterpret_cast<const CallHeader*>(v.slot(peer, s, channel, v.rank, next));
-    // Only the header of this very call is sure to stand still.
     if (theirs->id.sequence == mine.sequence && !same_call(theirs->id, mine)) return true;
   }
   return false;
