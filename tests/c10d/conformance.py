@@ -67,20 +67,21 @@ class Backend(str):
     __hash__ = str.__hash__
 
 
-def load_suite(backend: str, conditions: str, world_size: int) -> ModuleType:
+def load_suite(backend: str, conditions: str, world_size: int, folder: str) -> ModuleType:
     """torch's test module.
 
     Args:
         backend: "gloo" or "ringcomm".
         conditions: the backend for which the tests must exist.
         world_size: ranks of each test.
+        folder: empty, for the file by which tests that make their own group meet.
     """
     os.environ.update(
         BACKEND=conditions,
         WORLD_SIZE=str(world_size),
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(SECONDS_PER_TEST),
-        INIT_METHOD=f"file://{tempfile.gettempdir()}/c10d-conformance",
-        TEMP_DIR=tempfile.gettempdir(),
+        INIT_METHOD=f"file://{folder}/rendezvous",
+        TEMP_DIR=folder,
         OMP_NUM_THREADS="1",
     )
     from torch.testing._internal.distributed import distributed_test
@@ -137,12 +138,13 @@ def _last_error_line(text: str) -> str:
 
 def run(backend: str, conditions: str, world_size: int, names: list[str]) -> Outcomes:
     """Runs the tests (none: all) in this process, which forks their ranks."""
-    cls = test_class(load_suite(backend, conditions, world_size))
     recorder = Recorder()
-    for name in names or unittest.defaultTestLoader.getTestCaseNames(cls):
-        cls(name).run(recorder)
-        outcome, reason = recorder.outcomes[name]
-        print(f"{backend} {name}: {outcome} {reason}", file=sys.__stderr__, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        cls = test_class(load_suite(backend, conditions, world_size, folder))
+        for name in names or unittest.defaultTestLoader.getTestCaseNames(cls):
+            cls(name).run(recorder)
+            outcome, reason = recorder.outcomes[name]
+            print(f"{backend} {name}: {outcome} {reason}", file=sys.__stderr__, flush=True)
     return recorder.outcomes
 
 
