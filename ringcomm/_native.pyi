@@ -2,13 +2,14 @@
 
 Every collective blocks without the GIL and returns 0, or a nonzero status after which
 `Comm.fault()` tells what happened. Ctrl-C inside a wait aborts the communicator and raises
-KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves without a staging copy.
+KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves without a staging
+copy.
 """
 
 from typing import Any
 
 DTYPES: dict[str, int]
-"""Code of each element type, by torch's name for it ("float32", "bfloat16", "float8_e4m3fn", ...)."""
+"""Code of each element type, by torch's name ("float32", "bfloat16", "float8_e4m3fn", ...)."""
 OPS: dict[str, int]
 """Code of each operator: SUM AVG PREMUL_SUM PRODUCT MIN MAX BAND BOR BXOR."""
 ALGORITHMS: dict[str, int]
@@ -25,6 +26,9 @@ def force_isa(name: str) -> bool:
 
     False when this CPU lacks it.
     """
+
+def wait_in_background() -> None:
+    """From here on the calling thread leaves the core at once when it must wait for a peer."""
 
 class Block:
     """Memory of the heap, as a writable buffer. It returns to the heap with the last reference."""
@@ -115,7 +119,7 @@ class Comm:
     def slots(self) -> int: ...
     timeout_ms: int
     def connect(self, peers: list[tuple[int, int, int]]) -> None:
-        """Per rank: heap base as mapped here, region offset in it, pid (0: a thread of this process)."""
+        """Per rank: heap base as mapped here, region offset in it, pid (0: a thread of ours)."""
     def all_reduce(
         self,
         in_ptr: int,
@@ -186,12 +190,13 @@ class Comm:
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, /) -> Request:
         """`peer` -1 receives from any rank."""
     def drive_in_background(self) -> None:
-        """From here on a thread makes progress for requests that nobody waits for (isend, irecv)."""
+        """From here on a thread drives requests that nobody waits for (isend, irecv)."""
     def fault(self) -> dict[str, Any] | None:
         """Where the fault of this communicator began, or None.
 
-        kind ("timeout", "peer_lost", "mismatch", "aborted", "interrupted"), op, rank (who reports),
-        peer (about whom; -1: none), step, wanted, seen, waiting_for, waited_ms, mine, theirs, reason.
+        kind ("timeout", "peer_lost", "mismatch", "aborted", "interrupted"), op, rank (who
+        reports), peer (about whom; -1: none), step, wanted, seen, waiting_for, waited_ms, mine,
+        theirs, reason.
         """
     def abort(self, reason: str) -> None: ...
     @property

@@ -44,6 +44,7 @@ RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int t
   }
   peers_[size_t(peer)].sends.push_back(r);
   progress_sends(peer);
+  if (!r->done()) kick();
   return r;
 }
 
@@ -65,6 +66,13 @@ RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag)
     progress();
   }
   return r;
+}
+
+// Makes a sleeping driver look around: at a new request's words, or at a waiter that takes over.
+void Messenger::kick() {
+  if (!driving_) return;
+  store_relaxed_sys(&kick_, kick_ + 1);
+  Waiter::wake(&kick_);
 }
 
 void Messenger::complete(const RequestPtr& r, Status status) {
@@ -239,6 +247,7 @@ void Messenger::sleep(uint64_t timeout_ns) {
   const View& v = comm_.view();
   std::vector<SleepOn> words;
   std::vector<uint32_t*> flags;
+  words.push_back({&kick_, load_relaxed_sys(&kick_)});
   for (int p = 0; p < v.world; ++p) {
     if (p == v.rank) continue;
     const SignalLine* line = v.signals(v.rank, Stream::kMessage, 0, p);
@@ -293,7 +302,9 @@ void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t
 void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
                       uint64_t timeout_ns, uint32_t spins) {
   driving_ = true;
+  const bool background = spins == 0;
   for (uint32_t polls = 0; !r->done() && !stopping_; ++polls) {
+    if (background && waiters_ > 0) break;
     if (progress()) {
       polls = 0;
       continue;
@@ -314,8 +325,9 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
 Status Messenger::wait(const RequestPtr& r, uint64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   const uint64_t started_ns = Waiter::now_ns();
-  while (!r->done()) {
-    if (stopping_) return Status::kAborted;
+  ++waiters_;
+  if (!r->done()) kick();
+  while (!r->done() && !stopping_) {
     if (!driving_) {
       drive(lock, r, started_ns, timeout_ns, kSpins);
     } else {
@@ -323,6 +335,9 @@ Status Messenger::wait(const RequestPtr& r, uint64_t timeout_ns) {
       look_at_clock(r, started_ns, timeout_ns);
     }
   }
+  --waiters_;
+  changed_.notify_all();
+  if (!r->done()) return Status::kAborted;
   return r->status;
 }
 
@@ -338,7 +353,7 @@ RequestPtr Messenger::next_outstanding() {
 void Messenger::run_background() {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    const RequestPtr r = driving_ ? nullptr : next_outstanding();
+    const RequestPtr r = driving_ || waiters_ > 0 ? nullptr : next_outstanding();
     if (r == nullptr) {
       changed_.wait(lock);
       continue;

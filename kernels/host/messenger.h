@@ -75,6 +75,7 @@ class Messenger {
   void complete(const RequestPtr& request, Status status);
   void fail_all(Status status);
   bool idle_peer(int peer) const;
+  void kick();
   void sleep(uint64_t timeout_ns);
   void look_at_clock(const RequestPtr& request, uint64_t started_ns, uint64_t timeout_ns);
   void drive(std::unique_lock<std::mutex>& lock, const RequestPtr& request, uint64_t started_ns,
@@ -90,6 +91,8 @@ class Messenger {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool driving_ = false;  // a thread polls; the others sleep on changed_
+  int waiters_ = 0;       // threads in wait(): the background thread leaves the driving to them
+  uint32_t kick_ = 0;     // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;
   std::thread thread_;
 };

@@ -369,6 +369,7 @@ NB_MODULE(_native, m) {
       "supports", [](int dtype, int op) { return kernels().reduce[dtype][op] != nullptr; },
       nb::arg("dtype"), nb::arg("op"));
   m.def("isa", [] { return kernels().isa; });
+  m.def("wait_in_background", &wait_in_background);
   m.def("force_isa", &force_isa, nb::arg("name"));
   bind_heap(m);
   bind_comm(m);

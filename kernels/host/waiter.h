@@ -17,6 +17,10 @@ struct PausePolicy {
 };
 PausePolicy pause_policy(int ranks_on_node);
 
+// From here on the calling thread leaves the core at once when it must wait: another thread of its
+// rank has work to do there (the worker that runs asynchronous collectives beside a backward pass).
+void wait_in_background();
+
 class Waiter {
  public:
   explicit Waiter(PausePolicy policy) : policy_(policy) {}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from ringcomm import _native
 from ringcomm.comm.work import Outputs, Work
 
 _Item = tuple[Callable[[], Outputs], Work]
@@ -64,6 +65,7 @@ class CallQueue:
         return self._in_call and self.on_worker_thread()
 
     def _loop(self) -> None:
+        _native.wait_in_background()
         while True:
             item = self._items.get()
             if item is None:
