@@ -16,8 +16,7 @@ from ringcomm.cli.demo_training import Result
 from ringcomm.cli.launch import available_cores
 from ringcomm.cli.rank import World
 
-NAME_CHARS = 24
-LINE_CHARS = 96
+NAME_CHARS = 23
 
 
 def passed(cells: Sequence[Cell], results: Sequence[Result]) -> bool:
@@ -45,11 +44,11 @@ def time_text(time_us: float) -> str:
 
 def collectives_head(sizes_bytes: Sequence[int], world: World) -> str:
     """Title and column heads of the first table."""
-    sizes = "".join(f"{size_text(size):^24}" for size in sizes_bytes)
-    columns = f"{'Gloo':>8}{'ringcomm':>10}{'x':>6}" * len(sizes_bytes)
+    sizes = "".join(f"{size_text(size):>18}{'':7}" for size in sizes_bytes)
+    columns = f"{'Gloo':>8}{'ringcomm':>10}{'x':>7}" * len(sizes_bytes)
     return (
-        f"Collectives: {world.size} ranks, FP32, time of one call; x = median over interleaved "
-        f"rounds of Gloo / ringcomm.\nEvery cell was checked on both systems: exact, element by "
+        f"Collectives: {world.size} ranks, FP32, time of one call; x = median of Gloo / ringcomm "
+        f"over interleaved\nrounds. Every cell is checked on both systems: exact, element by "
         f"element.\n\n{'':{NAME_CHARS}}{sizes}\n{'':{NAME_CHARS}}{columns}"
     )
 
@@ -58,9 +57,9 @@ def collectives_line(row: Sequence[Cell]) -> str:
     """One line of the first table."""
     name = row[0].collective + (" (heap)" if row[0].memory == "heap" else "")
     texts = [
-        f"{'WRONG':>8}{cell.wrong_elems:>10}{'':>6}"
+        f"{'WRONG':>8}{cell.wrong_elems:>10}{'':>7}"
         if cell.wrong_elems
-        else f"{time_text(cell.gloo_us):>8}{time_text(cell.ringcomm_us):>10}{cell.ratio:>6.3g}"
+        else f"{time_text(cell.gloo_us):>8}{time_text(cell.ringcomm_us):>10}{cell.ratio:>7.3g}"
         for cell in row
     ]
     return f"{name:{NAME_CHARS}}" + "".join(texts)
@@ -69,8 +68,10 @@ def collectives_line(row: Sequence[Cell]) -> str:
 def training_head(source: Source) -> str:
     """Title and column heads of the second table."""
     return (
-        f"\nTraining: byte-level GPT, DistributedDataParallel, {source};\nthe same weights and "
-        f"batches on both systems in alternating blocks; speeds in tokens/s.\n\n"
+        f"\nTraining: byte-level GPT under DistributedDataParallel, the same weights and batches "
+        f"on both\nsystems in alternating blocks; speeds in tokens/s; x = median of ringcomm / "
+        f"Gloo.\n"
+        f"Text: {source}.\n\n"
         f"{'parameters':>10}{'gradient':>10}{'tokens':>8}{'steps':>7}  {'loss':^16}{'equal':>7}"
         f"{'held-out':>10}{'Gloo':>10}{'ringcomm':>10}{'x':>7}\n{'':>20}{'a step':>8}"
     )
@@ -110,8 +111,7 @@ def summary(cells: Sequence[Cell], results: Sequence[Result], elapsed_s: float) 
         name = f"{result.parameters / 1e6:.3g} M parameters"
         if result.equal:
             lines.append(
-                f"  {name}: losses and weights bitwise equal over {result.steps} steps; held-out "
-                f"{result.held_out_before:.3f} -> {result.held_out_after:.3f}; "
+                f"  {name}: losses and weights bitwise equal over {result.steps} steps; "
                 f"{result.ratio:.3f}x Gloo's speed"
             )
         else:
