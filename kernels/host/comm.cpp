@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
 // All-reduce up to this size in one hop. Same machine, same page.
-constexpr uint64_t kOneHopBytes = 16 << 10;
+constexpr uint64_t kOneHopBytes = 32 << 10;
 
 Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
   return {const_cast<char*>(base), total, chunk, nullptr};
@@ -94,7 +94,7 @@ Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Bo
   if (!connected_ || aborted()) return Status::kAborted;
   id.sequence = ++view_.control(view_.rank)->sequence;
   SoloTeam team{{&waiter_}};
-  HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes};
+  HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   E e{team, view_, ops, id, factor};
   return body(e);
 }

@@ -93,6 +93,7 @@ class Comm {
   std::vector<const void*> sources_;
   std::vector<double> factors_;
   Waiter waiter_;
+  StorePath store_path_;
   View view_;
   std::mutex mutex_;
   bool connected_ = false;

@@ -215,30 +215,36 @@ inline uint64_t stream_sum_of_two(T* dst, const T* a, const T* b, uint64_t elems
 #endif
 
 template <class T, RedOp op>
-void reduce_kernel(void* dst_ptr, const void* const* sources, const double* factors, int count,
-                   uint64_t bytes, int finish_world, bool streaming) {
+void reduce_kernel(const ReduceJob& job) {
   using A = typename Traits<T>::Acc;
   constexpr uint64_t block = kBlockBytes / sizeof(A);
-  const uint64_t elems = bytes / sizeof(T);
-  T* const dst = static_cast<T*>(dst_ptr);
+  const uint64_t elems = job.bytes / sizeof(T);
+  T* const dst = static_cast<T*>(job.dst);
+  T* const also = static_cast<T*>(job.also);
   alignas(64) T bounce[block];  // streamed results gather here, in the first-level cache
   uint64_t first = 0;
 #if RC_HAS_STREAMING_STORES
   if constexpr (op == RedOp::kSum && (__is_same(T, float) || __is_same(T, double))) {
-    if (streaming && count == 2 && reinterpret_cast<uintptr_t>(dst) % RC_VECTOR_BYTES == 0)
-      first = stream_sum_of_two(dst, static_cast<const T*>(sources[0]),
-                                static_cast<const T*>(sources[1]), elems);
+    const bool aligned = reinterpret_cast<uintptr_t>(dst) % RC_VECTOR_BYTES == 0;
+    if (job.streaming && job.count == 2 && also == nullptr && aligned)
+      first = stream_sum_of_two(dst, static_cast<const T*>(job.sources[0]),
+                                static_cast<const T*>(job.sources[1]), elems);
   }
 #endif
   for (uint64_t begin = first; begin < elems; begin += block) {
     const uint64_t n = elems - begin < block ? elems - begin : block;
-    T* const out = streaming ? bounce : dst + begin;
-    reduce_block<T, op>(out, sources, factors, count, begin, n, finish_world);
-    if (streaming)
-      stream_bytes(reinterpret_cast<char*>(dst + begin), reinterpret_cast<const char*>(bounce),
-                   n * sizeof(T));
+    T* const out = job.streaming ? bounce : dst + begin;
+    reduce_block<T, op>(out, job.sources, job.factors, job.count, begin, n, job.finish_world);
+    const char* const result = reinterpret_cast<const char*>(out);
+    if (job.streaming) stream_bytes(reinterpret_cast<char*>(dst + begin), result, n * sizeof(T));
+    if (also == nullptr) continue;
+    char* const second = reinterpret_cast<char*>(also + begin);
+    if (job.also_streaming)
+      stream_bytes(second, result, n * sizeof(T));
+    else
+      memcpy(second, result, n * sizeof(T));
   }
-  if (streaming) stream_fence();
+  if (job.streaming || job.also_streaming) stream_fence();
 }
 
 template <class T, RedOp op>

@@ -7,10 +7,18 @@
 
 namespace ringcomm {
 
-// dst[i] = reduction over s of sources[s][i]; finish_world as in finish() (0: a partial sum).
-// dst may equal a source exactly. streaming: store past the caches.
-using ReduceFn = void (*)(void* dst, const void* const* sources, const double* factors, int count,
-                          uint64_t bytes, int finish_world, bool streaming);
+// dst[i] = also[i] = reduction over s of sources[s][i].
+struct ReduceJob {
+  void* dst;                       // may equal a source exactly
+  void* also;                      // a second destination, or null
+  bool streaming, also_streaming;  // store past the caches
+  const void* const* sources;
+  const double* factors;
+  int count;
+  int finish_world;  // as in finish() of reduce.h; 0: a partial sum
+  uint64_t bytes;
+};
+using ReduceFn = void (*)(const ReduceJob& job);
 
 struct KernelTable {
   const char* isa;

@@ -36,7 +36,7 @@ Status all_reduce_one_hop(E& e, Span in, char* out) {
     e.factors()[e.rank()] = e.factor;
   }
   e.team.sync();
-  e.ops.reduce(e.team, result, e.sources(), e.factors(), e.world(), mine.bytes, e.world(), false);
+  e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), mine.bytes, e.world());
   e.team.sync();
   for (int d = 1; d < e.world(); ++d) {
     e.release(Stream::kShared, e.peer_at(d), mine.bytes, mine.bytes);
@@ -55,11 +55,12 @@ Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
   RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
   char* slot = nullptr;
   RC_RETURN_IF_FAILED(e.acquire_shared(i, &slot));
-  char* dst = zero_copy ? result.ptr + begin : slot;
-  e.ops.reduce(e.team, dst, e.sources(), e.factors(), e.world(), bytes, e.world(), true);
+  char* const own = result.ptr + begin;
+  const ReduceTarget to =
+      zero_copy ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
+  e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
   release_sources(e, mine, begin + bytes);
   e.publish_shared(i, slot, e.header(result, zero_copy, e.segment_bytes()));
-  if (!zero_copy) e.ops.copy_private(e.team, result.ptr + begin, slot, bytes);
   return Status::kOk;
 }
 

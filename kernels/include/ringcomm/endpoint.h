@@ -3,11 +3,11 @@
 // for an item and find its data), release (acknowledge what was read).
 //
 // Ops is what moves and reduces bytes, with all lanes of the team:
-//   void copy_shared(Team&, void* dst, const void* src, uint64_t bytes)    dst: peers read it
-//   void copy_private(Team&, void* dst, const void* src, uint64_t bytes)   dst: a result of the
-//   call void reduce(Team&, void* dst, const void* const* sources, const double* factors, int
-//   count,
-//               uint64_t bytes, int finish_world, bool shared)             shared: peers read dst
+//   void copy_shared(Team&, void* dst, const void* src, uint64_t bytes)
+//       peers read dst
+//   void copy_private(Team&, void* dst, const void* src, uint64_t bytes)
+//       dst is a result of the call
+//   void reduce(Team&, const ReduceTarget&, const ReduceSources&, uint64_t bytes, int finish_world)
 #pragma once
 
 #include "ringcomm/schedule.h"
@@ -28,6 +28,19 @@ constexpr uint32_t kLookahead = 1;
 // Below this many bytes a copy into staging is cheaper than zero copy, which must wait at the end
 // for the readers to have finished. Zen 4, 2 ranks on 2 cores: see docs/performance.md.
 constexpr uint64_t kZeroCopyMinBytes = 16384;
+
+// Where a reduction goes: one place, or two from one pass over the sources.
+struct ReduceTarget {
+  void* dst;
+  bool shared;  // peers read dst
+  void* also;   // private; may be null
+};
+
+struct ReduceSources {
+  const void* const* ptrs;
+  const double* factors;
+  int count;
+};
 
 template <class Team, class Ops>
 struct Endpoint {
@@ -67,6 +80,7 @@ struct Endpoint {
   }
   const void** sources() const { return v.sources + team.channel() * v.world; }
   double* factors() const { return v.factors + team.channel() * v.world; }
+  ReduceSources all_sources() const { return {sources(), factors(), v.world}; }
 
   // ---- sending ------------------------------------------------------------------------------
 

@@ -79,8 +79,7 @@ Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int only_root = 
     const uint64_t begin = (j - kLookahead) * segment,
                    bytes = item_length(mine.bytes, segment, j - kLookahead);
     RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
-    e.ops.reduce(e.team, result + begin, e.sources(), e.factors(), e.world(), bytes, e.world(),
-                 false);
+    e.ops.reduce(e.team, {result + begin, false, nullptr}, e.all_sources(), bytes, e.world());
     release_sources(e, mine, begin + bytes);
   }
   if (receives)
@@ -100,8 +99,8 @@ void reduce_hop(E& e, char* dst, const char* partial, const char* own, uint64_t 
     e.factors()[1] = e.factor;
   }
   e.team.sync();
-  e.ops.reduce(e.team, dst, e.sources(), e.factors(), partial == nullptr ? 1 : 2, bytes,
-               finish_world, finish_world == 0);
+  e.ops.reduce(e.team, {dst, finish_world == 0, nullptr},
+               {e.sources(), e.factors(), partial == nullptr ? 1 : 2}, bytes, finish_world);
 }
 
 template <class E>
