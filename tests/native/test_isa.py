@@ -16,7 +16,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ARM_SOURCES = sorted(
     p.name
     for p in (ROOT / "kernels/host").glob("*.cpp")
-    if p.name not in ("module.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
+    if p.name not in ("module.cpp", "module_heap.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
 )
 NAMES = ["avx512", "avx2", "baseline"]
 

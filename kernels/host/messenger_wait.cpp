@@ -1,0 +1,169 @@
+// The waiting half of the messenger: who drives the progress, and when a wait ends without success.
+#include <sched.h>
+
+#include <chrono>
+
+#include "kernels/host/messenger.h"
+
+namespace ringcomm::host {
+namespace {
+
+// A waiter polls, then yields, then sleeps, as Waiter does; the background thread does not spin,
+// since the thread that posted the request has something better to do with the core.
+constexpr uint32_t kSpins = 2000, kYields = 200;
+constexpr uint64_t kSleepNs = 10'000'000;
+
+}  // namespace
+
+// Makes a sleeping driver look around: at a new request's words, or at a waiter that takes over.
+void Messenger::kick() {
+  if (!driving_) return;
+  store_relaxed_sys(&kick_, kick_ + 1);
+  Waiter::wake(&kick_);
+}
+
+bool Messenger::idle_peer(int peer) const {
+  const PeerQueue& q = peers_[size_t(peer)];
+  return q.sends.empty() && q.unacknowledged.empty();
+}
+
+// Sleeps until a peer publishes or acknowledges. The lock is held; it is released while asleep.
+void Messenger::sleep(uint64_t timeout_ns) {
+  const View& v = comm_.view();
+  std::vector<SleepOn> words;
+  std::vector<uint32_t*> flags;
+  words.push_back({&kick_, load_relaxed_sys(&kick_)});
+  for (int p = 0; p < v.world; ++p) {
+    if (p == v.rank) continue;
+    const SignalLine* line = v.signals(v.rank, Stream::kMessage, 0, p);
+    SleepLine* sleepers = v.sleepers(v.rank, Stream::kMessage, 0, p);
+    words.push_back({&line->ready, load_relaxed_sys(&line->ready)});
+    flags.push_back(&sleepers->on_ready);
+    if (idle_peer(p)) continue;
+    words.push_back({&line->consumed, load_relaxed_sys(&line->consumed)});
+    flags.push_back(&sleepers->on_consumed);
+  }
+  for (uint32_t* flag : flags) store_relaxed_sys(flag, 1);
+  fence_seq_cst_sys();  // raise the flags, then look again: see NOTE [signals]
+  if (!progress()) {
+    mutex_.unlock();
+    sleep_on_any(words.data(), int(words.size()), timeout_ns);
+    mutex_.lock();
+  }
+  for (uint32_t* flag : flags) store_relaxed_sys(flag, 0);
+}
+
+// Ends all requests, and leaves a fault record, when the wait for this one must end.
+void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t timeout_ns) {
+  const View& v = comm_.view();
+  const uint64_t waited_ns = Waiter::now_ns() - started_ns;
+  SoloTeam team{{&comm_.waiter()}};
+  Status status = Status::kOk;
+  int peer = r->peer;
+  for (int p = 0; p < v.world && status == Status::kOk; ++p) {
+    if (p == v.rank || (r->peer != -1 && r->peer != p)) continue;
+    status = reason_to_give_up(team, v, p, 0);
+    // A receive from any rank goes on while one of them lives.
+    if (r->peer == -1 && status == Status::kPeerLost && v.world > 2) status = Status::kOk;
+    if (status != Status::kOk) peer = p;
+  }
+  if (status == Status::kOk && waited_ns > timeout_ns) status = Status::kTimeout;
+  if (status == Status::kOk) return;
+  progress();  // what the peer published before it went counts
+  if (r->done()) return;
+  Fault fault{};
+  fault.status = status;
+  fault.peer = peer;
+  fault.stream = Stream::kMessage;
+  fault.on_consumed = r->is_send;
+  fault.step = r->next_item;
+  fault.waited_ns = waited_ns;
+  fault.mine = header_of(*r, false);
+  fail(v, fault);
+  fail_all(status);
+}
+
+// Polls until `request` is done: `look_at_clock` ends it when it cannot be.
+void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
+                      uint64_t timeout_ns, uint32_t spins) {
+  driving_ = true;
+  const bool background = spins == 0;
+  for (uint32_t polls = 0; !r->done() && !stopping_; ++polls) {
+    if (background && waiters_ > 0) break;
+    if (progress()) {
+      polls = 0;
+      continue;
+    }
+    if (polls < spins + kYields) {
+      lock.unlock();
+      if (polls >= spins) sched_yield();
+      lock.lock();
+      continue;
+    }
+    sleep(kSleepNs);
+    look_at_clock(r, started_ns, timeout_ns);
+  }
+  driving_ = false;
+  changed_.notify_all();
+}
+
+Status Messenger::wait(const RequestPtr& r, uint64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  const uint64_t started_ns = Waiter::now_ns();
+  ++waiters_;
+  if (!r->done()) kick();
+  while (!r->done() && !stopping_) {
+    if (!driving_) {
+      drive(lock, r, started_ns, timeout_ns, kSpins);
+    } else {
+      changed_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
+      look_at_clock(r, started_ns, timeout_ns);
+    }
+  }
+  --waiters_;
+  changed_.notify_all();
+  if (!r->done()) return Status::kAborted;
+  return r->status;
+}
+
+RequestPtr Messenger::next_outstanding() {
+  for (const PeerQueue& q : peers_) {
+    if (!q.sends.empty()) return q.sends.front();
+    if (!q.unacknowledged.empty()) return q.unacknowledged.front().first;
+    if (q.incoming && q.incoming->request) return q.incoming->request;
+  }
+  return posted_.empty() ? nullptr : posted_.front();
+}
+
+void Messenger::run_background() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    const RequestPtr r = driving_ || waiters_ > 0 ? nullptr : next_outstanding();
+    if (r == nullptr) {
+      changed_.wait(lock);
+      continue;
+    }
+    drive(lock, r, r->posted_ns, comm_.timeout_ns(), 0);
+  }
+}
+
+void Messenger::drive_in_background() {
+  const std::lock_guard lock(mutex_);
+  if (!background_ && !stopping_) {
+    background_ = true;
+    thread_ = std::thread([this] { run_background(); });
+  }
+  changed_.notify_all();
+}
+
+void Messenger::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    fail_all(Status::kAborted);
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace ringcomm::host
