@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,15 @@ def test_a_readme_example_runs(tmp_path, number):
     assert done.returncode == 0, done.stderr
     for expected in re.findall(r"# (tensor\(.*\))", EXAMPLES[number]):
         assert expected in done.stdout
+
+
+def test_the_readme_shows_the_recorded_figures():
+    """Else run tools/readme_figures.py."""
+    tool = runpy.run_path(str(ROOT / "tools" / "readme_figures.py"))
+    readme = (ROOT / "README.md").read_text()
+    assert tool["filled"](readme) == readme
+    assert tool["filled"](readme.replace("| all_reduce | heap |", "| all_reduce | ? |")) == readme
+    assert readme.count("| heap |") == readme.count("| plain |") == 3
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
