@@ -45,7 +45,7 @@ def table() -> str:
     machine, loads = headings[0], " and ".join(one["load"].split()[0] for one in headings)
     text.append(
         f"\n64 MiB of FP32, 2 ranks on {machine['cores']} cores ({machine['cpu']}).\n"
-        "All systems took turns in one run: medians of the times, and of the ratios within a round.\n"
+        "All systems took turns in one run; medians of the times, and of the ratios in a round.\n"
         f"Load of the machine beside them: {loads}."
     )
     return "\n".join(text) + "\n"
