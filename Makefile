@@ -55,6 +55,7 @@ $(VENV)/.torch: tools/make_venv.sh tools/install_torch.sh
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) install --quiet $(BUILD_REQUIRES)
 	$(PIP) install --quiet --no-build-isolation --editable .
+	@$(BIN)/python tools/add_source_path.py
 	@touch $@
 
 $(VENV)/.native: $(VENV)/.package CMakeLists.txt $(NATIVE_SOURCES)

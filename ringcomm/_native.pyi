@@ -15,6 +15,9 @@ OPS: dict[str, int]
 ALGORITHMS: dict[str, int]
 """Code of each algorithm: auto, direct, ring."""
 
+MISMATCH: int
+"""Status of a receive whose message had another size; the communicator stays usable."""
+
 def supports(dtype: int, op: int) -> bool:
     """Whether `op` can reduce `dtype`."""
 
@@ -84,12 +87,19 @@ class PeerHeap:
 class Request:
     """A posted send or receive. Its buffer must stay alive until it is done."""
 
-    def wait(self, timeout_ms: int = -1) -> int: ...
+    def wait(self, timeout_ms: int = -1) -> int:
+        """Status; after `timeout_ms` that of a timeout, with the message still under way.
+
+        Negative: until the communicator's own timeout, which is a fault.
+        """
     def done(self) -> bool: ...
     def status(self) -> int: ...
     @property
     def source(self) -> int:
         """A finished receive: the rank that sent."""
+    @property
+    def dtype(self) -> str:
+        """A finished receive: the type of the message's elements."""
     @property
     def size_bytes(self) -> int:
         """A finished receive: the size of the message."""
@@ -97,7 +107,7 @@ class Request:
 class Comm:
     """One rank's end of a communicator: a region of the heap, connected to the peers' regions.
 
-    The memory of the peers' heaps (PeerHeap) must stay mapped until close().
+    In a forked child it is the parent's: it does nothing there.
     """
 
     def __init__(
@@ -118,8 +128,13 @@ class Comm:
     @property
     def slots(self) -> int: ...
     timeout_ms: int
-    def connect(self, peers: list[tuple[int, int, int]]) -> None:
-        """Per rank: heap base as mapped here, region offset in it, pid (0: a thread of ours)."""
+    def connect(self, peers: list[tuple[Heap | PeerHeap, int, int]]) -> None:
+        """Per rank: its heap as mapped here, region offset in it, pid (0: a thread of ours).
+
+        The heaps stay mapped until close(). Raises OSError when no descriptor is left.
+        """
+    def activate(self) -> None:
+        """All ranks are connected: collectives may run."""
     def all_reduce(
         self,
         in_ptr: int,
@@ -186,17 +201,19 @@ class Comm:
         /,
     ) -> int: ...
     def barrier(self) -> int: ...
-    def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, /) -> Request: ...
-    def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, /) -> Request:
+    def post_send(
+        self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /
+    ) -> Request: ...
+    def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /) -> Request:
         """`peer` -1 receives from any rank."""
     def drive_in_background(self) -> None:
         """From here on a thread drives requests that nobody waits for (isend, irecv)."""
     def fault(self) -> dict[str, Any] | None:
         """Where the fault of this communicator began, or None.
 
-        kind ("timeout", "peer_lost", "mismatch", "aborted", "interrupted"), op, rank (who
-        reports), peer (about whom; -1: none), step, wanted, seen, waiting_for, waited_ms, mine,
-        theirs, reason.
+        kind ("timeout", "peer_lost", "peer_closed", "mismatch", "aborted", "interrupted"), op,
+        rank (who reports), peer (about whom; -1: none), step, wanted, seen, waiting_for,
+        waited_ms, mine, theirs, reason.
         """
     def abort(self, reason: str) -> None: ...
     @property

@@ -36,7 +36,7 @@ class MismatchError(RingcommError):
 
 
 class PeerLost(RingcommError):
-    """A peer's process is gone."""
+    """A peer's process is gone, or the peer has closed the communicator."""
 
 
 class CollectiveTimeout(RingcommError, TimeoutError):
@@ -77,9 +77,21 @@ def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
     )
 
 
+def _peer(fault: Mapping[str, Any]) -> str:
+    return f"rank {fault['peer']}" if fault["peer"] >= 0 else "any other rank"
+
+
+def _peer_closed(fault: Mapping[str, Any]) -> PeerLost:
+    return PeerLost(
+        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but it has "
+        f"closed the communicator (noticed after {fault['waited_ms']} ms at step {fault['step']}). "
+        "All ranks must make the same calls before one of them closes"
+    )
+
+
 def _peer_lost(fault: Mapping[str, Any]) -> PeerLost:
     return PeerLost(
-        f"rank {fault['rank']} in {fault['mine']} expected rank {fault['peer']} to take part, "
+        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, "
         f"but its process has ended (noticed after {fault['waited_ms']} ms at step "
         f"{fault['step']}). See why it ended"
     )
@@ -88,9 +100,9 @@ def _peer_lost(fault: Mapping[str, Any]) -> PeerLost:
 def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
     return CollectiveTimeout(
         f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms, until its "
-        f"timeout ended, for rank {fault['peer']} (step {fault['step']}, epoch wanted "
+        f"timeout ended, for {_peer(fault)} (step {fault['step']}, epoch wanted "
         f"{fault['wanted']}, seen {fault['seen']}), which did not come. It is stopped, late, "
-        f"or never made this call: look at what rank {fault['peer']} does, or raise timeout="
+        f"or never made this call: look at what {_peer(fault)} does, or raise timeout="
     )
 
 
@@ -107,6 +119,7 @@ _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "aborted": _aborted,
     "interrupted": _interrupted,
     "mismatch": _mismatch,
+    "peer_closed": _peer_closed,
     "peer_lost": _peer_lost,
     "timeout": _timeout,
 }

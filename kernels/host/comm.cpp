@@ -64,9 +64,9 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
     heaps_[p] = peers[p].heap_base;
     regions_[p] = peers[p].heap_base + peers[p].region_offset;
     pids_[p] = peers[p].pid;
+    owners_.push_back(peers[p].owner);
     waiter_.watch(p, peers[p].pid);
   }
-  connected_ = true;
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.
@@ -82,9 +82,12 @@ void Comm::close() {
   const std::lock_guard lock(mutex_);
   if (regions_[view_.rank] == nullptr) return;
   say_farewell();
+  // A rank that never connected is known to nobody: its region is free at once.
   RetiredRegions::instance().retire(heap_, region_, layout_, view_.rank,
-                                    connected_ ? pids_ : std::vector<int>{});
+                                    owners_.empty() ? std::vector<int>{} : pids_);
   regions_[view_.rank] = nullptr;
+  waiter_.forget_all();
+  owners_.clear();
   connected_ = false;
 }
 
@@ -96,7 +99,9 @@ Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Bo
   SoloTeam team{{&waiter_}};
   HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   E e{team, view_, ops, id, factor};
-  return body(e);
+  RC_RETURN_IF_FAILED(e.verify_streams());
+  const Status status = body(e);
+  return status == Status::kOk ? e.verify_peer_buffers() : status;
 }
 
 Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {

@@ -24,7 +24,8 @@ struct CommConfig {
 };
 
 struct PeerAddress {
-  char* heap_base;  // as mapped here
+  std::shared_ptr<const void> owner;  // keeps the peer's heap mapped
+  char* heap_base;                    // as mapped here
   uint64_t region_offset;
   int pid;  // 0: a thread of this process
 };
@@ -52,7 +53,10 @@ class Comm {
 
   uint64_t region_offset() const { return region_; }
   uint64_t region_bytes() const { return layout_.region_bytes(); }
+  // Peers know this region from here on; it returns to the heap only with their farewells.
   void connect(const std::vector<PeerAddress>& peers);
+  // All peers are connected: from here on this rank may write into their regions.
+  void activate() { connected_ = true; }
   void close();
 
   Status all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r);
@@ -89,6 +93,7 @@ class Comm {
   uint64_t region_;
   std::vector<char*> regions_, heaps_;
   std::vector<int> pids_;
+  std::vector<std::shared_ptr<const void>> owners_;
   std::vector<PeerState> in_;
   std::vector<const void*> sources_;
   std::vector<double> factors_;

@@ -76,7 +76,8 @@ std::string describe(const CallHeader& h) {
   std::string text = name_of(id.collective);
   text += '(';
   if (id.collective == Collective::kSend || id.collective == Collective::kReceive)
-    return text + std::to_string(h.stream_bytes) + " bytes, tag " + std::to_string(id.root) + ")";
+    return text + name_of(DType(id.dtype)) + ", " + std::to_string(h.stream_bytes) +
+           " bytes, tag " + std::to_string(id.root) + ")";
   if (id.collective != Collective::kBarrier) {
     text += std::string(name_of(DType(id.dtype))) + ", ";
     if (id.redop >= 0) text += std::string(name_of(RedOp(id.redop))) + ", ";

@@ -12,19 +12,13 @@ CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
   const View& v = comm_.view();
   const auto collective = r.is_send ? Collective::kSend : Collective::kReceive;
   // The tag travels where a collective has its root.
-  const CallId id{0, r.bytes, collective, -1, -1, r.tag, Algorithm::kDirect};
+  const CallId id{0, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kDirect};
   const uint64_t item_bytes = in_heap ? std::max<uint64_t>(r.bytes, 1) : v.layout.segment_bytes;
   return {id, r.bytes, item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap, 1.0};
 }
 
-RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int tag) {
-  auto r = std::make_shared<Request>();
-  r->is_send = true;
-  r->ptr = const_cast<char*>(ptr);
-  r->bytes = bytes;
-  r->peer = peer;
-  r->tag = tag;
-  r->posted_ns = Waiter::now_ns();
+RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype) {
+  auto r = std::make_shared<Request>(true, const_cast<char*>(ptr), bytes, peer, tag, dtype);
   const std::lock_guard lock(mutex_);
   if (comm_.aborted() || stopping_) {
     complete(r, Status::kAborted);
@@ -36,14 +30,8 @@ RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int t
   return r;
 }
 
-RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag) {
-  auto r = std::make_shared<Request>();
-  r->is_send = false;
-  r->ptr = ptr;
-  r->bytes = bytes;
-  r->peer = peer;
-  r->tag = tag;
-  r->posted_ns = Waiter::now_ns();
+RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype) {
+  auto r = std::make_shared<Request>(false, ptr, bytes, peer, tag, dtype);
   const std::lock_guard lock(mutex_);
   if (comm_.aborted() || stopping_) {
     complete(r, Status::kAborted);
@@ -137,10 +125,12 @@ bool Messenger::match_unexpected(const RequestPtr& r) {
 }
 
 void Messenger::deliver(Message& m, const RequestPtr& r) {
+  const bool fits = m.bytes == r->bytes && m.dtype == r->dtype;
   r->source = m.peer;
   r->message_bytes = m.bytes;
-  if (m.bytes == r->bytes && !m.buffer.empty()) std::memcpy(r->ptr, m.buffer.data(), m.bytes);
-  complete(r, m.bytes == r->bytes ? Status::kOk : Status::kMismatch);
+  r->message_dtype = m.dtype;
+  if (fits && !m.buffer.empty()) std::memcpy(r->ptr, m.buffer.data(), m.bytes);
+  complete(r, fits ? Status::kOk : Status::kMismatch);
 }
 
 // The next message of `peer`, when there is one and somebody can use it.
@@ -161,13 +151,14 @@ bool Messenger::begin_message(int peer) {
   auto m = std::make_shared<Message>();
   m->peer = peer;
   m->tag = h.id.root;
+  m->dtype = DType(h.id.dtype);
   m->bytes = h.stream_bytes;
   m->item_bytes = h.item_bytes;
   m->items = items_of(h.stream_bytes, h.item_bytes);
   m->zero_copy = h.heap_offset == kNotInHeap ? nullptr : v.heaps[peer] + h.heap_offset;
   m->request = r;
-  // A message of another size than the receive expects must be drained all the same.
-  if (r == nullptr || r->bytes != m->bytes) m->buffer.resize(m->bytes);
+  // A message that is not what the receive expects must be drained all the same.
+  if (r == nullptr || r->bytes != m->bytes || r->dtype != m->dtype) m->buffer.resize(m->bytes);
   if (r == nullptr) unexpected_.push_back(m);
   peers_[size_t(peer)].incoming = m;
   return true;
@@ -202,7 +193,12 @@ bool Messenger::progress_receives(int peer) {
     moved = true;
     if (m->next_item < m->items) continue;
     q.incoming = nullptr;
-    if (m->request != nullptr) deliver(*m, m->request);
+    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers()).
+    const bool doubtful = m->zero_copy != nullptr && abort_seen(v);
+    if (m->request != nullptr && doubtful)
+      complete(m->request, Status::kAborted);
+    else if (m->request != nullptr)
+      deliver(*m, m->request);
   }
 }
 

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "kernels/host/comm.h"
@@ -24,12 +25,17 @@ struct Request {
   uint64_t bytes;
   int peer;  // -1: receive from any rank
   int tag;
-  uint64_t posted_ns;
+  DType dtype;
+  uint64_t posted_ns = Waiter::now_ns();
   uint32_t next_item = 0;
   Status status = Status::kOk;
   int source = -1;             // a finished receive: who sent it
-  uint64_t message_bytes = 0;  // and how long the message was
+  uint64_t message_bytes = 0;  // how long the message was
+  DType message_dtype = DType::kCount;
   uint32_t done_word = 0;
+
+  Request(bool is_send, char* ptr, uint64_t bytes, int peer, int tag, DType dtype)
+      : is_send(is_send), ptr(ptr), bytes(bytes), peer(peer), tag(tag), dtype(dtype) {}
 
   bool done() const { return load_acquire_sys(&done_word) != 0; }  // pairs with set_done()
   void set_done() { store_release_sys(&done_word, 1); }            // pairs with done()
@@ -41,16 +47,17 @@ class Messenger {
   explicit Messenger(Comm& comm);
   ~Messenger();
 
-  RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag);
-  RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag);
+  RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
+  RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   // Progress without a waiter from here on.
   void drive_in_background();
-  Status wait(const RequestPtr& request, uint64_t timeout_ns);
+  Status wait(const RequestPtr& request, uint64_t give_up_ns);
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
   struct Message {  // one that arrives
     int peer, tag;
+    DType dtype;
     uint64_t bytes, item_bytes;
     uint32_t items, next_item = 0;
     const char* zero_copy;
@@ -77,9 +84,11 @@ class Messenger {
   bool idle_peer(int peer) const;
   void kick();
   void sleep(uint64_t timeout_ns);
-  void look_at_clock(const RequestPtr& request, uint64_t started_ns, uint64_t timeout_ns);
+  std::pair<Status, int> reason_to_end(const Request& request, uint64_t waited_ns) const;
+  void look_at_clock(std::unique_lock<std::mutex>& lock, const RequestPtr& request,
+                     uint64_t started_ns);
   void drive(std::unique_lock<std::mutex>& lock, const RequestPtr& request, uint64_t started_ns,
-             uint64_t timeout_ns, uint32_t spins);
+             uint64_t give_up_ns, uint32_t spins);
   void run_background();
   RequestPtr next_outstanding();
   CallHeader header_of(const Request& request, bool in_heap) const;
@@ -91,6 +100,7 @@ class Messenger {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool driving_ = false;  // a thread polls; the others sleep on changed_
+  int looking_ = 0;       // threads in look_at_clock() without the lock
   int waiters_ = 0;       // threads in wait(): the background thread leaves the driving to them
   uint32_t kick_ = 0;     // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;

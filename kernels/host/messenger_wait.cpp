@@ -1,6 +1,7 @@
 // The waiting half of the messenger: who drives the progress, and when a wait ends without success.
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "kernels/host/messenger.h"
@@ -12,6 +13,9 @@ namespace {
 // since the thread that posted the request has something better to do with the core.
 constexpr uint32_t kSpins = 2000, kYields = 200;
 constexpr uint64_t kSleepNs = 10'000'000;
+
+// Calls of look_at_clock() on this thread's stack.
+thread_local int looking_here = 0;
 
 }  // namespace
 
@@ -53,22 +57,38 @@ void Messenger::sleep(uint64_t timeout_ns) {
   for (uint32_t* flag : flags) store_relaxed_sys(flag, 0);
 }
 
-// Ends all requests, and leaves a fault record, when the wait for this one must end.
-void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t timeout_ns) {
+// Why the wait for `request` must end, or kOk; and about whom. The lock is not held: a signal
+// handler may run in here and use the communicator.
+std::pair<Status, int> Messenger::reason_to_end(const Request& r, uint64_t waited_ns) const {
   const View& v = comm_.view();
-  const uint64_t waited_ns = Waiter::now_ns() - started_ns;
   SoloTeam team{{&comm_.waiter()}};
-  Status status = Status::kOk;
-  int peer = r->peer;
-  for (int p = 0; p < v.world && status == Status::kOk; ++p) {
-    if (p == v.rank || (r->peer != -1 && r->peer != p)) continue;
-    status = reason_to_give_up(team, v, p, 0);
+  int lost = 0;
+  for (int p = 0; p < v.world; ++p) {
+    if (p == v.rank || (r.peer != -1 && r.peer != p)) continue;
+    const Status status = reason_to_give_up(team, v, p, 0);
+    if (status == Status::kOk) continue;
+    const bool gone = status == Status::kPeerLost || status == Status::kPeerClosed;
     // A receive from any rank goes on while one of them lives.
-    if (r->peer == -1 && status == Status::kPeerLost && v.world > 2) status = Status::kOk;
-    if (status != Status::kOk) peer = p;
+    if (r.peer == -1 && gone && ++lost < v.world - 1) continue;
+    return {status, p};
   }
-  if (status == Status::kOk && waited_ns > timeout_ns) status = Status::kTimeout;
-  if (status == Status::kOk) return;
+  return {waited_ns > comm_.timeout_ns() ? Status::kTimeout : Status::kOk, r.peer};
+}
+
+// At clock time: ends all requests, and leaves a fault record, when the wait for this one must end.
+void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestPtr& r,
+                              uint64_t started_ns) {
+  if (stopping_ || r->done()) return;
+  const uint64_t waited_ns = Waiter::now_ns() - started_ns;
+  ++looking_;
+  ++looking_here;
+  lock.unlock();
+  const auto [status, peer] = reason_to_end(*r, waited_ns);
+  lock.lock();
+  --looking_;
+  --looking_here;
+  changed_.notify_all();
+  if (status == Status::kOk || stopping_) return;
   progress();  // what the peer published before it went counts
   if (r->done()) return;
   Fault fault{};
@@ -79,13 +99,14 @@ void Messenger::look_at_clock(const RequestPtr& r, uint64_t started_ns, uint64_t
   fault.step = r->next_item;
   fault.waited_ns = waited_ns;
   fault.mine = header_of(*r, false);
-  fail(v, fault);
+  fail(comm_.view(), fault);
   fail_all(status);
 }
 
-// Polls until `request` is done: `look_at_clock` ends it when it cannot be.
+// Polls until `request` is done or `give_up_ns` after the start is reached; look_at_clock() ends it
+// when it cannot be.
 void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
-                      uint64_t timeout_ns, uint32_t spins) {
+                      uint64_t give_up_ns, uint32_t spins) {
   driving_ = true;
   const bool background = spins == 0;
   for (uint32_t polls = 0; !r->done() && !stopping_; ++polls) {
@@ -100,30 +121,41 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
       lock.lock();
       continue;
     }
-    sleep(kSleepNs);
-    look_at_clock(r, started_ns, timeout_ns);
+    sleep(std::min(kSleepNs, give_up_ns));
+    // Not the driver while a signal handler may run: it may wait for a message itself.
+    driving_ = false;
+    look_at_clock(lock, r, started_ns);
+    if (driving_) return;
+    if (Waiter::now_ns() - started_ns >= give_up_ns) break;
+    driving_ = true;
   }
   driving_ = false;
   changed_.notify_all();
 }
 
-Status Messenger::wait(const RequestPtr& r, uint64_t timeout_ns) {
+// kTimeout after `give_up_ns` leaves the request under way; the communicator's own timeout ends it.
+Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
   std::unique_lock lock(mutex_);
   const uint64_t started_ns = Waiter::now_ns();
+  Status status = Status::kOk;
   ++waiters_;
   if (!r->done()) kick();
   while (!r->done() && !stopping_) {
     if (!driving_) {
-      drive(lock, r, started_ns, timeout_ns, kSpins);
+      drive(lock, r, started_ns, give_up_ns, kSpins);
     } else {
-      changed_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
-      look_at_clock(r, started_ns, timeout_ns);
+      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kSleepNs, give_up_ns)));
+      look_at_clock(lock, r, started_ns);
+    }
+    if (!r->done() && Waiter::now_ns() - started_ns >= give_up_ns) {
+      status = Status::kTimeout;
+      break;
     }
   }
   --waiters_;
   changed_.notify_all();
-  if (!r->done()) return Status::kAborted;
-  return r->status;
+  if (r->done()) return r->status;
+  return status == Status::kOk ? Status::kAborted : status;
 }
 
 RequestPtr Messenger::next_outstanding() {
@@ -143,7 +175,7 @@ void Messenger::run_background() {
       changed_.wait(lock);
       continue;
     }
-    drive(lock, r, r->posted_ns, comm_.timeout_ns(), 0);
+    drive(lock, r, r->posted_ns, UINT64_MAX, 0);
   }
 }
 
@@ -156,12 +188,20 @@ void Messenger::drive_in_background() {
   changed_.notify_all();
 }
 
+// After it no thread is in here and none touches the region again.
 void Messenger::stop() {
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     stopping_ = true;
     fail_all(Status::kAborted);
+    kick();
     changed_.notify_all();
+    // A signal handler that closes the communicator runs inside a wait of this very thread, which
+    // will touch nothing any more either.
+    while (waiters_ > looking_here || driving_ || looking_ > looking_here) {
+      changed_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
+      kick();
+    }
   }
   if (thread_.joinable()) thread_.join();
 }

@@ -13,14 +13,31 @@ namespace {
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<uint64_t>;
 
-// A communicator with its messenger, closed in the right order.
+// A communicator with its messenger, closed in the right order. In a forked child both are the
+// parent's: there they are left alone for good, since destroying them would write into the peers'
+// memory.
 struct NativeComm {
-  Comm comm;
-  Messenger messenger;
+  std::unique_ptr<Comm> owned_comm;
+  std::unique_ptr<Messenger> owned_messenger;
+  Comm& comm;
+  Messenger& messenger;
+  pid_t pid = getpid();
+
   NativeComm(std::shared_ptr<Heap> heap, const CommConfig& config)
-      : comm(std::move(heap), config), messenger(comm) {}
-  ~NativeComm() { close(); }
+      : owned_comm(std::make_unique<Comm>(std::move(heap), config)),
+        owned_messenger(std::make_unique<Messenger>(*owned_comm)),
+        comm(*owned_comm),
+        messenger(*owned_messenger) {}
+  ~NativeComm() {
+    if (getpid() == pid) {
+      close();
+    } else {
+      static_cast<void>(owned_messenger.release());
+      static_cast<void>(owned_comm.release());
+    }
+  }
   void close() {
+    if (getpid() != pid) return;
     messenger.stop();
     comm.close();
   }
@@ -33,7 +50,7 @@ struct NativeRequest {
 
 int interrupted() {
   const nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals();
+  return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
 // Runs a blocking call without the GIL. When Ctrl-C ended it, the exception is already set.
@@ -44,7 +61,8 @@ int blocking(Call call) {
     const nb::gil_scoped_release nogil;
     status = call();
   }
-  if (status == Status::kInterrupted && PyErr_Occurred()) throw nb::python_error();
+  // A signal handler may raise although the call then succeeded: its exception counts all the same.
+  if (PyErr_Occurred()) throw nb::python_error();
   return int(status);
 }
 
@@ -71,6 +89,8 @@ const char* kind_of(Status status) {
       return "timeout";
     case Status::kPeerLost:
       return "peer_lost";
+    case Status::kPeerClosed:
+      return "peer_closed";
     case Status::kMismatch:
       return "mismatch";
     case Status::kInterrupted:
@@ -178,14 +198,15 @@ void bind_movement(nb::class_<NativeComm>& c) {
 void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
   using Shared = std::shared_ptr<NativeComm>;
   c.def("post_send",
-        [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag) {
+        [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
           const nb::gil_scoped_release nogil;
-          return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag)};
+          return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag, DType(dtype))};
         })
       .def("post_recv",
-           [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag) {
+           [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
              const nb::gil_scoped_release nogil;
-             return NativeRequest{n, n->messenger.post_receive(at(ptr), bytes, peer, tag)};
+             return NativeRequest{
+                 n, n->messenger.post_receive(at(ptr), bytes, peer, tag, DType(dtype))};
            })
       .def(
           "drive_in_background", [](NativeComm& n) { n.messenger.drive_in_background(); },
@@ -194,14 +215,15 @@ void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
       .def(
           "wait",
           [](NativeRequest& r, int64_t timeout_ms) {
-            const uint64_t ns =
-                timeout_ms < 0 ? r.comm->comm.timeout_ns() : uint64_t(timeout_ms) * 1'000'000;
+            const uint64_t ns = timeout_ms < 0 ? UINT64_MAX : uint64_t(timeout_ms) * 1'000'000;
             return blocking([&] { return r.comm->messenger.wait(r.request, ns); });
           },
           nb::arg("timeout_ms") = -1)
       .def("done", [](const NativeRequest& r) { return r.request->done(); })
       .def("status", [](const NativeRequest& r) { return int(r.request->status); })
       .def_prop_ro("source", [](const NativeRequest& r) { return r.request->source; })
+      .def_prop_ro("dtype",
+                   [](const NativeRequest& r) { return name_of(r.request->message_dtype); })
       .def_prop_ro("size_bytes", [](const NativeRequest& r) { return r.request->message_bytes; });
 }
 
@@ -234,15 +256,27 @@ void bind_comm(nb::module_& m) {
       .def_prop_ro("slots", [](const NativeComm& n) { return n.comm.view().layout.slots; })
       .def(
           "connect",
-          [](NativeComm& n, const std::vector<std::tuple<uintptr_t, uint64_t, int>>& peers) {
+          [](NativeComm& n, const std::vector<std::tuple<nb::object, uint64_t, int>>& peers) {
             if (int(peers.size()) != n.comm.view().world)
               throw nb::value_error("one entry per rank is needed");
             std::vector<PeerAddress> addresses;
-            for (const auto& [base, offset, pid] : peers)
-              addresses.push_back({at(base), offset, pid});
-            n.comm.connect(addresses);
+            for (const auto& [heap, offset, pid] : peers) {
+              if (nb::isinstance<Heap>(heap)) {
+                const auto own = nb::cast<std::shared_ptr<Heap>>(heap);
+                addresses.push_back({own, own->base(), offset, pid});
+              } else {
+                const auto mapping = nb::cast<std::shared_ptr<Mapping>>(heap);
+                addresses.push_back({mapping, mapping->base(), offset, pid});
+              }
+            }
+            try {
+              n.comm.connect(addresses);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
           },
           nb::arg("peers"))
+      .def("activate", [](NativeComm& n) { n.comm.activate(); })
       .def_prop_rw(
           "timeout_ms", [](const NativeComm& n) { return n.comm.timeout_ns() / 1'000'000; },
           [](NativeComm& n, uint64_t ms) { n.comm.set_timeout_ns(ms * 1'000'000); })
@@ -271,6 +305,7 @@ NB_MODULE(_native, m) {
   m.attr("DTYPES") = dtypes;
   m.attr("OPS") = ops;
   m.attr("ALGORITHMS") = algorithms;
+  m.attr("MISMATCH") = int(Status::kMismatch);
   m.def(
       "supports", [](int dtype, int op) { return kernels().reduce[dtype][op] != nullptr; },
       nb::arg("dtype"), nb::arg("op"));

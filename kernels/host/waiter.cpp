@@ -3,6 +3,7 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -10,6 +11,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <string>
+
+#include "kernels/host/heap.h"
 
 #include "ringcomm/atomics.h"
 
@@ -63,14 +67,23 @@ thread_local bool in_background = false;
 
 void wait_in_background() { in_background = true; }
 
-Waiter::~Waiter() {
-  for (int fd : pidfds_)
-    if (fd >= 0) close(fd);
+Waiter::~Waiter() { forget_all(); }
+
+void Waiter::forget_all() {
+  for (const Watched& w : watched_)
+    if (w.pidfd >= 0) close(w.pidfd);
+  watched_.clear();
 }
 
 void Waiter::watch(int peer, int pid) {
-  if (pidfds_.size() <= size_t(peer)) pidfds_.resize(peer + 1, -1);
-  if (pid != 0) pidfds_[peer] = int(syscall(SYS_pidfd_open, pid, 0));
+  if (watched_.size() <= size_t(peer)) watched_.resize(size_t(peer) + 1);
+  if (pid == 0) return;
+  const int fd = int(syscall(SYS_pidfd_open, pid, 0));
+  // A process that is gone already, and kernels without pidfds, are found by the pid.
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE))
+    throw HeapError(errno, "no file descriptor is left to watch process " + std::to_string(pid) +
+                               " (ulimit -n)");
+  watched_[size_t(peer)] = {pid, fd};
 }
 
 bool Waiter::pause(const Pause& pause) const {
@@ -102,10 +115,13 @@ uint64_t Waiter::now_ns() {
 }
 
 Status Waiter::health(int peer) const {
-  if (size_t(peer) < pidfds_.size() && pidfds_[peer] >= 0) {
+  if (size_t(peer) < watched_.size() && watched_[size_t(peer)].pid != 0) {
+    const Watched& w = watched_[size_t(peer)];
     // A pidfd becomes readable when its process ends, also while it is a zombie.
-    pollfd poller{pidfds_[peer], POLLIN, 0};
-    if (poll(&poller, 1, 0) == 1) return Status::kPeerLost;
+    pollfd poller{w.pidfd, POLLIN, 0};
+    const bool gone =
+        w.pidfd >= 0 ? poll(&poller, 1, 0) == 1 : kill(w.pid, 0) != 0 && errno == ESRCH;
+    if (gone) return Status::kPeerLost;
   }
   if (interrupt_hook != nullptr && syscall(SYS_gettid) == getpid() && interrupt_hook() != 0)
     return Status::kInterrupted;

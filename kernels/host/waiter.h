@@ -29,7 +29,9 @@ class Waiter {
   Waiter& operator=(const Waiter&) = delete;
 
   // pid 0: a thread of this process, which cannot die alone.
+  // Throws HeapError when this process has no descriptor left.
   void watch(int peer, int pid);
+  void forget_all();
 
   bool pause(const Pause& pause) const;
   static void wake(uint32_t* word);
@@ -41,7 +43,11 @@ class Waiter {
 
  private:
   PausePolicy policy_;
-  std::vector<int> pidfds_;  // by peer; -1 where there is nothing to watch
+  struct Watched {
+    int pid = 0;     // 0: a thread of this process, or nobody
+    int pidfd = -1;  // -1: this kernel or sandbox has none, and the pid must do
+  };
+  std::vector<Watched> watched_;  // by peer
 };
 
 // Sleeps until one of the words leaves the value seen there, or `timeout_ns` passed.

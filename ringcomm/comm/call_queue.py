@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from ringcomm import _native
 from ringcomm.comm.work import Outputs, Work
+from ringcomm.errors import AbortedError
 
 _Item = tuple[Callable[[], Outputs], Work]
 
@@ -49,12 +50,19 @@ class CallQueue:
     def submit(self, run: Callable[[], Outputs], work: Work) -> Work:
         """Queues ``run`` behind all earlier calls; ``work`` tells how it ended."""
         with self._guard:
-            self.pending += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
-            self._items.put((run, work))
+            stopped = self._stopped
+            if not stopped:
+                self._put(run, work)
+        if stopped:
+            work.finish([], AbortedError("the communicator was closed before this call began"))
         return work
+
+    def _put(self, run: Callable[[], Outputs], work: Work) -> None:
+        self.pending += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        self._items.put((run, work))
 
     def on_worker_thread(self) -> bool:
         """True on the worker thread: in a call that it runs, or in a callback after one."""

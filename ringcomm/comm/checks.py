@@ -186,4 +186,11 @@ class Site:
                 f"op: expected a whole number as PREMUL_SUM's factor for dtype {tensor.dtype}, "
                 f"got {reduction.factor}"
             )
+        if integral and tensor.dtype != torch.bool:
+            limits = torch.iinfo(tensor.dtype)
+            if not limits.min <= reduction.factor <= limits.max:
+                self.fail(
+                    f"op: expected a PREMUL_SUM factor between {limits.min} and {limits.max} for "
+                    f"dtype {tensor.dtype}, got {reduction.factor:g}"
+                )
         return reduction

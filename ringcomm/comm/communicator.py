@@ -123,6 +123,7 @@ class Communicator(Coalesced, Exchanges, Messages):
             timeout_s,
         )
         exchange = Exchange(meeting)
+        core: _native.Comm | None = None
         try:
             heap = process_heap(heap_bytes)
             core = _make_core(heap, membership)
@@ -130,8 +131,13 @@ class Communicator(Coalesced, Exchanges, Messages):
             heaps = tuple(map_heap(handle, heap, meeting.operation) for handle in handles)
             _connect(core, handles, heaps)
             exchange.confirm()
+            core.activate()
         except BaseException as error:
             exchange.fail(error)
+            if core is not None:
+                # A peer may have seen all ranks ready: it shall not wait for this one.
+                core.abort(f"rendezvous failed: {error}")
+                core.close()
             raise
         return cls(core, replace(membership, heaps=heaps))
 
@@ -278,7 +284,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
 def _connect(core: _native.Comm, handles: list[HeapHandle], heaps: tuple[MappedHeap, ...]) -> None:
     core.connect(
         [
-            (heap.base_ptr, handle.region_offset_bytes, heap.pid)
+            (heap.mapping, handle.region_offset_bytes, heap.pid)
             for handle, heap in zip(handles, heaps, strict=True)
         ]
     )

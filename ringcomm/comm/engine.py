@@ -34,6 +34,18 @@ def _milliseconds(timeout: timedelta | float) -> int:
     return max(1, round(seconds_of(timeout) * 1000))
 
 
+# Functions of their own, so that they hold no communicator: a cycle would keep its memory and
+# descriptors until the garbage collector comes by.
+def _refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
+    return lambda op: unusable_error(op, rank, world_size, first)
+
+
+def _closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommError]:
+    return lambda op: AbortedError(
+        f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
+    )
+
+
 class Engine:
     """A native communicator and the queue in front of it."""
 
@@ -105,12 +117,8 @@ class Engine:
         queue = self._queue
         if queue.inside_call():
             self._execute(call)
-        elif not queue.pending and queue.turn.acquire(False):
-            try:
-                self._execute(call)
-            finally:
-                queue.turn.release()
-        elif queue.on_worker_thread():
+        elif not queue.pending or queue.on_worker_thread():
+            # Not acquire() and release(): a signal handler could raise between acquire() and a try.
             with queue.turn:
                 self._execute(call)
         else:
@@ -169,11 +177,13 @@ class Engine:
         """The error for a call that the native side gave up; makes the communicator unusable."""
         head = where(name, self._rank, self._world_size)
         fault = self._core.fault()
+        if fault is None and self._refuse is not None:
+            return self._refuse(name)  # closed while the call was under way
         if fault is None:
             error = RingcommError(f"{head}: the native call failed without a fault record")
         else:
             error = from_fault(head, fault)
-        self._disable(lambda op: unusable_error(op, self._rank, self._world_size, error))
+        self._disable(_refusal(self._rank, self._world_size, error))
         return error
 
     def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
@@ -197,7 +207,7 @@ class Engine:
             f"{where('abort', self._rank, self._world_size)}: "
             f"{reason or 'Communicator.abort() was called'}"
         )
-        self._disable(lambda op: unusable_error(op, self._rank, self._world_size, first))
+        self._disable(_refusal(self._rank, self._world_size, first))
         self._core.abort(reason)
 
     def close(self) -> None:
@@ -219,12 +229,7 @@ class Engine:
         if not idle:
             self.abort("closed with a call under way")
             idle = self._queue.stop(EXIT_GRACE_S) and self._queue.turn.acquire(timeout=EXIT_GRACE_S)
-        self._disable(
-            lambda op: AbortedError(
-                f"{where(op, self._rank, self._world_size)}: the communicator "
-                f"{self.name!r} was closed; build a new one"
-            )
-        )
+        self._disable(_closed(self._rank, self._world_size, self.name))
         # A thread that does not leave even an aborted call still uses the native object.
         if idle:
             with self._guard:

@@ -65,14 +65,11 @@ class Gathers(Engine):
                 or ahead <= -chunk_bytes
                 or ahead == chunk_bytes * self._rank
             )
-            and self._queue.turn.acquire(False)
         ):
-            try:
+            with self._queue.turn:
                 status = self._native.all_gather(
                     in_ptr, out_ptr, chunk_bytes, dtype_code, algorithm_code
                 )
-            finally:
-                self._queue.turn.release()
             if status:
                 raise self._fault("all_gather_into_tensor")
             return None

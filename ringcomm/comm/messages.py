@@ -12,7 +12,7 @@ from ringcomm import _native
 from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
 from ringcomm.comm.work import Outputs, Work, wait_seconds
-from ringcomm.errors import MismatchError, RingcommError, where
+from ringcomm.errors import CollectiveTimeout, MismatchError, RingcommError, where
 
 Tensor = torch.Tensor
 ANY_SOURCE = -1
@@ -49,7 +49,15 @@ class Message(Work):
     def _await(self, timeout: timedelta | float | None) -> None:
         seconds = wait_seconds(timeout)
         timeout_ms = -1 if seconds < 0 else max(1, round(seconds * 1000))
-        self._complete(self._request.wait(timeout_ms))
+        status = self._request.wait(timeout_ms)
+        if status and not self._request.done():
+            if self._engine.aborted:
+                raise self._engine._fault(self._name)
+            raise CollectiveTimeout(
+                f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the message is "
+                "still under way. Wait again, or abort the communicator"
+            )
+        self._complete(self._request.status())
         if not self._finished:
             # Another thread noticed the end first and is about to record it.
             super()._await(None)
@@ -154,21 +162,23 @@ class Messages(Engine):
         self, op: str, tensor: Tensor, dst: int, tag: int
     ) -> tuple[_native.Request, Tensor]:
         site = Site(op, self._rank, self._world_size)
-        site.tensor("tensor", tensor)
+        dtype = site.tensor("tensor", tensor)
         peer = self._other(site, "dst", dst)
         self._check_message(site, tag)
         dense = readable(tensor)
-        return self._native.post_send(dense.data_ptr(), size_bytes(dense), peer, tag), dense
+        ptr = dense.data_ptr()
+        return self._native.post_send(ptr, size_bytes(dense), peer, tag, dtype), dense
 
     def _post_recv(
         self, op: str, tensor: Tensor, src: int | None, tag: int
     ) -> tuple[_native.Request, Tensor]:
         site = Site(op, self._rank, self._world_size)
-        site.output("tensor", tensor)
+        dtype = site.output("tensor", tensor)
         peer = ANY_SOURCE if src is None else self._other(site, "src", src)
         self._check_message(site, tag)
         dense = writable(tensor)
-        return self._native.post_recv(dense.data_ptr(), size_bytes(dense), peer, tag), dense
+        ptr = dense.data_ptr()
+        return self._native.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense
 
     def _other(self, site: Site, name: str, rank: Any) -> int:
         peer = site.peer(name, rank)
@@ -192,12 +202,13 @@ class Messages(Engine):
     ) -> RingcommError | None:
         if not status:
             return None
-        if self._core.fault() is None and request.size_bytes != size_bytes(dense):
+        if status == _native.MISMATCH and self._core.fault() is None:
             # The message is gone, but the communicator is as good as before.
             return MismatchError(
                 f"{where(op, self._rank, self._world_size)}: expected a message of "
-                f"{size_bytes(dense)} bytes, got {request.size_bytes} from rank "
-                f"{request.source}. Sender and receiver must use tensors of equal size"
+                f"{size_bytes(dense)} bytes of {str(dense.dtype).removeprefix('torch.')}, got "
+                f"{request.size_bytes} bytes of {request.dtype} from rank {request.source}. "
+                "Sender and receiver must use tensors of equal size and dtype"
             )
         return self._fault(op)
 

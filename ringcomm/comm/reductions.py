@@ -54,13 +54,11 @@ class Reductions(Engine):
             algorithm_code = ALGORITHMS[algorithm]
         except (AttributeError, KeyError, RuntimeError, TypeError):
             quick = False
-        if quick and ptr and self._queue.turn.acquire(False):
-            try:
+        if quick and ptr:
+            with self._queue.turn:
                 status = self._native.all_reduce(
                     ptr, ptr, count_elems, dtype_code, op_code, 1.0, algorithm_code
                 )
-            finally:
-                self._queue.turn.release()
             if status:
                 raise self._fault("all_reduce")
             return None
@@ -163,14 +161,11 @@ class Reductions(Engine):
                 or ahead <= -chunk_bytes
                 or ahead == chunk_bytes * self._rank
             )
-            and self._queue.turn.acquire(False)
         ):
-            try:
+            with self._queue.turn:
                 status = self._native.reduce_scatter(
                     in_ptr, out_ptr, count_elems, dtype_code, op_code, 1.0, algorithm_code
                 )
-            finally:
-                self._queue.turn.release()
             if status:
                 raise self._fault("reduce_scatter_tensor")
             return None

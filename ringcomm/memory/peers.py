@@ -14,13 +14,14 @@ from ringcomm.memory.exchange import HeapHandle
 class MappedHeap:
     """One peer's heap as mapped in this process; unmapped when the last user lets go.
 
-    ``base_ptr`` is its address here; ``pid`` is 0 when the "peer" is a thread of this process.
+    ``mapping`` is the native object, ``base_ptr`` its address here; ``pid`` is 0 when the "peer"
+    is a thread of this process.
     """
 
-    __slots__ = ("__weakref__", "_mapping", "base_ptr", "pid")
+    __slots__ = ("__weakref__", "base_ptr", "mapping", "pid")
 
     def __init__(self, mapping: _native.PeerHeap | _native.Heap, pid: int) -> None:
-        self._mapping = mapping
+        self.mapping = mapping
         self.base_ptr: int = mapping.base_ptr
         self.pid = pid
 

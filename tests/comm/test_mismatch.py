@@ -90,3 +90,31 @@ def test_mismatch_among_many_reaches_all():
 
     world.run(body)
     world.close()
+
+
+def test_two_roots_are_named_at_the_next_call():
+    """Each of two roots waits for nobody; a call of any kind that follows tells, at the latest."""
+
+    def rank(communicator):
+        with pytest.raises(MismatchError, match=r"broadcast\(.*root [01].*call 1 "):
+            communicator.broadcast(torch.ones(4), src=communicator.rank)
+            communicator.barrier()
+
+    with ringcomm.local_world(2, timeout=20) as world:
+        world.run(rank)
+
+
+def test_messages_of_another_dtype():
+    def rank(communicator):
+        if communicator.rank == 0:
+            communicator.send(torch.ones(8), dst=1)
+            communicator.send(torch.ones(8), dst=1)
+        else:
+            with pytest.raises(MismatchError, match="32 bytes of int32, got 32 bytes of float32"):
+                communicator.recv(torch.zeros(8, dtype=torch.int32), src=0)
+            received = torch.zeros(8)
+            communicator.recv(received, src=0)
+            assert torch.equal(received, torch.ones(8))
+
+    with ringcomm.local_world(2, timeout=20) as world:
+        world.run(rank)

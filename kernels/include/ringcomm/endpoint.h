@@ -49,6 +49,7 @@ struct Endpoint {
   Ops& ops;
   CallId id;
   double factor;
+  bool reads_peer_buffers = false;  // lane 0's: some data of this call came zero copy
 
   int rank() const { return v.rank; }
   int world() const { return v.world; }
@@ -169,6 +170,7 @@ struct Endpoint {
         status = fail(v, fault);
       } else {
         st.data = theirs.heap_offset == kNotInHeap ? nullptr : v.heaps[sender] + theirs.heap_offset;
+        reads_peer_buffers |= st.data != nullptr;
         st.item_bytes = theirs.item_bytes;
         st.items = items_of(expected_bytes, theirs.item_bytes);
         factors()[sender] = theirs.factor;
@@ -203,6 +205,36 @@ struct Endpoint {
     if (done == st.acked) return;
     st.acked = done;
     acknowledge(team, v, s, sender, st.base + done);
+  }
+
+  // Lane 0, before the call: what a peer published in an earlier call and I did not read shows that
+  // we made different calls then, in which neither waited for the other (two ranks that both
+  // broadcast).
+  Status verify_streams() const {
+    CallHeader theirs;
+    for (int d = 1; d < world(); ++d) {
+      if (!other_call_seen(v, team.channel(), peer_at(d), id, &theirs)) continue;
+      Fault fault{};
+      fault.status = Status::kMismatch;
+      fault.peer = peer_at(d);
+      fault.mine = header();
+      fault.theirs = theirs;
+      return fail(v, fault);
+    }
+    return Status::kOk;
+  }
+
+  // Lane 0, after the call succeeded: what was read in peers' buffers is what they meant to send. A
+  // sender that gave up may use its buffer again, but it raises its abort word before it returns;
+  // so if no word is up after the last read, no buffer changed before it.
+  Status verify_peer_buffers() const {
+    if (!reads_peer_buffers) return Status::kOk;
+    fence_seq_cst_sys();  // the reads of data come before the reads of the words
+    if (!abort_seen(v)) return Status::kOk;
+    Fault fault{};
+    fault.status = Status::kAborted;
+    fault.mine = header();
+    return fail(v, fault);
   }
 
   void commit_seen(Stream s, int sender) {

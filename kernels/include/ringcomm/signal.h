@@ -70,14 +70,15 @@ inline bool farewell_seen(const View& v, int peer) {
 template <class Team>
 Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns) {
   if (abort_seen(v)) return Status::kAborted;
-  if (farewell_seen(v, peer)) return Status::kPeerLost;
+  if (farewell_seen(v, peer)) return Status::kPeerClosed;
   const Status health = team.health(peer);
   if (health != Status::kOk) return health;
   return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;
 }
 
-// A peer that runs another collective may publish on a stream that I do not read in mine. True when
-// its header lies there; called at clock time only.
+// A peer that runs another collective may publish on a stream that I do not read in mine: its
+// header lies there, of this call or of an earlier one. Called at clock time, and before a call
+// begins.
 inline bool other_call_seen(const View& v, int channel, int peer, const CallId& mine,
                             CallHeader* theirs) {
   for (int i = 0; i < 2; ++i) {
@@ -89,9 +90,20 @@ inline bool other_call_seen(const View& v, int channel, int peer, const CallId& 
     // stands still. (This word is mine to write: no ordering is needed.)
     if (reached(load_relaxed_sys(&v.signals(peer, s, channel, v.rank)->consumed), next)) continue;
     *theirs = *reinterpret_cast<const CallHeader*>(v.slot(peer, s, channel, v.rank, next));
-    if (theirs->id.sequence == mine.sequence && !same_call(theirs->id, mine)) return true;
+    if (theirs->id.sequence <= mine.sequence && !same_call(theirs->id, mine)) return true;
   }
   return false;
+}
+
+// At a timeout the awaited peer may be waiting itself: follows who waits for whom to the one that
+// does not wait. Only a hint for people, so the words are read without order.
+inline int end_of_waiting(const View& v, int peer) {
+  for (int hops = 0; hops < v.world; ++hops) {
+    const uint32_t next = load_relaxed_sys(&v.control(peer)->waits_for);
+    if (next == 0 || next > uint32_t(v.world) || int(next) - 1 == v.rank) break;
+    peer = int(next) - 1;
+  }
+  return peer;
 }
 
 template <class Team>
@@ -103,20 +115,27 @@ Status await_slowly(Team& team, const View& v, const Site& site, uint32_t want,
   for (;; ++pause.polls) {
     // Pairs with the release in publish() (ready) or acknowledge() (consumed) of the peer.
     pause.seen = load_acquire_sys(word);
-    if (reached(pause.seen, want)) return Status::kOk;
+    if (reached(pause.seen, want)) {
+      if (started != 0) store_relaxed_sys(&v.control(v.rank)->waits_for, 0);
+      return Status::kOk;
+    }
     if (!team.pause(pause)) continue;
     now = team.now_ns();
     if (started == 0) started = now;
+    store_relaxed_sys(&v.control(v.rank)->waits_for, uint32_t(site.peer) + 1);
     Fault fault{};
     Status status = reason_to_give_up(team, v, site.peer, now - started);
-    if ((status == Status::kOk || status == Status::kPeerLost) &&
+    if (status != Status::kAborted && status != Status::kInterrupted &&
         other_call_seen(v, team.channel(), site.peer, mine.id, &fault.theirs))
       status = Status::kMismatch;
     if (status == Status::kOk) continue;
     // The peer may have published and then gone on, or gone; what it published counts.
-    if (status != Status::kAborted && reached(load_acquire_sys(word), want)) return Status::kOk;
+    if (status != Status::kAborted && reached(load_acquire_sys(word), want)) {
+      store_relaxed_sys(&v.control(v.rank)->waits_for, 0);
+      return Status::kOk;
+    }
     fault.status = status;
-    fault.peer = site.peer;
+    fault.peer = status == Status::kTimeout ? end_of_waiting(v, site.peer) : site.peer;
     fault.wanted = want;
     fault.seen = pause.seen;
     fault.step = site.step;

@@ -25,7 +25,8 @@ enum class Status : int32_t {
   kPeerLost = 2,     // the awaited process no longer exists
   kMismatch = 3,     // the peer runs another collective, or the same with other arguments
   kAborted = 4,      // some rank aborted the communicator
-  kInterrupted = 5,  // a signal handler of the caller wants to run (Ctrl-C)
+  kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
+  kPeerClosed = 6,   // the awaited rank closed the communicator
 };
 
 // What a pausing lane may use: the word it polls, the value it saw there, and the flag that
