@@ -25,13 +25,17 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Placement:
-    """This rank as its launcher placed it; ``has_master`` when there is a MASTER_ADDR."""
+    """This rank as its launcher placed it.
+
+    ``has_master`` when there is a MASTER_ADDR; ``job`` is the launcher's name for the launch.
+    """
 
     launcher: str
     rank: int
     world_size: int
     local_world_size: int
     has_master: bool
+    job: str = ""
 
     def store(self, timeout_s: float) -> Store:
         """A store that all ranks of the launch reach.
@@ -50,7 +54,7 @@ class Placement:
             return _master_store(self, timeout_s)
         if self.world_size == 1:
             return HashStore()
-        return meet_on_node(self.rank, self.world_size, timeout_s)
+        return meet_on_node(self.rank, self.world_size, timeout_s, self.job)
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
@@ -81,7 +85,10 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
             local_size = _integer(variables, local_name)
         elif launcher == "Slurm" and variables.get("SLURM_NNODES", "1") != "1":
             local_size = 1
-        return Placement(launcher, rank, world_size, local_size, has_master)
+        job = ""
+        if launcher == "Slurm" and variables.get("SLURM_JOB_ID"):
+            job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}"
+        return Placement(launcher, rank, world_size, local_size, has_master, job)
     return Placement("no launcher", 0, 1, 1, has_master=False)
 
 

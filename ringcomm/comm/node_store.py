@@ -28,14 +28,21 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _meetings = count()
 
 
-def meet_on_node(rank: int, world_size: int, timeout_s: float) -> Store:
-    """A store shared by the ranks that one launcher process started on this machine.
+def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -> Store:
+    """A store shared by the ranks of one launch on this machine.
+
+    Args:
+        rank: this rank.
+        world_size: how many ranks meet.
+        timeout_s: seconds.
+        job: the launcher's name for this launch; "" when it has none, and the ranks must then be
+            children of one process.
 
     Raises:
         RendezvousError: the ranks did not find each other within ``timeout_s`` seconds.
     """
     operation = where("communicator from the launcher", rank, world_size)
-    address = _address(next(_meetings))
+    address = _address(job or _parent(), next(_meetings))
     deadline = time.monotonic() + timeout_s
     if rank == 0:
         return _serve(address, world_size, deadline, operation, timeout_s)
@@ -50,11 +57,15 @@ def meet_on_node(rank: int, world_size: int, timeout_s: float) -> Store:
     )
 
 
-def _address(meeting: int) -> str:
+def _address(job: str, meeting: int) -> str:
+    return f"\0ringcomm-{os.getuid()}-{job}-{meeting}"
+
+
+def _parent() -> str:
     parent = os.getppid()
     # Field 22 is the start time; the second field may contain blanks and parentheses.
     fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
-    return f"\0ringcomm-{os.getuid()}-{parent}-{fields[19]}-{meeting}"
+    return f"{parent}-{fields[19]}"
 
 
 def _peer_uid(connection: socket.socket) -> int:

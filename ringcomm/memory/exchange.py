@@ -124,6 +124,18 @@ def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
     meeting.store.set(f"{prefix}/{meeting.rank}", text)
 
 
+def _look_up(meeting: Meeting, key: str) -> bytes | None:
+    """What stands under ``key``, or None if nothing does yet."""
+    try:
+        return meeting.store.get(key) if meeting.store.check([key]) else None
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"{meeting.operation}: the store does not answer any more: "
+            f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
+            "(usually rank 0) has ended"
+        ) from error
+
+
 def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
     """What every rank posted under ``prefix``, by rank."""
     missing = list(range(meeting.world_size))
@@ -131,8 +143,9 @@ def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
     pause_s = FIRST_POLL_S
     while True:
         for rank in tuple(missing):
-            if meeting.store.check([f"{prefix}/{rank}"]):
-                texts[rank] = meeting.store.get(f"{prefix}/{rank}")
+            text = _look_up(meeting, f"{prefix}/{rank}")
+            if text is not None:
+                texts[rank] = text
                 _read_record(texts[rank], rank, meeting.operation)
                 missing.remove(rank)
         if not missing:

@@ -173,3 +173,11 @@ def test_another_users_process_learns_no_port(monkeypatch):
     server.join()
     with pytest.raises(RendezvousError, match="did not come"):
         node_store._ask_port(address, time.monotonic() + 0.2, "test", 0.2)
+
+
+def test_slurm_ranks_meet_by_their_job():
+    """Whatever process started each of them."""
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
+    assert read_environment(slurm).job == "slurm-77-3"
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    assert read_environment({**slurm, **torchrun}).job == ""

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.memory.exchange import HeapHandle, machine_identity
+from ringcomm.memory.exchange import Exchange, HeapHandle, Meeting, machine_identity
 from ringcomm.memory.heap import process_heap
 from tests.support.ranks import run_ranks
 
@@ -171,3 +172,19 @@ def test_bad_arguments():
         Communicator.from_store(store, 0, 1, timeout=-1)
     with pytest.raises(HeapError, match="exists already"):
         ringcomm.local_world(1, heap_bytes=1 << 50)
+
+
+def test_store_that_went_away():
+    class Gone:
+        def add(self, key, amount):
+            return amount
+
+        def set(self, key, value):
+            pass
+
+        def check(self, keys):
+            raise RuntimeError("Failed to recv, got 0 bytes\nframes")
+
+    meeting = Meeting(Gone(), "lost", 1, 2, time.monotonic() + 5, 5.0)
+    with pytest.raises(RendezvousError, match="rank 1 of 2: the store does not answer.*0 bytes"):
+        Exchange(meeting).confirm()
