@@ -182,9 +182,12 @@ def test_store_that_went_away():
         def set(self, key, value):
             pass
 
+        def get(self, key):
+            raise AssertionError("check() fails first")
+
         def check(self, keys):
             raise RuntimeError("Failed to recv, got 0 bytes\nframes")
 
     meeting = Meeting(Gone(), "lost", 1, 2, time.monotonic() + 5, 5.0)
-    with pytest.raises(RendezvousError, match="rank 1 of 2: the store does not answer.*0 bytes"):
+    with pytest.raises(RendezvousError, match=r"rank 1 of 2: the store does not answer.*0 bytes"):
         Exchange(meeting).confirm()
