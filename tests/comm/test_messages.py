@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 import torch
 
@@ -180,3 +183,40 @@ def test_bad_arguments(worlds):
         comm.barrier()
 
     worlds(2).run(body)
+
+
+def test_close_while_a_thread_receives():
+    errors: list[ringcomm.AbortedError] = []
+    with ringcomm.local_world(2, timeout=30) as world:
+
+        def receive() -> None:
+            try:
+                world[0].recv(torch.zeros(4), src=1)
+            except ringcomm.AbortedError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        time.sleep(0.1)  # it polls, yields and then sleeps; it must leave from any of these
+        world[0].close()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def test_wait_with_a_timeout_leaves_the_message_under_way():
+    def rank(communicator):
+        if communicator.rank == 0:
+            received = torch.zeros(4)
+            work = communicator.irecv(received, src=1)
+            with pytest.raises(ringcomm.CollectiveTimeout, match="still under way"):
+                work.wait(0.05)
+            communicator.send(torch.ones(1), dst=1)
+            work.wait()
+            assert torch.equal(received, torch.full((4,), 7.0))
+        else:
+            communicator.recv(torch.zeros(1), src=0)
+            communicator.send(torch.full((4,), 7.0), dst=0)
+
+    with ringcomm.local_world(2, timeout=30) as world:
+        world.run(rank)
