@@ -9,11 +9,13 @@
 namespace ringcomm::host {
 namespace {
 
-// Calls that move at least this much store their results past the caches. Zen 4 with 32 MiB of L3,
-// 2 ranks: see docs/performance.md.
+// Calls that move at least this much store their results past the caches. Half of the 32 MiB of L3
+// that two Zen 4 ranks share: a choice, not swept. 32 MiB of FP32 sums take 3.7 ms past the caches
+// and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
-// All-reduce up to this size in one hop. Same machine, same page.
+// All-reduce up to this size in one hop. Zen 4, 2 ranks, plain tensors, one hop against two: 3.7 us
+// against 4.4 us at 32 KiB, 7.6 us against 7.3 us at 64 KiB.
 constexpr uint64_t kOneHopBytes = 32 << 10;
 
 Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
