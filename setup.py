@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -44,9 +45,17 @@ def all_packages() -> list[str]:
 class CMakeBuild(build_ext):
     """Configures, builds and installs the CMake project at the root of the source tree."""
 
+    # True when the source tree is what will be imported: an editable install, or --inplace.
+    in_tree = False
+
+    def run(self) -> None:
+        # The base class hides it during the build, which always goes to the staging folder.
+        self.in_tree = bool(self.inplace)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
-        # The prefix is the folder that holds ringcomm/: the source tree for an editable
-        # install, the staging folder for a wheel.
+        # The prefix is the staging folder that holds ringcomm/: a wheel is made of it, and for an
+        # editable install the module is copied from it.
         prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
         # One build folder per interpreter, kept between calls, so that a second build compiles
         # only what changed.
@@ -57,6 +66,10 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dnanobind_DIR={nanobind.cmake_dir()}",
+            # The source tree has the CUDA sources, and compiles from them at first use, for the
+            # GPU at hand only.
+            f"-DRINGCOMM_CUDA={'OFF' if self.in_tree else 'AUTO'}",
+            f"-DRINGCOMM_BUNDLE_SOURCES={'OFF' if self.in_tree else 'ON'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         build = [CMAKE, "--build", str(build_dir)]
@@ -64,7 +77,12 @@ class CMakeBuild(build_ext):
             build += ["--parallel", str(self.parallel)]
         self.call(configure)
         self.call(build)
-        self.call([CMAKE, "--install", str(build_dir), "--prefix", str(prefix)])
+        install = [CMAKE, "--install", str(build_dir), "--component"]
+        self.call([*install, "native", "--prefix", str(prefix)])
+        kernels_prefix = ROOT if self.in_tree else prefix
+        # Of an earlier build, perhaps with other options.
+        shutil.rmtree(kernels_prefix / "ringcomm" / "_kernels", ignore_errors=True)
+        self.call([*install, "kernels", "--prefix", str(kernels_prefix)])
 
     def call(self, command: list[str]) -> None:
         subprocess.run(command, check=True)

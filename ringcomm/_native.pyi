@@ -6,6 +6,7 @@ KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves 
 copy.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 DTYPES: dict[str, int]
@@ -13,7 +14,34 @@ DTYPES: dict[str, int]
 OPS: dict[str, int]
 """Code of each operator: SUM AVG PREMUL_SUM PRODUCT MIN MAX BAND BOR BXOR."""
 ALGORITHMS: dict[str, int]
-"""Code of each algorithm: auto, direct, ring."""
+"""Code of each algorithm: auto, direct, ring; on devices also packet and copy."""
+
+COLLECTIVES: dict[str, int]
+"""Code of each collective that has Triton kernels, as headers carry it."""
+STATUSES: dict[str, int]
+"""Code of each way in which a wait can end other than well."""
+STREAMS: dict[str, int]
+"""Code of each kind of traffic: pair, shared."""
+STRUCTURES: dict[str, int]
+"""Offsets "structure.field" and sizes "structure", in bytes, of what the Triton kernels touch."""
+
+def call_words(
+    match_bytes: int, collective: int, dtype: int, redop: int, algorithm: int
+) -> tuple[int, int, int, int]:
+    """What a header of a call of Triton kernels holds behind its sequence number."""
+
+def layout_offset(
+    sizes: tuple[int, int, int, int],
+    what: str,
+    stream: int = 0,
+    channel: int = 0,
+    peer: int = 0,
+    slot: int = 0,
+) -> int:
+    """Where a signal, epoch, channel line, the staging or a slot lies in a region.
+
+    `sizes` are world, channels, slots and segment_bytes.
+    """
 
 MISMATCH: int
 """Status of a receive whose message had another size; the communicator stays usable."""
@@ -135,6 +163,16 @@ class Comm:
         """
     def activate(self) -> None:
         """All ranks are connected: collectives may run."""
+    @property
+    def geometry(self) -> dict[str, int]:
+        """How the region is laid out: world, channels, slots, segment_bytes, staging_bytes."""
+    def rank_table(self, scratch: int) -> bytes:
+        """What a kernel in Triton's interpreter is given: a RankTable with `scratch` for its state.
+
+        Raises ValueError for more than 64 ranks.
+        """
+    def health(self, peer: int) -> int:
+        """Status of the peer's process: 0 while it lives."""
     def all_reduce(
         self,
         in_ptr: int,
@@ -219,3 +257,177 @@ class Comm:
     @property
     def aborted(self) -> bool: ...
     def close(self) -> None: ...
+
+class Allocator:
+    """Offsets of blocks in one range: best fit, neighbours merged when they are freed."""
+
+    def __init__(self, size_bytes: int) -> None: ...
+    def allocate(self, size_bytes: int, align: int) -> int | None:
+        """The offset of a block, or None when there is no room."""
+    def free(self, offset: int) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def largest_free_bytes(self) -> int: ...
+
+class Driver:
+    """The CUDA driver's entry points for launches and copies; RuntimeError when there is none."""
+
+    def __init__(self, library: str) -> None: ...
+
+class DeviceComm:
+    """One rank's end on a device: calls become launches on `stream`, or are left to `submit`.
+
+    The calls have the signatures of those of `Comm` and return 0. They raise ValueError for what
+    the device cannot do, and RuntimeError with the driver's reason when it refuses a launch.
+    Pointers are device addresses.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        rank_of: tuple[int, int],
+        staging: tuple[int, int, int],
+        extra: tuple[int, int],
+        timeout_ms: int,
+        family: int,
+        find_kernel: Callable[[str, str], int],
+    ) -> None:
+        """`rank_of`: rank, world. `staging`: channels, slots, segment_bytes. `extra`: packet_bytes,
+        copy_bytes. `find_kernel(unit, name)` gives a loaded CUfunction."""
+
+    stream: int
+    timeout_ms: int
+    @property
+    def region_bytes(self) -> int:
+        """What the rank takes of its device heap."""
+    @property
+    def words_bytes(self) -> int:
+        """The part of it that `words` initialises; behind it nothing needs to be."""
+    @property
+    def table_offset_bytes(self) -> int: ...
+    @property
+    def table_ptr(self) -> int:
+        """Where the table lies on the device; 0 before `table` was called."""
+    @property
+    def family(self) -> int:
+        """Code of the algorithm that "auto" means for large messages."""
+    @property
+    def geometry(self) -> dict[str, int]:
+        """As `Comm.geometry`."""
+    @property
+    def segment_bytes(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    def words(self) -> bytes: ...
+    def table(
+        self,
+        regions: list[int],
+        heaps: list[int],
+        heap_bytes: int,
+        host_page: int,
+        rings: list[list[int]],
+    ) -> bytes:
+        """What to write at `table_offset_bytes`; from here on calls may be prepared."""
+    def activate(self, host_page: int) -> None:
+        """`host_page`: HOST_PAGE_BYTES of zeros that host and device share; 0 before they go."""
+    def farewell_offset_bytes(self, writer: int) -> int:
+        """Where in a region `writer` says that it will not touch the region any more (4 bytes)."""
+    def limit_message_channels(self, most: int) -> None:
+        """Blocks of a message; equal on all ranks, before the first message."""
+    def set_submit(self, submit: Callable[[], None]) -> None:
+        """Called with a prepared call, instead of the launch."""
+    @property
+    def prepared_kind(self) -> tuple[int, int]:
+        """Kernel and blocks of the prepared call; calls of equal kinds can share a launch."""
+    @property
+    def raised(self) -> bool:
+        """Whether a kernel of this rank gave up."""
+    def fault(self) -> dict[str, Any] | None: ...
+    def request_abort(self) -> None: ...
+    def mark_lost(self, peer: int) -> None: ...
+    def all_reduce(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
+    ) -> int: ...
+    def reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int
+    ) -> int: ...
+    def reduce_scatter(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
+    ) -> int: ...
+    def reduce_scatter_list(
+        self,
+        in_ptrs: list[int],
+        in_elems: list[int],
+        out_ptr: int,
+        dtype: int,
+        op: int,
+        factor: float,
+    ) -> int: ...
+    def all_gather(
+        self, in_ptr: int, out_ptr: int, size_bytes: int, dtype: int, algorithm: int
+    ) -> int: ...
+    def all_gather_list(
+        self, in_ptr: int, out_ptrs: list[int], out_bytes: list[int], dtype: int
+    ) -> int: ...
+    def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int) -> int: ...
+    def gather(
+        self, in_ptr: int, size_bytes: int, out_ptrs: list[int], dtype: int, root: int
+    ) -> int: ...
+    def scatter(
+        self, in_ptrs: list[int], out_ptr: int, size_bytes: int, dtype: int, root: int
+    ) -> int: ...
+    def all_to_all(
+        self,
+        in_ptrs: list[int],
+        in_bytes: list[int],
+        out_ptrs: list[int],
+        out_bytes: list[int],
+        dtype: int,
+    ) -> int: ...
+    def barrier(self) -> int: ...
+    def messages(
+        self,
+        send_ptrs: list[int],
+        send_bytes: list[int],
+        readers: int,
+        receive_ptrs: list[int],
+        receive_bytes: list[int],
+        senders: int,
+        tag: int,
+    ) -> int:
+        """Lists by rank; `readers` and `senders` say as bits which entries count."""
+
+def launch(ranks: list[DeviceComm], stream: int) -> None:
+    """Launches the prepared calls of ranks on the current device, all in one grid."""
+
+def abort_reason(reason: str) -> bytes:
+    """What to write at REASON_OFFSET_BYTES of a control page before its abort word is raised."""
+
+def fault_in_page(page: bytes) -> dict[str, Any] | None:
+    """The fault record in a rank's control page; None while its abort word is down."""
+
+CONTROL_PAGE_BYTES: int
+ABORTED_OFFSET_BYTES: int
+REASON_OFFSET_BYTES: int
+HOST_PAGE_BYTES: int
+DEVICE_THREADS: int
+MESSAGE_CHANNELS: int
+MAX_RANKS_PER_LAUNCH: int
+MAX_DEVICE_WORLD: int

@@ -34,7 +34,7 @@ ReduceFn reduce_fn(const Reduction& r) { return kernels().reduce[int(r.dtype)][i
 
 Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
     : heap_(std::move(heap)),
-      layout_{config.world, 1, config.slots, config.segment_bytes},
+      layout_{config.world, 1, config.slots, config.segment_bytes, 0, 0},
       waiter_(pause_policy(config.world)) {
   RetiredRegions::instance().reclaim();
   region_ = heap_->allocate(layout_.region_bytes(), Heap::Purpose::kRegion);
@@ -55,7 +55,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   view_ = View{config.rank,       config.world,  layout_,
                regions_.data(),   heaps_.data(), heap_->capacity_bytes(),
                config.timeout_ns, in_.data(),    sources_.data(),
-               factors_.data()};
+               factors_.data(),   &mine_};
 }
 
 Comm::~Comm() { close(); }
@@ -97,10 +97,11 @@ template <class Body>
 Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body) {
   const std::lock_guard lock(mutex_);
   if (!connected_ || aborted()) return Status::kAborted;
-  id.sequence = ++view_.control(view_.rank)->sequence;
+  id.sequence = ++view_.channel_line(0)->sequence;
   SoloTeam team{{&waiter_}};
   HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
-  E e{team, view_, ops, id, factor};
+  mine_ = CallHeader{id, 0, 0, kNotInHeap, factor};
+  E e{team, view_, ops};
   RC_RETURN_IF_FAILED(e.verify_streams());
   const Status status = body(e);
   return status == Status::kOk ? e.verify_peer_buffers() : status;
@@ -179,7 +180,7 @@ Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out
   std::vector<Span> send(view_.world, Span{const_cast<char*>(in), bytes});
   const Chunks from{nullptr, 0, 0, send.data()}, to{nullptr, 0, 0, out.data()};
   return run(id, 1.0, nullptr, bytes,
-             [&](E& e) { return exchange_direct(e, from, to, Edges{root, -1}); });
+             [&](E& e) { return exchange_direct(e, from, to, Edges{.only_reader = root}); });
 }
 
 Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DType dtype,
@@ -188,7 +189,7 @@ Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DTy
   std::vector<Span> receive(view_.world, Span{out, bytes});
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, receive.data()};
   return run(id, 1.0, nullptr, bytes,
-             [&](E& e) { return exchange_direct(e, from, to, Edges{-1, root}); });
+             [&](E& e) { return exchange_direct(e, from, to, Edges{.only_sender = root}); });
 }
 
 Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype) {
@@ -196,14 +197,14 @@ Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& ou
   const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kDirect};
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, out.data()};
   return run(id, 1.0, nullptr, sum_bytes(out),
-             [&](E& e) { return exchange_direct(e, from, to, Edges{-1, -1}); });
+             [&](E& e) { return exchange_direct(e, from, to, Edges{}); });
 }
 
 Status Comm::barrier() {
   const CallId id{0, 0, Collective::kBarrier, -1, -1, -1, Algorithm::kDirect};
   const Chunks nothing{nullptr, 0, 0, nullptr};
   return run(id, 1.0, nullptr, 0,
-             [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{-1, -1}); });
+             [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{}); });
 }
 
 void Comm::abort(const std::string& reason) {

@@ -97,6 +97,7 @@ class Comm {
   std::vector<PeerState> in_;
   std::vector<const void*> sources_;
   std::vector<double> factors_;
+  CallHeader mine_{};
   Waiter waiter_;
   StorePath store_path_;
   View view_;

@@ -66,13 +66,13 @@ const char* name_of(RedOp op) {
 }
 
 const char* name_of(Algorithm algorithm) {
-  return algorithm == Algorithm::kRing     ? "ring"
-         : algorithm == Algorithm::kDirect ? "direct"
-                                           : "auto";
+  static const char* const names[] = {"auto", "direct", "ring", "packet", "copy"};
+  return uint32_t(algorithm) < 5 ? names[uint32_t(algorithm)] : "unknown";
 }
 
 std::string describe(const CallHeader& h) {
   const CallId& id = h.id;
+  if (id.collective == Collective::kNone) return "a Triton kernel of the user's";
   std::string text = name_of(id.collective);
   text += '(';
   if (id.collective == Collective::kSend || id.collective == Collective::kReceive)
@@ -86,6 +86,7 @@ std::string describe(const CallHeader& h) {
                 ? std::to_string(h.stream_bytes) + " bytes for this pair"
                 : std::to_string(id.match_bytes) + " bytes";
     text += std::string(", ") + name_of(id.algorithm) + ", ";
+    if (id.kernels == Kernels::kTriton) text += "Triton kernels, ";
   }
   return text + "call " + std::to_string(id.sequence) + " of this communicator)";
 }

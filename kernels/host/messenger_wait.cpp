@@ -91,15 +91,19 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
   if (status == Status::kOk || stopping_) return;
   progress();  // what the peer published before it went counts
   if (r->done()) return;
-  Fault fault{};
-  fault.status = status;
-  fault.peer = peer;
-  fault.stream = Stream::kMessage;
-  fault.on_consumed = r->is_send;
-  fault.step = r->next_item;
-  fault.waited_ns = waited_ns;
-  fault.mine = header_of(*r, false);
-  fail(comm_.view(), fault);
+  if (Fault* record = claim_fault(comm_.view())) {
+    *record = Fault{};
+    record->status = status;
+    record->rank = comm_.view().rank;
+    record->peer = peer;
+    record->stream = Stream::kMessage;
+    record->on_consumed = r->is_send;
+    record->step = r->next_item;
+    record->waited_ns = waited_ns;
+    record->mine = header_of(*r, false);
+    SoloTeam team{{&comm_.waiter()}};
+    raise_fault(team, comm_.view());
+  }
   fail_all(status);
 }
 

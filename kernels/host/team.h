@@ -3,22 +3,29 @@
 
 #include <pthread.h>
 
+#include <vector>
+
 #include "kernels/host/waiter.h"
+#include "ringcomm/atomics.h"
+#include "ringcomm/call.h"
 
 namespace ringcomm::host {
 
 // What every host team can do while it waits.
 struct HostTeam {
+  static constexpr bool kSleeps = true;
   const Waiter* waiter;
 
   bool pause(Pause& p) const { return waiter->pause(p); }
   static uint64_t now_ns() { return Waiter::now_ns(); }
   Status health(int peer) const { return waiter->health(peer); }
   static void wake(uint32_t* word) { Waiter::wake(word); }
+  static void tell_host(const Fault&) {}  // the host reads the record where it lies
 };
 
 // One thread executes the channel: the production team, whose lane arithmetic folds to constants.
 struct SoloTeam : HostTeam {
+  static constexpr bool kShareWaits = false;
   static constexpr int lane() { return 0; }
   static constexpr int num_lanes() { return 1; }
   static constexpr int channel() { return 0; }
@@ -30,13 +37,26 @@ struct SoloTeam : HostTeam {
 // Several threads execute a channel as the lanes of a CUDA block would; ThreadSanitizer sees every
 // access that a block would race on.
 struct LaneGroup {
-  explicit LaneGroup(int lanes) { pthread_barrier_init(&barrier, nullptr, unsigned(lanes)); }
-  ~LaneGroup() { pthread_barrier_destroy(&barrier); }
-  pthread_barrier_t barrier;
-  Status shared = Status::kOk;
+  explicit LaneGroup(int lanes) : turns(size_t(lanes)) {
+    for (pthread_barrier_t& b : barriers) pthread_barrier_init(&b, nullptr, unsigned(lanes));
+  }
+  ~LaneGroup() {
+    for (pthread_barrier_t& b : barriers) pthread_barrier_destroy(&b);
+  }
+  // Two barriers by turns: to the sanitizer, a lane that wakes late from a barrier has seen all
+  // that others did before they came to the same one again, races included.
+  void wait(int lane) { pthread_barrier_wait(&barriers[turns[size_t(lane)].passed++ % 2]); }
+
+  struct alignas(64) Turn {
+    uint32_t passed = 0;
+  };
+  pthread_barrier_t barriers[2];
+  std::vector<Turn> turns;  // by lane
+  uint32_t failure = 0;     // of any lane; it stays, as a communicator does not outlive a failure
 };
 
 struct ThreadTeam : HostTeam {
+  static constexpr bool kShareWaits = true;
   int lane_, lanes_, channel_, channels_;
   LaneGroup* group;
 
@@ -44,11 +64,11 @@ struct ThreadTeam : HostTeam {
   int num_lanes() const { return lanes_; }
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
-  void sync() { pthread_barrier_wait(&group->barrier); }
+  void sync() { group->wait(lane_); }
   Status share(Status status) {
-    if (lane_ == 0) group->shared = status;
+    if (status != Status::kOk) store_relaxed_sys(&group->failure, uint32_t(status));
     sync();
-    const Status result = group->shared;
+    const auto result = Status(load_relaxed_sys(&group->failure));
     sync();  // nobody overwrites it before all have read it
     return result;
   }

@@ -54,11 +54,12 @@ struct World {
   std::vector<std::vector<PeerState>> in;
   std::vector<std::vector<const void*>> sources;
   std::vector<std::vector<double>> factors;
+  std::vector<std::unique_ptr<CallHeader>> mine;  // by rank and channel, as the three above
   std::vector<std::unique_ptr<LaneGroup>> groups;
   Waiter waiter{PausePolicy{20, 2000}};
 
   World(int w, int c, int l, int n)
-      : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes} {
+      : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes, 0, 0} {
     const uint64_t elems = kChunkElems * uint64_t(world),
                    tensor = (elems * sizeof(float) + 4095) / 4096 * 4096;
     const uint64_t share = layout.region_bytes() + tensor;
@@ -70,18 +71,22 @@ struct World {
       regions.push_back(base + share * uint64_t(r));
       heaps.push_back(base);
       buffers[size_t(r)].heap_in = reinterpret_cast<float*>(regions.back() + layout.region_bytes());
-      in.emplace_back(size_t(channels) * size_t(Stream::kCount) * size_t(world));
-      sources.emplace_back(size_t(channels * std::max(world, 2)));
-      factors.emplace_back(size_t(channels * std::max(world, 2)));
-      for (int ch = 0; ch < channels; ++ch) groups.push_back(std::make_unique<LaneGroup>(lanes));
+      for (int ch = 0; ch < channels; ++ch) {
+        in.emplace_back(size_t(Stream::kCount) * size_t(world));
+        sources.emplace_back(size_t(std::max(world, 2)));
+        factors.emplace_back(size_t(std::max(world, 2)));
+        mine.emplace_back(std::make_unique<CallHeader>());
+        groups.push_back(std::make_unique<LaneGroup>(lanes));
+      }
     }
   }
 
-  View view(int rank) {
+  View view(int rank, int channel) {
     const uint64_t heap_bytes = arena.size() - 4096;
-    const size_t r = size_t(rank);
-    return {rank,       world,           layout,       regions.data(),    heaps.data(),
-            heap_bytes, 120'000'000'000, in[r].data(), sources[r].data(), factors[r].data()};
+    const size_t r = size_t(rank * channels + channel);
+    return {rank,         world,           layout,       regions.data(),    heaps.data(),
+            heap_bytes,   120'000'000'000, in[r].data(), sources[r].data(), factors[r].data(),
+            mine[r].get()};
   }
 };
 
@@ -130,19 +135,22 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
   HostOps ops{&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)],
               false, &path};
   uint64_t sequence = uint64_t(round) * 100;
-  const auto next = [&](Collective c) {
-    return CallId{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kDirect};
+  E e{team, v, ops};
+  const auto start = [&](Collective c) {
+    const CallId id{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kDirect};
+    team.sync();  // the lanes may still compare the header of the call before
+    if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0};
   };
   const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
   const Chunks in{bytes_of(b.in), total, chunk, nullptr};
   const Span own = in.get(v.rank);
   const Chunks balanced{bytes_of(b.in), total, balanced_chunk_bytes(total, w.world), nullptr};
 
-  E e{team, v, ops, next(Collective::kReduceScatter), 1.0};
+  start(Collective::kReduceScatter);
   RC_RETURN_IF_FAILED(reduce_scatter_direct(e, in, bytes_of(b.scattered)));
-  e.id = next(Collective::kAllReduce);
+  start(Collective::kAllReduce);
   RC_RETURN_IF_FAILED(all_reduce_direct(e, balanced, bytes_of(b.all_reduced), 0));
-  e.id = next(Collective::kAllReduce);
+  start(Collective::kAllReduce);
   char* heap = reinterpret_cast<char*>(b.heap_in);
   const Chunks in_heap{heap, total, balanced.chunk_bytes, nullptr};
   RC_RETURN_IF_FAILED(all_reduce_direct(e, in_heap, heap, 0));
@@ -152,34 +160,34 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
     std::copy(b.heap_in, b.heap_in + b.heap_reduced.size(), b.heap_reduced.begin());
     std::fill(b.heap_in, b.heap_in + b.heap_reduced.size(), -1.0f);
   }
-  e.id = next(Collective::kAllReduce);
+  start(Collective::kAllReduce);
   const uint64_t small = kSmallElems * sizeof(float);
   RC_RETURN_IF_FAILED(all_reduce_direct(e, Chunks{bytes_of(b.small), small, 64, nullptr},
                                         bytes_of(b.small), small));
-  e.id = next(Collective::kAllGather);
+  start(Collective::kAllGather);
   RC_RETURN_IF_FAILED(
       share_direct(e, own, Chunks{bytes_of(b.gathered), total, chunk, nullptr}, -1));
-  e.id = next(Collective::kReduceScatter);
+  start(Collective::kReduceScatter);
   RC_RETURN_IF_FAILED(reduce_scatter_ring(e, in, bytes_of(b.ring_scattered)));
-  e.id = next(Collective::kAllReduce);
+  start(Collective::kAllReduce);
   RC_RETURN_IF_FAILED(all_reduce_ring(e, balanced, bytes_of(b.ring_reduced)));
-  e.id = next(Collective::kAllGather);
+  start(Collective::kAllGather);
   RC_RETURN_IF_FAILED(
       all_gather_ring(e, own, Chunks{bytes_of(b.ring_gathered), total, chunk, nullptr}));
-  e.id = next(Collective::kBroadcast);
+  start(Collective::kBroadcast);
   std::vector<Span> spans(size_t(w.world), Span{bytes_of(b.broadcast), chunk});
   RC_RETURN_IF_FAILED(share_direct(e, spans[0], Chunks{nullptr, 0, 0, spans.data()}, 0));
-  e.id = next(Collective::kAllToAll);
+  start(Collective::kAllToAll);
   RC_RETURN_IF_FAILED(
-      exchange_direct(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{-1, -1}));
-  e.id = next(Collective::kReduce);
+      exchange_direct(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{}));
+  start(Collective::kReduce);
   std::vector<Span> to_root(size_t(w.world), Span{bytes_of(b.in), 0});
   to_root.back().bytes = total;
   RC_RETURN_IF_FAILED(reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()},
                                             bytes_of(b.reduced), w.world - 1));
-  e.id = next(Collective::kBarrier);
+  start(Collective::kBarrier);
   const Chunks nothing{nullptr, 0, 0, nullptr};
-  return exchange_direct(e, nothing, nothing, Edges{-1, -1});
+  return exchange_direct(e, nothing, nothing, Edges{});
 }
 
 // The other threads wait at a barrier: the process ends here.
@@ -189,7 +197,7 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
 }
 
 void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all) {
-  const View v = w.view(rank);
+  const View v = w.view(rank, channel);
   ThreadTeam team{{&w.waiter}, lane,       w.lanes,
                   channel,     w.channels, w.groups[size_t(rank * w.channels + channel)].get()};
   const bool leader = lane == 0 && channel == 0;

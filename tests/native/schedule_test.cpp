@@ -3,6 +3,7 @@
 #include <initializer_list>
 
 #include "ringcomm/layout.h"
+#include "ringcomm/packet.h"
 #include "ringcomm/schedule.h"
 #include "ringcomm/signal.h"
 #include "ringcomm/team.h"
@@ -58,6 +59,56 @@ constexpr bool ring_gather_hands_on() {
       }
       if (seen != (1u << world) - 1) return false;
     }
+  return true;
+}
+
+// Position by position, as the ring collectives walk a ring `order`: what a rank sends is what its
+// successor receives next, every chunk gets every rank's addend on its way to its owner, and every
+// rank gets every chunk.
+constexpr bool ring_visits_all(const int* order, int world) {
+  for (int i = 0; i < world; ++i) {
+    unsigned added = 0, gathered = 0;
+    for (int t = 0; t < world; ++t) {
+      // The chunk of the rank at i: who reduces it at step t?
+      for (int at = 0; at < world; ++at) {
+        if (order[ring_reduce_chunk(at, t, world)] != order[i]) continue;
+        if ((added >> order[at]) & 1) return false;
+        added |= 1u << order[at];
+        if (t == world - 1 && at != i) return false;
+        const int next = ring_next(at, world);
+        if (t + 1 < world && order[ring_reduce_chunk(next, t + 1, world)] != order[i]) return false;
+      }
+      gathered |= 1u << order[ring_gather_chunk(i, t, world)];
+    }
+    const unsigned all = (1u << world) - 1;
+    if (added != all || gathered != all) return false;
+  }
+  return true;
+}
+
+// Every order of the ranks; of larger worlds, every rotation of the order in strides.
+constexpr bool any_ring_visits_all() {
+  for (int world = 1; world <= 6; ++world) {
+    int order[6] = {}, count = 1;
+    for (int i = 2; i <= world; ++i) count *= i;
+    for (int number = 0; number < count; ++number) {
+      // The number's digits in the factorial base choose among the ranks that are left.
+      int left[6] = {0, 1, 2, 3, 4, 5}, rest = number;
+      for (int i = 0; i < world; ++i) {
+        const int choice = rest % (world - i);
+        rest /= world - i;
+        order[i] = left[choice];
+        for (int k = choice; k + 1 < world; ++k) left[k] = left[k + 1];
+      }
+      if (!ring_visits_all(order, world)) return false;
+    }
+  }
+  constexpr int strides[] = {1, 3, 5, 7, 9, 11, 13, 15};
+  for (const int stride : strides) {
+    int order[kMaxWorld] = {};
+    for (int i = 0; i < kMaxWorld; ++i) order[i] = (i * stride + stride) % kMaxWorld;
+    if (!ring_visits_all(order, kMaxWorld)) return false;
+  }
   return true;
 }
 
@@ -128,44 +179,110 @@ constexpr bool epochs_wrap() {
   return true;
 }
 
-// No two of a region's parts overlap, for one and for several channels.
-constexpr bool layout_is_disjoint() {
-  for (int world = 1; world <= 4; ++world)
-    for (int channels = 1; channels <= 2; ++channels) {
-      const Layout l{world, channels, 4, 128};
-      uint64_t end = kPageBytes;
-      for (int s = 0; s < int(Stream::kCount); ++s)
-        for (int c = 0; c < channels; ++c)
-          for (int p = 0; p < world; ++p) {
-            if (l.signal_offset(Stream(s), c, p) != end) return false;
-            end += kLineBytes;
-          }
-      if (l.sleep_offset(Stream::kPair, 0, 0) != end) return false;
-      if (l.epoch_offset(Stream::kPair, 0, 0) != end + l.links() * kLineBytes) return false;
-      uint64_t slot = l.staging_offset();
-      if (slot < end + 2 * l.links() * kLineBytes) return false;
-      const uint64_t set = 4 * l.slot_bytes();
-      for (int c = 0; c < channels; ++c)
-        for (int p = 0; p < world; ++p, slot += set)
-          if (l.slot_offset(Stream::kPair, c, p, 0) != slot) return false;
-      for (int c = 0; c < channels; ++c, slot += set)
-        if (l.slot_offset(Stream::kShared, c, 0, 0) != slot) return false;
-      for (int p = 0; p < world; ++p, slot += set)
-        if (l.slot_offset(Stream::kMessage, 0, p, 0) != slot) return false;
-      if (l.region_bytes() < slot) return false;
+// Parts that follow each other in a region, in order: each begins where the one before ended, or
+// at the next whole page.
+struct Walk {
+  uint64_t end;
+  bool right = true;
+  constexpr void part(uint64_t begin, uint64_t bytes, uint64_t alignment) {
+    const uint64_t page = (end + kPageBytes - 1) / kPageBytes * kPageBytes;
+    right &= (begin == end || begin == page) && begin % alignment == 0;
+    end = begin + bytes;
+  }
+};
+
+// Everything that a region holds, from the control page to its end.
+constexpr bool region_is_covered(const Layout& l) {
+  Walk w{kPageBytes};
+  const auto lines = [&](auto offset) {
+    for (int s = 0; s < int(Stream::kCount); ++s)
+      for (int c = 0; c < l.channels; ++c)
+        for (int p = 0; p < l.world; ++p)
+          w.part((l.*offset)(Stream(s), c, p), kLineBytes, kLineBytes);
+  };
+  lines(&Layout::signal_offset);
+  lines(&Layout::sleep_offset);
+  lines(&Layout::epoch_offset);
+  for (int c = 0; c < l.channels; ++c) w.part(l.channel_offset(c), kLineBytes, kLineBytes);
+  for (uint32_t parity = 0; parity < 2; ++parity)
+    for (int sender = 0; sender < l.world; ++sender)
+      w.part(l.packet_offset(parity, sender), l.packet_set_bytes(), sizeof(Packet));
+  const auto set = [&](Stream s, int channel, int peer) {
+    for (int slot = 0; slot < l.slots; ++slot)
+      w.part(l.slot_offset(s, channel, peer, uint32_t(slot)), l.slot_bytes(), kLineBytes);
+  };
+  w.right &= l.staging_offset() >= w.end && l.staging_offset() % kPageBytes == 0;
+  for (int c = 0; c < l.channels; ++c)
+    for (int p = 0; p < l.world; ++p) set(Stream::kPair, c, p);
+  for (int c = 0; c < l.channels; ++c) set(Stream::kShared, c, 0);
+  for (int c = 0; c < l.message_channels(); ++c)
+    for (int p = 0; p < l.world; ++p) set(Stream::kMessage, c, p);
+  w.part(l.copy_offset(), l.copy_bytes, kPageBytes);
+  return w.right && l.region_bytes() >= w.end && l.region_bytes() % kPageBytes == 0;
+}
+
+constexpr bool regions_are_covered() {
+  for (const int world : {1, 2, 3, 8})
+    for (const int channels : {1, 2, 5, 8, 9, 12})  // messages have slots on eight
+      for (const uint32_t packet_bytes : {0u, 64u, 448u, 4096u})
+        for (const uint64_t copy_bytes : {0ull, 64ull, 8192ull})
+          if (!region_is_covered({world, channels, 2, 192, packet_bytes, copy_bytes})) return false;
+  return true;
+}
+
+// The packets of one sender and call, in their set: the headers of all channels, then the channels'
+// parts of the payload, whole packets each.
+constexpr bool packets_are_disjoint() {
+  for (int world = 1; world <= 3; ++world)
+    for (int channels = 1; channels <= 4; ++channels) {
+      const Layout l{world, channels, 2, 128, 320, 0};
+      for (uint64_t bytes = 1; bytes <= l.packet_bytes; ++bytes) {
+        uint64_t end = 0;
+        for (int c = 0; c < channels; ++c, end += 2 * kHeaderBytes)
+          if (l.packet_header_offset(c) != end ||
+              kHeaderPackets * sizeof(Packet) > 2 * kHeaderBytes)
+            return false;
+        for (int c = 0; c < channels; ++c) {
+          const Extent part = part_of(bytes, c, channels);
+          if (part.begin_bytes == part.end_bytes) continue;
+          const uint64_t begin = l.packet_payload_offset(part.begin_bytes);
+          if (begin < end || begin % sizeof(Packet) != 0) return false;
+          end = begin + (part.end_bytes - part.begin_bytes + 7) / 8 * sizeof(Packet);
+        }
+        if (end > l.packet_set_bytes()) return false;
+      }
     }
+  return true;
+}
+
+// From call to call the sets alternate, no call has the flag of a cleared place, and a set is
+// cleared while the other is in use, at least once before any flag comes again.
+constexpr bool flags_alternate() {
+  for (const uint32_t first : {0u, kCallsPerClearing - 9, 0u - kCallsPerClearing - 9, 0u - 9}) {
+    uint32_t flag = first, cleared[2] = {};
+    for (int calls = 0; calls < 20; ++calls) {
+      const uint32_t next = next_flag(flag);
+      if (next == 0 || (next & 1) == (flag & 1)) return false;
+      cleared[(next + 1) & 1] += clears_other_set(next);
+      flag = next;
+    }
+    if (first != 0 && (cleared[0] != 1 || cleared[1] != 1)) return false;
+  }
   return true;
 }
 
 static_assert(ring_reduce_hands_on());
 static_assert(ring_reduce_visits_all());
 static_assert(ring_gather_hands_on());
+static_assert(any_ring_visits_all());
 static_assert(rotation_spreads());
 static_assert(chunks_partition());
 static_assert(parts_partition());
 static_assert(items_cover());
 static_assert(epochs_wrap());
-static_assert(layout_is_disjoint());
+static_assert(regions_are_covered());
+static_assert(packets_are_disjoint());
+static_assert(flags_alternate());
 
 }  // namespace
 

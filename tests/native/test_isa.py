@@ -120,16 +120,3 @@ def test_compiles_for_arm(source, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
-def test_headers_compile_as_cuda(tmp_path):
-    """The templates are the CUDA backend's too: they must stay clear of what NVCC refuses."""
-    source = tmp_path / "headers.cu"
-    headers = sorted(p.name for p in (ROOT / "kernels/include/ringcomm").glob("*.h"))
-    source.write_text("".join(f'#include "ringcomm/{name}"\n' for name in headers))
-    command = ["nvcc", "-std=c++20", "-arch=sm_90", "-c", f"-I{ROOT}/kernels/include", str(source)]
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "headers.o")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

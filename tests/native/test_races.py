@@ -38,13 +38,14 @@ MUTANTS = {
     "release stores relaxed": ("atomics.h", "__ATOMIC_RELEASE)", "__ATOMIC_RELAXED)"),
     "published before the team is done": (
         "endpoint.h",
-        "team.sync();\n    if (team.lane() == 0) publish(",
-        "if (team.lane() == 0) publish(",
+        "team.sync();\n    each_by_lanes(readers, [&](int reader) {\n      if (gets_item(reader)) "
+        "pub",
+        "each_by_lanes(readers, [&](int reader) {\n      if (gets_item(reader)) pub",
     ),
     "slot reused before it was read": (
         "endpoint.h",
-        "epoch - v.layout.slots, header()",
-        "epoch - 64, header()",
+        "epoch - v.layout.slots)",
+        "epoch - 64)",
     ),
     "returned while peers read the buffer": (
         "endpoint.h",
@@ -53,13 +54,14 @@ MUTANTS = {
     ),
     "acknowledged before the team has read": (
         "reduce_scatter.h",
-        "e.team.sync();\n  for (int d = 1; d < e.world(); ++d) e.release(",
-        "for (int d = 1; d < e.world(); ++d) e.release(",
+        "e.team.sync();\n  e.each_by_lanes({1, e.world()}, [&](int p) { e.release(",
+        "e.each_by_lanes({1, e.world()}, [&](int p) { e.release(",
     ),
     "data read without waiting": (
         "signal.h",
-        "if (!reached(load_acquire_sys(word_at(v, team.channel(), site)), want))",
-        "if (site.step > 1 && !reached(load_acquire_sys(word_at(v, team.channel(), site)), want))",
+        "if (reached(load_acquire_sys(word_at(v, team.channel(), site)), want)) return",
+        "if (site.step <= 1 || reached(load_acquire_sys(word_at(v, team.channel(), site)), want)) "
+        "return",
     ),
 }
 
@@ -81,20 +83,24 @@ def compile_to(output: Path, include: Path, *sources: str, extra: tuple[str, ...
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
 
 
+def skip_without_sanitizer(folder: Path) -> None:
+    probe = folder / "probe"
+    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+    compile_to(probe, ROOT / "kernels/include", str(folder / "probe.cpp"))
+    if subprocess.run([str(probe)], capture_output=True, check=False).returncode != 0:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+
+
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     """The parts that no mutant touches."""
     folder = tmp_path_factory.mktemp("tsan")
+    skip_without_sanitizer(folder)
     include = ROOT / "kernels/include"
     for name in ("isa_baseline", "waiter"):
         compile_to(
             folder / f"{name}.o", include, str(ROOT / f"kernels/host/{name}.cpp"), extra=("-c",)
         )
-    probe = folder / "probe"
-    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
-    compile_to(probe, include, str(folder / "probe.cpp"))
-    if subprocess.run([str(probe)], capture_output=True, check=False).returncode != 0:
-        pytest.skip("ThreadSanitizer does not run on this kernel")
     return folder
 
 

@@ -16,39 +16,37 @@
 RINGCOMM_NAMESPACE_BEGIN
 
 template <class E>
-Status all_reduce_one_hop(E& e, Span in, char* out) {
+RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   char* slot = nullptr;
-  for (int d = 1; d < e.world(); ++d) e.begin_receive(Stream::kShared, e.peer_at(d));
+  const Peers all{1, e.world()};
   const Span mine = e.slice(in);
   char* const result = out + (mine.ptr - in.ptr);
+  e.each_by_lanes(all, [&](int p) { e.begin_receive(Stream::kShared, p); });
+  if (e.team.lane() == 0) {
+    e.sources()[e.rank()] = mine.ptr;
+    e.factors()[e.rank()] = e.factor();
+  }
   e.team.sync();
   RC_RETURN_IF_FAILED(e.acquire_shared(0, &slot));
   e.ops.copy_shared(e.team, slot, mine.ptr, mine.bytes);
-  e.publish_shared(0, slot, e.header(mine, false, e.segment_bytes()));
-  for (int d = 1; d < e.world(); ++d) {
-    const int p = e.peer_at(d);
-    const char* data = nullptr;
-    RC_RETURN_IF_FAILED(e.receive(Stream::kShared, p, mine.bytes, 0, mine.bytes, &data));
-    if (e.team.lane() == 0) e.sources()[p] = data;
-  }
-  if (e.team.lane() == 0) {
-    e.sources()[e.rank()] = mine.ptr;
-    e.factors()[e.rank()] = e.factor;
-  }
-  e.team.sync();
+  e.publish_shared(0, slot, mine, false, e.segment_bytes());
+  RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
+    return e.arrive(Stream::kShared, p, mine.bytes, 0, mine.bytes, &e.sources()[p]);
+  }));
   e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), mine.bytes, e.world());
   e.team.sync();
-  for (int d = 1; d < e.world(); ++d) {
-    e.release(Stream::kShared, e.peer_at(d), mine.bytes, mine.bytes);
-    e.commit_seen(Stream::kShared, e.peer_at(d));
-    e.commit_sent(Stream::kShared, e.peer_at(d), 1);
-  }
+  e.each_by_lanes(all, [&](int p) {
+    e.release(Stream::kShared, p, mine.bytes, mine.bytes);
+    e.commit_seen(Stream::kShared, p);
+    e.commit_sent(Stream::kShared, p, 1);
+  });
+  e.team.sync();
   return Status::kOk;
 }
 
 // Reduces piece `i` of my chunk and shares the result with every peer.
 template <class E>
-Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
+RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
   const uint64_t begin = uint64_t(i) * e.segment_bytes();
   const uint64_t bytes = item_length(mine.bytes, e.segment_bytes(), i);
   const bool zero_copy = e.zero_copy(result);
@@ -60,48 +58,44 @@ Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
       zero_copy ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
   release_sources(e, mine, begin + bytes);
-  e.publish_shared(i, slot, e.header(result, zero_copy, e.segment_bytes()));
+  e.publish_shared(i, slot, result, zero_copy, e.segment_bytes());
   return Status::kOk;
 }
 
 // In place is safe without a copy: rank r overwrites its chunk p only with rank p's published
 // result, and rank p published it after it had read r's version of that piece.
 template <class E>
-Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
+RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
+  const Peers all{1, e.world()};
   const Span mine = e.slice(in.get(e.rank())), result = e.slice(out.get(e.rank()));
+  const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
+  const auto shares = [](int) { return true; };
   // Chunk 0 is the longest, so its pieces bound everybody's.
   const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), shared_items = e.pieces(result.bytes);
-  for (int d = 1; d < e.world(); ++d) {
-    e.begin_receive(Stream::kPair, e.peer_at(d));
-    e.begin_receive(Stream::kShared, e.peer_at(d));
-  }
+  e.each_by_lanes(all, [&](int p) {
+    e.begin_receive(e.pairs, p);
+    e.begin_receive(Stream::kShared, p);
+  });
   e.team.sync();
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
-    for (int d = 1; d < e.world(); ++d) {
-      const int r = e.peer_at(d);
-      const Span chunk = e.slice(in.get(r));
-      if (j < e.items(chunk)) RC_RETURN_IF_FAILED(e.send(r, chunk, j));
-    }
+    RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));
     if (j >= kLookahead && j - kLookahead < shared_items)
       RC_RETURN_IF_FAILED(reduce_and_share(e, mine, result, j - kLookahead));
     if (j < 2 * kLookahead) continue;
-    for (int d = 1; d < e.world(); ++d) {
-      const Span dst = e.slice(out.get(e.peer_at(d)));
-      if (j - 2 * kLookahead < e.pieces(dst.bytes))
-        RC_RETURN_IF_FAILED(
-            collect_piece(e, e.peer_at(d), dst, j - 2 * kLookahead, e.zero_copy(result)));
-    }
+    for (int d = 1; d < e.world(); d += e.group())
+      RC_RETURN_IF_FAILED(collect_piece(e, {d, d + e.group()}, j - 2 * kLookahead, dst_of, shares,
+                                        e.zero_copy(result)));
   }
-  for (int d = 1; d < e.world(); ++d) {
-    e.commit_seen(Stream::kPair, e.peer_at(d));
-    e.commit_seen(Stream::kShared, e.peer_at(d));
-  }
+  e.each_by_lanes(all, [&](int p) {
+    e.commit_seen(e.pairs, p);
+    e.commit_seen(Stream::kShared, p);
+  });
   RC_RETURN_IF_FAILED(drain_chunks(e, in, -1));
   return finish_sharing(e, e.zero_copy(result), shared_items);
 }
 
 template <class E>
-Status all_reduce_direct(E& e, const Chunks& in, char* out, uint64_t one_hop_bytes) {
+RC_TEAM_FN Status all_reduce_direct(E& e, const Chunks& in, char* out, uint64_t one_hop_bytes) {
   const Span whole{in.base, in.total_bytes};
   if (e.world() == 1) {
     const Span mine = e.slice(whole);
@@ -114,7 +108,7 @@ Status all_reduce_direct(E& e, const Chunks& in, char* out, uint64_t one_hop_byt
 }
 
 template <class E>
-Status all_reduce_ring(E& e, const Chunks& in, char* out) {
+RC_TEAM_FN Status all_reduce_ring(E& e, const Chunks& in, char* out) {
   const Chunks result{out, in.total_bytes, in.chunk_bytes, nullptr};
   const Span own = result.get(e.rank());
   RC_RETURN_IF_FAILED(reduce_scatter_ring(e, in, own.ptr));

@@ -20,7 +20,10 @@ enum class Collective : uint32_t {
   kSend,
   kReceive
 };
-enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2 };
+enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2, kPacket = 3, kCopy = 4 };
+
+// Who moves the data of a call. Their streams look alike, their cuts of a buffer need not.
+enum class Kernels : uint32_t { kNative = 0, kTriton = 1 };
 
 constexpr uint64_t kNotInHeap = ~uint64_t(0);
 
@@ -31,12 +34,15 @@ struct CallId {
   Collective collective;
   int32_t dtype, redop, root;
   Algorithm algorithm;
+  Kernels kernels = Kernels::kNative;
 };
+// No padding: packets carry and compare headers word by word.
+static_assert(sizeof(CallId) == offsetof(CallId, kernels) + sizeof(Kernels));
 
 RC_FN bool same_call(const CallId& a, const CallId& b) {
   return a.sequence == b.sequence && a.match_bytes == b.match_bytes &&
          a.collective == b.collective && a.dtype == b.dtype && a.redop == b.redop &&
-         a.root == b.root && a.algorithm == b.algorithm;
+         a.root == b.root && a.algorithm == b.algorithm && a.kernels == b.kernels;
 }
 
 // Travels with the first item of a call on every stream.
@@ -64,7 +70,6 @@ struct Fault {
 
 struct ControlPage {
   int32_t rank, world;
-  uint64_t sequence;   // collectives begun; the owner's alone
   uint32_t claimed;    // taken by the one thread of the owner that may write the fault record
   uint32_t waits_for;  // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer

@@ -2,8 +2,6 @@
 // bfloat16 and float16 accumulate in FP32 and round once, to nearest even.
 #pragma once
 
-#include <string.h>
-
 #include "ringcomm/platform.h"
 
 RINGCOMM_NAMESPACE_BEGIN

@@ -43,164 +43,222 @@ struct ReduceSources {
   int count;
 };
 
+// Peers in the order in which this rank visits them: those at distances [first, last).
+struct Peers {
+  int first, last;
+};
+
 template <class Team, class Ops>
 struct Endpoint {
+  using Operations = Ops;
   Team& team;
   const View& v;
   Ops& ops;
-  CallId id;
-  double factor;
-  bool reads_peer_buffers = false;  // lane 0's: some data of this call came zero copy
+  Stream pairs = Stream::kPair;     // the stream of what one reader gets: kMessage for send/receive
+  bool reads_peer_buffers = false;  // this lane's: some data of this call came zero copy
 
-  int rank() const { return v.rank; }
-  int world() const { return v.world; }
-  uint64_t segment_bytes() const { return v.layout.segment_bytes; }
-  int peer_at(int d) const { return rotated_peer(v.rank, d, v.world); }
-  uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_bytes()); }
+  RC_TEAM_FN int rank() const { return v.rank; }
+  RC_TEAM_FN int world() const { return v.world; }
+  RC_TEAM_FN uint64_t segment_bytes() const { return v.layout.segment_bytes; }
+  RC_TEAM_FN int peer_at(int d) const { return rotated_peer(v.rank, d, v.world); }
+  RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_bytes()); }
 
   // This channel's part of a span.
-  Span slice(Span s) const {
+  RC_TEAM_FN Span slice(Span s) const {
     const Extent e = part_of(s.bytes, team.channel(), team.num_channels());
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
   }
 
-  bool zero_copy(Span s) const {
+  RC_TEAM_FN bool zero_copy(Span s) const {
     return s.bytes >= kZeroCopyMinBytes && v.in_my_heap(s.ptr, s.bytes);
   }
-  uint32_t items(Span s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
+  RC_TEAM_FN uint32_t items(Span s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
 
-  CallHeader header(Span s, bool in_heap, uint64_t item_bytes) const {
-    return {id, s.bytes, item_bytes, in_heap ? uint64_t(s.ptr - v.heaps[v.rank]) : kNotInHeap,
-            factor};
+  // The call in progress lies in v.mine, not here: a block keeps it in shared memory, off its
+  // lanes' registers.
+  RC_TEAM_FN const CallId& id() const { return v.mine->id; }
+  RC_TEAM_FN double factor() const { return v.mine->factor; }
+
+  RC_TEAM_FN uint32_t sent(Stream s, int reader) const {
+    return v.epochs(s, team.channel(), reader)->sent;
   }
-  CallHeader header() const { return {id, 0, 0, kNotInHeap, factor}; }
 
-  uint32_t sent(Stream s, int reader) const { return v.epochs(s, team.channel(), reader)->sent; }
+  RC_TEAM_FN PeerState& in(Stream s, int peer) const { return v.in[int(s) * v.world + peer]; }
+  RC_TEAM_FN const void** sources() const { return v.sources; }
+  RC_TEAM_FN double* factors() const { return v.factors; }
+  RC_TEAM_FN ReduceSources all_sources() const { return {sources(), factors(), v.world}; }
 
-  PeerState& in(Stream s, int peer) const {
-    return v.in[(team.channel() * int(Stream::kCount) + int(s)) * v.world + peer];
+  // ---- groups of peers ------------------------------------------------------------------------
+
+  // How many peers one step of a loop deals with. Lanes that wait for several peers at once deal
+  // with all; a lone lane goes peer by peer, so that each hears of its data as soon as they are
+  // there.
+  RC_TEAM_FN int group() const { return Team::kShareWaits ? v.world - 1 : 1; }
+
+  // Calls visit(peer) once for each peer of the group, spread over the lanes. For words, not data.
+  template <class Visit>
+  RC_TEAM_FN void each_by_lanes(Peers peers, Visit visit) const {
+    for (int d = peers.first + team.lane(); d < peers.last; d += team.num_lanes())
+      visit(peer_at(d));
   }
-  const void** sources() const { return v.sources + team.channel() * v.world; }
-  double* factors() const { return v.factors + team.channel() * v.world; }
-  ReduceSources all_sources() const { return {sources(), factors(), v.world}; }
+
+  // As each_by_lanes; visit returns a Status, and the first failure ends that lane's visits. All
+  // lanes get the same answer.
+  template <class Visit>
+  RC_TEAM_FN Status wait_by_lanes(Peers peers, Visit visit) const {
+    Status status = Status::kOk;
+    for (int d = peers.first + team.lane(); d < peers.last && status == Status::kOk;
+         d += team.num_lanes())
+      status = visit(peer_at(d));
+    return team.share(status);
+  }
 
   // ---- sending ------------------------------------------------------------------------------
 
-  // Waits until `reader` has read the item that used the slot of my item `item` before.
-  Status await_slot(Stream s, int reader, uint32_t item) {
+  // One lane: waits until `reader` has read the item that used the slot of my item `item` before.
+  RC_TEAM_FN Status slot_is_free(Stream s, int reader, uint32_t item) const {
     const uint32_t epoch = sent(s, reader) + 1 + item;
-    return await(team, v, Site{s, reader, true, item}, epoch - v.layout.slots, header());
+    return await_alone(team, v, Site{s, reader, true, item}, epoch - v.layout.slots);
   }
 
-  char* my_slot(Stream s, int reader, uint32_t item) const {
+  RC_TEAM_FN char* my_slot(Stream s, int reader, uint32_t item) const {
     return v.slot(v.rank, s, team.channel(), reader, sent(s, reader) + 1 + item);
   }
 
-  // Item `item` of `span` to one reader: the header with the first, the bytes unless zero copy.
-  Status send(int reader, Span span, uint32_t item) {
-    RC_RETURN_IF_FAILED(await_slot(Stream::kPair, reader, item));
-    char* slot = my_slot(Stream::kPair, reader, item);
-    const bool in_heap = zero_copy(span);
-    const uint64_t item_bytes = in_heap ? span.bytes : segment_bytes();
-    if (item == 0 && team.lane() == 0)
-      *reinterpret_cast<CallHeader*>(slot) = header(span, in_heap, item_bytes);
-    if (!in_heap) {
-      const uint64_t begin = item * item_bytes, bytes = item_length(span.bytes, item_bytes, item);
-      ops.copy_shared(team, slot + kHeaderBytes, span.ptr + begin, bytes);
+  RC_TEAM_FN void write_header(char* slot, Span span, bool in_heap, uint64_t item_bytes) const {
+    const uint64_t offset = in_heap ? uint64_t(span.ptr - v.heaps[v.rank]) : kNotInHeap;
+    *reinterpret_cast<CallHeader*>(slot) =
+        CallHeader{id(), span.bytes, item_bytes, offset, factor()};
+  }
+
+  // Item `item` of span_for(reader) to each reader of the group that gets_item(reader): the header
+  // with the first, the bytes unless zero copy.
+  template <class SpanFor, class GetsItem>
+  RC_TEAM_FN Status send(Peers readers, uint32_t item, SpanFor span_for, GetsItem gets_item) {
+    RC_RETURN_IF_FAILED(wait_by_lanes(readers, [&](int reader) {
+      if (!gets_item(reader)) return Status::kOk;
+      const Status status = slot_is_free(pairs, reader, item);
+      if (status != Status::kOk || item > 0) return status;
+      const Span span = span_for(reader);
+      const bool in_heap = zero_copy(span);
+      write_header(my_slot(pairs, reader, item), span, in_heap,
+                   in_heap ? span.bytes : segment_bytes());
+      return status;
+    }));
+    for (int d = readers.first; d < readers.last; ++d) {
+      const int reader = peer_at(d);
+      if (!gets_item(reader)) continue;
+      const Span span = span_for(reader);
+      if (zero_copy(span)) continue;
+      const uint64_t begin = item * segment_bytes(),
+                     bytes = item_length(span.bytes, segment_bytes(), item);
+      ops.copy_shared(team, my_slot(pairs, reader, item) + kHeaderBytes, span.ptr + begin, bytes);
     }
-    publish_item(Stream::kPair, reader, item);
+    team.sync();
+    each_by_lanes(readers, [&](int reader) {
+      if (gets_item(reader)) publish(team, v, pairs, reader, sent(pairs, reader) + 1 + item);
+    });
     return Status::kOk;
   }
 
-  void publish_item(Stream s, int reader, uint32_t item) {
+  // The ring's way: one reader's slot, which the caller fills and then publishes.
+  RC_TEAM_FN Status await_slot(int reader, uint32_t item) {
+    Status status = Status::kOk;
+    if (team.lane() == 0) status = slot_is_free(pairs, reader, item);
+    return team.share(status);
+  }
+
+  RC_TEAM_FN void publish_item(int reader, uint32_t item) {
     team.sync();
-    if (team.lane() == 0) publish(team, v, s, reader, sent(s, reader) + 1 + item);
+    if (team.lane() == 0) publish(team, v, pairs, reader, sent(pairs, reader) + 1 + item);
   }
 
   // The shared slot for item `item`, once every peer has read what it held; the caller fills it.
-  Status acquire_shared(uint32_t item, char** data) {
-    for (int d = 1; d < world(); ++d)
-      RC_RETURN_IF_FAILED(await_slot(Stream::kShared, peer_at(d), item));
+  RC_TEAM_FN Status acquire_shared(uint32_t item, char** data) {
+    RC_RETURN_IF_FAILED(wait_by_lanes(
+        {1, world()}, [&](int peer) { return slot_is_free(Stream::kShared, peer, item); }));
     // All readers' epochs advance together on the shared stream, so any peer names the slot.
     *data = my_slot(Stream::kShared, peer_at(1), item) + kHeaderBytes;
     return Status::kOk;
   }
 
-  void publish_shared(uint32_t item, char* data, const CallHeader& h) {
-    if (item == 0 && team.lane() == 0) *reinterpret_cast<CallHeader*>(data - kHeaderBytes) = h;
+  // `span` is what this call shares, cut into items of `item_bytes`.
+  RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool in_heap,
+                                 uint64_t item_bytes) {
+    if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, in_heap, item_bytes);
     team.sync();
-    if (team.lane() != 0) return;
-    for (int d = 1; d < world(); ++d)
-      publish(team, v, Stream::kShared, peer_at(d), sent(Stream::kShared, peer_at(d)) + 1 + item);
+    each_by_lanes({1, world()}, [&](int peer) {
+      publish(team, v, Stream::kShared, peer, sent(Stream::kShared, peer) + 1 + item);
+    });
   }
 
-  // Zero copy: waits until `reader` no longer reads my buffer.
-  Status drain(Stream s, int reader, uint32_t items_sent) {
+  // Zero copy, one lane: waits until `reader` no longer reads my buffer.
+  RC_TEAM_FN Status drained(Stream s, int reader, uint32_t items_sent) const {
     const uint32_t epoch = sent(s, reader) + items_sent;
-    return await(team, v, Site{s, reader, true, items_sent}, epoch, header());
+    return await_alone(team, v, Site{s, reader, true, items_sent}, epoch);
   }
 
-  void commit_sent(Stream s, int reader, uint32_t items_sent) {
-    if (team.lane() == 0) v.epochs(s, team.channel(), reader)->sent += items_sent;
+  // One lane, after the last use of sent() for this reader.
+  RC_TEAM_FN void commit_sent(Stream s, int reader, uint32_t items_sent) const {
+    v.epochs(s, team.channel(), reader)->sent += items_sent;
   }
 
   // ---- receiving ----------------------------------------------------------------------------
 
-  // Before the first receive of a call on stream `s`, for every sender; then one team.sync().
-  void begin_receive(Stream s, int sender) {
-    if (team.lane() == 0)
-      in(s, sender) = PeerState{nullptr, 1, v.epochs(s, team.channel(), sender)->seen, 0, 0};
+  // One lane, before the first receive of a call on stream `s`; then one team.sync().
+  RC_TEAM_FN void begin_receive(Stream s, int sender) const {
+    in(s, sender) = PeerState{nullptr, 1, v.epochs(s, team.channel(), sender)->seen, 0, 0};
   }
 
-  // Reads the header of the sender's call and compares it with mine.
-  Status open(Stream s, int sender, uint64_t expected_bytes) {
-    Status status = Status::kOk;
-    if (team.lane() == 0) {
-      PeerState& st = in(s, sender);
-      const char* slot = v.slot(sender, s, team.channel(), v.rank, st.base + 1);
-      const CallHeader& theirs = *reinterpret_cast<const CallHeader*>(slot);
-      if (!same_call(theirs.id, id) || theirs.stream_bytes != expected_bytes ||
-          theirs.item_bytes == 0) {
-        Fault fault{};
-        fault.status = Status::kMismatch;
-        fault.peer = sender;
-        fault.stream = s;
-        fault.mine = header();
-        fault.mine.stream_bytes = expected_bytes;
-        fault.theirs = theirs;
-        status = fail(v, fault);
-      } else {
-        st.data = theirs.heap_offset == kNotInHeap ? nullptr : v.heaps[sender] + theirs.heap_offset;
-        reads_peer_buffers |= st.data != nullptr;
-        st.item_bytes = theirs.item_bytes;
-        st.items = items_of(expected_bytes, theirs.item_bytes);
-        factors()[sender] = theirs.factor;
-      }
+  // One lane: reads the header of the sender's call and compares it with mine.
+  RC_TEAM_FN Status open(Stream s, int sender, uint64_t expected_bytes) {
+    PeerState& st = in(s, sender);
+    const char* slot = v.slot(sender, s, team.channel(), v.rank, st.base + 1);
+    const CallHeader& theirs = *reinterpret_cast<const CallHeader*>(slot);
+    if (!same_call(theirs.id, id()) || theirs.stream_bytes != expected_bytes ||
+        theirs.item_bytes == 0) {
+      return fail(team, v, Status::kMismatch, sender, &theirs, expected_bytes);
     }
-    return team.share(status);
+    st.data = theirs.heap_offset == kNotInHeap ? nullptr : v.heaps[sender] + theirs.heap_offset;
+    reads_peer_buffers |= st.data != nullptr;
+    st.item_bytes = theirs.item_bytes;
+    st.items = items_of(expected_bytes, theirs.item_bytes);
+    factors()[sender] = theirs.factor;
+    return Status::kOk;
   }
 
-  // Waits for bytes [begin, begin + bytes) of what `sender` sends me and says where they lie.
-  Status receive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin, uint64_t bytes,
-                 const char** data) {
+  // One lane: waits for bytes [begin, begin + bytes) of what `sender` sends me and says where they
+  // lie.
+  RC_TEAM_FN Status arrive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
+                           uint64_t bytes, const void** data) {
     PeerState& st = in(s, sender);
     if (begin == 0) {
-      RC_RETURN_IF_FAILED(await(team, v, Site{s, sender, false, 0}, st.base + 1, header()));
+      RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, 0}, st.base + 1));
       RC_RETURN_IF_FAILED(open(s, sender, expected_bytes));
     }
     const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) / st.item_bytes);
     if (last > 0)
-      RC_RETURN_IF_FAILED(
-          await(team, v, Site{s, sender, false, last}, st.base + 1 + last, header()));
+      RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, last}, st.base + 1 + last));
     *data = st.data != nullptr
                 ? st.data + begin
                 : v.slot(sender, s, team.channel(), v.rank, st.base + 1 + last) + kHeaderBytes;
     return Status::kOk;
   }
 
-  // After a team.sync(): everything before `end` of the sender's stream has been read.
-  void release(Stream s, int sender, uint64_t expected_bytes, uint64_t end) {
-    if (team.lane() != 0) return;
+  // All lanes: bytes [begin, begin + bytes) of one sender's stream; they lie at sources()[sender].
+  RC_TEAM_FN Status receive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
+                            uint64_t bytes) {
+    Status status = Status::kOk;
+    if (team.lane() == 0)
+      status = arrive(s, sender, expected_bytes, begin, bytes, &sources()[sender]);
+    return team.share(status);
+  }
+  RC_TEAM_FN const char* received(int sender) const {
+    return static_cast<const char*>(sources()[sender]);
+  }
+
+  // One lane, after a team.sync(): everything before `end` of the sender's stream has been read.
+  RC_TEAM_FN void release(Stream s, int sender, uint64_t expected_bytes, uint64_t end) const {
     PeerState& st = in(s, sender);
     const uint32_t done = end >= expected_bytes ? st.items : uint32_t(end / st.item_bytes);
     if (done == st.acked) return;
@@ -208,39 +266,32 @@ struct Endpoint {
     acknowledge(team, v, s, sender, st.base + done);
   }
 
-  // Lane 0, before the call: what a peer published in an earlier call and I did not read shows that
-  // we made different calls then, in which neither waited for the other (two ranks that both
-  // broadcast).
-  Status verify_streams() const {
-    CallHeader theirs;
-    for (int d = 1; d < world(); ++d) {
-      if (!other_call_seen(v, team.channel(), peer_at(d), id, &theirs)) continue;
-      Fault fault{};
-      fault.status = Status::kMismatch;
-      fault.peer = peer_at(d);
-      fault.mine = header();
-      fault.theirs = theirs;
-      return fail(v, fault);
-    }
-    return Status::kOk;
+  // One lane, after the last receive from this sender.
+  RC_TEAM_FN void commit_seen(Stream s, int sender) const {
+    v.epochs(s, team.channel(), sender)->seen = in(s, sender).base + in(s, sender).items;
   }
 
-  // Lane 0, after the call succeeded: what was read in peers' buffers is what they meant to send. A
-  // sender that gave up may use its buffer again, but it raises its abort word before it returns;
-  // so if no word is up after the last read, no buffer changed before it.
-  Status verify_peer_buffers() const {
-    if (!reads_peer_buffers) return Status::kOk;
-    fence_seq_cst_sys();  // the reads of data come before the reads of the words
-    if (!abort_seen(v)) return Status::kOk;
-    Fault fault{};
-    fault.status = Status::kAborted;
-    fault.mine = header();
-    return fail(v, fault);
+  // ---- before and after a call ----------------------------------------------------------------
+
+  // What a peer published in an earlier call and I did not read shows that we made different calls
+  // then, in which neither waited for the other (two ranks that both broadcast).
+  RC_TEAM_FN Status verify_streams() {
+    return wait_by_lanes({1, world()}, [&](int peer) {
+      const CallHeader* theirs = other_call_seen(v, team.channel(), peer);
+      return theirs == nullptr ? Status::kOk : fail(team, v, Status::kMismatch, peer, theirs, 0);
+    });
   }
 
-  void commit_seen(Stream s, int sender) {
-    if (team.lane() == 0)
-      v.epochs(s, team.channel(), sender)->seen = in(s, sender).base + in(s, sender).items;
+  // After the call succeeded: what was read in peers' buffers is what they meant to send. A sender
+  // that gave up may use its buffer again, but it raises its abort word before it returns; so if
+  // its word is not up after the last read, its buffer did not change before it.
+  RC_TEAM_FN Status verify_peer_buffers() {
+    if (reads_peer_buffers)
+      fence_seq_cst_sys();  // the reads of data come before those of the words
+    return wait_by_lanes({1, world()}, [&](int peer) {
+      if (!reads_peer_buffers || !aborted(v, peer)) return Status::kOk;
+      return fail(team, v, Status::kAborted, v.rank, nullptr, 0);
+    });
   }
 };
 

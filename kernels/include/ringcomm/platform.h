@@ -6,8 +6,25 @@
 // an older CPU with SIGILL. Distinct namespaces make distinct symbols.
 #pragma once
 
+#if defined(__CUDACC_RTC__)
+// NVRTC brings no C library; memcpy is built in.
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+#ifndef offsetof
+#define offsetof(type, member) __builtin_offsetof(type, member)
+#endif
+#else
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+#endif
 
 #ifndef RINGCOMM_ISA
 #define RINGCOMM_ISA generic
@@ -20,14 +37,32 @@
   }                            \
   }
 
+// RC_FN: arithmetic, always inlined. RC_TEAM_FN: what a whole team executes; on CUDA inlined into
+// the kernel, so that nothing lives in local memory. RC_COLD: the way out of a wait, kept out of
+// the loops.
 #if defined(__CUDACC__)
 #define RC_FN __host__ __device__ __forceinline__
+#define RC_TEAM_FN __device__ __forceinline__
+#define RC_COLD __device__ __noinline__
+#define RC_UNROLL _Pragma("unroll")
+#define RC_ROLLED _Pragma("unroll 1")
 #define RC_RESTRICT __restrict__
 #elif defined(__GNUC__) || defined(__clang__)
 #define RC_FN inline __attribute__((always_inline))
+#define RC_TEAM_FN inline
+#define RC_COLD inline
+#define RC_UNROLL _Pragma("GCC unroll 8")
+#define RC_ROLLED
 #define RC_RESTRICT __restrict__
 #else
 #error "ringcomm supports GCC, Clang and NVCC"
+#endif
+
+// 1 where CUDA code is compiled, be it for the device or the host.
+#if defined(__CUDACC__)
+#define RC_CUDA 1
+#else
+#define RC_CUDA 0
 #endif
 
 #if defined(__CUDA_ARCH__)

@@ -73,7 +73,7 @@ struct IsComplex<Complex<R>> {
 // Which operators make sense for which types. Bool: SUM and MAX are "any", PRODUCT and MIN are
 // "all".
 template <class T>
-constexpr bool supports(RedOp op) {
+RC_FN constexpr bool supports(RedOp op) {
   constexpr bool integer = IsInteger<T>::value, complex = IsComplex<T>::value;
   switch (op) {
     case RedOp::kSum:
@@ -90,7 +90,7 @@ constexpr bool supports(RedOp op) {
   }
 }
 template <>
-constexpr bool supports<Bool>(RedOp op) {
+RC_FN constexpr bool supports<Bool>(RedOp op) {
   return op != RedOp::kAvg && op != RedOp::kPremulSum && op != RedOp::kCount;
 }
 

@@ -6,13 +6,20 @@
 //
 //   int lane(), num_lanes()          this lane, and how many execute the channel
 //   int channel(), num_channels()    this lane's channel, and how many share the collective
+//   static constexpr bool kShareWaits   the lanes wait for several peers at once, each for its own
+//   static constexpr bool kSleeps       waiting lanes may sleep (host); else they only poll
 //   void sync()                      all lanes of the team; orders their memory accesses
-//   Status share(Status)             lane 0's value to all lanes; also a sync()
-//   bool pause(Pause&)               called by lane 0 between two polls of a signal. True when it
-//   is
-//                                    time to look at the clock (never on every poll: see signal.h)
+//   Status share(Status)             to all lanes, one lane's failure if any has one; also a sync()
+//   bool pause(Pause&)               called by a lane between two polls of a signal. True when it
+//                                    is time to look at the clock (never on every poll: see
+//                                    signal.h)
 //   uint64_t now_ns()                a monotonic clock
-//   Status health(int peer)          lane 0, at clock time: kOk, kPeerLost or kInterrupted
+//   Status health(int peer)          a waiting lane, at clock time: kOk, kPeerLost, kAborted or
+//                                    kInterrupted
+//   void wake(uint32_t* word)        wakes who sleeps on the word
+//   void tell_host(const Fault&)     this rank's fault record is complete
+//
+// Copies of a Team are the same team.
 #pragma once
 
 #include "ringcomm/platform.h"

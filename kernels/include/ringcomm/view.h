@@ -23,10 +23,17 @@ struct View {
   char* const* heaps;    // [world] every rank's heap, as mapped here
   uint64_t heap_bytes;   // of this rank's heap
   uint64_t timeout_ns;   // of one wait
-  // Workspace, shared by the lanes of a channel's team; on CUDA it lies in shared memory.
-  PeerState* in;         // [channels][streams][world]
-  const void** sources;  // [channels][world]
-  double* factors;       // [channels][world]
+  // Workspace of one channel, shared by the lanes of its team; on CUDA it lies in shared memory.
+  PeerState* in;         // [streams][world]
+  const void** sources;  // [world], and at least 2
+  double* factors;       // [world], and at least 2
+  CallHeader* mine;      // the call in progress, as its fault record names it
+  // The ring that this channel's team follows: ring[position] is a rank. Null: the ranks in order.
+  const int32_t* ring = nullptr;
+  int32_t ring_position = 0;
+
+  RC_FN int ring_rank(int position) const { return ring == nullptr ? position : ring[position]; }
+  RC_FN int position_in_ring() const { return ring == nullptr ? rank : ring_position; }
 
   RC_FN SignalLine* signals(int owner, Stream s, int channel, int peer) const {
     return reinterpret_cast<SignalLine*>(regions[owner] + layout.signal_offset(s, channel, peer));
@@ -36,6 +43,9 @@ struct View {
   }
   RC_FN EpochLine* epochs(Stream s, int channel, int peer) const {
     return reinterpret_cast<EpochLine*>(regions[rank] + layout.epoch_offset(s, channel, peer));
+  }
+  RC_FN ChannelLine* channel_line(int channel) const {
+    return reinterpret_cast<ChannelLine*>(regions[rank] + layout.channel_offset(channel));
   }
   RC_FN ControlPage* control(int owner) const {
     return reinterpret_cast<ControlPage*>(regions[owner]);

@@ -1,6 +1,6 @@
 // ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
 // no torch. ringcomm/_native.pyi documents every name.
-#include "kernels/host/module.h"
+#include "kernels/module/module.h"
 #include "kernels/host/describe.h"
 #include "kernels/host/messenger.h"
 
@@ -100,24 +100,10 @@ const char* kind_of(Status status) {
   }
 }
 
-nb::object fault_dict(const Comm& comm) {
+nb::object fault_of(const Comm& comm) {
   FaultReport report;
   if (!comm.faulted(&report)) return nb::none();
-  const Fault& f = report.fault;
-  nb::dict d;
-  d["kind"] = kind_of(f.status);
-  d["op"] = name_of(f.mine.id.collective);
-  d["rank"] = f.rank;
-  d["peer"] = f.peer;
-  d["step"] = f.step;
-  d["wanted"] = f.wanted;
-  d["seen"] = f.seen;
-  d["waiting_for"] = f.on_consumed ? "consumed" : "ready";
-  d["waited_ms"] = f.waited_ns / 1'000'000;
-  d["mine"] = describe(f.mine);
-  d["theirs"] = f.status == Status::kMismatch ? describe(f.theirs) : "";
-  d["reason"] = report.reason;
-  return d;
+  return fault_dict(report.fault, report.reason);
 }
 
 void bind_reductions(nb::class_<NativeComm>& c) {
@@ -277,10 +263,19 @@ void bind_comm(nb::module_& m) {
           },
           nb::arg("peers"))
       .def("activate", [](NativeComm& n) { n.comm.activate(); })
+      .def_prop_ro("geometry",
+                   [](const NativeComm& n) { return geometry_of(n.comm.view().layout); })
+      .def(
+          "rank_table",
+          [](const NativeComm& n, uintptr_t scratch) { return rank_table_of(n.comm, scratch); },
+          nb::arg("scratch"))
+      .def(
+          "health", [](const NativeComm& n, int peer) { return int(n.comm.waiter().health(peer)); },
+          nb::arg("peer"))
       .def_prop_rw(
           "timeout_ms", [](const NativeComm& n) { return n.comm.timeout_ns() / 1'000'000; },
           [](NativeComm& n, uint64_t ms) { n.comm.set_timeout_ns(ms * 1'000'000); })
-      .def("fault", [](const NativeComm& n) { return fault_dict(n.comm); })
+      .def("fault", [](const NativeComm& n) { return fault_of(n.comm); })
       .def(
           "abort", [](NativeComm& n, const std::string& reason) { n.comm.abort(reason); },
           nb::arg("reason"))
@@ -293,6 +288,23 @@ void bind_comm(nb::module_& m) {
 
 }  // namespace
 
+nb::dict ringcomm::host::fault_dict(const Fault& f, const std::string& reason) {
+  nb::dict d;
+  d["kind"] = kind_of(f.status);
+  d["op"] = name_of(f.mine.id.collective);
+  d["rank"] = f.rank;
+  d["peer"] = f.peer;
+  d["step"] = f.step;
+  d["wanted"] = f.wanted;
+  d["seen"] = f.seen;
+  d["waiting_for"] = f.on_consumed ? "consumed" : "ready";
+  d["waited_ms"] = f.waited_ns / 1'000'000;
+  d["mine"] = describe(f.mine);
+  d["theirs"] = f.status == Status::kMismatch ? describe(f.theirs) : "";
+  d["reason"] = reason;
+  return d;
+}
+
 NB_MODULE(_native, m) {
   // The process's heap lives as long as the process: what nanobind would report is meant.
   nb::set_leak_warnings(false);
@@ -300,7 +312,8 @@ NB_MODULE(_native, m) {
   nb::dict dtypes, ops, algorithms;
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
   for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
-  for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing})
+  for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kPacket,
+                       Algorithm::kCopy})
     algorithms[name_of(a)] = int(a);
   m.attr("DTYPES") = dtypes;
   m.attr("OPS") = ops;
@@ -314,4 +327,6 @@ NB_MODULE(_native, m) {
   m.def("force_isa", &force_isa, nb::arg("name"));
   bind_heap(m);
   bind_comm(m);
+  bind_device(m);
+  bind_triton(m);
 }

@@ -1,5 +1,5 @@
 // Heap, Block and PeerHeap of ringcomm._native.
-#include "kernels/host/module.h"
+#include "kernels/module/module.h"
 
 namespace nb = nanobind;
 

@@ -8,7 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "kernels/host/heap.h"
+#include "kernels/host/comm.h"
 
 namespace ringcomm::host {
 
@@ -20,6 +20,17 @@ inline char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
   throw nanobind::python_error();
 }
 
+// A fault record in words, as ringcomm.errors reads it.
+nanobind::dict fault_dict(const Fault& fault, const std::string& reason);
+
+// How a region is laid out, for the Triton kernels.
+nanobind::dict geometry_of(const Layout& layout);
+// The host's twin of what a device communicator keeps in device memory, for a kernel that runs in
+// Triton's interpreter.
+nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
+
 void bind_heap(nanobind::module_& m);
+void bind_device(nanobind::module_& m);
+void bind_triton(nanobind::module_& m);
 
 }  // namespace ringcomm::host

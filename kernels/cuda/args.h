@@ -1,0 +1,76 @@
+// What a launch carries: one call for each rank that takes part in it, by value, so that a captured
+// graph replays it. Everything that changes from replay to replay (sequence numbers, epochs) is in
+// device memory. Read by the host that launches and by the kernels.
+#pragma once
+
+#include "ringcomm/exchange.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+// Ranks of one process on one GPU share a launch, so that they are co-resident by construction.
+constexpr int kMaxRanksPerLaunch = 8;
+// Lists (all_gather into tensors of several sizes, all-to-all, gather, scatter) of all ranks of a
+// launch; what is left of the 4 KiB that a launch may carry on every architecture.
+constexpr int kMaxSpans = 176;
+constexpr int kMaxWorld = 64;
+constexpr int kThreads =
+    256;  // per block: half of a multiprocessor's lanes leave each 255 registers
+
+// Host memory that the device can reach: how the two sides of one rank talk while kernels run.
+struct HostPage {
+  uint32_t abort_requested;              // host to device: give up
+  uint32_t fault_raised;                 // device to host: `fault` is complete
+  alignas(64) uint32_t lost[kMaxWorld];  // host to device: 1, that rank's process has ended
+  alignas(64) Fault fault;
+};
+
+// Constant while a communicator lives; in device memory, in the rank's region behind the words.
+struct RankTable {
+  int32_t rank, world, rings;
+  Layout layout;
+  uint64_t heap_bytes;
+  HostPage* host;  // as the device addresses it
+  char* scratch;   // of the Triton kernels: scratch_bytes() per channel
+  char* regions[kMaxWorld];
+  char* heaps[kMaxWorld];
+};
+
+// Rings follow the table: int32_t [rings][world], rank by position.
+RC_FN const int32_t* rings_of(const RankTable* table) {
+  return reinterpret_cast<const int32_t*>(table + 1);
+}
+
+// What a Triton kernel keeps of a call, per channel, since its blocks have no shared memory of
+// their own to keep it in: 32 words of 8 bytes, and 8 more per rank. kernels/tl/state.py names
+// them.
+constexpr uint64_t kScratchWords = 32, kScratchWordsPerRank = 8;
+RC_FN constexpr uint64_t scratch_bytes(int32_t world) {
+  return 8 * (kScratchWords + kScratchWordsPerRank * uint64_t(world));
+}
+
+// One rank's part of a collective.
+struct CallArgs {
+  const RankTable* table;
+  char* in;
+  char* out;
+  uint64_t total_bytes, chunk_bytes;  // of an even cut (schedule.h, Chunks)
+  uint64_t match_bytes;
+  uint64_t one_hop_bytes;
+  uint64_t timeout_ns;
+  uint64_t my_readers, my_senders;  // messages only
+  double factor;
+  Collective collective;
+  Algorithm algorithm;
+  int32_t dtype, redop, root;
+  int32_t in_spans, out_spans;  // index of the first span of a list; -1: an even cut
+};
+
+struct LaunchParams {
+  CallArgs calls[kMaxRanksPerLaunch];
+  Span spans[kMaxSpans];
+};
+static_assert(sizeof(LaunchParams) <= 4096);
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,158 @@
+// What the kernels do, for any Team: kernels.cu gives it blocks, and tests/support/emulator gives
+// it host threads.
+#pragma once
+
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/workspace.h"
+#include "ringcomm/all_reduce.h"
+#include "ringcomm/packet.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+RC_TEAM_FN Chunks chunks_of(const CallArgs& args, const Span* spans, char* base, int32_t first) {
+  if (first >= 0) return {nullptr, 0, 0, spans + first};
+  return {base, args.total_bytes, args.chunk_bytes, nullptr};
+}
+
+// The first thing a block does: brings the rank's table into shared memory, since every step uses
+// it. Lanes other than the first may look at the view after the next sync().
+template <class Team>
+RC_TEAM_FN void load_table(Team& team, const CallArgs& args, const Span* spans, Workspace& w) {
+  const RankTable& t = *args.table;
+  const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
+  if (team.lane() == 0) {
+    w.failure = 0;
+    w.host = t.host;
+    w.in = chunks_of(args, spans, args.in, args.in_spans);
+    w.out = chunks_of(args, spans, args.out, args.out_spans);
+  }
+  for (int p = team.lane(); p < t.world; p += team.num_lanes()) {
+    w.regions[p] = t.regions[p];
+    w.heaps[p] = t.heaps[p];
+    w.ring[p] = ring < 0 ? p : rings_of(&t)[ring * t.world + p];
+    if (w.ring[p] == t.rank) w.ring_position = p;
+  }
+  team.sync();
+  if (team.lane() == 0)
+    w.view =
+        View{t.rank,  t.world,   t.layout,  w.regions, w.heaps, t.heap_bytes,   args.timeout_ns,
+             w.peers, w.sources, w.factors, &w.mine,   w.ring,  w.ring_position};
+}
+
+// Numbers the call and puts it where fault records find it. kAborted: this rank gave up before.
+// Follows load_table(); all lanes know the call, and the view, when it returns.
+template <class Team>
+RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
+  Status status = Status::kOk;
+  if (team.lane() == 0) {
+    const View& v = w.view;
+    const bool counts = args.collective != Collective::kSend;
+    uint64_t sequence = 0;
+    if (counts) sequence = ++v.channel_line(team.channel())->sequence;
+    w.mine = CallHeader{CallId{sequence, args.match_bytes, args.collective, args.dtype, args.redop,
+                               args.root, args.algorithm},
+                        0, 0, kNotInHeap, args.factor};
+    if (aborted(v, v.rank)) status = Status::kAborted;
+  }
+  return team.share(status);
+}
+
+template <class E>
+RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, const Chunks& out) {
+  switch (args.collective) {
+    case Collective::kAllGather: {
+      // The copy engines move the data; the kernels before and after only meet.
+      if (args.algorithm == Algorithm::kCopy) return exchange_direct(e, in, out, Edges{});
+      const Span mine{args.in, out.get(e.rank()).bytes};
+      return args.algorithm == Algorithm::kRing ? all_gather_ring(e, mine, out)
+                                                : share_direct(e, mine, out, -1);
+    }
+    case Collective::kBroadcast:
+      return share_direct(e, out.get(e.rank()), out, args.root);
+    case Collective::kGather:
+      return exchange_direct(e, in, out, Edges{.only_reader = args.root});
+    case Collective::kScatter:
+      return exchange_direct(e, in, out, Edges{.only_sender = args.root});
+    default:  // all-to-all, barrier, and messages, which name their peers
+      return exchange_direct(e, in, out,
+                             Edges{.my_readers = args.my_readers, .my_senders = args.my_senders});
+  }
+}
+
+// Runs `collective(endpoint, arguments)` between the checks that every call makes.
+template <class Team, class Ops, class Run>
+RC_TEAM_FN void run_collective(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
+                               Ops ops, Run run) {
+  const CallArgs& args = p.calls[rank_in_launch];
+  load_table(team, args, p.spans, w);
+  if (begin_call(team, args, w) != Status::kOk) return;
+  const bool message = args.collective == Collective::kSend;
+  Endpoint<Team, Ops> e{team, w.view, ops, message ? Stream::kMessage : Stream::kPair};
+  if (!message && e.verify_streams() != Status::kOk) return;
+  if (run(e, args) == Status::kOk) e.verify_peer_buffers();
+}
+
+template <class Team>
+RC_TEAM_FN void move_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w) {
+  run_collective(team, p, rank_in_launch, w, MoveOps{}, [&](auto& e, const CallArgs& args) {
+    return move_collective(e, args, w.in, w.out);
+  });
+}
+
+// Reduce-scatter, and reduce, which is one with a single receiver.
+template <class T, RedOp op, class Team>
+RC_TEAM_FN void reduce_scatter_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                      Workspace& w) {
+  run_collective(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
+                 [&](auto& e, const CallArgs& args) {
+                   return args.algorithm == Algorithm::kRing
+                              ? reduce_scatter_ring(e, w.in, args.out)
+                              : reduce_scatter_direct(e, w.in, args.out, args.root);
+                 });
+}
+
+template <class T, RedOp op, class Team>
+RC_TEAM_FN void all_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                  Workspace& w) {
+  run_collective(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
+                 [&](auto& e, const CallArgs& args) {
+                   return args.algorithm == Algorithm::kRing
+                              ? all_reduce_ring(e, w.in, args.out)
+                              : all_reduce_direct(e, w.in, args.out, args.one_hop_bytes);
+                 });
+}
+
+// Packets name their call themselves, so nothing is looked at before: a small message costs one
+// trip.
+template <class Team, class Ops, class Run>
+RC_TEAM_FN void run_packets(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
+                            Ops ops, Run run) {
+  const CallArgs& args = p.calls[rank_in_launch];
+  load_table(team, args, p.spans, w);
+  if (begin_call(team, args, w) != Status::kOk) return;
+  Endpoint<Team, Ops> e{team, w.view, ops};
+  run(e, args);
+}
+
+template <class Team>
+RC_TEAM_FN void packet_move_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                   Workspace& w) {
+  run_packets(team, p, rank_in_launch, w, MoveOps{}, [](auto& e, const CallArgs& args) {
+    return all_gather_packet(e, args.in, args.out, args.chunk_bytes);
+  });
+}
+
+template <class T, RedOp op, class Team>
+RC_TEAM_FN void packet_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                     Workspace& w) {
+  run_packets(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
+              [](auto& e, const CallArgs& args) {
+                if (args.collective == Collective::kAllReduce)
+                  return all_reduce_packet(e, args.in, args.out, args.total_bytes);
+                return reduce_scatter_packet(e, args.in, args.out, args.chunk_bytes);
+              });
+}
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,195 @@
+#include "kernels/cuda/device_comm.h"
+
+#include <algorithm>
+#include <cstring>
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+namespace {
+
+// A block that moves less than this spends its time on signals. A choice, not swept.
+constexpr uint64_t kMinChannelBytes = 32 << 10;
+
+// Largest total that one rank sends as packets: twice the bytes travel, and past some size that
+// costs more than the trips that packets save. A choice, not swept.
+constexpr uint64_t kMaxPacketTrafficBytes = 256 << 10;
+
+// Direct all-reduce up to this size in one hop. A choice, not swept.
+constexpr uint64_t kOneHopBytes = 64 << 10;
+
+// Items of one call on one stream are counted in 32 bits, compared modulo 2^32.
+constexpr uint64_t kMaxItems = uint64_t(1) << 30;
+
+const char* op_name(RedOp op) {
+  switch (op) {
+    case RedOp::kProduct:
+      return "product";
+    case RedOp::kMin:
+      return "min";
+    case RedOp::kMax:
+      return "max";
+    case RedOp::kBand:
+      return "band";
+    case RedOp::kBor:
+      return "bor";
+    case RedOp::kBxor:
+      return "bxor";
+    default:
+      return "sum";  // serves AVG and PREMUL_SUM too
+  }
+}
+
+}  // namespace
+
+DeviceComm::DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config,
+                       FindKernel find)
+    : driver_(std::move(driver)), config_(config), find_(std::move(find)) {}
+
+uint64_t DeviceComm::table_bytes() const {
+  // Room for as many rings as there are channels.
+  const uint64_t rings = uint64_t(config_.layout.channels) * config_.world * sizeof(int32_t);
+  return config_.layout.whole_pages(sizeof(RankTable) + rings);
+}
+
+uint64_t DeviceComm::scratch_offset() const { return table_offset() + table_bytes(); }
+
+uint64_t DeviceComm::region_bytes() const {
+  const uint64_t scratch = config_.layout.channels * scratch_bytes(config_.world);
+  return scratch_offset() + config_.layout.whole_pages(scratch);
+}
+
+std::string DeviceComm::table(const std::vector<uint64_t>& regions,
+                              const std::vector<uint64_t>& heaps, uint64_t heap_bytes,
+                              uint64_t host_page, const std::vector<std::vector<int>>& rings) {
+  const size_t count = std::min(rings.size(), size_t(config_.layout.channels));
+  std::string bytes(sizeof(RankTable) + count * size_t(config_.world) * sizeof(int32_t), '\0');
+  RankTable t{};
+  t.rank = config_.rank;
+  t.world = config_.world;
+  t.rings = int32_t(count);
+  t.layout = config_.layout;
+  t.heap_bytes = heap_bytes;
+  t.host = reinterpret_cast<HostPage*>(host_page);
+  t.scratch = reinterpret_cast<char*>(regions[size_t(config_.rank)]) + scratch_offset();
+  for (int p = 0; p < config_.world; ++p) {
+    t.regions[p] = reinterpret_cast<char*>(regions[size_t(p)]);
+    t.heaps[p] = reinterpret_cast<char*>(heaps[size_t(p)]);
+  }
+  std::memcpy(bytes.data(), &t, sizeof(t));
+  auto* order = reinterpret_cast<int32_t*>(bytes.data() + sizeof(RankTable));
+  for (size_t r = 0; r < count; ++r)
+    for (int p = 0; p < config_.world; ++p) *order++ = rings[r][size_t(p)];
+  regions_ = regions;
+  table_address_ = regions[size_t(config_.rank)] + table_offset();
+  return bytes;
+}
+
+CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType dtype,
+                             uint64_t match_bytes, int root) const {
+  CallArgs a{};
+  a.table = reinterpret_cast<const RankTable*>(table_address_);
+  a.match_bytes = match_bytes;
+  a.one_hop_bytes = std::min<uint64_t>(kOneHopBytes, config_.layout.segment_bytes);
+  a.timeout_ns = config_.timeout_ns;
+  a.my_readers = a.my_senders = ~uint64_t(0);
+  a.factor = 1.0;
+  a.collective = collective;
+  a.algorithm = algorithm;
+  a.dtype = int32_t(dtype);
+  a.redop = -1;
+  a.root = root;
+  a.in_spans = a.out_spans = -1;
+  return a;
+}
+
+// payload_bytes: what one rank sends to one peer as packets.
+Algorithm DeviceComm::chosen(Algorithm asked, uint64_t payload_bytes, bool has_packets) const {
+  const bool sends = config_.world > 1 && payload_bytes > 0;
+  if (asked == Algorithm::kPacket && !sends) return Algorithm::kDirect;
+  const bool fits = has_packets && sends && payload_bytes <= config_.layout.packet_bytes;
+  if (asked == Algorithm::kPacket && !fits)
+    throw std::invalid_argument(
+        "algorithm: \"packet\" takes up to " + std::to_string(config_.layout.packet_bytes) +
+        " bytes per peer (CommOptions.packet_bytes), dtypes of up to 8 bytes and 2 ranks or more, "
+        "got " +
+        std::to_string(payload_bytes) + " bytes and " + std::to_string(config_.world) + " ranks");
+  if (asked == Algorithm::kCopy)
+    throw std::invalid_argument("algorithm: \"copy\" is for all_gather_into_tensor alone");
+  if (asked != Algorithm::kAuto) return asked;
+  const bool small = payload_bytes * uint64_t(config_.world - 1) <= kMaxPacketTrafficBytes;
+  return fits && small ? Algorithm::kPacket : config_.family;
+}
+
+unsigned DeviceComm::channels_for(uint64_t bytes) const {
+  const uint64_t wanted = (bytes + kMinChannelBytes - 1) / kMinChannelBytes;
+  return unsigned(std::clamp<uint64_t>(wanted, 1, uint64_t(config_.layout.channels)));
+}
+
+void DeviceComm::check_pieces(uint64_t chunk_bytes, unsigned channels) const {
+  const uint64_t pieces = chunk_bytes / channels / config_.layout.segment_bytes + 1;
+  if (pieces * uint64_t(config_.world) > kMaxItems)
+    throw std::invalid_argument("a chunk of " + std::to_string(chunk_bytes) +
+                                " bytes is more than staging can pipe in segments of " +
+                                std::to_string(config_.layout.segment_bytes) +
+                                " bytes; raise CommOptions.segment_bytes or channels");
+}
+
+void* DeviceComm::kernel(const std::string& unit, const std::string& name) {
+  void*& function = kernels_[unit + "/" + name];
+  if (function == nullptr) function = reinterpret_cast<void*>(find_(unit, name));
+  return function;
+}
+
+// Complex numbers are summed as pairs of real ones, which DeviceComm's caller has made of them.
+void* DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
+  static const char* const units[] = {"uint8",    "int8",    "",       "int16", "",
+                                      "int32",    "",        "int64",  "bool",  "float16",
+                                      "bfloat16", "float32", "float64"};
+  const size_t index = size_t(r.dtype);
+  const char* unit = index < std::size(units) ? units[index] : "";
+  if (unit[0] == '\0')
+    throw std::invalid_argument(
+        "this dtype cannot be reduced on a GPU; convert it to a signed or "
+        "wider one, or reduce a CPU copy");
+  return kernel(std::string("reduce_") + unit, std::string("rc_") + form + "_" + op_name(r.op));
+}
+
+void DeviceComm::submit(Prepared prepared) {
+  if (page_ == nullptr) throw std::invalid_argument("the communicator is not connected");
+  prepared_ = std::move(prepared);
+  if (submit_)
+    submit_();
+  else
+    launch({this}, stream_);
+}
+
+void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
+  LaunchParams params;
+  if (ranks.empty() || ranks.size() > size_t(kMaxRanksPerLaunch))
+    throw std::invalid_argument("a launch carries 1 to 8 ranks");
+  int spans = 0;
+  const auto add = [&](const std::vector<Span>& list) {
+    if (list.empty()) return -1;
+    if (spans + int(list.size()) > kMaxSpans)
+      throw std::invalid_argument(
+          "too many list entries for one launch: use the tensor forms "
+          "(all_gather_into_tensor and so on), or fewer ranks per GPU");
+    std::copy(list.begin(), list.end(), params.spans + spans);
+    spans += int(list.size());
+    return spans - int(list.size());
+  };
+  const Prepared& first = ranks[0]->prepared_;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const Prepared& p = ranks[r]->prepared_;
+    if (p.function != first.function || p.channels != first.channels)
+      throw std::invalid_argument("the ranks of this process made different calls");
+    params.calls[r] = p.args;
+    params.calls[r].in_spans = add(p.in);
+    params.calls[r].out_spans = add(p.out);
+  }
+  ranks[0]->driver_->launch(first.function, first.channels, unsigned(ranks.size()), kThreads,
+                            stream, &params);
+}
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,121 @@
+// The owner of one rank's end of a communicator on a GPU: it turns calls into launches. What the
+// kernels work on is RankTable (args.h). No method blocks; faults are read from the host page.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/args.h"
+#include "kernels/cuda/driver.h"
+#include "ringcomm/reduce.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+struct DeviceConfig {
+  int rank, world;
+  Layout layout;
+  uint64_t timeout_ns;
+  Algorithm family;      // what kAuto means for large messages: kDirect or kRing
+  int message_channels;  // blocks of a message; sends and receives of all ranks of a GPU must fit
+};
+
+// A call that is ready to be launched.
+struct Prepared {
+  void* function;
+  unsigned channels;
+  CallArgs args;
+  std::vector<Span> in, out;  // lists; empty for an even cut
+};
+
+struct Reduction {
+  DType dtype;
+  RedOp op;
+  double factor;
+  Algorithm algorithm;
+};
+
+class DeviceComm {
+ public:
+  // find: the CUfunction of a kernel, loaded for good.
+  using FindKernel = std::function<uint64_t(const std::string& unit, const std::string& name)>;
+  // What happens to a prepared call; by default it is launched on the stream that was set.
+  using Submit = std::function<void()>;
+
+  DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config, FindKernel find);
+
+  // The region, with the table and the scratch memory of Triton kernels behind it.
+  uint64_t region_bytes() const;
+  uint64_t words_bytes() const { return config_.layout.staging_offset(); }
+  uint64_t table_offset() const { return config_.layout.region_bytes(); }
+  // Where the table lies, once it is made.
+  uint64_t table_address() const { return table_address_; }
+  const Layout& layout() const { return config_.layout; }
+  const DeviceConfig& config() const { return config_; }
+
+  // The bytes to write at table_offset() of this rank's region. Device addresses, by rank.
+  std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
+                    uint64_t heap_bytes, uint64_t host_page,
+                    const std::vector<std::vector<int>>& rings);
+  // From here on calls may be launched. host_page: as this process addresses it.
+  void activate(HostPage* host_page) { page_ = host_page; }
+
+  void set_stream(void* stream) { stream_ = stream; }
+  void* stream() const { return stream_; }
+  void set_submit(Submit submit) { submit_ = std::move(submit); }
+  // Equal on all ranks, before the first message.
+  void limit_message_channels(int most) {
+    config_.message_channels = most < config_.message_channels ? most : config_.message_channels;
+  }
+  void set_timeout_ns(uint64_t timeout_ns) { config_.timeout_ns = timeout_ns; }
+  HostPage* page() const { return page_; }
+
+  void all_reduce(char* in, char* out, uint64_t elems, const Reduction& r);
+  void reduce(char* in, char* out, uint64_t elems, const Reduction& r, int root);
+  void reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
+  void reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r);
+  void all_gather(char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
+  void all_gather_list(char* in, const std::vector<Span>& out, DType dtype);
+  void broadcast(char* buffer, uint64_t bytes, DType dtype, int root);
+  void gather(char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype, int root);
+  void scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DType dtype, int root);
+  void all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype);
+  void barrier();
+  // One message at most to and from each peer; sizes of 0 bytes count, absent peers do not.
+  void messages(const std::vector<Span>& send, uint64_t readers, const std::vector<Span>& receive,
+                uint64_t senders, int tag);
+
+  const Prepared& prepared() const { return prepared_; }
+  // Launches the prepared calls of ranks on one device, all in one grid, on `stream`.
+  static void launch(const std::vector<DeviceComm*>& ranks, void* stream);
+
+ private:
+  uint64_t table_bytes() const;
+  uint64_t scratch_offset() const;
+  CallArgs args_of(Collective collective, Algorithm algorithm, DType dtype, uint64_t match_bytes,
+                   int root) const;
+  Algorithm chosen(Algorithm asked, uint64_t payload_bytes, bool has_packets) const;
+  unsigned channels_for(uint64_t bytes) const;
+  void check_pieces(uint64_t chunk_bytes, unsigned channels) const;
+  void* kernel(const std::string& unit, const std::string& name);
+  void* reduction_kernel(const char* form, const Reduction& r);
+  void submit(Prepared prepared);
+  void copy_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
+
+  std::shared_ptr<const Driver> driver_;
+  DeviceConfig config_;
+  FindKernel find_;
+  Submit submit_;
+  std::map<std::string, void*> kernels_;
+  std::vector<uint64_t> regions_;
+  uint64_t table_address_ = 0;
+  HostPage* page_ = nullptr;
+  void* stream_ = nullptr;
+  Prepared prepared_{};
+};
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,40 @@
+// The few entry points of the CUDA driver that a collective costs, loaded when they are first
+// needed: the module builds and imports where there is no CUDA. Everything else of the driver is
+// CuPy's.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+#include "ringcomm/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+// A call that the driver refused; the text says which, and the driver's reason.
+struct DriverError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Driver {
+ public:
+  // library: "libcuda.so.1", or the emulator of the tests. Throws DriverError.
+  explicit Driver(const std::string& library);
+
+  void launch(void* function, unsigned grid_x, unsigned grid_y, unsigned threads, void* stream,
+              const void* params) const;
+  // Device to device, in the stream's order.
+  void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
+
+ private:
+  // Their names and signatures are those of the CUDA driver API.
+  int (*cuLaunchKernel_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                         unsigned, void*, void**, void**);
+  int (*cuMemcpyAsync_)(unsigned long long, unsigned long long, size_t, void*);
+  int (*cuGetErrorString_)(int, const char**);
+  void check(int result, const char* what) const;
+};
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

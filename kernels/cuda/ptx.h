@@ -1,0 +1,59 @@
+// Data movement and conversions as PTX spells them; orders stand in ringcomm/atomics.h. For the
+// host, which runs the same loops under ThreadSanitizer and in the emulator, plain C++ of the same
+// meaning.
+#pragma once
+
+#include "ringcomm/dtypes.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+struct alignas(16) Vec16 {
+  uint32_t word[4];
+};
+
+#if RC_CUDA
+
+// Weak loads and stores: an acquire before and a release after order them (NOTE [signals]). Never
+// ld.global.nc, which may return what the line held before the peer wrote it. no_allocate: every
+// byte is used once.
+__device__ __forceinline__ Vec16 load16(const void* from) {
+  Vec16 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store16(void* to, const Vec16& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),
+               "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+// Keeps four narrow values in one register, which the compiler would spread over four.
+__device__ __forceinline__ void keep_packed(uint32_t& word) { asm("" : "+r"(word)); }
+
+__device__ __forceinline__ uint64_t global_timer_ns() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+#else
+
+inline Vec16 load16(const void* from) {
+  Vec16 v;
+  memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+inline void store16(void* to, const Vec16& v) { memcpy(to, &v, sizeof(v)); }
+
+inline void keep_packed(uint32_t&) {}
+
+#endif
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,52 @@
+// A CUDA block as a Team.
+#pragma once
+
+#include "kernels/cuda/ptx.h"
+#include "kernels/cuda/workspace.h"
+#include "ringcomm/signal.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+// A poll of a local word takes about 0.7 us, so the clock is looked at every 50 us or so.
+constexpr uint32_t kPollsPerLook = 64;
+
+struct BlockTeam {
+  static constexpr bool kSleeps = false;
+  static constexpr bool kShareWaits = true;
+
+  Workspace* w;
+
+  __device__ __forceinline__ int lane() const { return int(threadIdx.x); }
+  __device__ __forceinline__ int num_lanes() const { return kThreads; }
+  __device__ __forceinline__ int channel() const { return int(blockIdx.x); }
+  __device__ __forceinline__ int num_channels() const { return int(gridDim.x); }
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+
+  __device__ __forceinline__ Status share(Status status) const {
+    if (__syncthreads_or(int(status)) == 0) return Status::kOk;
+    if (status != Status::kOk) w->failure = int(status);
+    __syncthreads();
+    return Status(w->failure);
+  }
+
+  __device__ __forceinline__ bool pause(Pause& p) const {
+    return p.polls % kPollsPerLook == kPollsPerLook - 1;
+  }
+  __device__ __forceinline__ uint64_t now_ns() const { return global_timer_ns(); }
+
+  __device__ __forceinline__ Status health(int peer) const {
+    if (load_relaxed_sys(&w->host->abort_requested) != 0) return Status::kAborted;
+    return load_relaxed_sys(&w->host->lost[peer]) != 0 ? Status::kPeerLost : Status::kOk;
+  }
+  __device__ __forceinline__ void wake(uint32_t*) const {}
+
+  __device__ __forceinline__ void tell_host(const Fault& fault) const {
+    w->host->fault = fault;
+    // Pairs with the acquire in DeviceComm::faulted().
+    store_release_sys(&w->host->fault_raised, 1);
+  }
+};
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

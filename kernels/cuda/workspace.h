@@ -1,0 +1,25 @@
+// A block's shared memory: what its lanes know in common, kept off their registers.
+#pragma once
+
+#include "kernels/cuda/args.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+struct Workspace {
+  View view;
+  CallHeader mine;
+  Chunks in, out;
+  HostPage* host;
+  int failure;  // 0 until a lane fails, then for good
+  int ring_position;
+  char* regions[kMaxWorld];
+  char* heaps[kMaxWorld];
+  int32_t ring[kMaxWorld];
+  const void* sources[kMaxWorld];
+  double factors[kMaxWorld];
+  PeerState peers[int(Stream::kCount) * kMaxWorld];
+};
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,177 @@
+// The calls that the ranks of device_race_test.cpp make, one after the other, and what each must
+// give. Values are small integers, so that every sum is exact.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/cuda/body.h"
+
+namespace races {
+
+using namespace ringcomm;
+
+// The fewest slots, and many items, so that every slot is waited for.
+constexpr uint32_t kSegmentBytes = 1024;
+constexpr int kSlots = 2;
+constexpr uint32_t kPacketBytes = 512;
+constexpr float kUntouched = 99;
+
+enum class Kernel { kMove, kReduceScatter, kAllReduce, kPacketMove, kPacketReduce };
+enum class Place { kPlain, kHeap, kInPlace };  // in place: in the heap, too
+
+// A rank's kernels of one stream run in order; those of different streams run at once.
+enum StreamKind { kCollectives, kSends, kReceives, kStreams };
+
+struct Case {
+  Kernel kernel;
+  Collective collective;
+  Algorithm algorithm = Algorithm::kDirect;
+  Place place = Place::kPlain;
+  RedOp op = RedOp::kSum;
+  uint64_t elems = 0;  // of a chunk; all-reduce: of the whole
+  int root = -1;
+  int blocks = 0;
+  uint64_t step = 0;
+};
+
+using enum Kernel;
+using enum Algorithm;
+
+inline const Case kCycle[] = {
+    {kReduceScatter, Collective::kReduceScatter},
+    {kPacketReduce, Collective::kAllReduce, kPacket},
+    {kPacketReduce, Collective::kReduceScatter, kPacket, Place::kPlain, RedOp::kPremulSum},
+    {kAllReduce, Collective::kAllReduce, kDirect, Place::kInPlace},
+    {kPacketMove, Collective::kAllGather, kPacket},
+    {kPacketReduce, Collective::kAllReduce, kPacket, Place::kInPlace, RedOp::kPremulSum},
+    {kPacketMove, Collective::kAllGather, kPacket},
+    {kAllReduce, Collective::kAllReduce, kDirect, Place::kPlain, RedOp::kPremulSum},
+    {kReduceScatter, Collective::kReduceScatter, kRing},
+    {kPacketReduce, Collective::kReduceScatter, kPacket},
+    {kAllReduce, Collective::kAllReduce, kRing, Place::kHeap, RedOp::kPremulSum},
+    {kMove, Collective::kAllGather, kRing},
+    {kMove, Collective::kAllGather, kDirect, Place::kHeap},
+    {kPacketReduce, Collective::kAllReduce, kPacket},
+    {kPacketMove, Collective::kAllGather, kPacket},
+    {kMove, Collective::kAllGather},
+    {kMove, Collective::kBroadcast, kDirect, Place::kInPlace},
+    {kMove, Collective::kAllToAll, kDirect, Place::kHeap},
+    {kMove, Collective::kAllToAll},
+    {kReduceScatter, Collective::kReduceScatter, kDirect, Place::kHeap, RedOp::kPremulSum},
+    {kReduceScatter, Collective::kReduce},
+    {kMove, Collective::kGather},
+    {kMove, Collective::kScatter, kDirect, Place::kHeap},
+    {kMove, Collective::kBarrier},
+};
+constexpr uint64_t kCycleSteps = std::size(kCycle);
+
+// Of packet calls, by turns. The first ones leave the place of a second packet alone, in which
+// those then find what much earlier calls have left.
+constexpr uint64_t kPacketElems[] = {1, 2, 2, 1, 2, 1, 128, 100, 3, 127, 17, 64, 1, 5, 40, 77};
+
+inline uint64_t packets_before(uint64_t step) {
+  const auto among = [](uint64_t steps) {
+    return uint64_t(std::count_if(kCycle, kCycle + steps,
+                                  [](const Case& c) { return c.algorithm == kPacket; }));
+  };
+  return step / kCycleSteps * among(kCycleSteps) + among(step % kCycleSteps);
+}
+
+// Longest chunk: each of `channels` parts of it is long enough for zero copy.
+inline uint64_t heap_elems(int channels) {
+  return uint64_t(channels) * (kZeroCopyMinBytes / sizeof(float) + 16) + 64;
+}
+
+inline Case case_of(StreamKind stream, uint64_t step, int world, int channels) {
+  Case c = stream == kCollectives ? kCycle[step % kCycleSteps] : Case{kMove, Collective::kSend};
+  c.step = step;
+  if (stream != kCollectives) {
+    c.place = step % 2 == 0 ? Place::kPlain : Place::kHeap;
+    c.root = int(step % 5);  // the tag
+    c.blocks = std::min(channels, kMessageChannels);
+  } else if (c.algorithm == kPacket) {
+    c.elems = kPacketElems[packets_before(step) % std::size(kPacketElems)];
+    c.blocks = std::min(channels, 4);
+    return c;
+  } else {
+    c.blocks = 1 + int(step / 3) % channels;
+  }
+  c.elems = c.place == Place::kPlain ? 1501 + step % 7 : heap_elems(channels);
+  const bool whole = c.collective == Collective::kAllReduce;
+  if (whole) c.elems *= uint64_t(world);
+  if (whole && c.place == Place::kPlain && step / kCycleSteps % 2 == 1) c.elems = 251;  // one hop
+  const bool rooted = c.collective == Collective::kBroadcast ||
+                      c.collective == Collective::kReduce || c.collective == Collective::kGather ||
+                      c.collective == Collective::kScatter;
+  if (rooted) c.root = int(step) % world;
+  return c;
+}
+
+// Who sends a message to whom: the next rank, the one before, or everybody.
+inline bool talks(const Case& c, int world, int from, int to) {
+  const int distance = (to - from + world) % world;
+  return distance != 0 && (c.step % 3 == 2 || distance == (c.step % 3 == 0 ? 1 : world - 1));
+}
+
+// Ranks of odd number send and receive messages in one kernel, on their stream of sends.
+inline bool both_ways(int rank) { return rank % 2 == 1; }
+inline bool receives(StreamKind stream, int rank) {
+  return stream == kCollectives || (stream == kReceives) != both_ways(rank);
+}
+
+// What `from` has for `to`, of the calls that take lists.
+inline uint64_t pair_elems(const Case& c, int world, int from, int to) {
+  switch (c.collective) {
+    case Collective::kAllGather:
+      return c.elems - uint64_t(from) * 3;
+    case Collective::kAllToAll:
+      return (uint64_t(from + 2 * to) + c.step) % 4 == 0 ? 0
+                                                         : c.elems - uint64_t(from * 5 + to * 3);
+    case Collective::kGather:
+      return to == c.root ? c.elems : 0;
+    case Collective::kScatter:
+      return from == c.root ? c.elems : 0;
+    case Collective::kSend:
+      return talks(c, world, from, to) ? c.elems - uint64_t(from + to) : 0;
+    default:
+      return 0;
+  }
+}
+
+inline float value(const Case& c, int rank, uint64_t i) {
+  return float((uint64_t(rank) * 7 + i * 3 + c.step * 5) % 11) - 5;
+}
+
+inline double factor_of(const Case& c, int rank) {
+  return c.op == RedOp::kPremulSum ? double(rank % 3 + 1) : 1.0;
+}
+
+inline float sum_at(const Case& c, int world, uint64_t i) {
+  float total = 0;
+  for (int r = 0; r < world; ++r) total += float(factor_of(c, r)) * value(c, r, i);
+  return total;
+}
+
+// Element i of rank `me`'s output, in which everything else stays untouched.
+inline float expected(const Case& c, int world, int me, uint64_t i) {
+  const uint64_t n = c.elems;
+  const int from = int(i / n);
+  switch (c.collective) {
+    case Collective::kAllReduce:
+      return i < n ? sum_at(c, world, i) : kUntouched;
+    case Collective::kReduceScatter:
+      return i < n ? sum_at(c, world, uint64_t(me) * n + i) : kUntouched;
+    case Collective::kReduce:
+      return i < n && me == c.root ? sum_at(c, world, i) : kUntouched;
+    case Collective::kBroadcast:
+      return i < n ? value(c, c.root, i) : kUntouched;
+    case Collective::kAllGather:
+      if (c.algorithm == kDirect && i % n >= pair_elems(c, world, from, me)) return kUntouched;
+      return value(c, from, i % n);
+    default:
+      return i % n < pair_elems(c, world, from, me) ? value(c, from, uint64_t(me) * n + i % n)
+                                                    : kUntouched;
+  }
+}
+
+}  // namespace races

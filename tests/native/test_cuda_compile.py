@@ -1,0 +1,137 @@
+"""Every CUDA kernel compiles, and its machine code is what the design asks for. No GPU is needed.
+
+``make cuda-compile`` compiles every unit for every architecture, and with nvcc too where there is
+one. Otherwise that is done for one architecture, and for the others with units that differ most.
+"""
+
+import os
+import shutil
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from ringcomm.memory import kernel_units
+from ringcomm.memory.kernel_units import UNITS
+from tests.support import cuda_checks as checks
+from tests.support import cuda_code
+from tests.support.cuda_code import compile_unit, output_of, tool
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
+# One that moves, and the two that need the most registers and instructions.
+REPRESENTATIVES = ("move", "reduce_float16", "reduce_uint8")
+MATRIX = [(unit, MAIN_TARGET) for unit in UNITS]
+for target in OTHER_TARGETS:
+    MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
+
+needs_tools = pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS)
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """All under way at once; each test waits for its own only.
+
+    Processes: NVRTC compiles one program of a process at a time.
+    """
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        yield {each: pool.submit(compile_unit, *each) for each in MATRIX}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module", params=MATRIX, ids=["-".join(each) for each in MATRIX])
+def binary(request, compilations):
+    # Taken out, so that its memory is free when the next one is looked at.
+    return compilations.pop(request.param).result()
+
+
+def moves(kernel: str) -> bool:
+    return kernel.endswith("_move")
+
+
+def sends_packets(kernel: str) -> bool:
+    return "_packet_" in kernel
+
+
+@needs_tools
+@pytest.mark.timeout(600)  # what a test waits for may be a minute's work on a busy machine
+class TestUnits:
+    def test_kernels(self, binary, request):
+        (unit, _), found = request.node.callspec.params["binary"], set(binary.kernels)
+        assert found == set(binary.thread_bounds) == set(UNITS[unit].kernels)
+
+    def test_nothing_lives_in_local_memory(self, binary):
+        assert checks.local_memory(binary) == []
+
+    def test_the_launch_bounds_hold(self, binary):
+        assert checks.launch_bounds(binary) == []
+
+    def test_orders_are_of_system_scope(self, binary):
+        assert checks.memory_orders(binary) == []
+
+    def test_items_are_acquired_and_released(self, binary):
+        for name in binary.kernels:
+            if not sends_packets(name):
+                assert checks.protocol(binary, name) == []
+
+    def test_a_packet_is_one_access(self, binary):
+        for name in binary.kernels:
+            if sends_packets(name):
+                assert checks.packet_protocol(binary, name) == []
+
+    def test_data_move_16_bytes_at_a_time(self, binary):
+        for name, kernel in binary.kernels.items():
+            if not sends_packets(name):
+                assert checks.copy_loop(kernel) == []
+                assert moves(name) or checks.reduce_loop(kernel) == []
+
+
+def test_every_header_is_compiled():
+    source = kernel_units.read_source(kernel_units.source_root(), UNITS["move"])
+    headers = {f"ringcomm/{p.name}" for p in (ROOT / "kernels/include/ringcomm").glob("*.h")}
+    assert headers <= source.headers.keys()
+
+
+def configured(folder: Path, *options: str) -> Path:
+    """A build folder of the CUDA part alone, as a wheel's build would have one."""
+    tools = Path(sys.executable).parent
+    names = [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
+    what = ["-DRINGCOMM_PYTHON=OFF", "-DRINGCOMM_CUDA=ON", *options]
+    output_of(tools / "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *names, *what)
+    return folder
+
+
+def nvcc_units():
+    return list(UNITS) if EVERYTHING else ["move"]
+
+
+@needs_nvcc
+@needs_tools
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("unit", nvcc_units())
+def test_nvcc_makes_what_a_wheel_carries(tmp_path, unit):
+    folder = configured(tmp_path / "build")
+    fatbin = folder / "kernels" / "cuda" / f"{unit}.fatbin"
+    output_of(Path(sys.executable).parent / "cmake", "--build", folder, "--target", fatbin)
+    output_of(tool("cuobjdump"), "-xelf", "all", fatbin, cwd=tmp_path)
+    output_of(tool("cuobjdump"), "-xptx", "all", fatbin, cwd=tmp_path)
+    made = {str(path).split(".")[-2]: path for path in tmp_path.glob("*.*.cubin")}
+    assert set(made) == {str(target) for target in kernel_units.PREBUILT if not target.ptx}
+    (ptx,) = tmp_path.glob("*.ptx")
+    assert ".target sm_100\n" in ptx.read_text()
+    for path in made.values():
+        usage = output_of(tool("cuobjdump"), "-res-usage", path)
+        binary = cuda_code.Binary(path.read_bytes(), ptx.read_text(), usage)
+        assert set(binary.kernels) == set(UNITS[unit].kernels)
+        assert checks.local_memory(binary) == []
+        assert checks.memory_orders(binary) == []
+
+
+@needs_nvcc
+def test_an_unknown_target_stops_the_build(tmp_path):
+    with pytest.raises(AssertionError, match=r"RINGCOMM_CUDA=ON: .*nvcc does not know sm_77"):
+        configured(tmp_path, "-DRINGCOMM_CUDA_TARGETS=sm_77")

@@ -1,0 +1,194 @@
+"""What compiled kernels must and must not contain. Each rule returns what violates it, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
+
+# A kernel that runs with more registers than this, times its threads, does not launch.
+REGISTERS_PER_MULTIPROCESSOR = 65536
+# Loads that must be under way in a loop before it waits for the first: what hides the latency.
+LOADS_IN_FLIGHT = 4
+
+# The way out of a wait, and what it leaves behind: not where the protocol moves data.
+GIVING_UP = re.compile(r"fail|give_up|slowly|mismatch")
+
+_PTX_MEMORY = re.compile(r"(?<![.\w])(?:ld|ldu|st|atom|red|fence|membar)\.[\w.:]+")
+_NARROW_SCOPE = re.compile(r"\.(?:cta|cluster|gpu|gl)\b")
+# These have a scope always: the GPU's where they name none.
+_SCOPED = re.compile(r"^(?:atom|red|fence|membar)\b(?!.*\.sys\b)")
+_NO_SCOPE_NEEDED = re.compile(r"\.(?:shared|param|local|const)\b")
+_SASS_MEMORY = re.compile(r"^(?:LDG?|STG?|ATOMG?|RED|MEMBAR)\b")
+_MOVES = re.compile(r"^(?:MOV|IMAD\.MOV)\b")
+
+
+def local_memory(binary: Binary) -> list[str]:
+    """Stack frames, spilled registers, and accesses to local memory."""
+    found = []
+    for name, used in binary.resources.items():
+        if used.stack_bytes or used.spill_bytes:
+            spilled = f"{used.stack_bytes} bytes of stack, {used.spill_bytes} spilled"
+            found.append(f"{name}: {spilled}")
+    for kernel in binary.kernels.values():
+        local = [i for i in kernel.instructions if i.opcode.startswith(("LDL", "STL"))]
+        if local:
+            found.append(f"{kernel.name}: {len(local)} accesses to local memory: {local[0]}")
+    return found
+
+
+def launch_bounds(binary: Binary) -> list[str]:
+    """Kernels that do not say how many threads they run with, or need too many registers for it."""
+    found = []
+    for name, threads in binary.thread_bounds.items():
+        registers = binary.resources[name].registers
+        if threads is None or registers is None:
+            found.append(f"{name}: no launch bound")
+        # The hardware hands registers out to a warp in units of 8 per thread.
+        elif -(-registers // 8) * 8 * threads > REGISTERS_PER_MULTIPROCESSOR:
+            found.append(f"{name}: {registers} registers for {threads} threads")
+    return found
+
+
+def memory_orders(binary: Binary) -> list[str]:
+    """Orders of another scope than the system, and loads that may return what was there before."""
+    found = []
+    for name, text in binary.functions.items():
+        for access in _PTX_MEMORY.findall(text):
+            if _NO_SCOPE_NEEDED.search(access):
+                continue
+            if _NARROW_SCOPE.search(access) or _SCOPED.search(access):
+                found.append(f"{name}: {access} is not of system scope")
+            if re.search(r"\.nc\b|^ldu\b", access):
+                found.append(f"{name}: {access} reads past what peers write")
+            if ".volatile" in access:
+                found.append(f"{name}: {access} has no order")
+    for kernel in binary.kernels.values():
+        for instruction in kernel.instructions:
+            if _SASS_MEMORY.match(instruction.opcode):
+                found += _wrong_in_sass(kernel.name, instruction)
+    return found
+
+
+def _wrong_in_sass(kernel: str, instruction: Instruction) -> Iterator[str]:
+    opcode = instruction.opcode
+    if ".CONSTANT" in opcode:
+        yield f"{kernel}: {opcode} reads past what peers write"
+    strong = re.search(r"\.STRONG\.(\w+)", opcode)
+    if (strong and strong[1] != "SYS") or (
+        opcode.startswith("MEMBAR") and not opcode.endswith(".SYS")
+    ):
+        yield f"{kernel}: {opcode} is not of system scope"
+
+
+def protocol(binary: Binary, kernel: str) -> list[str]:
+    """What a kernel that publishes and awaits items lacks."""
+    texts = binary.reachable(kernel)
+    text = "\n".join(body for name, body in texts.items() if not GIVING_UP.search(name))
+    wanted = ("ld.acquire.sys.global.u32", "st.release.sys.global.u32")
+    return [f"{kernel}: no {access}" for access in wanted if access not in text]
+
+
+def packet_protocol(binary: Binary, kernel: str) -> list[str]:
+    """What a kernel lacks whose flags travel beside the data: each must be one access."""
+    text = "\n".join(binary.reachable(kernel).values())
+    wanted = ("ld.relaxed.sys.global.v2.u64", "st.relaxed.sys.global.v2.u64")
+    found = [f"{kernel}: no {access}" for access in wanted if access not in text]
+    inside = [i.opcode for loop in binary.kernels[kernel].loops() for i in loop.code]
+    for access in ("LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"):
+        if access not in inside:
+            found.append(f"{kernel}: no {access} in a loop")
+    return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a loop does with data, packets left aside."""
+
+    in_flight: int  # 16-byte loads issued before the first use of one of them
+    stores: int  # of 16 bytes
+    narrow: tuple[str, ...]  # smaller accesses to global memory
+    computes: bool  # something is done with what was loaded
+
+    @property
+    def fast(self) -> bool:
+        return self.in_flight >= LOADS_IN_FLIGHT and not self.narrow
+
+
+def traffic(loop: Loop) -> Traffic:
+    """Reads a loop from its beginning to its end, as if no branch in it were taken."""
+    code = [instruction for instruction in loop.code if ".STRONG" not in instruction.opcode]
+    pending: set[int] = set()
+    under_way = most = stores = 0
+    narrow = []
+    for instruction in code:
+        used = instruction.registers
+        if pending & used:  # it waits here
+            pending, under_way = set(), 0
+        if instruction.loaded:
+            pending |= instruction.loaded
+            under_way += 1
+            most = max(most, under_way)
+            continue
+        wide = ".128" in instruction.opcode
+        if instruction.opcode.startswith(("LDG.", "STG.")) and not wide:
+            narrow.append(instruction.opcode)
+        stores += wide and instruction.opcode.startswith("STG.")
+    return Traffic(most, stores, tuple(narrow), _computes(code))
+
+
+def _computes(code: Sequence[Instruction]) -> bool:
+    """True when an instruction other than a move or a store uses data that the loop loads."""
+    data: set[int] = set()
+    for instruction in [*code, *code]:  # What one turn loads, the next may use.
+        target = instruction.target
+        if instruction.loaded:
+            data |= instruction.loaded
+        elif _MOVES.match(instruction.opcode):
+            moved = bool(data & instruction.sources)
+            data = data | target if moved else data - target
+        elif instruction.opcode.startswith("STG."):
+            continue
+        elif data & instruction.sources:
+            return True
+        else:
+            data -= target
+    return False
+
+
+def data_loops(kernel: Kernel) -> list[Loop]:
+    """The loops that load 16 bytes at a time, packets left aside."""
+
+    def loads_data(loop: Loop) -> bool:
+        return any(i.loaded and ".STRONG" not in i.opcode for i in loop.code)
+
+    return [loop for loop in kernel.loops() if loads_data(loop)]
+
+
+def innermost(loops: Sequence[Loop]) -> list[Loop]:
+    return [loop for loop in loops if not any(loop.encloses(other) for other in loops)]
+
+
+def copy_loop(kernel: Kernel) -> list[str]:
+    """What the loop that copies lacks."""
+    found = [traffic(loop) for loop in innermost(data_loops(kernel))]
+    if any(each.fast and each.stores >= LOADS_IN_FLIGHT for each in found):
+        return []
+    return [f"{kernel.name}: no loop copies 16 bytes at a time, {LOADS_IN_FLIGHT} at once: {found}"]
+
+
+def reduce_loop(kernel: Kernel) -> list[str]:
+    """What the loop over the sources lacks, or the one around it that stores the results."""
+    loops = data_loops(kernel)
+    found = [(loop, traffic(loop)) for loop in innermost(loops)]
+    over_sources = [loop for loop, each in found if each.fast and each.computes]
+    if not over_sources:
+        wanted = f"adds up 16 bytes at a time, {LOADS_IN_FLIGHT} at once"
+        return [f"{kernel.name}: no loop {wanted}: {[each for _, each in found]}"]
+    around = [loop for loop in loops if any(loop.encloses(inner) for inner in over_sources)]
+    results = [traffic(loop) for loop in innermost(around)]
+    if any(each.stores >= LOADS_IN_FLIGHT and not each.narrow for each in results):
+        return []
+    return [f"{kernel.name}: no loop stores its results 16 bytes at a time: {results}"]

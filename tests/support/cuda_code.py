@@ -1,0 +1,238 @@
+"""CUDA kernels compiled with no GPU and no driver, and what the compilers and their reports say.
+
+SASS is the machine code, PTX what it is made from. Loops are found in SASS by their backward
+branches.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from ringcomm.memory import kernel_units
+from tests.support import nvrtc
+
+NEEDS_TOOLS = "no NVRTC, nvdisasm or cuobjdump: pip install -e .[test]"
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_PROPERTIES = re.compile(r"Function properties for (\S+)")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)")
+_SECTION = re.compile(r"^\.text\.([\w$]+):")
+_LABEL = re.compile(r"^([.$\w]+):")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_PTX_FUNCTION = re.compile(
+    r"^(?:\.visible |\.weak |\.extern )*\.(entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^;{]*\{(.*?)^\}",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def tool(name: str) -> Path | None:
+    """``nvdisasm`` or ``cuobjdump`` of NVIDIA's Python packages, else of a toolkit."""
+    found = nvrtc.nvidia_files(f"*/bin/{name}")
+    elsewhere = shutil.which(name)
+    return found[-1] if found else Path(elsewhere) if elsewhere else None
+
+
+def have_tools() -> bool:
+    return nvrtc.library_path() is not None and all(map(tool, ("nvdisasm", "cuobjdump")))
+
+
+def output_of(*command: object, cwd: Path | None = None) -> str:
+    """What a command that succeeds says, on either stream."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, text=True, capture_output=True)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``LDG.E.128 R4, desc[UR8][R2.64]``, without its predicate."""
+
+    opcode: str
+    operands: str
+
+    @cached_property
+    def registers(self) -> frozenset[int]:
+        """Those that it names; of a pair or a quad, the first."""
+        return frozenset(int(number) for number in _REGISTER.findall(self.operands))
+
+    @cached_property
+    def target(self) -> frozenset[int]:
+        """The register that it writes; of several, the first."""
+        match = re.match(r"R(\d+)\b", self.operands)
+        return frozenset([int(match[1])] if match else [])
+
+    @cached_property
+    def sources(self) -> frozenset[int]:
+        """The registers that it reads; of several, the first."""
+        read = self.operands.partition(",")[2] if self.target else self.operands
+        return frozenset(int(number) for number in _REGISTER.findall(read))
+
+    @cached_property
+    def loaded(self) -> frozenset[int]:
+        """The registers that a 16-byte load from global memory fills."""
+        if not (self.opcode.startswith("LDG.") and ".128" in self.opcode):
+            return frozenset()
+        return frozenset(first + offset for first in self.target for offset in range(4))
+
+
+@dataclass
+class Kernel:
+    """The SASS of one kernel, with the functions that it calls."""
+
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+    def loops(self) -> list[Loop]:
+        """The code from each label to the last branch back to it."""
+        ends: dict[int, int] = {}
+        for index, instruction in enumerate(self.instructions):
+            target = re.search(r"`\(([^)]+)\)", instruction.operands)
+            if instruction.opcode.startswith("BRA") and target:
+                begin = self.labels.get(target[1], index + 1)
+                if begin <= index:
+                    ends[begin] = index + 1
+        return [Loop(begin, end, self.instructions[begin:end]) for begin, end in ends.items()]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions ``begin`` to ``end`` of a kernel, which are run over and over."""
+
+    begin: int
+    end: int
+    code: Sequence[Instruction]
+
+    def encloses(self, other: Loop) -> bool:
+        inside = self.begin <= other.begin and other.end <= self.end
+        return inside and len(self.code) > len(other.code)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of one function. ``registers`` is None for functions that kernels call."""
+
+    stack_bytes: int
+    spill_bytes: int
+    registers: int | None
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One unit compiled for one architecture."""
+
+    cubin: bytes
+    ptx: str
+    log: str
+
+    @cached_property
+    def resources(self) -> Mapping[str, Resources]:
+        """By function, from the log of ``ptxas -v`` or of ``cuobjdump -res-usage``."""
+        return _resources(self.log)
+
+    @cached_property
+    def functions(self) -> Mapping[str, str]:
+        """PTX texts of all functions, kernels among them, by name."""
+        return {match[2]: match[3] for match in _PTX_FUNCTION.finditer(self.ptx)}
+
+    @cached_property
+    def thread_bounds(self) -> Mapping[str, int | None]:
+        """Threads per block that each kernel is compiled for; None where it does not say."""
+        bounds = {}
+        for entry in re.finditer(r"\.entry\s+([\w$]+)\((.*?)\{", self.ptx, re.DOTALL):
+            bound = re.search(r"\.maxntid\s+(\d+)", entry[2])
+            bounds[entry[1]] = int(bound[1]) if bound else None
+        return bounds
+
+    @cached_property
+    def kernels(self) -> Mapping[str, Kernel]:
+        """SASS by kernel."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            return _kernels(output_of(tool("nvdisasm"), "-c", file.name))
+
+    def reachable(self, kernel: str) -> Mapping[str, str]:
+        """PTX texts of a kernel and of all functions that it may call, by name."""
+        found: dict[str, str] = {}
+        waiting = [kernel]
+        while waiting:
+            name = waiting.pop()
+            found[name] = self.functions[name]
+            called = set(re.findall(r"[\w$]+", found[name])) & self.functions.keys()
+            waiting += called - found.keys()
+        return found
+
+
+def _resources(log: str) -> dict[str, Resources]:
+    found: dict[str, Resources] = {}
+    for name, registers, stack, local in _USAGE.findall(log):
+        found[name] = Resources(int(stack) + int(local), 0, int(registers))
+    entry = function = ""
+    for line in log.splitlines():
+        if match := _ENTRY.search(line):
+            entry = match[1]
+        elif match := _PROPERTIES.search(line):
+            function = match[1]
+        elif match := _FRAME.search(line):
+            stack, stores, loads = map(int, match.groups())
+            found[function] = Resources(stack, stores + loads, None)
+        elif match := _REGISTERS.search(line):
+            known = found[entry]
+            found[entry] = Resources(known.stack_bytes, known.spill_bytes, int(match[1]))
+    return found
+
+
+def _kernels(sass: str) -> dict[str, Kernel]:
+    found: dict[str, Kernel] = {}
+    kernel: Kernel | None = None
+    for line in sass.splitlines():
+        if match := _SECTION.match(line):
+            kernel = found[match[1]] = Kernel(match[1])
+        elif kernel is None:
+            continue
+        elif match := _LABEL.match(line):
+            kernel.labels[match[1]] = len(kernel.instructions)
+        elif match := _INSTRUCTION.match(line):
+            kernel.instructions.append(Instruction(sys.intern(match[1]), match[2]))
+    return found
+
+
+def compile_text(
+    text: str, target: str, headers: Mapping[str, str] | None = None, options: Sequence[str] = ()
+) -> Binary:
+    """What NVRTC makes of a source for ``target``, such as ``sm_90a``."""
+    headers = headers or {}
+    names = [name.encode() for name in headers]
+    texts = [header.encode() for header in headers.values()]
+    program = nvrtc.createProgram(text, kernel_units.SOURCE, texts, names)
+    all_options = (*kernel_units.OPTIONS, f"-arch={target}", "-Xptxas=-v", *options)
+    try:
+        try:
+            nvrtc.compileProgram(program, all_options)
+        except nvrtc.NVRTCError:
+            raise AssertionError(nvrtc.getProgramLog(program)[:4000]) from None
+        ptx = nvrtc.getPTX(program).decode()
+        return Binary(nvrtc.getCUBIN(program), ptx, nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compile_unit(name: str, target: str) -> Binary:
+    """What NVRTC makes of one unit of the kernels."""
+    unit = kernel_units.UNITS[name]
+    source = kernel_units.read_source(kernel_units.source_root(), unit)
+    macros = [f"-D{macro}" for macro in unit.macros]
+    return compile_text(source.text, target, source.headers, macros)

@@ -1,0 +1,244 @@
+"""Calls of a communicator on a device with inputs whose results are known to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ringcomm import Communicator
+from ringcomm.comm.device_communicator import DeviceCommunicator
+from tests.support.device_worlds import PACKET_BYTES, on_host, put, room
+from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
+
+MEANS = ("SUM", "AVG", "PREMUL_SUM")
+# What the emulator has kernels for; see its kernels_*.cpp.
+EMULATED = {
+    torch.float32: (*MEANS, "PRODUCT", "MIN", "MAX"),
+    torch.float64: (*MEANS, "PRODUCT", "MIN", "MAX"),
+    torch.bfloat16: (*MEANS, "PRODUCT", "MIN", "MAX"),
+    torch.float16: (*MEANS, "MAX"),
+    torch.complex64: MEANS,
+    torch.int32: (*MEANS, "PRODUCT", "MIN", "MAX"),
+    torch.uint32: ("SUM", "PRODUCT"),
+    torch.int64: (*MEANS, "BAND", "BOR", "BXOR"),
+    torch.uint64: ("SUM", "BAND", "BOR", "BXOR"),
+    torch.int16: MEANS,
+    torch.uint16: ("SUM",),
+    torch.int8: (*MEANS, "MIN"),
+    torch.uint8: (*MEANS, "MAX"),
+    torch.bool: ("SUM", "MAX"),
+}
+UNSIGNED_AS_SIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def ops_on_device(dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the ops that a GPU reduces ``dtype`` by."""
+    if dtype in UNSIGNED_AS_SIGNED:
+        return ("SUM", "PRODUCT", "BAND", "BOR", "BXOR")
+    return MEANS if dtype.is_complex else ops_for(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: ``count`` elements are the smallest part of it that one rank handles."""
+
+    count: int
+    dtype: torch.dtype = torch.float32
+    op: str = "SUM"
+    place: str = "plain"
+    algorithm: str = "auto"
+    in_place: bool = False
+    root: int = 0
+    async_op: bool = False
+
+
+def _algorithm(case: Case, comm: Communicator) -> str:
+    """The case's, where it can be used: packets are small."""
+    fits = 0 < case.count * case.dtype.itemsize <= PACKET_BYTES and comm.world_size > 1
+    return "auto" if case.algorithm == "packet" and not fits else case.algorithm
+
+
+def _end(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _operands(case: Case, count: int, world: int) -> list[torch.Tensor]:
+    return [operand(count, rank, world, case.dtype, case.op) for rank in range(world)]
+
+
+def _expect(comm: Communicator, case: Case, holds: bool) -> None:
+    """Asserts it. A kernel that gave up leaves wrong values, and its fault says more than they."""
+    if not holds:
+        cast(DeviceCommunicator, comm)._check_usable("the check")
+    assert holds, case
+
+
+def check_all_reduce(comm: Communicator, case: Case) -> None:
+    inputs = _operands(case, case.count, comm.world_size)
+    tensor = put(comm, inputs[comm.rank], case.place)
+    algorithm = "auto" if case.algorithm == "copy" else _algorithm(case, comm)
+    _end(comm.all_reduce(tensor, op_of(case.op), case.async_op, algorithm=algorithm))
+    _expect(comm, case, equal(on_host(tensor), reduced(inputs, case.op)))
+
+
+def check_reduce(comm: Communicator, case: Case) -> None:
+    inputs = _operands(case, case.count, comm.world_size)
+    tensor = put(comm, inputs[comm.rank], case.place)
+    _end(comm.reduce(tensor, case.root, op_of(case.op), case.async_op))
+    want = reduced(inputs, case.op) if comm.rank == case.root else inputs[comm.rank]
+    _expect(comm, case, equal(on_host(tensor), want))
+
+
+def check_reduce_scatter(comm: Communicator, case: Case) -> None:
+    world, rank = comm.world_size, comm.rank
+    inputs = _operands(case, case.count * world, world)
+    own = slice(rank * case.count, (rank + 1) * case.count)
+    source = put(comm, inputs[rank], case.place)
+    output = source[own] if case.in_place else room(comm, case.count, case.dtype, case.place, 1)
+    algorithm = "auto" if case.algorithm == "copy" else _algorithm(case, comm)
+    _end(
+        comm.reduce_scatter_tensor(
+            output, source, op_of(case.op), case.async_op, algorithm=algorithm
+        )
+    )
+    _expect(comm, case, equal(on_host(output), reduced(inputs, case.op)[own]))
+    if not case.in_place:
+        _expect(comm, case, same(on_host(source), inputs[rank]))
+
+
+def check_reduce_scatter_list(comm: Communicator, case: Case) -> None:
+    """Counts that differ, the first of them zero."""
+    world, rank = comm.world_size, comm.rank
+    counts = [case.count * each // 2 for each in range(world)]
+    lists = [
+        [operand(n, each + 2 * index, world, case.dtype, case.op) for index, n in enumerate(counts)]
+        for each in range(world)
+    ]
+    sources = [put(comm, each, case.place, turn) for turn, each in enumerate(lists[rank])]
+    output = sources[rank] if case.in_place else room(comm, counts[rank], case.dtype, case.place)
+    _end(comm.reduce_scatter(output, sources, op_of(case.op), case.async_op))
+    want = reduced([each[rank] for each in lists], case.op)
+    _expect(comm, case, equal(on_host(output), want))
+
+
+def check_all_gather(comm: Communicator, case: Case) -> None:
+    world, count = comm.world_size, case.count
+    parts = [pattern(count, rank, case.dtype) for rank in range(world)]
+    output = room(comm, count * world, case.dtype, case.place, 1)
+    source = put(comm, parts[comm.rank], case.place)
+    if case.in_place:
+        own = output[comm.rank * count : (comm.rank + 1) * count]
+        if count:
+            own.view(torch.uint8).copy_(source.view(torch.uint8))
+        source = own
+    algorithm = _algorithm(case, comm)
+    _end(comm.all_gather_into_tensor(output, source, case.async_op, algorithm=algorithm))
+    want = torch.cat([part.view(torch.uint8) for part in parts]).view(case.dtype)
+    _expect(comm, case, same(on_host(output), want))
+
+
+def check_all_gather_list(comm: Communicator, case: Case) -> None:
+    """Counts that differ, one of them zero."""
+    counts = [case.count * (rank % 3) // 2 for rank in range(comm.world_size)]
+    parts = [pattern(n, rank, case.dtype) for rank, n in enumerate(counts)]
+    outputs = [room(comm, n, case.dtype, case.place, turn) for turn, n in enumerate(counts)]
+    _end(comm.all_gather(outputs, put(comm, parts[comm.rank], case.place), case.async_op))
+    for output, part in zip(outputs, parts, strict=True):
+        _expect(comm, case, same(on_host(output), part))
+
+
+def check_broadcast(comm: Communicator, case: Case) -> None:
+    tensor = put(comm, pattern(case.count, comm.rank, case.dtype), case.place)
+    _end(comm.broadcast(tensor, case.root, case.async_op))
+    _expect(comm, case, same(on_host(tensor), pattern(case.count, case.root, case.dtype)))
+
+
+def check_gather_and_scatter(comm: Communicator, case: Case) -> None:
+    mine = put(comm, pattern(case.count, comm.rank, case.dtype), case.place)
+    parts = None
+    if comm.rank == case.root:
+        ranks = range(comm.world_size)
+        parts = [room(comm, case.count, case.dtype, case.place, turn) for turn in ranks]
+    _end(comm.gather(mine, parts, case.root, case.async_op))
+    for rank, part in enumerate(parts or []):
+        _expect(comm, case, same(on_host(part), pattern(case.count, rank, case.dtype)))
+    back = room(comm, case.count, case.dtype, case.place, 1)
+    _end(comm.scatter(back, parts, case.root, case.async_op))
+    _expect(comm, case, same(on_host(back), pattern(case.count, comm.rank, case.dtype)))
+
+
+def _rows(sender: int, receiver: int) -> int:
+    return (sender * 5 + receiver * 3) % 4
+
+
+def check_all_to_all(comm: Communicator, case: Case) -> None:
+    """Lists of counts that differ from pair to pair, some of them zero."""
+    me, ranks = comm.rank, range(comm.world_size)
+
+    def piece(sender: int, receiver: int) -> torch.Tensor:
+        return pattern(case.count * _rows(sender, receiver), sender * 9 + receiver, case.dtype)
+
+    inputs = [put(comm, piece(me, peer), case.place, peer) for peer in ranks]
+    outputs = [
+        room(comm, case.count * _rows(peer, me), case.dtype, case.place, peer) for peer in ranks
+    ]
+    _end(comm.all_to_all(outputs, inputs, case.async_op))
+    for peer, output in enumerate(outputs):
+        _expect(comm, case, same(on_host(output), piece(peer, me)))
+
+
+def check_all_to_all_single(comm: Communicator, case: Case) -> None:
+    """Equal pieces; in place of that (there is no in-place form) pieces of several rows."""
+    me, world, dtype = comm.rank, comm.world_size, case.dtype
+    sent = [_rows(me, peer) if case.in_place else 1 for peer in range(world)]
+    received = [_rows(peer, me) if case.in_place else 1 for peer in range(world)]
+
+    def pieces(pairs: list[tuple[int, int]], rows: list[int]) -> torch.Tensor:
+        rows_of = zip(pairs, rows, strict=True)
+        made = [pattern(case.count * n, a * 9 + b, dtype) for (a, b), n in rows_of]
+        return torch.cat([each.view(torch.uint8) for each in made]).view(dtype)
+
+    given = pieces([(me, peer) for peer in range(world)], sent)
+    want = pieces([(peer, me) for peer in range(world)], received)
+    source = put(comm, given, case.place).view(sum(sent), case.count)
+    output = room(comm, want.numel(), dtype, case.place, 1)
+    splits = (received, sent) if case.in_place else (None, None)
+    target = output.view(sum(received), case.count)
+    out_rows, in_rows = splits
+    _end(comm.all_to_all_single(target, source, out_rows, in_rows, async_op=case.async_op))
+    _expect(comm, case, same(on_host(output), want))
+
+
+def check_messages(comm: Communicator, case: Case) -> None:
+    """Around the ring of ranks, all at the same time."""
+    if comm.world_size == 1:
+        return
+    ahead, behind = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    mine = put(comm, pattern(case.count, comm.rank, case.dtype), case.place)
+    got = room(comm, case.count, case.dtype, case.place, 1)
+    works = [comm.isend(mine, ahead, case.root), comm.irecv(got, behind, case.root)]
+    for work in works if case.async_op else reversed(works):
+        work.wait()
+    _expect(comm, case, same(on_host(got), pattern(case.count, behind, case.dtype)))
+
+
+REDUCTIONS: dict[str, Callable[[Communicator, Case], None]] = {
+    "all_reduce": check_all_reduce,
+    "reduce": check_reduce,
+    "reduce_scatter_tensor": check_reduce_scatter,
+    "reduce_scatter": check_reduce_scatter_list,
+}
+MOVEMENTS: dict[str, Callable[[Communicator, Case], None]] = {
+    "all_gather_into_tensor": check_all_gather,
+    "all_gather": check_all_gather_list,
+    "broadcast": check_broadcast,
+    "gather and scatter": check_gather_and_scatter,
+    "all_to_all": check_all_to_all,
+    "all_to_all_single": check_all_to_all_single,
+    "messages": check_messages,
+}
+CHECKS = {**REDUCTIONS, **MOVEMENTS}

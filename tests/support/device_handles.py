@@ -1,0 +1,40 @@
+"""How the ranks of a test tell each other where their device heaps are."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from torch.distributed import Store
+
+from ringcomm.memory.device_blocks import DeviceHeap
+from ringcomm.memory.device_peers import DeviceHandle, make_handle
+from ringcomm.memory.exchange import FORMAT_VERSION
+
+MIB = 1 << 20
+REGION = (MIB, 4096)
+
+
+def handle_of(heap: DeviceHeap, rank: int = 0, world: int = 1) -> DeviceHandle:
+    return make_handle(heap, rank, world, REGION, "layout")
+
+
+def text_of(handle: DeviceHandle, **changes: object) -> str:
+    return json.dumps({"version": FORMAT_VERSION, **asdict(handle), **changes})
+
+
+def read_handles(store: Store, world: int) -> list[DeviceHandle]:
+    texts = [store.get(f"handle/{each}") for each in range(world)]
+    return [DeviceHandle.from_json(text, each, "op") for each, text in enumerate(texts)]
+
+
+def meet(store: Store, rank: int, world: int, heap: DeviceHeap) -> list[DeviceHandle]:
+    store.set(f"handle/{rank}", text_of(handle_of(heap, rank, world)))
+    return read_handles(store, world)
+
+
+def await_all(store: Store, name: str, world: int) -> None:
+    store.add(name, 1)
+    while store.add(name, 0) < world:
+        time.sleep(0.001)

@@ -1,0 +1,204 @@
+"""Ranks on devices, emulated or real, under one interface, and where their tensors lie."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+
+import ringcomm
+from ringcomm import CommOptions, Communicator, LocalWorld
+from ringcomm.comm.device_communicator import DeviceCommunicator
+from ringcomm.memory import device_heap, device_runtime
+from ringcomm.memory.device_blocks import BLOCK_ALIGN
+from ringcomm.memory.device_runtime import DeviceRuntime
+from tests.support.emulator import EmulatedRuntime
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+PLACES = ("plain", "heap", "mixed", "unaligned")
+PACKET_BYTES = 1024
+# Small, so that tens of kilobytes go several times around all slots of both channels.
+OPTIONS = CommOptions(
+    timeout=20.0, segment_bytes=1024, channels=2, packet_bytes=PACKET_BYTES, copy_bytes=4096
+)
+# Elements of 4 bytes with which every channel has more to move than fits into its slots.
+MANY = 20_011
+
+
+def emulated_runtime(**settings: Any) -> EmulatedRuntime:
+    """Devices on which eight ranks of two channels fit, with as few threads as teams can have."""
+    usual = {"devices": 2, "multiprocessors": 8, "threads": 2, "memory_bytes": 256 << 20}
+    return EmulatedRuntime(**{**usual, **settings})
+
+
+class Devices:
+    """The devices of this process, and worlds of ranks that are threads of it.
+
+    Args:
+        kind: "emulated": devices that are the process's from here to :meth:`close`; "cuda": its
+            real ones.
+        settings: of emulated ones.
+    """
+
+    def __init__(self, kind: str, **settings: Any) -> None:
+        self.emulated = emulated_runtime(**settings) if kind == "emulated" else None
+        self._before = device_runtime.use(self.emulated) if self.emulated else None
+        self.runtime: DeviceRuntime = device_runtime.current()
+        self._worlds: dict[Any, LocalWorld] = {}
+        self._used_bytes = self._heaps_used()
+
+    def world(
+        self, ranks: int, on: Sequence[int] = (0,), options: CommOptions = OPTIONS
+    ) -> LocalWorld:
+        """``ranks`` ranks, as many on each of the devices ``on``; kept for later tests."""
+        key = (ranks, tuple(on), options)
+        world = self._worlds.get(key)
+        if world is None or any(each.aborted for each in world):
+            world = self._worlds[key] = self.new_world(ranks, on, options)
+        return world
+
+    def new_world(
+        self, ranks: int, on: Sequence[int] = (0,), options: CommOptions = OPTIONS
+    ) -> LocalWorld:
+        """As :meth:`world`, for one test alone, which closes it."""
+        per_device = -(-ranks // len(on))
+        devices = [f"cuda:{on[rank // per_device]}" for rank in range(ranks)]
+        # Two communicators of 8 ranks must fit on the device side by side.
+        return ringcomm.local_world(ranks, device=devices, options=options)
+
+    def run(self, world: LocalWorld, fn: Callable[..., T], *args: Any) -> list[T]:
+        """``world.run``, in which tensors can be used as on a GPU; see :meth:`as_on_gpu`."""
+
+        def body(comm: Communicator) -> T:
+            with self.as_on_gpu(comm):
+                return fn(comm, *args)
+
+        return world.run(body)
+
+    @contextmanager
+    def as_on_gpu(self, comm: Communicator | None = None) -> Iterator[None]:
+        """Inside, torch's operations of this thread are in stream order.
+
+        And plain tensors are the device's of ``comm``, if given.
+        """
+        if self.emulated is None:
+            yield
+            return
+        device = device_of(comm) if comm is not None else 0
+        with self.emulated.in_stream_order(), self.emulated.assuming(device):
+            yield
+
+    def host_tensors(self) -> AbstractContextManager[None]:
+        """Inside, new plain tensors are the host's."""
+        return nullcontext() if self.emulated is None else self.emulated.assuming(None)
+
+    def _heaps_used(self) -> list[int]:
+        """Bytes in use on each device, without the heap's own block."""
+        devices = range(self.runtime.device_count())
+        heaps = [device_heap.existing_heap(device) for device in devices]
+        return [
+            heap.stats()["used_bytes"] - BLOCK_ALIGN if heap is not None else 0 for heap in heaps
+        ]
+
+    def close(self) -> None:
+        """Closes the worlds; what they had must have come back."""
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
+        gc.collect()
+        assert self._heaps_used() == self._used_bytes, self._heaps_used()
+        if self.emulated is None:
+            return
+        device_heap.close_heaps()
+        assert self.emulated.allocated() == []
+        device_runtime.use(self._before)
+
+
+def device_of(comm: Communicator) -> int:
+    """The ordinal of the communicator's device."""
+    return cast(DeviceCommunicator, comm)._device_index
+
+
+def room(comm: Communicator, count: int, dtype: torch.dtype, place: str, turn: int = 0) -> Tensor:
+    """An uninitialised tensor of ``count`` elements on the device of ``comm``, at ``place``.
+
+    "mixed" is the heap where the rank and ``turn`` make an odd number, "unaligned" begins one
+    element into its memory, which lies in the heap where they make an even one.
+    """
+    odd = (comm.rank + turn) % 2 == 1
+    skip = 1 if place == "unaligned" else 0
+    if place == "heap" or (place == "mixed" and odd) or (place == "unaligned" and not odd):
+        whole = ringcomm.empty(count + skip, dtype=dtype, device=f"cuda:{device_of(comm)}")
+    else:
+        whole = torch.empty(count + skip, dtype=dtype, device=comm.device)
+    return whole[skip:]
+
+
+def put(comm: Communicator, tensor: Tensor, place: str, turn: int = 0) -> Tensor:
+    """A copy of ``tensor`` (of the host, one dimension) as :func:`room` places it."""
+    target = room(comm, tensor.numel(), tensor.dtype, place, turn)
+    if tensor.numel():
+        # As bytes: not every dtype has a copy kernel.
+        target.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    return target
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor's values, once they are there."""
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
+
+
+# ---- words of the protocol ----------------------------------------------------------------------
+
+# As layout.h has them: lines of 64 bytes behind the control page, one per stream, channel and
+# peer, first the signals, then the sleep flags, then the epochs; at last one per channel.
+_PAGE_BYTES, _LINE_BYTES, _STREAMS = 4096, 64, 3
+_SEQUENCE_BYTES = 8
+
+
+def _write(comm: Communicator, offset: int, *words: int) -> None:
+    core = cast(DeviceCommunicator, comm)._device_core
+    data = b"".join(word.to_bytes(4, "little") for word in words)
+    core.runtime.write(core.device, core._block.ptr + offset, data)
+
+
+def _links(comm: Communicator) -> int:
+    channels = cast(DeviceCommunicator, comm)._device_core.native.channels
+    return _STREAMS * channels * comm.world_size
+
+
+def set_epochs(comm: Communicator, epoch: int) -> None:
+    """As if ``epoch`` items had gone each way between all ranks; between calls, on all ranks."""
+    links = _links(comm)
+    for link in range(links):
+        _write(comm, _PAGE_BYTES + link * _LINE_BYTES, epoch, epoch)
+        _write(comm, _PAGE_BYTES + (2 * links + link) * _LINE_BYTES, epoch, epoch)
+
+
+def set_packet_epoch(comm: Communicator, epoch: int) -> None:
+    """As if ``epoch`` packet calls had been made; between calls, on all ranks."""
+    links = _links(comm)
+    for channel in range(links // (_STREAMS * comm.world_size)):
+        line = _PAGE_BYTES + (3 * links + channel) * _LINE_BYTES
+        _write(comm, line + _SEQUENCE_BYTES, epoch)
+
+
+def packet_flags(comm: Communicator) -> set[int]:
+    """The flags of all places for packets; between calls."""
+    core = cast(DeviceCommunicator, comm)._device_core
+    lines = 3 * _links(comm) + core.native.channels
+    begin = _PAGE_BYTES + -(-lines * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+    size_bytes = core.native.words_bytes - begin
+    words = memoryview(core.runtime.read(core.device, core._block.ptr + begin, size_bytes))
+    # A packet is payload, flag, payload, flag; what rounds the words up to a page stays zero.
+    return set(words.cast("I")[1::2])
+
+
+def with_options(**changes: Any) -> CommOptions:
+    """The options of these tests, with changes."""
+    return replace(OPTIONS, **changes)

@@ -1,0 +1,169 @@
+#include "tests/support/emulator/device.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace emulator {
+namespace {
+
+using Lock = std::unique_lock<std::mutex>;
+
+void await(Lock& lock, const std::shared_ptr<Completion>& completion) {
+  world().changed.wait(lock, [&] { return completion->done; });
+}
+
+// A stream's thread: its queue in order, each task when what it comes after is done.
+void serve(Stream* stream) {
+  Lock lock(world().mutex);
+  for (;;) {
+    world().changed.wait(lock, [&] { return !stream->queue.empty(); });
+    Task task = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    for (const auto& completion : task.after) await(lock, completion);
+    lock.unlock();
+    if (task.run) task.run();
+    task.run = nullptr;  // what it holds goes before anyone hears that it is done
+    lock.lock();
+    task.completion->done = true;
+    world().changed.notify_all();
+  }
+}
+
+int breaks(Graph& graph, int result) {
+  graph.broken = true;
+  return result;
+}
+
+// The mutex is held. An operation on the legacy stream comes after all that the blocking streams
+// have, and what they get later comes after it.
+int order_with_legacy(const Stream& stream, Completions& after) {
+  const Device& device = *stream.device;
+  if (&stream == device.legacy) {
+    for (const Stream* other : device.streams) {
+      if (!other->blocking) continue;
+      if (other->capture) return breaks(*other->capture, kCaptureImplicit);
+      after.push_back(other->last);
+    }
+  } else if (stream.blocking) {
+    after.push_back(device.legacy->last);
+  }
+  return kSuccess;
+}
+
+bool all_done(const Completions& completions) {
+  return std::all_of(completions.begin(), completions.end(),
+                     [](const auto& completion) { return completion->done; });
+}
+
+// Without `run` it is a mark in the stream, which an idle stream passes at once.
+int enqueue(Stream& stream, Work run, Completions after) {
+  if (const int result = order_with_legacy(stream, after); result != kSuccess) return result;
+  if (!run && stream.last->done && all_done(after)) return kSuccess;
+  stream.last = std::make_shared<Completion>();
+  stream.queue.push_back({std::move(run), std::move(after), stream.last});
+  world().changed.notify_all();
+  return kSuccess;
+}
+
+}  // namespace
+
+World& world() {
+  static World* const made = new World;
+  return *made;
+}
+
+Device* make_device(int block_slots) {
+  auto* device = new Device{block_slots, block_slots};
+  device->legacy = make_stream(device, true, 0);
+  return device;
+}
+
+Stream* make_stream(Device* device, bool blocking, int priority) {
+  auto* stream = new Stream{device, blocking, priority};
+  {
+    const Lock lock(world().mutex);
+    device->streams.push_back(stream);
+  }
+  std::thread(serve, stream).detach();
+  return stream;
+}
+
+int submit(Stream& stream, Work run) {
+  const Lock lock(world().mutex);
+  if (!stream.capture) return enqueue(stream, std::move(run), {});
+  stream.frontier = {stream.capture->add(std::move(run), std::move(stream.frontier))};
+  return kSuccess;
+}
+
+int record(Stream& stream, Event& event) {
+  const Lock lock(world().mutex);
+  if (stream.capture) {
+    event = {nullptr, stream.capture, stream.frontier};
+    return kSuccess;
+  }
+  const int result = enqueue(stream, nullptr, {});
+  event = {stream.last, nullptr, {}};
+  return result;
+}
+
+int wait_for(Stream& stream, const Event& event) {
+  const Lock lock(world().mutex);
+  if (!event.graph) {
+    // Work outside the graph cannot be waited for at replay.
+    if (stream.capture) return breaks(*stream.capture, kCaptureIsolation);
+    return enqueue(stream, nullptr, {event.completion});
+  }
+  if (stream.capture && stream.capture != event.graph)
+    return breaks(*stream.capture, kCaptureIsolation);
+  if (&stream == stream.device->legacy) return breaks(*event.graph, kCaptureImplicit);
+  if (!stream.capture) {  // the stream joins the capture
+    stream.capture = event.graph;
+    stream.frontier.clear();
+    event.graph->members.push_back(&stream);
+  }
+  stream.frontier.insert(stream.frontier.end(), event.frontier.begin(), event.frontier.end());
+  return kSuccess;
+}
+
+int query(const Event& event, bool& done) {
+  const Lock lock(world().mutex);
+  if (event.graph) return kCapturedEvent;
+  done = event.completion->done;
+  return kSuccess;
+}
+
+int synchronize(const Event& event) {
+  Lock lock(world().mutex);
+  if (event.graph) return kCapturedEvent;
+  await(lock, event.completion);
+  return kSuccess;
+}
+
+int synchronize(Device& device) {
+  Lock lock(world().mutex);
+  Completions all;
+  for (const Stream* stream : device.streams) {
+    if (stream->capture) return breaks(*stream->capture, kCaptureUnsupported);
+    all.push_back(stream->last);
+  }
+  for (const auto& completion : all) await(lock, completion);
+  return kSuccess;
+}
+
+void run_blocks(Device& device, int blocks, int priority, const Work& work) {
+  Lock lock(world().mutex);
+  const std::pair mine(priority, device.tickets++);
+  device.waiting.insert(mine);
+  world().changed.wait(
+      lock, [&] { return *device.waiting.begin() == mine && device.free_slots >= blocks; });
+  device.waiting.erase(mine);
+  device.free_slots -= blocks;
+  world().changed.notify_all();
+  lock.unlock();
+  work();
+  lock.lock();
+  device.free_slots += blocks;
+  world().changed.notify_all();
+}
+
+}  // namespace emulator

@@ -1,0 +1,167 @@
+// The exported functions: the driver's own entry points, and what EmulatedRuntime calls.
+#include <cstring>
+#include <memory>
+
+#include "tests/support/emulator/device.h"
+#include "tests/support/emulator/kernel.h"
+
+using CUresult = int;
+using CUdeviceptr = unsigned long long;
+using CUfunction = void*;
+using CUstream = void*;
+
+namespace emulator {
+namespace {
+
+thread_local Device* current_device = nullptr;  // as a context, it belongs to the thread
+
+// A stream handle of this thread's current device, or nullptr.
+Stream* resolve(CUstream handle) {
+  if (current_device == nullptr) return nullptr;
+  if (handle == nullptr) return current_device->legacy;
+  auto* stream = static_cast<Stream*>(handle);
+  return stream->device == current_device ? stream : nullptr;
+}
+
+int bad_stream() { return current_device == nullptr ? kInvalidContext : kInvalidHandle; }
+
+const char* text_of(int result) {
+  switch (result) {
+    case kSuccess:
+      return "no error";
+    case kInvalidValue:
+      return "invalid argument";
+    case kOutOfMemory:
+      return "out of memory";
+    case kInvalidContext:
+      return "invalid device context";
+    case kInvalidHandle:
+      return "invalid resource handle";
+    case kLaunchTooLarge:
+      return "too many blocks in cooperative launch";
+    case kCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case kCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case kCaptureUnjoined:
+      return "capturing stream has unjoined work";
+    case kCaptureIsolation:
+      return "dependency created on uncaptured work in another stream";
+    case kCaptureImplicit:
+      return "operation would make the legacy stream depend on a capturing blocking stream";
+    case kCapturedEvent:
+      return "operation not permitted on an event last recorded in a capturing stream";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsigned gridDimZ,
+                        unsigned blockDimX, unsigned blockDimY, unsigned blockDimZ,
+                        unsigned /*sharedMemBytes*/, CUstream hStream, void** kernelParams,
+                        void** extra) {
+  Stream* stream = resolve(hStream);
+  if (stream == nullptr) return bad_stream();
+  if (f == nullptr || kernelParams == nullptr || extra != nullptr || gridDimX == 0 ||
+      gridDimY == 0 || gridDimZ != 1 || blockDimX == 0 || blockDimY != 1 || blockDimZ != 1)
+    return kInvalidValue;
+  const int blocks = int(gridDimX * gridDimY);
+  // A GPU would run such a grid in waves; kernels that wait for each other would never end.
+  if (blocks > stream->device->block_slots) return kLaunchTooLarge;
+  const auto params = std::make_shared<const ringcomm::device::LaunchParams>(
+      *static_cast<const ringcomm::device::LaunchParams*>(kernelParams[0]));
+  const auto* kernel = static_cast<const EmulatedKernel*>(f);
+  return submit(*stream, [=, device = stream->device, priority = stream->priority] {
+    run_blocks(*device, blocks, priority,
+               [&] { kernel->run(*params, int(gridDimX), int(gridDimY), int(blockDimX)); });
+  });
+}
+
+CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream) {
+  Stream* stream = resolve(hStream);
+  if (stream == nullptr) return bad_stream();
+  return submit(*stream, [=] {
+    std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), ByteCount);
+  });
+}
+
+CUresult cuGetErrorString(CUresult error, const char** pStr) {
+  *pStr = text_of(error);
+  return *pStr == nullptr ? kInvalidValue : kSuccess;
+}
+
+// ---- for EmulatedRuntime ----------------------------------------------------------------------
+
+uint64_t emu_params_bytes() { return sizeof(ringcomm::device::LaunchParams); }
+
+void* emu_device_make(int block_slots) { return make_device(block_slots); }
+void emu_device_set(void* device) { current_device = static_cast<Device*>(device); }
+void* emu_device_get() { return current_device; }
+int emu_device_synchronize(void* device) { return synchronize(*static_cast<Device*>(device)); }
+
+void* emu_stream_make(void* device, int blocking, int priority) {
+  return make_stream(static_cast<Device*>(device), blocking != 0, priority);
+}
+
+// Streams below are handles: 0 is the legacy stream of the thread's current device.
+int emu_stream_capturing(void* handle) {
+  Stream* stream = resolve(handle);
+  return stream != nullptr && capturing(*stream) ? 1 : 0;
+}
+
+int emu_stream_run(void* handle, void (*function)()) {
+  Stream* stream = resolve(handle);
+  return stream == nullptr ? bad_stream() : submit(*stream, function);
+}
+
+void* emu_event_make() { return new Event{}; }
+void emu_event_destroy(void* event) { delete static_cast<Event*>(event); }
+
+int emu_event_record(void* event, void* handle) {
+  Stream* stream = resolve(handle);
+  return stream == nullptr ? bad_stream() : record(*stream, *static_cast<Event*>(event));
+}
+
+int emu_event_query(void* event, int* done) {
+  bool is_done = false;
+  const int result = query(*static_cast<Event*>(event), is_done);
+  *done = is_done ? 1 : 0;
+  return result;
+}
+
+int emu_event_synchronize(void* event) { return synchronize(*static_cast<Event*>(event)); }
+
+int emu_stream_wait(void* handle, void* event) {
+  Stream* stream = resolve(handle);
+  return stream == nullptr ? bad_stream() : wait_for(*stream, *static_cast<Event*>(event));
+}
+
+int emu_capture_begin(void* handle) {
+  Stream* stream = resolve(handle);
+  return stream == nullptr ? bad_stream() : begin_capture(*stream);
+}
+
+int emu_capture_end(void* handle, void** graph) {
+  Stream* stream = resolve(handle);
+  if (stream == nullptr) return bad_stream();
+  std::shared_ptr<Graph> captured;
+  const int result = end_capture(*stream, captured);
+  *graph = result == kSuccess ? new std::shared_ptr<Graph>(captured) : nullptr;
+  return result;
+}
+
+int emu_graph_launch(void* graph, void* handle) {
+  Stream* stream = resolve(handle);
+  if (stream == nullptr) return bad_stream();
+  return submit(*stream,
+                [captured = *static_cast<std::shared_ptr<Graph>*>(graph)] { captured->run(); });
+}
+
+void emu_graph_destroy(void* graph) { delete static_cast<std::shared_ptr<Graph>*>(graph); }
+
+}  // extern "C"
+
+}  // namespace emulator

@@ -1,0 +1,91 @@
+"""Objects of the emulated driver: streams, events, graphs, kernels, pinned pages."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+from tests.support.emulator.library import check, library
+
+
+class StreamPool:
+    """Streams of one device, kept for good: a handle stays usable when its object has died."""
+
+    def __init__(self, native_device: int) -> None:
+        self._native_device = native_device
+        self._idle: dict[tuple[bool, int], deque[int]] = defaultdict(deque)
+
+    def take(self, kind: tuple[bool, int]) -> int:
+        try:
+            return self._idle[kind].popleft()
+        except IndexError:
+            blocking, priority = kind
+            return int(library().emu_stream_make(self._native_device, int(blocking), priority))
+
+    def give_back(self, kind: tuple[bool, int], handle: int) -> None:
+        self._idle[kind].append(handle)
+
+
+class EmulatedStream:
+    """A stream; ``kind`` is whether it takes part in the legacy stream's order, and priority."""
+
+    def __init__(self, device: int, pool: StreamPool, kind: tuple[bool, int]) -> None:
+        self.device = device
+        self.handle = pool.take(kind)
+        self._pool, self._kind = pool, kind
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._kind, self.handle)
+
+
+class EmulatedEvent:
+    """A point in a stream, or a place in a graph under capture."""
+
+    def __init__(self) -> None:
+        self.handle: int = library().emu_event_make()
+
+    def __del__(self) -> None:
+        library().emu_event_destroy(self.handle)
+
+    def query(self) -> bool:
+        done = ctypes.c_int()
+        check(library().emu_event_query(self.handle, ctypes.byref(done)))
+        return bool(done.value)
+
+    def synchronize(self) -> None:
+        check(library().emu_event_synchronize(self.handle))
+
+
+class EmulatedGraph:
+    """What a capture recorded; ``handle`` is 0 until the capture has ended."""
+
+    def __init__(self) -> None:
+        self.handle = 0
+
+    def __del__(self) -> None:
+        if self.handle:
+            library().emu_graph_destroy(self.handle)
+
+
+@dataclass(frozen=True)
+class EmulatedFunction:
+    """A kernel of the emulator's library."""
+
+    handle: int
+    threads: int
+    blocks_per_multiprocessor: int
+
+
+class EmulatedPage:
+    """Memory of the host, which is where emulated devices live, too."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.host_ptr: int = library().emu_memory_allocate(size_bytes)
+        self.device_ptr = self.host_ptr
+        self.size_bytes = size_bytes
+
+    def free(self) -> None:
+        if self.host_ptr:
+            check(library().emu_memory_free(self.host_ptr))
+        self.host_ptr = self.device_ptr = 0

@@ -1,0 +1,47 @@
+"""Gives torch's operations on emulated devices the order that they have on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ALLOCATES = ("aten::empty", "aten::new_empty")
+
+
+def _touches_data(function: Any) -> bool:
+    """False for views and for memory that is only handed out."""
+    schema = function._schema
+    views = [
+        each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+    ]
+    return not (views and all(views)) and not schema.name.startswith(_ALLOCATES)
+
+
+class InStreamOrder(TorchDispatchMode):
+    """Inside, an operation waits for the thread's current streams, and then runs at once.
+
+    The tensors that operations return are kept until the end of the block: a GPU's caching
+    allocator would not reuse their memory before the kernels that use them, malloc would.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _touches_data(func):
+            self._wait()
+        result = func(*args, **(kwargs or {}))
+        self._kept += [
+            each for each in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(each)
+        ]
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._wait()
+        self._kept.clear()

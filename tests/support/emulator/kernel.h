@@ -1,0 +1,13 @@
+// What stands for a CUfunction in the emulated driver.
+#pragma once
+
+#include "kernels/cuda/args.h"
+
+// `run` does the work of a whole launch, grid_x by grid_y blocks of `lanes` threads each, and
+// returns when every block has ended. All blocks run at once: the driver has found room for them.
+struct EmulatedKernel {
+  void (*run)(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y, int lanes);
+};
+
+// The kernel `name` of compilation unit `unit`, or nullptr; the object lives for good.
+extern "C" const EmulatedKernel* emulated_kernel(const char* unit, const char* name);

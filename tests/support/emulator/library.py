@@ -1,0 +1,131 @@
+"""Builds and loads the emulated driver."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(__file__).resolve().parent
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+OPTIONS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-ffp-contract=off"]
+INCLUDES = [ROOT, ROOT / "kernels" / "include"]
+
+SUCCESS = 0
+OUT_OF_MEMORY = 2
+HOST_FUNCTION = CFUNCTYPE(None)
+
+# Result and arguments. c_int as a result is one of the driver's codes.
+_PROTOTYPES = {
+    "cuLaunchKernel": (c_int, [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]),
+    "cuMemcpyAsync": (c_int, [c_uint64, c_uint64, c_uint64, c_void_p]),
+    "cuGetErrorString": (c_int, [c_int, POINTER(c_char_p)]),
+    "emulated_kernel": (c_void_p, [c_char_p, c_char_p]),
+    "emu_test_kernel": (c_void_p, [c_char_p]),
+    "emu_params_bytes": (c_uint64, []),
+    "emu_device_make": (c_void_p, [c_int]),
+    "emu_device_set": (None, [c_void_p]),
+    "emu_device_get": (c_void_p, []),
+    "emu_device_synchronize": (c_int, [c_void_p]),
+    "emu_stream_make": (c_void_p, [c_void_p, c_int, c_int]),
+    "emu_stream_capturing": (c_int, [c_void_p]),
+    "emu_stream_run": (c_int, [c_void_p, HOST_FUNCTION]),
+    "emu_stream_wait": (c_int, [c_void_p, c_void_p]),
+    "emu_event_make": (c_void_p, []),
+    "emu_event_destroy": (None, [c_void_p]),
+    "emu_event_record": (c_int, [c_void_p, c_void_p]),
+    "emu_event_query": (c_int, [c_void_p, POINTER(c_int)]),
+    "emu_event_synchronize": (c_int, [c_void_p]),
+    "emu_capture_begin": (c_int, [c_void_p]),
+    "emu_capture_end": (c_int, [c_void_p, POINTER(c_void_p)]),
+    "emu_graph_launch": (c_int, [c_void_p, c_void_p]),
+    "emu_graph_destroy": (None, [c_void_p]),
+    "emu_memory_allocate": (c_void_p, [c_uint64]),
+    "emu_memory_free": (c_int, [c_void_p]),
+    "emu_memory_export": (c_int, [c_void_p, c_char_p]),
+    "emu_memory_open": (c_int, [c_char_p, POINTER(c_void_p)]),
+    "emu_memory_close": (c_int, [c_void_p]),
+}
+
+
+class DriverError(RuntimeError):
+    """The emulated driver refused; ``code`` is the driver API's."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"emulated driver: error {code}: {text}")
+        self.code = code
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _compile(source: Path, headers: bytes, folder: Path) -> Path:
+    """The object file, made now unless one of this very source exists."""
+    target = folder / f"{source.stem}-{_digest(headers, source.read_bytes())}.o"
+    if not target.exists():
+        for older in folder.glob(f"{source.stem}-*.o"):
+            older.unlink()
+        includes = [f"-I{include}" for include in INCLUDES]
+        _run([str(COMPILER), *OPTIONS, "-fPIC", "-pthread", *includes, "-c", str(source)], target)
+    return target
+
+
+def _run(command: list[str], target: Path) -> None:
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"the emulated driver does not compile:\n{done.stderr}")
+    unfinished.rename(target)
+
+
+@cache
+def library_path() -> Path:
+    """The library, built now unless one of these very sources exists."""
+    if COMPILER is None:
+        raise RuntimeError("the emulated driver needs a C++20 compiler: set CXX")
+    sources = sorted(FOLDER.glob("*.cpp"))
+    included = sorted([*(ROOT / "kernels").rglob("*.h"), *FOLDER.glob("*.h")])
+    headers = _digest(
+        " ".join([COMPILER, *OPTIONS]).encode(),
+        *(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in included),
+    ).encode()
+    folder = ROOT / "build" / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"driver-{_digest(headers, *(path.read_bytes() for path in sources))}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks start at once
+        if not target.exists():
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(lambda path: _compile(path, headers, folder), sources))
+            for older in folder.glob("driver-*.so"):
+                older.unlink()  # whoever has loaded it keeps it
+            link = [str(COMPILER), "-shared", "-pthread", *map(str, objects)]
+            _run(link, target)
+    return target
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded library, its functions typed."""
+    loaded = ctypes.CDLL(str(library_path()))
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def check(code: int) -> None:
+    """Raises DriverError unless ``code`` is success."""
+    if code != SUCCESS:
+        text = c_char_p()
+        library().cuGetErrorString(code, ctypes.byref(text))
+        raise DriverError(code, (text.value or b"?").decode())

@@ -1,0 +1,107 @@
+// Device memory of the emulated driver: files without a name, so that other processes can map them
+// through /proc/<pid>/fd as CUDA maps memory through IPC handles.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "tests/support/emulator/device.h"
+
+namespace emulator {
+namespace {
+
+constexpr uint64_t kMagic = 0x52434d4544484e44;
+
+struct Handle {
+  uint64_t magic;
+  int64_t pid;
+  int64_t fd;
+  uint64_t bytes;
+  char reserved[32];
+};
+static_assert(sizeof(Handle) == 64);  // as CUipcMemHandle
+
+struct Block {
+  int fd;  // -1: another process's
+  uint64_t bytes;
+};
+
+std::mutex& blocks_mutex() {
+  static auto* const made = new std::mutex;
+  return *made;
+}
+std::map<void*, Block>& blocks() {
+  static auto* const made = new std::map<void*, Block>;
+  return *made;
+}
+
+void* map_file(int fd, uint64_t bytes) {
+  void* ptr = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  return ptr == MAP_FAILED ? nullptr : ptr;
+}
+
+// Ends a mapping of this process's own memory (own) or of another's.
+int drop(void* ptr, bool own) {
+  const std::lock_guard lock(blocks_mutex());
+  const auto found = blocks().find(ptr);
+  if (found == blocks().end() || (found->second.fd >= 0) != own) return kInvalidValue;
+  munmap(ptr, found->second.bytes);
+  if (own) close(found->second.fd);
+  blocks().erase(found);
+  return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+void* emu_memory_allocate(uint64_t bytes) {
+  const int fd = memfd_create("emulated-device", MFD_CLOEXEC);
+  if (fd < 0) return nullptr;
+  void* ptr = ftruncate(fd, off_t(bytes)) == 0 ? map_file(fd, bytes) : nullptr;
+  if (ptr == nullptr) {
+    close(fd);
+    return nullptr;
+  }
+  const std::lock_guard lock(blocks_mutex());
+  blocks()[ptr] = {fd, bytes};
+  return ptr;
+}
+
+int emu_memory_free(void* ptr) { return drop(ptr, true); }
+
+int emu_memory_export(void* ptr, char* handle) {
+  const std::lock_guard lock(blocks_mutex());
+  const auto found = blocks().find(ptr);
+  if (found == blocks().end() || found->second.fd < 0) return kInvalidValue;
+  const Handle made{kMagic, getpid(), found->second.fd, found->second.bytes, {}};
+  std::memcpy(handle, &made, sizeof(made));
+  return kSuccess;
+}
+
+// As CUDA, refuses a handle of this same process.
+int emu_memory_open(const char* handle, void** ptr) {
+  Handle given;
+  std::memcpy(&given, handle, sizeof(given));
+  if (given.magic != kMagic) return kInvalidValue;
+  if (given.pid == getpid()) return kInvalidContext;
+  const std::string path = "/proc/" + std::to_string(given.pid) + "/fd/" + std::to_string(given.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return kInvalidHandle;
+  *ptr = map_file(fd, given.bytes);
+  close(fd);
+  if (*ptr == nullptr) return kOutOfMemory;
+  const std::lock_guard lock(blocks_mutex());
+  blocks()[*ptr] = {-1, given.bytes};
+  return kSuccess;
+}
+
+int emu_memory_close(void* ptr) { return drop(ptr, false); }
+
+}  // extern "C"
+
+}  // namespace emulator

@@ -1,0 +1,123 @@
+"""Memory of emulated devices: who owns it, how much there is, who maps it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from ringcomm.errors import UnsupportedError
+from tests.support.emulator.handles import EmulatedPage
+from tests.support.emulator.library import DriverError, check, library
+
+HANDLE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class _Block:
+    device: int
+    size_bytes: int
+    opened: bool
+
+
+class EmulatedMemory:
+    """The memory half of an ``EmulatedRuntime``."""
+
+    def __init__(self, memory_bytes: int, unreachable: frozenset[tuple[int, int]]) -> None:
+        self._memory_bytes = memory_bytes
+        self._unreachable = unreachable
+        self._lock = threading.Lock()
+        self._blocks: dict[int, _Block] = {}
+        self.peers: set[tuple[int, int]] = set()
+
+    def synchronize(self, device: int) -> None:
+        raise NotImplementedError
+
+    def owner_of(self, ptr: int) -> int | None:
+        """The device whose memory, or whose mapping, ``ptr`` lies in."""
+        with self._lock:
+            for base, block in self._blocks.items():
+                if base <= ptr < base + block.size_bytes:
+                    return block.device
+        return None
+
+    def allocate(self, device: int, size_bytes: int) -> int:
+        free_bytes, _ = self.memory_info(device)
+        ptr = library().emu_memory_allocate(size_bytes) if size_bytes <= free_bytes else None
+        if not ptr:
+            raise MemoryError("emulated driver: error 2: out of memory")
+        with self._lock:
+            self._blocks[ptr] = _Block(device, size_bytes, opened=False)
+        return int(ptr)
+
+    def free(self, device: int, ptr: int) -> None:
+        self.synchronize(device)
+        self._forget(ptr, opened=False)
+        check(library().emu_memory_free(ptr))
+
+    def _forget(self, ptr: int, *, opened: bool) -> None:
+        with self._lock:
+            if ptr not in self._blocks or self._blocks[ptr].opened != opened:
+                raise DriverError(1, f"invalid argument: {ptr:#x} is not such memory")
+            del self._blocks[ptr]
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        with self._lock:
+            used = sum(
+                block.size_bytes
+                for block in self._blocks.values()
+                if block.device == device and not block.opened
+            )
+        return self._memory_bytes - used, self._memory_bytes
+
+    def allocated(self) -> list[int]:
+        """Addresses of the device memory that this process has allocated and not freed."""
+        with self._lock:
+            return [ptr for ptr, block in self._blocks.items() if not block.opened]
+
+    def opened(self) -> list[int]:
+        """Addresses of other processes' memory that is mapped now."""
+        with self._lock:
+            return [ptr for ptr, block in self._blocks.items() if block.opened]
+
+    def tensor(self, device: int, ptr: int, size_bytes: int, owner: object) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * size_bytes).from_address(ptr)
+        memory.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def read(self, device: int, ptr: int, size_bytes: int) -> bytes:
+        return ctypes.string_at(ptr, size_bytes)
+
+    def write(self, device: int, ptr: int, data: bytes) -> None:
+        ctypes.memmove(ptr, data, len(data))
+
+    def allocate_pinned(self, size_bytes: int) -> EmulatedPage:
+        return EmulatedPage(size_bytes)
+
+    def export_handle(self, device: int, ptr: int) -> bytes:
+        handle = ctypes.create_string_buffer(HANDLE_BYTES)
+        check(library().emu_memory_export(ptr, handle))
+        return handle.raw
+
+    def open_handle(self, device: int, handle: bytes) -> int:
+        ptr = ctypes.c_void_p()
+        try:
+            check(library().emu_memory_open(handle, ctypes.byref(ptr)))
+        except DriverError as error:
+            raise UnsupportedError(str(error)) from error
+        size_bytes = int.from_bytes(handle[24:32], "little")
+        with self._lock:
+            self._blocks[ptr.value or 0] = _Block(device, size_bytes, opened=True)
+        return ptr.value or 0
+
+    def close_handle(self, device: int, ptr: int) -> None:
+        self.synchronize(device)
+        self._forget(ptr, opened=True)
+        check(library().emu_memory_close(ptr))
+
+    def enable_peer(self, device: int, peer: int) -> None:
+        if (device, peer) in self._unreachable:
+            raise UnsupportedError(f"emulated driver: no peer access from {device} to {peer}")
+        self.peers.add((device, peer))

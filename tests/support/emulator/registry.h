@@ -1,0 +1,28 @@
+// Which kernels the emulator has: the map behind emulated_kernel().
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "tests/support/emulator/block.h"
+
+using KernelMap = std::map<std::string, EmulatedKernel>;  // by "unit/name"
+
+void add_float_kernels(KernelMap& kernels);
+void add_half_kernels(KernelMap& kernels);
+void add_integer_kernels(KernelMap& kernels);
+
+template <class T, ringcomm::RedOp op>
+void add_reduction(KernelMap& kernels, const std::string& unit, const std::string& name) {
+  kernels[unit + "/rc_reduce_scatter_" + name] = reduce_scatter_kernel<T, op>();
+  kernels[unit + "/rc_all_reduce_" + name] = all_reduce_kernel<T, op>();
+  kernels[unit + "/rc_packet_" + name] = packet_kernel<T, op>();
+}
+
+template <class T>
+void add_arithmetic(KernelMap& kernels, const std::string& unit) {
+  add_reduction<T, ringcomm::RedOp::kSum>(kernels, unit, "sum");
+  add_reduction<T, ringcomm::RedOp::kProduct>(kernels, unit, "product");
+  add_reduction<T, ringcomm::RedOp::kMin>(kernels, unit, "min");
+  add_reduction<T, ringcomm::RedOp::kMax>(kernels, unit, "max");
+}

@@ -1,0 +1,234 @@
+"""Emulated devices, their streams, graphs and kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ringcomm.errors import UnsupportedError
+from ringcomm.memory.device_runtime import DeviceIdentity, Stream
+from tests.support.emulator.handles import (
+    EmulatedEvent,
+    EmulatedFunction,
+    EmulatedGraph,
+    EmulatedStream,
+    StreamPool,
+)
+from tests.support.emulator.in_stream_order import InStreamOrder
+from tests.support.emulator.library import (
+    HOST_FUNCTION,
+    DriverError,
+    check,
+    library,
+    library_path,
+)
+from tests.support.emulator.memory import EmulatedMemory
+
+_FUNCTIONS: list[object] = []
+
+
+class _ThisThread(threading.local):
+    """Thread state, as CUDA and torch keep it."""
+
+    device: int | None = None
+    assumed: int | None = None
+
+    def __init__(self) -> None:
+        self.streams: dict[int, int] = {}
+
+
+def _passed(event: EmulatedEvent) -> bool:
+    try:
+        return event.query()
+    except DriverError:  # of a capture: the graph uses the tensor at every replay
+        return False
+
+
+@dataclass(eq=False)
+class EmulatedRuntime(EmulatedMemory):
+    """Emulated devices of this process.
+
+    Args:
+        devices: how many this process sees.
+        multiprocessors: of each.
+        memory_bytes: of each; what one process may allocate there.
+        blocks_per_multiprocessor: what kernels report.
+        threads: the largest block that kernels report.
+        block_slots: how many blocks a device runs at once; None: as many as it reports.
+        assume_device: the device of tensors that lie in no device's memory; None: the host.
+        physical: which GPU each device is; default 0, 1, ...
+        unreachable: pairs of devices without peer access.
+    """
+
+    devices: int = 1
+    multiprocessors: int = 4
+    memory_bytes: int = 1 << 30
+    blocks_per_multiprocessor: int = 2
+    threads: int = 4
+    block_slots: int | None = None
+    assume_device: int | None = 0
+    physical: tuple[int, ...] = ()
+    unreachable: frozenset[tuple[int, int]] = frozenset()
+    kind: str = field(default="emulated", init=False)
+
+    def __post_init__(self) -> None:
+        slots = self.block_slots or self.multiprocessors * self.blocks_per_multiprocessor
+        EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable)
+        self._native = [library().emu_device_make(slots) for _ in range(self.devices)]
+        self._pools = [StreamPool(native) for native in self._native]
+        self._thread = _ThisThread()
+        self._kept: list[tuple[EmulatedEvent, torch.Tensor]] = []
+        self.driver_library = str(library_path())
+
+    # ---- devices ----------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def current_device(self) -> int:
+        return self._thread.device or 0
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        before, native = self._thread.device, library().emu_device_get()
+        self._thread.device = device
+        library().emu_device_set(self._native[device])
+        try:
+            yield
+        finally:
+            self._thread.device = before
+            library().emu_device_set(native)
+
+    @contextmanager
+    def assuming(self, device: int | None) -> Iterator[None]:
+        """Inside, this thread's plain tensors count as ``device``'s (None: the host's)."""
+        before, self._thread.assumed = self._thread.assumed, -1 if device is None else device
+        try:
+            yield
+        finally:
+            self._thread.assumed = before
+
+    def torch_device(self, device: int) -> torch.device:
+        return torch.device("cpu")
+
+    def identity(self, device: int) -> DeviceIdentity:
+        gpu = self.physical[device] if self.physical else device
+        return DeviceIdentity(
+            index=device,
+            uuid=f"GPU-emulated-{gpu}",
+            pci_bus_id=f"0000:{gpu + 16:02x}:00.0",
+            name="Emulated GPU",
+            capability=(9, 0),
+            multiprocessors=self.multiprocessors,
+        )
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        device = self.owner_of(tensor.data_ptr())
+        if device is not None:
+            return device
+        assumed = self._thread.assumed
+        return self.assume_device if assumed is None else None if assumed < 0 else assumed
+
+    def is_device_tensor(self, tensor: torch.Tensor, device: int) -> bool:
+        return self.device_of(tensor) == device
+
+    # ---- streams ----------------------------------------------------------------------------
+
+    def current_stream(self, device: int) -> int:
+        return self._thread.streams.get(device, 0)
+
+    def make_stream(
+        self, device: int, high_priority: bool = False, blocking: bool = False
+    ) -> EmulatedStream:
+        return EmulatedStream(device, self._pools[device], (blocking, -1 if high_priority else 0))
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, EmulatedStream)
+        streams = self._thread.streams
+        before = streams.get(stream.device, 0)
+        streams[stream.device] = stream.handle
+        try:
+            with self.on_device(stream.device):  # as torch.cuda.stream does
+                yield
+        finally:
+            streams[stream.device] = before
+
+    def record_event(self, device: int, stream: int) -> EmulatedEvent:
+        event = EmulatedEvent()
+        with self.on_device(device):
+            check(library().emu_event_record(event.handle, stream))
+        return event
+
+    def wait_event(self, device: int, stream: int, event: object) -> None:
+        assert isinstance(event, EmulatedEvent)
+        with self.on_device(device):
+            check(library().emu_stream_wait(stream, event.handle))
+
+    def keep_for_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, EmulatedStream)
+        event = self.record_event(stream.device, stream.handle)
+        with self._lock:
+            self._kept = [(each, kept) for each, kept in self._kept if not _passed(each)]
+            self._kept.append((event, tensor))
+
+    def is_capturing(self, device: int, stream: int | None = None) -> bool:
+        handle = self.current_stream(device) if stream is None else stream
+        with self.on_device(device):
+            return bool(library().emu_stream_capturing(handle))
+
+    def synchronize(self, device: int) -> None:
+        check(library().emu_device_synchronize(self._native[device]))
+
+    def run_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
+        """Calls ``function`` in the stream's order, as cudaLaunchHostFunc does."""
+        callback = HOST_FUNCTION(function)
+        # For good: a graph may call it any number of times, and the stream's thread may still be on
+        # its way out of it when this runtime has been let go.
+        _FUNCTIONS.append(callback)
+        with self.on_device(device):
+            check(library().emu_stream_run(stream, callback))
+
+    def call_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
+        """In the stream's order: a kernel of the interpreter is its launch."""
+        self.run_on_stream(device, stream, function)
+
+    def in_stream_order(self) -> InStreamOrder:
+        """Inside, torch's operations of this thread wait for its current streams, as on a GPU."""
+        return InStreamOrder(self._await_current_streams)
+
+    def _await_current_streams(self) -> None:
+        for device in range(self.devices):
+            self.record_event(device, self.current_stream(device)).synchronize()
+
+    # ---- graphs and kernels -----------------------------------------------------------------
+
+    @contextmanager
+    def capture(self, device: int = 0) -> Iterator[EmulatedGraph]:
+        """Inside, this thread's current stream is one that records a graph."""
+        stream, graph = self.make_stream(device), EmulatedGraph()
+        ended = ctypes.c_void_p()
+        with self.on_stream(stream):
+            check(library().emu_capture_begin(stream.handle))
+            try:
+                yield graph
+            finally:
+                result = library().emu_capture_end(stream.handle, ctypes.byref(ended))
+        check(result)
+        graph.handle = ended.value or 0
+
+    def replay(self, graph: EmulatedGraph, device: int = 0) -> None:
+        """Runs the graph once, in the order of this thread's current stream."""
+        with self.on_device(device):
+            check(library().emu_graph_launch(graph.handle, self.current_stream(device)))
+
+    def find_kernel(self, device: int, unit: str, name: str) -> EmulatedFunction:
+        handle = library().emulated_kernel(unit.encode(), name.encode())
+        if not handle:
+            raise UnsupportedError(f"emulated driver: no kernel {name} in unit {unit}")
+        return EmulatedFunction(handle, self.threads, self.blocks_per_multiprocessor)

@@ -1,0 +1,48 @@
+// Kernels that show what the emulator does; the library's own come from kernels.cpp.
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <thread>
+
+#include "tests/support/emulator/kernel.h"
+
+namespace {
+
+struct Words {
+  std::atomic<uint32_t>* word;
+  uint32_t amount;
+  uint32_t other;
+};
+
+Words words_of(const ringcomm::device::LaunchParams& params) {
+  Words words;
+  static_assert(sizeof(params) >= sizeof(words));
+  std::memcpy(static_cast<void*>(&words), static_cast<const void*>(&params), sizeof(words));
+  return words;
+}
+
+// Adds `amount` once per lane of every block.
+void add(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y, int lanes) {
+  const Words words = words_of(params);
+  words.word->fetch_add(words.amount * uint32_t(grid_x * grid_y * lanes));
+}
+
+// Waits until the word has reached `amount`, then adds `other`.
+void wait_then_add(const ringcomm::device::LaunchParams& params, int, int, int) {
+  const Words words = words_of(params);
+  while (words.word->load() < words.amount)
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  words.word->fetch_add(words.other);
+}
+
+constexpr EmulatedKernel kAdd{add};
+constexpr EmulatedKernel kWaitThenAdd{wait_then_add};
+
+}  // namespace
+
+extern "C" const EmulatedKernel* emu_test_kernel(const char* name) {
+  const std::string_view wanted(name);
+  return wanted == "add" ? &kAdd : wanted == "wait_then_add" ? &kWaitThenAdd : nullptr;
+}
