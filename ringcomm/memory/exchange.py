@@ -29,6 +29,8 @@ FORMAT_VERSION = 1
 # mostly arrive together, then less and less.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
+# In their order; a device's communicators have one more.
+STAGES = ("place", "heap", "ready")
 
 
 class Store(Protocol):
@@ -82,7 +84,7 @@ class HeapHandle:
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> HeapHandle:
         """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
-        record = _read_record(text, rank, operation)
+        record = read_record(text, rank, operation)
         values: dict[str, Any] = {}
         for field in fields(cls):
             value: Any = record.get(field.name)
@@ -104,7 +106,7 @@ def machine_identity() -> tuple[str, str, str]:
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
 
 
-def _read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
+def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except ValueError:
@@ -146,7 +148,7 @@ def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
             text = _look_up(meeting, f"{prefix}/{rank}")
             if text is not None:
                 texts[rank] = text
-                _read_record(texts[rank], rank, meeting.operation)
+                read_record(texts[rank], rank, meeting.operation)
                 missing.remove(rank)
         if not missing:
             return [texts[rank] for rank in range(meeting.world_size)]
@@ -165,7 +167,30 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _check_agreement(meeting: Meeting, mine: HeapHandle, theirs: HeapHandle, rank: int) -> None:
+class Announced(Protocol):
+    """What a handle says for all ranks to agree on."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def boot(self) -> str: ...
+    @property
+    def pid_namespace(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+
+
+def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: int) -> None:
+    """Checks what ``rank`` announced against what this rank did.
+
+    Raises:
+        MismatchError: the ranks disagree on world size or options.
+        UnsupportedError: two ranks cannot share memory; both places are named.
+    """
     operation = meeting.operation
     if theirs.rank != rank or theirs.world_size != mine.world_size:
         raise MismatchError(
@@ -214,8 +239,24 @@ class Exchange:
         operation = self._meeting.operation
         handles = [HeapHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
         for rank, theirs in enumerate(handles):
-            _check_agreement(self._meeting, mine, theirs, rank)
+            check_agreement(self._meeting, mine, theirs, rank)
         return handles
+
+    def everyone(self, stage: str, record: dict[str, Any]) -> list[bytes]:
+        """Posts ``record`` and returns what all ranks posted in this stage, by rank, as text.
+
+        Raises:
+            RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
+        """
+        _post(self._meeting, f"{self._prefix}/{stage}", record)
+        return _collect(self._meeting, f"{self._prefix}/{stage}")
+
+    def look_for_failures(self) -> None:
+        """Raises RendezvousError if a rank has failed; for waits in which peers post nothing."""
+        for rank in range(self._meeting.world_size):
+            text = _look_up(self._meeting, f"{self._prefix}/ready/{rank}")
+            if text is not None:
+                read_record(text, rank, self._meeting.operation)
 
     def confirm(self) -> None:
         """Says that this rank is ready and returns when all are; raises when one failed."""
@@ -225,7 +266,7 @@ class Exchange:
     def fail(self, error: BaseException) -> None:
         """Tells the peers that wait in either round that this rank cannot take part."""
         record = {"error": f"{type(error).__name__}: {error}"}
-        for stage in ("heap", "ready"):
+        for stage in STAGES:
             try:
                 _post(self._meeting, f"{self._prefix}/{stage}", record)
             except RuntimeError:

@@ -1,0 +1,207 @@
+"""Where the machine code of a kernel unit comes from.
+
+A build that had nvcc left binaries in the package (``ringcomm/_kernels``). Otherwise, or where
+they are of other sources or cover another GPU, NVRTC compiles the sources at first use, and the
+result is kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from ringcomm.errors import UnsupportedError
+from ringcomm.memory import kernel_units
+from ringcomm.memory.kernel_cache import KernelCache, default_folder
+from ringcomm.memory.kernel_units import OPTIONS, Target, UnitSource
+from ringcomm.memory.nvrtc import Nvrtc
+
+Capability = tuple[int, int]
+PREBUILT_FOLDER = Path(__file__).resolve().parent.parent / "_kernels"
+MANIFEST = "units.json"
+
+
+class Compiler(Protocol):
+    """What :class:`ringcomm.memory.nvrtc.Nvrtc` is; tests have another."""
+
+    identity: str
+
+    def architectures(self) -> Sequence[int]: ...
+
+    def compile(
+        self, text: str, name: str, headers: Mapping[str, str], options: Sequence[str]
+    ) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """The binaries that a build left in ``folder``, as its manifest describes them."""
+
+    folder: Path
+    compiler: str
+    targets: Sequence[Target]
+    sources: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Prebuilt | None:
+        """None if the build had no nvcc.
+
+        Raises:
+            UnsupportedError: the manifest is damaged.
+        """
+        path = folder / MANIFEST
+        try:
+            record = json.loads(path.read_text())
+            targets = [Target.parse(text) for text in record["targets"]]
+            return cls(folder, record["compiler"], targets, record["sources"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnsupportedError(
+                f"CUDA kernels: {path} is damaged: {type(error).__name__}: {error}. "
+                "Install ringcomm again"
+            ) from error
+
+    def target(self, source: UnitSource, capability: Capability) -> Target | None:
+        """What a device of ``capability`` would load of the unit's binary, if it can be used."""
+        # In a source tree, the sources may have changed since the binaries were built.
+        if self.sources.get(source.unit.name) != source.fingerprint():
+            return None
+        if not self._path(source).is_file():
+            return None
+        return kernel_units.best_target(self.targets, capability)
+
+    def load(self, source: UnitSource) -> bytes:
+        return self._path(source).read_bytes()
+
+    def _path(self, source: UnitSource) -> Path:
+        return self.folder / f"{source.unit.name}.fatbin"
+
+
+@dataclass(frozen=True)
+class KernelBuilder:
+    """Finds or compiles units.
+
+    Attributes:
+        root: holds the sources.
+        prebuilt: what the build left, if anything.
+        compiler: makes the compiler; called only when it is needed, and raises UnsupportedError
+            where there is none.
+        cache: keeps what was compiled.
+    """
+
+    root: Path
+    prebuilt: Prebuilt | None
+    compiler: Callable[[], Compiler]
+    cache: KernelCache
+
+    def load(self, unit: str, capability: Capability) -> bytes:
+        """As :func:`load_unit`."""
+        source = kernel_units.read_source(self.root, kernel_units.unit(unit))
+        if self.prebuilt is not None and self.prebuilt.target(source, capability) is not None:
+            return self.prebuilt.load(source)
+        compiler = self.compiler()
+        target = self._compiled_target(compiler, capability)
+        macros = [f"-D{macro}" for macro in source.unit.macros]
+        options = (*OPTIONS, f"-arch={target}", *macros)
+        key = [source.fingerprint(), compiler.identity, *options]
+        digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
+        return self.cache.get(
+            f"{unit}.{target}.{digest}",
+            lambda: compiler.compile(source.text, kernel_units.SOURCE, source.headers, options),
+        )
+
+    def load_all(self, units: Iterable[str], capability: Capability) -> dict[str, bytes]:
+        """As :func:`load_units`."""
+        names = list(units)
+        # NVRTC compiles in the calling thread, without Python's lock.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            codes = pool.map(lambda name: self.load(name, capability), names)
+            return dict(zip(names, codes, strict=True))
+
+    def describe(self, capability: Capability) -> str:
+        """As :func:`describe_source`."""
+        targets: set[Target | None] = {None}
+        stale = ""
+        if self.prebuilt is not None:
+            units = kernel_units.UNITS.values()
+            sources = [kernel_units.read_source(self.root, unit) for unit in units]
+            targets = {self.prebuilt.target(source, capability) for source in sources}
+            if None not in targets:
+                made = ", ".join(sorted(map(str, targets)))
+                return f"{made}, compiled with the package by {self.prebuilt.compiler}"
+            stale = "; the package's binaries are for other GPUs or of other sources"
+        compiler = self.compiler()
+        target = self._compiled_target(compiler, capability)
+        reason = self.cache.why_unusable()
+        kept = f"not kept: {reason}" if reason else f"kept in {self.cache.folder}"
+        return f"{target}, compiled by {compiler.identity} at first use, {kept}{stale}"
+
+    def _compiled_target(self, compiler: Compiler, capability: Capability) -> Target:
+        known = compiler.architectures()
+        target = kernel_units.compiler_target(known, capability)
+        if target is None:
+            raise UnsupportedError(
+                f"CUDA kernels: the GPU has compute capability {capability[0]}.{capability[1]}, "
+                f"and {compiler.identity} compiles for {', '.join(map(str, sorted(known)))} and "
+                "later ones: use an older CUDA toolkit, or a newer GPU"
+            )
+        return target
+
+
+@cache
+def _compiler() -> Compiler:
+    return Nvrtc()
+
+
+def _builder() -> KernelBuilder:
+    return KernelBuilder(
+        kernel_units.source_root(),
+        Prebuilt.read(PREBUILT_FOLDER),
+        _compiler,
+        KernelCache(default_folder()),
+    )
+
+
+def load_unit(unit: str, capability: Capability) -> bytes:
+    """Code of one unit that a device can load: a fatbin, a cubin, or PTX.
+
+    The first call on a machine may compile for seconds; ranks that call at once compile once.
+
+    Args:
+        unit: a name in :data:`ringcomm.memory.kernel_units.UNITS`.
+        capability: compute capability of the device, such as ``(9, 0)``.
+
+    Raises:
+        ArgumentError: there is no such unit.
+        UnsupportedError: nothing compiled covers the device, and it cannot be compiled: no CuPy,
+            no NVRTC, an architecture that NVRTC does not know, or an error of the compiler, of
+            which the first lines are shown.
+    """
+    return _builder().load(unit, capability)
+
+
+def load_units(units: Iterable[str], capability: Capability) -> dict[str, bytes]:
+    """Code of several units by name, as :func:`load_unit`; compiles on all cores at once.
+
+    Raises:
+        ArgumentError: as :func:`load_unit`.
+        UnsupportedError: as :func:`load_unit`, of the first unit that cannot be had.
+    """
+    return _builder().load_all(units, capability)
+
+
+def describe_source(capability: Capability) -> str:
+    """In words, where :func:`load_unit` takes kernels from; compiles none.
+
+    Raises:
+        UnsupportedError: as :func:`load_unit`.
+    """
+    return _builder().describe(capability)

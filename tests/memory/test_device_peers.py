@@ -1,0 +1,220 @@
+"""Peers' device heaps: handles, mappings, and their order of closing."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import pytest
+
+from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
+from ringcomm.memory import device_heap, device_peers, device_runtime
+from ringcomm.memory.device_peers import DeviceHandle, map_device_heap
+from tests.support.device_handles import MIB, await_all, handle_of, meet, text_of
+from tests.support.emulator import EmulatedRuntime
+from tests.support.emulator.library import COMPILER
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def runtime() -> Iterator[EmulatedRuntime]:
+    made = EmulatedRuntime(devices=3, memory_bytes=64 * MIB, unreachable=frozenset({(0, 2)}))
+    device_runtime.use(made)
+    yield made
+    device_heap.close_heaps()
+    assert made.allocated() == made.opened() == []
+    device_runtime.use(None)
+
+
+# ---- handles -------------------------------------------------------------------------------------
+
+
+def test_a_handle_travels_as_json(runtime):
+    handle = handle_of(device_heap.device_heap(1), rank=3, world=5)
+    assert DeviceHandle.from_json(text_of(handle).encode(), 3, "op") == handle
+    assert (handle.device, handle.uuid, handle.kind) == (1, "GPU-emulated-1", "emulated")
+    assert (handle.pid, handle.region_offset_bytes) == (os.getpid(), MIB)
+    assert len(bytes.fromhex(handle.ipc_handle)) == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token": -1}, "token of rank 3 to be an integer >= 0, got -1"),
+        ({"device": True}, "device of rank 3 to be an integer"),
+        ({"uuid": 5}, "uuid of rank 3 to be a string, got 5"),
+        ({"ipc_handle": "xyz"}, "ipc_handle of rank 3 to be hexadecimal digits"),
+        ({"pid": None}, "pid of rank 3"),
+        ({"version": 99}, "is not a version"),
+        ({"error": "no room"}, "rank 3 failed: no room"),
+    ],
+)
+def test_a_bad_handle_is_refused(runtime, changes, said):
+    text = text_of(handle_of(device_heap.device_heap(0)), **changes)
+    with pytest.raises(RendezvousError, match=said):
+        DeviceHandle.from_json(text.encode(), 3, "op")
+
+
+# ---- ranks of one process ------------------------------------------------------------------------
+
+
+def test_a_rank_on_the_same_device_needs_no_mapping(runtime):
+    heap = device_heap.device_heap(0)
+    mapped = map_device_heap(handle_of(heap), heap, "op")
+    assert (mapped.base_ptr, mapped.pid, mapped.heap) == (heap.base_ptr, 0, heap)
+    assert not runtime.peers
+
+
+def test_a_rank_on_another_device_is_reached_by_peer_access(runtime):
+    heap, other = device_heap.device_heap(0), device_heap.device_heap(1)
+    mapped = map_device_heap(handle_of(other), heap, "op")
+    assert (mapped.base_ptr, mapped.pid) == (other.base_ptr, 0)
+    assert runtime.peers == {(0, 1)}
+    assert runtime.opened() == []
+
+
+def test_devices_without_peer_access_are_both_named(runtime):
+    heap, other = device_heap.device_heap(0), device_heap.device_heap(2)
+    with pytest.raises(UnsupportedError) as raised:
+        map_device_heap(handle_of(other, rank=4, world=5), heap, "building")
+    text = str(raised.value)
+    for word in (
+        "building: device 0 (Emulated GPU at 0000:10:00.0) of this rank",
+        f"rank 4 (pid {os.getpid()}, device 2: Emulated GPU at 0000:12:00.0)",
+        "no peer access from 0 to 2",
+        "MIG",
+        "IOMMU",
+        "CUDA_VISIBLE_DEVICES",
+        "PID namespaces",
+    ):
+        assert word in text, text
+
+
+def test_what_cannot_be_mapped(runtime):
+    heap = device_heap.device_heap(0)
+    handle = replace(handle_of(heap), token=heap.token ^ 1)
+    with pytest.raises(RendezvousError, match="is in this process, which has no such heap"):
+        map_device_heap(handle, heap, "op")
+    with pytest.raises(MismatchError, match="kind 'cuda', this rank one of kind 'emulated'"):
+        map_device_heap(replace(handle, kind="cuda"), heap, "op")
+    elsewhere = replace(handle, pid=handle.pid + 1)
+    # The emulator, as CUDA, refuses its own process's handle whatever the record says.
+    with pytest.raises(UnsupportedError, match="invalid device context"):
+        map_device_heap(elsewhere, heap, "op")
+    without = replace(elsewhere, ipc_handle="", ipc_refusal="it said no")
+    with pytest.raises(UnsupportedError, match=r"cannot reach .*: it said no\. Usual causes"):
+        map_device_heap(without, heap, "op")
+
+
+def test_a_driver_without_ipc_serves_ranks_of_one_process(runtime, monkeypatch):
+    def refuse(device: int, ptr: int) -> bytes:
+        raise UnsupportedError("no IPC here")
+
+    monkeypatch.setattr(runtime, "export_handle", refuse)
+    heap = device_heap.device_heap(0)
+    handle = handle_of(heap)
+    assert (handle.ipc_handle, handle.ipc_refusal) == ("", "no IPC here")
+    assert map_device_heap(handle, heap, "op").base_ptr == heap.base_ptr
+
+
+# ---- ranks of several processes ------------------------------------------------------------------
+
+
+def _shares_mappings(store, rank, world):
+    runtime = EmulatedRuntime(devices=2)
+    device_runtime.use(runtime)
+    heap, second = device_heap.device_heap(0), device_heap.device_heap(1)
+    handles = meet(store, rank, world, heap)
+    first = [map_device_heap(handle, heap, "op") for handle in handles]
+    assert [mapped.pid for mapped in first] == [
+        0 if each == rank else handle.pid for each, handle in enumerate(handles)
+    ]
+    again = [map_device_heap(handle, heap, "op") for handle in handles]
+    assert len(runtime.opened()) == device_peers.opened_heaps() == world - 1
+    # Another device of this process has mappings of its own.
+    others = [map_device_heap(handle, second, "op") for handle in handles]
+    assert device_peers.opened_heaps() == 2 * (world - 1)
+    del first, others
+    gc.collect()
+    assert device_peers.opened_heaps() == world - 1
+    await_all(store, "mapped", world)
+    del again
+    gc.collect()
+    return len(runtime.opened())
+
+
+def test_a_heap_is_opened_once_and_closed_with_its_last_user():
+    assert run_ranks(_shares_mappings, 3) == [0, 0, 0]
+
+
+def _meets_an_impostor(store, rank, world):
+    device_runtime.use(EmulatedRuntime())
+    heap = device_heap.device_heap(0)
+    peer = meet(store, rank, world, heap)[1 - rank]
+    said = []
+    for wrong in (replace(peer, token=peer.token ^ 1), replace(peer, ipc_handle="00" * 64)):
+        try:
+            map_device_heap(wrong, heap, "op")
+        except (RendezvousError, UnsupportedError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    gc.collect()
+    assert device_peers.opened_heaps() == 0
+    await_all(store, "done", world)
+    return said
+
+
+def test_a_mapping_of_something_else_is_refused():
+    for said in run_ranks(_meets_an_impostor, 2):
+        assert "RendezvousError: op: what this process mapped is not the heap" in said[0]
+        assert "UnsupportedError: op: device 0" in said[1]
+        assert "cannot reach the memory of rank" in said[1]
+
+
+class Logs(EmulatedRuntime):
+    """Writes what it gives back to a file."""
+
+    log = Path()
+
+    def write_down(self, name: str) -> None:
+        with self.log.open("a") as file:
+            file.write(f"{name}\n")
+
+    def free(self, device: int, ptr: int) -> None:
+        self.write_down("free")
+        super().free(device, ptr)
+
+    def close_handle(self, device: int, ptr: int) -> None:
+        self.write_down("close")
+        super().close_handle(device, ptr)
+
+
+def _closes_in_order(store, rank, world, path):
+    runtime = Logs()
+    runtime.log = Path(path) / str(rank)
+    device_runtime.use(runtime)
+    heap = device_heap.device_heap(0)
+    globals()["kept"] = [map_device_heap(h, heap, "op") for h in meet(store, rank, world, heap)]
+    # A communicator's turn comes before both.
+    Finalize(None, runtime.write_down, ("communicator",), exitpriority=100)
+    child = os.fork()
+    if child == 0:
+        globals()["kept"].clear()
+        device_peers.close_mappings()
+        device_peers._inherited.clear()  # as the interpreter's end does
+        gc.collect()
+        device_heap.close_heaps()
+        os._exit(0)
+    os.waitpid(child, 0)
+    await_all(store, "mapped", world)
+
+
+def test_at_exit_mappings_are_closed_before_the_heap_and_a_forked_child_closes_none(tmp_path):
+    run_ranks(_closes_in_order, 2, str(tmp_path))
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text().split() == ["communicator", "close", "free"]

@@ -1,0 +1,100 @@
+"""Units and targets: which there are, what covers which GPU, and what a compilation reads."""
+
+import pytest
+
+from ringcomm.errors import UnsupportedError
+from ringcomm.memory import kernel_units
+from ringcomm.memory.kernel_units import PREBUILT, UNITS, Target, best_target, compiler_target
+from tests.support.fake_compiler import make_tree
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((7, 5), None),
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_80"),  # machine code serves later minor versions
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "compute_100"),  # the letter means that architecture only
+        ((12, 1), "compute_100"),
+    ],
+)
+def test_what_a_driver_would_load_of_the_package(capability, expected):
+    target = best_target(PREBUILT, capability)
+    assert (target and str(target)) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((7, 0), None),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "compute_86"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "compute_90"),
+    ],
+)
+def test_what_a_compiler_makes_for_a_device(capability, expected):
+    target = compiler_target((80, 86, 90), capability)
+    assert (target and str(target)) == expected
+
+
+@pytest.mark.parametrize("text", ["sm_80", "sm_90a", "sm_100a", "sm_103", "compute_121"])
+def test_a_target_reads_what_it_writes(text):
+    assert str(Target.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["sm_90", "compute_90a", "sm_9", "sm90", "", "sm_80 "])
+def test_what_is_no_target_is_refused(text):
+    with pytest.raises(ValueError, match="not a target"):
+        Target.parse(text)
+
+
+def test_there_is_a_unit_for_every_type_that_is_reduced():
+    floats = ["float32", "bfloat16", "float16", "float64"]
+    dtypes = [*floats, "uint8", "int8", "int16", "int32", "int64", "bool"]
+    assert list(UNITS) == ["move", *(f"reduce_{dtype}" for dtype in dtypes)]
+    assert "rc_all_reduce_bxor" in UNITS["reduce_int32"].kernels
+    assert "rc_all_reduce_bxor" not in UNITS["reduce_float32"].kernels
+
+
+def test_the_build_reads_the_units_line_by_line(capsys):
+    kernel_units.main(["units"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "move -DRINGCOMM_UNIT_MOVE"
+    assert len(lines) == len(UNITS)
+    with pytest.raises(SystemExit, match="expected options, targets, units or manifest"):
+        kernel_units.main(["nonsense"])
+
+
+def test_a_missing_header_is_said(tmp_path):
+    tree = make_tree(tmp_path)
+    (tree / "kernels/cuda/body.h").unlink()
+    with pytest.raises(UnsupportedError, match=r"header 'kernels/cuda/body\.h' is missing"):
+        kernel_units.read_source(tree, UNITS["move"])
+
+
+def test_a_header_of_two_names_is_refused(tmp_path):
+    """NVRTC knows headers by their names: it would read this one twice."""
+    tree = make_tree(tmp_path)
+    (tree / "kernels/cuda/body.h").write_text(
+        '#include "ringcomm/platform.h"\n#include "kernels/include/ringcomm/platform.h"\n'
+    )
+    with pytest.raises(UnsupportedError, match=r"as 'kernels/include/.* and as 'ringcomm/platf"):
+        kernel_units.read_source(tree, UNITS["move"])
+
+
+def test_fingerprints_keep_apart_what_runs_together():
+    def of(**headers):
+        return kernel_units.UnitSource(UNITS["move"], "text", headers).fingerprint()
+
+    assert len({of(), of(a="bc"), of(ab="c"), of(a="b", c=""), of(a="b", d="")}) == 5
+
+
+def test_sources_lie_in_the_tree():
+    root = kernel_units.source_root()
+    assert (root / kernel_units.SOURCE).is_file()
+    source = kernel_units.read_source(root, UNITS["move"])
+    assert "ringcomm/platform.h" in source.headers
