@@ -24,6 +24,8 @@ from ringcomm.errors import (
 )
 
 if TYPE_CHECKING:
+    from ringcomm import functional
+    from ringcomm import tl as tl
     from ringcomm.comm.communicator import Communicator
     from ringcomm.comm.functions import (
         all_gather,
@@ -130,9 +132,12 @@ _HOMES = {
     "ringcomm.memory.heap": ("empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("functional", "tl")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"ringcomm.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'ringcomm' has no attribute {name!r}")
@@ -142,7 +147,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_MODULES})
 
 
 __all__ = [
@@ -178,6 +183,7 @@ __all__ = [
     "broadcast_object_list",
     "destroy_process_group",
     "empty",
+    "functional",
     "gather",
     "gather_object",
     "get_global_rank",

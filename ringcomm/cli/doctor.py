@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ringcomm.cli import doctor_checks as checks
 from ringcomm.cli.doctor_checks import FAIL, Finding
+from ringcomm.cli.doctor_devices import check_devices
 
 _SHMEM_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -48,6 +49,7 @@ def examine() -> Iterable[Finding]:
     if native.verdict != FAIL:
         setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
         yield checks.check_heap(setting)
+        yield from check_devices()
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -28,6 +29,17 @@ class Membership:
     store: Store
     options: CommOptions
     heaps: tuple[MappedHeap, ...]
+
+
+class Turn:
+    """What surrounds a rank that runs as a thread beside others: on the host, nothing."""
+
+    def taken(self) -> AbstractContextManager[None]:
+        """Entered by the rank's thread."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """Called by the thread that started the ranks, once all have ended."""
 
 
 class Call:

@@ -56,6 +56,7 @@ class Site:
     """Where a check happens: the operation, the rank and the world, for messages."""
 
     __slots__ = ("op", "rank", "world_size")
+    algorithms = ALGORITHMS
 
     def __init__(self, op: str, rank: int, world_size: int) -> None:
         self.op = op
@@ -69,16 +70,10 @@ class Site:
         raise ArgumentError(f"{self}: {text}")
 
     def tensor(self, name: str, tensor: Any) -> int:
-        """Checks that it is a dense CPU tensor of a known dtype, and returns the dtype's code."""
+        """Checks that it is a dense tensor here, of a known dtype; returns the dtype's code."""
         if not isinstance(tensor, Tensor):
             self.fail(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if not tensor.is_cpu:
-            if tensor.is_cuda:
-                raise UnsupportedError(
-                    f"{self}: {name}: expected a CPU tensor, got one on {tensor.device}; this "
-                    "build moves CPU tensors only. Copy it with .cpu() first"
-                )
-            self.fail(f"{name}: expected a CPU tensor, got one on {tensor.device}")
+        self.place(name, tensor)
         if tensor.layout is not torch.strided:
             self.fail(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         code = DTYPE_CODES.get(tensor.dtype)
@@ -92,6 +87,14 @@ class Site:
                 f"{name}: expected a tensor with memory, got a {type(tensor).__name__} without"
             )
         return code
+
+    def place(self, name: str, tensor: Tensor) -> None:
+        """Checks that the tensor is where this communicator works."""
+        if not tensor.is_cpu:
+            self.fail(
+                f"{name}: expected a CPU tensor, got one on {tensor.device}. Build a communicator "
+                "with device= for tensors of a GPU, or copy it with .cpu()"
+            )
 
     def output(self, name: str, tensor: Any) -> int:
         """As :meth:`tensor`, for one that is written to."""
@@ -167,9 +170,10 @@ class Site:
         return rank
 
     def algorithm(self, algorithm: Any) -> int:
-        code = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+        known = self.algorithms
+        code = known.get(algorithm) if isinstance(algorithm, str) else None
         if code is None:
-            self.fail(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+            self.fail(f"algorithm: expected one of {', '.join(known)}, got {algorithm!r}")
         return code
 
     def reduction(self, op: Any, name: str, tensor: Tensor) -> Reduction:

@@ -104,9 +104,6 @@ class Coalesced(Reductions, Gathers):
         ]
         return self._joined("reduce_scatter_coalesced", calls, async_op)
 
-    def _site(self, op: str) -> Site:
-        return Site(op, self._rank, self._world_size)
-
     def _pairs(
         self, site: Site, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:

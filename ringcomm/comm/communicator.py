@@ -21,6 +21,7 @@ from ringcomm.comm.exchanges import Exchanges
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, where
+from ringcomm.memory.device_argument import find_device
 from ringcomm.memory.exchange import (
     Exchange,
     HeapHandle,
@@ -30,6 +31,8 @@ from ringcomm.memory.exchange import (
 )
 from ringcomm.memory.heap import no_room_error, process_heap
 from ringcomm.memory.peers import MappedHeap, map_heap
+
+Device = torch.device | str | int | None
 
 
 class Communicator(Coalesced, Exchanges, Messages):
@@ -47,6 +50,7 @@ class Communicator(Coalesced, Exchanges, Messages):
         timeout: timedelta | float | None = None,
         heap_bytes: int | None = None,
         options: CommOptions | None = None,
+        device: Device = None,
     ) -> Communicator:
         """Builds the communicator of all ranks that a launcher started.
 
@@ -57,6 +61,8 @@ class Communicator(Coalesced, Exchanges, Messages):
             timeout: how long to wait for peers, here and in every call; default 30 minutes.
             heap_bytes: capacity of the process's heap, if this is its first use.
             options: tunables; ``timeout`` wins over theirs.
+            device: None or "cpu" for CPU tensors; "cuda" (the current one of this process),
+                "cuda:1" or a torch.device for tensors of that GPU.
 
         Raises:
             ArgumentError: the variables contradict each other.
@@ -68,11 +74,17 @@ class Communicator(Coalesced, Exchanges, Messages):
         placement = read_environment()
         store = placement.store(options.timeout_s)
         return cls.from_store(
-            store, placement.rank, placement.world_size, heap_bytes=heap_bytes, options=options
+            store,
+            placement.rank,
+            placement.world_size,
+            heap_bytes=heap_bytes,
+            options=options,
+            device=device,
         )
 
+    # Keywords, most of them optional, as init_process_group() has them: no dataclass.
     @classmethod
-    def from_store(
+    def from_store(  # noqa: PLR0913
         cls,
         store: TorchStore,
         rank: int,
@@ -82,6 +94,7 @@ class Communicator(Coalesced, Exchanges, Messages):
         timeout: timedelta | float | None = None,
         heap_bytes: int | None = None,
         options: CommOptions | None = None,
+        device: Device = None,
     ) -> Communicator:
         """Builds a communicator of ``world_size`` ranks that share ``store``.
 
@@ -93,6 +106,8 @@ class Communicator(Coalesced, Exchanges, Messages):
             timeout: how long to wait for peers, here and in every call; default 30 minutes.
             heap_bytes: capacity of the process's heap, if this is its first use.
             options: tunables, equal on all ranks; ``timeout`` wins over theirs.
+            device: None or "cpu" for CPU tensors; "cuda", "cuda:1" or a torch.device for tensors of
+                that GPU.
 
         Raises:
             ArgumentError: a bad rank, world size or name.
@@ -107,7 +122,18 @@ class Communicator(Coalesced, Exchanges, Messages):
         Site(f"communicator {name!r}", rank, world_size).peer("rank", rank)
         options = _options(options, timeout)
         membership = Membership(name, rank, tuple(range(world_size)), store, options, ())
-        return cls._meet(membership, heap_bytes)
+        index = find_device(device, f"communicator {name!r}")
+        if index is None:
+            return cls._meet(membership, heap_bytes)
+        # Not at the top: that module is built on this one.
+        from ringcomm.comm.device_communicator import DeviceCommunicator
+
+        return DeviceCommunicator._meet_on(membership, index, heap_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of this communicator's calls are."""
+        return torch.device("cpu")
 
     @classmethod
     def _meet(cls, membership: Membership, heap_bytes: int | None = None) -> Communicator:
@@ -164,7 +190,7 @@ class Communicator(Coalesced, Exchanges, Messages):
             ArgumentError: a bad rank or name.
             RingcommError: as :meth:`from_store`.
         """
-        site = Site("new_group", self._rank, self._world_size)
+        site = self._site("new_group")
         members = sorted(site.peer("ranks", rank) for rank in ranks)
         if len(set(members)) != len(members) or not members:
             site.fail(f"ranks: expected distinct ranks and at least one, got {members}")
@@ -194,7 +220,14 @@ class Communicator(Coalesced, Exchanges, Messages):
             _options(self.options, timeout if timeout is not None else self.timeout),
             (),
         )
+        return self._rebuild(membership)
+
+    def _rebuild(self, membership: Membership) -> Communicator:
+        """A communicator of other ranks, where this one is."""
         return Communicator._meet(membership)
+
+    def _finish_host_side(self) -> None:
+        """Blocks until the results of earlier calls can be read on the host: they can."""
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divides the ranks: those of one ``color`` get a communicator of their own.
@@ -208,13 +241,15 @@ class Communicator(Coalesced, Exchanges, Messages):
         Returns:
             The communicator of this rank's colour; None when ``color`` is None.
         """
-        site = Site("split", self._rank, self._world_size)
+        site = self._site("split")
         for label, number in (("color", color), ("key", key)):
             if not (isinstance(number, int) or (label == "color" and number is None)):
                 site.fail(f"{label}: expected an integer, got {number!r}")
-        mine = torch.tensor([color is not None, color or 0, key], dtype=torch.int64)
-        everyone = torch.empty(self._world_size, 3, dtype=torch.int64)
+        entry = [color is not None, color or 0, key]
+        mine = torch.tensor(entry, dtype=torch.int64, device=self.device)
+        everyone = torch.empty(self._world_size, 3, dtype=torch.int64, device=self.device)
         self.all_gather_into_tensor(everyone.view(-1), mine)
+        self._finish_host_side()
         if color is None:
             return None
         rows: list[list[int]] = everyone.tolist()

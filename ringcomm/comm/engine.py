@@ -10,10 +10,15 @@ from multiprocessing.util import Finalize
 from typing import Any, cast
 from weakref import WeakSet
 
+import torch
+
 from ringcomm import _native
 from ringcomm.comm.call_queue import CallQueue
-from ringcomm.comm.calls import Call, Membership, Unusable
+from ringcomm.comm.calls import Call, Membership, Turn, Unusable
+from ringcomm.comm.checks import Site
 from ringcomm.comm.options import CommOptions, seconds_of
+from ringcomm.comm.reduce_ops import Reduction
+from ringcomm.comm.triton_calls import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.errors import (
     AbortedError,
@@ -59,6 +64,9 @@ class Engine:
         self._guard = threading.Lock()
         self._refuse: Callable[[str], RingcommError] | None = None
         self._closed = False
+        # None: the native kernels, on the quick paths too.
+        self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
+        self._triton: TritonEnd | None = None
         _close_at_exit()
         _live.add(self)
 
@@ -97,6 +105,11 @@ class Engine:
         self._native.timeout_ms = _milliseconds(timeout)
 
     @property
+    def launches(self) -> bool:
+        """True when calls are launched on a device, and not run by a thread of this process."""
+        return False
+
+    @property
     def aborted(self) -> bool:
         """True once a fault, :meth:`abort` or :meth:`close` on this rank made it unusable.
 
@@ -107,6 +120,38 @@ class Engine:
     def __repr__(self) -> str:
         state = " (unusable)" if self._refuse is not None else ""
         return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
+
+    def _site(self, op: str) -> Site:
+        """Checks the arguments of one call, and words what is wrong with them."""
+        return Site(op, self._rank, self._world_size)
+
+    def _use(
+        self,
+        site: Site,
+        kernels: str | None,
+        algorithm: str,
+        dtype: torch.dtype,
+        reduction: Reduction | None = None,
+    ) -> Use:
+        """What turns the native end into the one whose kernels a call asks for.
+
+        Raises:
+            ArgumentError, UnsupportedError: see :func:`check_kernels`.
+        """
+        kernels = kernels or self._kernels
+        if kernels is None or kernels == NATIVE:
+            return itself
+        check_kernels(site, kernels, algorithm, dtype, reduction)
+        if self._triton is None:
+            self._triton = self._make_triton(site)
+        return self._triton.of
+
+    def _make_triton(self, site: Site) -> TritonEnd:
+        return TritonEnd(HostTriton(self._core, self._membership, site), self._world_size)
+
+    def _own_turn(self) -> Turn:
+        """What surrounds this rank where it runs as a thread beside others."""
+        return Turn()
 
     def _start(self, call: Call, async_op: bool) -> Work | None:
         """Runs a checked call in its place in the order."""

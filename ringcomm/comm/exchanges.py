@@ -32,7 +32,7 @@ class Exchanges(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("broadcast", self._rank, self._world_size)
+        site = self._site("broadcast")
         root = site.peer("src", src)
         is_root = self._rank == root
         dtype = site.tensor("tensor", tensor) if is_root else site.output("tensor", tensor)
@@ -66,7 +66,7 @@ class Exchanges(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("scatter", self._rank, self._world_size)
+        site = self._site("scatter")
         root = site.peer("src", src)
         dtype = site.output("tensor", tensor)
         inputs: list[Tensor] = []
@@ -109,7 +109,7 @@ class Exchanges(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("all_to_all", self._rank, self._world_size)
+        site = self._site("all_to_all")
         outputs = site.tensors(
             "output_tensor_list", output_tensor_list, self._world_size, write=True
         )
@@ -168,7 +168,7 @@ class Exchanges(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("all_to_all_single", self._rank, self._world_size)
+        site = self._site("all_to_all_single")
         dtype = site.output("output", output)
         site.tensor("input", input)
         site.same_dtype("input", input, "output", output)

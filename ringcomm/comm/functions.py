@@ -206,11 +206,16 @@ def barrier(
     device_ids: Any = None,
     timeout: timedelta | float | None = None,
 ) -> Work | None:
-    """See :meth:`Communicator.barrier`; ``device_ids`` must be None, as for all CPU backends."""
+    """See :meth:`Communicator.barrier`.
+
+    ``device_ids`` is None, or a list of the one device that the group is on.
+    """
     communicator = communicator_of(group, "barrier")
-    if device_ids is not None:
+    index = communicator.device.index
+    if device_ids is not None and (index is None or list(device_ids) != [index]):
+        expected = "None on CPU" if index is None else f"None or [{index}]"
         raise ArgumentError(
             f"barrier on rank {communicator.rank} of {communicator.world_size}: device_ids: "
-            f"expected None on CPU, got {device_ids!r}"
+            f"expected {expected}, got {device_ids!r}"
         )
     return communicator.barrier(async_op, timeout=timeout)

@@ -18,7 +18,13 @@ class Gathers(Engine):
     """Gathering collectives of a communicator."""
 
     def all_gather_into_tensor(
-        self, output: Tensor, input: Tensor, async_op: bool = False, *, algorithm: str = "auto"
+        self,
+        output: Tensor,
+        input: Tensor,
+        async_op: bool = False,
+        *,
+        algorithm: str = "auto",
+        kernels: str | None = None,
     ) -> Work | None:
         """Gives every rank the ``input`` of all ranks, one after the other.
 
@@ -28,6 +34,7 @@ class Gathers(Engine):
                 of ``output``.
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
+            kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:
             ArgumentError: bad argument; no peer was disturbed.
@@ -48,6 +55,7 @@ class Gathers(Engine):
                 and output.is_contiguous()
                 and not async_op
                 and not self._queue.pending
+                and (kernels or self._kernels) is None
             )
             in_ptr = input.data_ptr()
             out_ptr = output.data_ptr()
@@ -73,10 +81,12 @@ class Gathers(Engine):
             if status:
                 raise self._fault("all_gather_into_tensor")
             return None
-        return self._start(self._all_gather_call(output, input, algorithm), async_op)
+        return self._start(self._all_gather_call(output, input, algorithm, kernels), async_op)
 
-    def _all_gather_call(self, output: Tensor, input: Tensor, algorithm: str) -> Call:
-        site = Site("all_gather_into_tensor", self._rank, self._world_size)
+    def _all_gather_call(
+        self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None
+    ) -> Call:
+        site = self._site("all_gather_into_tensor")
         dtype = site.tensor("input", input)
         site.output("output", output)
         site.same_dtype("output", output, "input", input)
@@ -90,10 +100,13 @@ class Gathers(Engine):
         if input.data_ptr() != output.data_ptr() + self._rank * in_bytes:
             site.apart("input", input, "output", output, "in place, input is output's own chunk")
 
+        use = self._use(site, kernels, algorithm, input.dtype)
+
         def run(native: _native.Comm) -> int:
-            return native.all_gather(
+            status: int = use(native).all_gather(
                 input.data_ptr(), output.data_ptr(), in_bytes, dtype, algorithm_code
             )
+            return status
 
         return Call("all_gather_into_tensor", run, [output])
 
@@ -115,7 +128,7 @@ class Gathers(Engine):
         return self._start(self._all_gather_list_call(tensor_list, tensor), async_op)
 
     def _all_gather_list_call(self, tensor_list: list[Tensor], tensor: Tensor) -> Call:
-        site = Site("all_gather", self._rank, self._world_size)
+        site = self._site("all_gather")
         dtype = site.tensor("tensor", tensor)
         outputs = site.tensors("tensor_list", tensor_list, self._world_size, write=True)
         self._check_gathered(site, "tensor_list", outputs, tensor)
@@ -166,7 +179,7 @@ class Gathers(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("gather", self._rank, self._world_size)
+        site = self._site("gather")
         root = site.peer("dst", dst)
         dtype = site.tensor("tensor", tensor)
         outputs: list[Tensor] = []

@@ -11,14 +11,17 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch.distributed import Store
 
-from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.environment import read_environment
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.memory import device_runtime
+from ringcomm.memory.device_argument import find_device
 
 
 class _NonMember:
@@ -43,7 +46,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _process: Communicator | None = None
-BACKENDS = (None, "ringcomm", "cpu:ringcomm")
+BACKENDS = (None, "ringcomm", "cpu:ringcomm", "cuda:ringcomm")
 
 
 @contextmanager
@@ -114,7 +117,8 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
     """Makes the default communicator of this process.
 
     Args:
-        backend: None or "ringcomm".
+        backend: None or "ringcomm"; "cuda:ringcomm" without ``device_id`` means this process's
+            current GPU.
         init_method: "env://", "tcp://HOST:PORT" or "file:///PATH"; None reads what the launcher
             set (torchrun, MPICH, Open MPI, Slurm), unless ``store`` is given.
         timeout: how long to wait for peers, here and in every call; default 30 minutes.
@@ -123,10 +127,12 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
         store: a torch store that all ranks reach, instead of ``init_method``.
         group_name: name of the default group; default "world".
         pg_options: tunables.
-        device_id: None or a CPU device.
+        device_id: whose tensors the group serves: None for the CPU's; a GPU as index, "cuda:1" or
+            torch.device.
 
     Raises:
         ArgumentError: contradictory or unusable arguments, or there is a default group already.
+        UnsupportedError: this process has no GPU; says why.
         RingcommError: as :meth:`Communicator.from_store`.
     """
     global _process
@@ -137,10 +143,7 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
         )
     if backend not in BACKENDS:
         raise ArgumentError(f'init_process_group: backend: expected "ringcomm", got {backend!r}')
-    if device_id is not None and "cpu" not in str(device_id):
-        raise ArgumentError(
-            f"init_process_group: device_id: expected a CPU device, got {device_id}"
-        )
+    device = _device_of_group(backend, device_id)
     options = pg_options or CommOptions()
     seconds = CommOptions(timeout=timeout).timeout_s if timeout is not None else options.timeout_s
     if store is None:
@@ -151,8 +154,27 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
             f"init_method=, got rank={rank}, world_size={world_size}, init_method={init_method!r}"
         )
     _process = Communicator.from_store(
-        store, rank, world_size, name=group_name or "world", timeout=timeout, options=options
+        store,
+        rank,
+        world_size,
+        name=group_name or "world",
+        timeout=timeout,
+        options=options,
+        device=device,
     )
+
+
+def _device_of_group(backend: str | None, device_id: Any) -> Device:
+    """The ``device`` of the default communicator, before any device is touched."""
+    if device_id is None:
+        return "cuda" if backend == "cuda:ringcomm" else None
+    on_cpu = find_device(device_id, "init_process_group") is None
+    if backend in ("cpu:ringcomm", "cuda:ringcomm") and on_cpu != (backend == "cpu:ringcomm"):
+        raise ArgumentError(
+            f"init_process_group: device_id: expected a device for backend {backend!r}, got "
+            f"{device_id!r}"
+        )
+    return cast(Device, device_id)
 
 
 def _find_store(
@@ -211,7 +233,7 @@ def new_group(
         pg_options: None.
         use_local_synchronization: either; only members ever take part.
         group_desc: part of the group's name.
-        device_id: None or a CPU device.
+        device_id: None or the device of the default group.
 
     Returns:
         A communicator, or ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not members.
@@ -221,13 +243,31 @@ def new_group(
         RingcommError: as :meth:`Communicator.from_store`.
     """
     parent = default_communicator("new_group")
-    if backend not in BACKENDS:
-        raise ArgumentError(f'new_group: backend: expected "ringcomm", got {backend!r}')
+    if backend not in (None, "ringcomm", f"{parent.device.type}:ringcomm"):
+        raise ArgumentError(
+            f'new_group: backend: expected "ringcomm", on the default group\'s device '
+            f"{parent.device}, got {backend!r}"
+        )
     if pg_options is not None:
         raise ArgumentError("new_group: pg_options: expected None; groups inherit the tunables")
+    _check_device_of_parent(parent, device_id)
     members = range(parent.world_size) if ranks is None else ranks
     made = parent.new_group(members, name=group_desc, timeout=timeout)
     return GroupMember.NON_GROUP_MEMBER if made is None else made
+
+
+def _check_device_of_parent(parent: Communicator, device_id: Any) -> None:
+    if device_id is None:
+        return
+    wanted = torch.device("cpu")
+    index = find_device(device_id, "new_group")
+    if index is not None:
+        wanted = device_runtime.current().torch_device(index)
+    if wanted != parent.device:
+        raise ArgumentError(
+            f"new_group on rank {parent.rank} of {parent.world_size}: device_id: expected None or "
+            f"the default group's device {parent.device}, got {device_id!r}"
+        )
 
 
 def get_rank(group: Group = None) -> int:

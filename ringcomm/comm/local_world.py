@@ -9,14 +9,19 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+import torch
+from torch import Tensor
 from torch.distributed import HashStore
 
-from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.calls import Turn
+from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
-from ringcomm.errors import AbortedError, ArgumentError
+from ringcomm.comm.reduce_ops import SUM
+from ringcomm.errors import AbortedError, ArgumentError, RingcommError, where
 
 T = TypeVar("T")
+_ONE_DEVICE = (str, int, torch.device, type(None))
 
 
 class LocalWorld(Sequence[Communicator]):
@@ -42,8 +47,9 @@ class LocalWorld(Sequence[Communicator]):
         """Calls ``fn(communicator, *args)`` on every rank at once, each in a thread.
 
         Inside, the module-level functions (``ringcomm.all_reduce`` and so on) use that
-        thread's communicator. When a rank raises, the communicators are aborted so that no
-        other rank waits for it.
+        thread's communicator; on a device each rank has a stream of its own, behind the caller's
+        and before the caller's later work. When a rank raises, the communicators are aborted so
+        that no other rank waits for it.
 
         Returns:
             The results by rank.
@@ -51,15 +57,108 @@ class LocalWorld(Sequence[Communicator]):
         Raises:
             BaseException: the first one that a rank raised.
         """
-        return _run_threads([_bind(fn, communicator, args) for communicator in self], self._abort)
+        turns = [communicator._own_turn() for communicator in self]
+        calls = [
+            _bind(fn, communicator, args, turn)
+            for communicator, turn in zip(self, turns, strict=True)
+        ]
+        results = _run_threads(calls, self._abort)
+        for turn in turns:
+            turn.rejoin()
+        return results
+
+    def all_reduce(
+        self, tensors: Sequence[Tensor], op: Any = SUM, *, algorithm: str = "auto"
+    ) -> None:
+        """:meth:`Communicator.all_reduce` of all ranks, from this thread.
+
+        On devices the ranks' calls become one launch per device, on the caller's current stream,
+        which may be captured in a graph; on the host each rank gets a thread.
+
+        Args:
+            tensors: of each rank, contiguous.
+            op: as there.
+            algorithm: as there.
+
+        Raises:
+            ArgumentError: bad argument of a rank, or tensors that differ; no rank was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        self._together("all_reduce", [(tensor, op) for tensor in tensors], algorithm)
+
+    def reduce_scatter_tensor(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: Any = SUM,
+        *,
+        algorithm: str = "auto",
+    ) -> None:
+        """:meth:`Communicator.reduce_scatter_tensor` of all ranks; see :meth:`all_reduce`."""
+        arguments = [(out, given, op) for out, given in zip(outputs, inputs, strict=True)]
+        self._together("reduce_scatter_tensor", arguments, algorithm)
+
+    def all_gather_into_tensor(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, algorithm: str = "auto"
+    ) -> None:
+        """:meth:`Communicator.all_gather_into_tensor` of all ranks; see :meth:`all_reduce`."""
+        arguments = list(zip(outputs, inputs, strict=True))
+        self._together("all_gather_into_tensor", arguments, algorithm)
+
+    def _together(self, name: str, arguments: list[tuple[Any, ...]], algorithm: str) -> None:
+        if len(arguments) != len(self):
+            raise ArgumentError(
+                f"{name}: expected tensors of {len(self)} ranks, got those of {len(arguments)}"
+            )
+        self._check_alike(name, arguments)
+        if not self[0].launches:
+
+            def call(communicator: Communicator) -> None:
+                getattr(communicator, name)(*arguments[communicator.rank], algorithm=algorithm)
+
+            self.run(call)
+            return
+        # Not at the top: the host path needs none of it.
+        from ringcomm.comm.device_batch import make_call, run_together
+
+        calls = [
+            make_call(communicator, name, each, algorithm)
+            for communicator, each in zip(self, arguments, strict=True)
+        ]
+        run_together(list(self), calls)
+
+    def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
+        """Refuses what the ranks would have to find out from each other, at the world's expense."""
+        for first, *others in zip(*arguments, strict=True):
+            if not isinstance(first, Tensor):
+                continue
+            for rank, other in enumerate(others, 1):
+                if isinstance(other, Tensor) and (
+                    other.numel() != first.numel() or other.dtype is not first.dtype
+                ):
+                    raise ArgumentError(
+                        f"{where(name, rank, len(self))}: expected tensors of equal size and dtype "
+                        f"on all ranks, got {_kind(first)} on rank 0 and {_kind(other)} on rank "
+                        f"{rank}. Give all ranks tensors alike"
+                    )
 
     def _abort(self, rank: int, error: BaseException) -> None:
         self[rank].abort(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Closes all communicators; a second call does nothing."""
+        """Closes all communicators; a second call does nothing.
+
+        Raises:
+            RingcommError: what closing raised first; all are closed nevertheless.
+        """
+        errors: list[RingcommError] = []
         for communicator in self:
-            communicator.close()
+            try:
+                communicator.close()
+            except RingcommError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> LocalWorld:
         return self
@@ -76,11 +175,15 @@ class LocalWorld(Sequence[Communicator]):
         self.close()
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _bind(
-    fn: Callable[..., T], communicator: Communicator, args: tuple[Any, ...]
+    fn: Callable[..., T], communicator: Communicator, args: tuple[Any, ...], turn: Turn
 ) -> Callable[[], T]:
     def call() -> T:
-        with thread_default(communicator):
+        with turn.taken(), thread_default(communicator):
             return fn(communicator, *args)
 
     return call
@@ -128,6 +231,7 @@ def local_world(
     timeout: timedelta | float | None = None,
     heap_bytes: int | None = None,
     options: CommOptions | None = None,
+    device: Device | Sequence[Device] = None,
 ) -> LocalWorld:
     """A world of ``n`` ranks in this process, one thread each; see :meth:`LocalWorld.run`.
 
@@ -136,18 +240,31 @@ def local_world(
         timeout: how long a call waits for its peers; default 30 minutes.
         heap_bytes: capacity of the process's heap, if this is its first use.
         options: tunables; ``timeout`` wins over theirs.
+        device: None for CPU tensors; one device for all ranks, or one for each. Ranks that share a
+            device (at most 8) run in one launch, so each call waits on the host until all of them
+            have made it.
 
     Raises:
-        ArgumentError: ``n`` is not a positive integer.
+        ArgumentError: ``n`` is not a positive integer, or there are not ``n`` devices.
         HeapError: no room for the heap or the communicators' regions in it.
     """
     if not isinstance(n, int) or n < 1:
         raise ArgumentError(f"local_world: expected the number of ranks, >= 1, got {n!r}")
     store = HashStore()
+    devices = [device] * n if isinstance(device, _ONE_DEVICE) else list(device)
+    if len(devices) != n:
+        raise ArgumentError(f"local_world: expected {n} devices, one per rank, got {len(devices)}")
 
     def build(rank: int) -> Communicator:
         return Communicator.from_store(
-            store, rank, n, name="local", timeout=timeout, heap_bytes=heap_bytes, options=options
+            store,
+            rank,
+            n,
+            name="local",
+            timeout=timeout,
+            heap_bytes=heap_bytes,
+            options=options,
+            device=devices[rank],
         )
 
     return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], _leave))

@@ -161,7 +161,7 @@ class Messages(Engine):
     def _post_send(
         self, op: str, tensor: Tensor, dst: int, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        site = Site(op, self._rank, self._world_size)
+        site = self._site(op)
         dtype = site.tensor("tensor", tensor)
         peer = self._other(site, "dst", dst)
         self._check_message(site, tag)
@@ -172,7 +172,7 @@ class Messages(Engine):
     def _post_recv(
         self, op: str, tensor: Tensor, src: int | None, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        site = Site(op, self._rank, self._world_size)
+        site = self._site(op)
         dtype = site.output("tensor", tensor)
         peer = ANY_SOURCE if src is None else self._other(site, "src", src)
         self._check_message(site, tag)

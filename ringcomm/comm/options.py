@@ -31,14 +31,27 @@ class CommOptions:
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
-        segment_bytes: the pipelined piece of a chunk; a multiple of 64, or 0 for the size that
-            suits the world.
+        segment_bytes: the pipelined piece of a chunk (on a device: of a channel's part of it); a
+            multiple of 64, or 0 for the size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
+        channels: of a communicator on a device: blocks per collective, or 0 for as many as suit
+            the device and the ranks that share it.
+        packet_bytes: of a communicator on a device: the largest message that may go as packets; a
+            multiple of 64, or 0 for none.
+        copy_bytes: of a communicator on a device: what the copy engines stage at a time; a
+            multiple of 64, or 0 to do without ``algorithm="copy"``.
+        kernels: "native", or "triton" for the collectives that have Triton kernels
+            (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
+            ``kernels`` goes before it. On the host they run in Triton's interpreter.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT
     segment_bytes: int = 0
     slots: int = 4
+    channels: int = 0
+    packet_bytes: int = 32 << 10
+    copy_bytes: int = 0
+    kernels: str = "native"
 
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
@@ -46,6 +59,15 @@ class CommOptions:
             raise ArgumentError(
                 f"segment_bytes: expected 0 or a multiple of 64, got {self.segment_bytes}"
             )
+        for name in ("packet_bytes", "copy_bytes"):
+            if getattr(self, name) < 0 or getattr(self, name) % 64:
+                raise ArgumentError(
+                    f"{name}: expected 0 or a multiple of 64, got {getattr(self, name)}"
+                )
+        if self.kernels not in ("native", "triton"):
+            raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
+        if self.channels < 0:
+            raise ArgumentError(f"channels: expected 0 or more, got {self.channels}")
         if self.slots < 2 or self.slots & (self.slots - 1):
             raise ArgumentError(f"slots: expected a power of two >= 2, got {self.slots}")
 

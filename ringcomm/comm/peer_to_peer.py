@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import root_of
 from ringcomm.comm.groups import Group, communicator_of
+from ringcomm.comm.message_rounds import Letter, exchange, rounds
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 
@@ -115,15 +116,57 @@ class P2POp:
         key: dict[str, Any] = {"group_dst" if self.op is isend else "group_src": self.group_peer}
         return self.op(self.tensor, self.peer, self.group, self.tag, **key)
 
+    def letter(self, communicator: Communicator) -> Letter:
+        """Of a communicator on a device: what is to be launched, checked as :meth:`start` does."""
+        is_send = self.op is isend
+        name = "isend" if is_send else "irecv"
+        if is_send:
+            peer: int | None = root_of(communicator, name, "dst", self.peer, self.group_peer)
+        else:
+            peer = _source(communicator, name, self.peer, self.group_peer)
+        # A communicator on a device has this method, one on the host does not.
+        check = cast(Any, communicator).check_letter
+        checked: int = check(name, self.tensor, peer, self.tag, write=not is_send)
+        return Letter(communicator, self.tensor, checked, self.tag, is_send)
+
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Posts all of them, in any order on the peers, and returns their Works in this order.
 
+    On devices the messages of a communicator with one tag are one launch, in which none waits for
+    another; further messages each way with the same rank follow in further launches.
+
     Raises:
-        ArgumentError: the list is empty or holds something else than P2POp.
+        ArgumentError: the list is empty or holds something else than P2POp, or a bad argument of
+            one of them; no message between devices was sent then.
+        RingcommError: a fault; see ``ringcomm.errors``.
     """
     if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise ArgumentError(
             f"batch_isend_irecv: expected a non-empty list of P2POp, got {p2p_op_list!r}"
         )
-    return [op.start() for op in p2p_op_list]
+    communicators = [communicator_of(op.group, "batch_isend_irecv") for op in p2p_op_list]
+    letters = {
+        index: op.letter(communicator)
+        for index, (op, communicator) in enumerate(zip(p2p_op_list, communicators, strict=True))
+        if communicator.launches
+    }
+    works = {index: op.start() for index, op in enumerate(p2p_op_list) if index not in letters}
+    works |= _launch(letters)
+    return [works[index] for index in range(len(p2p_op_list))]
+
+
+def _launch(letters: dict[int, Letter]) -> dict[int, Work]:
+    """The Works of messages between devices, under the same keys."""
+    keys, in_order = list(letters), list(letters.values())
+    works: dict[int, Work] = {}
+    for launch in rounds(in_order):
+        work = exchange([in_order[index] for index in launch])
+        for index in launch:
+            letter = in_order[index]
+            works[keys[index]] = (
+                work.part("isend", [], None)
+                if letter.is_send
+                else work.part("irecv", [letter.tensor], letter.peer)
+            )
+    return works

@@ -130,11 +130,13 @@ QUICK_REDUCTIONS: dict[int, tuple[int, dict[torch.dtype, int]]] = {
 QUICK_MOVES: dict[torch.dtype, tuple[int, int]] = {
     dtype: (code, dtype.itemsize) for dtype, code in DTYPE_CODES.items() if not dtype.is_complex
 }
-ALGORITHMS = _native.ALGORITHMS
+DEVICE_ALGORITHMS = _native.ALGORITHMS
+ALGORITHMS = {name: DEVICE_ALGORITHMS[name] for name in ("auto", "direct", "ring")}
 SUM = ReduceOp.SUM
 
 __all__ = [
     "ALGORITHMS",
+    "DEVICE_ALGORITHMS",
     "DTYPE_CODES",
     "DTYPE_NAMES",
     "QUICK_MOVES",

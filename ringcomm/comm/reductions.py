@@ -12,7 +12,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.calls import Call
-from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
+from ringcomm.comm.checks import put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
 from ringcomm.comm.reduce_ops import ALGORITHMS, QUICK_REDUCTIONS, SUM
 from ringcomm.comm.work import Work
@@ -24,7 +24,13 @@ class Reductions(Engine):
     """Reducing collectives of a communicator."""
 
     def all_reduce(
-        self, tensor: Tensor, op: Any = SUM, async_op: bool = False, *, algorithm: str = "auto"
+        self,
+        tensor: Tensor,
+        op: Any = SUM,
+        async_op: bool = False,
+        *,
+        algorithm: str = "auto",
+        kernels: str | None = None,
     ) -> Work | None:
         """Combines ``tensor`` of all ranks element by element, in place.
 
@@ -33,6 +39,7 @@ class Reductions(Engine):
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
+            kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:
             ArgumentError: bad argument; no peer was disturbed.
@@ -49,6 +56,7 @@ class Reductions(Engine):
                 and tensor.is_contiguous()
                 and not async_op
                 and not self._queue.pending
+                and (kernels or self._kernels) is None
             )
             ptr = tensor.data_ptr()
             algorithm_code = ALGORITHMS[algorithm]
@@ -62,18 +70,21 @@ class Reductions(Engine):
             if status:
                 raise self._fault("all_reduce")
             return None
-        return self._start(self._all_reduce_call(tensor, op, algorithm), async_op)
+        return self._start(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
 
-    def _all_reduce_call(self, tensor: Tensor, op: Any, algorithm: str) -> Call:
-        site = Site("all_reduce", self._rank, self._world_size)
+    def _all_reduce_call(
+        self, tensor: Tensor, op: Any, algorithm: str, kernels: str | None = None
+    ) -> Call:
+        site = self._site("all_reduce")
         dtype = site.output("tensor", tensor)
         reduction = site.reduction(op, "tensor", tensor)
         algorithm_code = site.algorithm(algorithm)
+        use = self._use(site, kernels, algorithm, tensor.dtype, reduction)
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor)
             ptr = dense.data_ptr()
-            status = native.all_reduce(
+            status: int = use(native).all_reduce(
                 ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, algorithm_code
             )
             put_back(tensor, dense)
@@ -90,7 +101,7 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("reduce", self._rank, self._world_size)
+        site = self._site("reduce")
         dtype = site.output("tensor", tensor)
         reduction = site.reduction(op, "tensor", tensor)
         root = site.peer("dst", dst)
@@ -115,6 +126,7 @@ class Reductions(Engine):
         async_op: bool = False,
         *,
         algorithm: str = "auto",
+        kernels: str | None = None,
     ) -> Work | None:
         """Combines ``input`` of all ranks; rank r gets the r-th of world_size equal chunks.
 
@@ -124,6 +136,7 @@ class Reductions(Engine):
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
+            kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:
             ArgumentError: bad argument; no peer was disturbed.
@@ -144,6 +157,7 @@ class Reductions(Engine):
                 and input.is_contiguous()
                 and not async_op
                 and not self._queue.pending
+                and (kernels or self._kernels) is None
             )
             out_ptr = output.data_ptr()
             in_ptr = input.data_ptr()
@@ -169,10 +183,19 @@ class Reductions(Engine):
             if status:
                 raise self._fault("reduce_scatter_tensor")
             return None
-        return self._start(self._reduce_scatter_call(output, input, op, algorithm), async_op)
+        return self._start(
+            self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
+        )
 
-    def _reduce_scatter_call(self, output: Tensor, input: Tensor, op: Any, algorithm: str) -> Call:
-        site = Site("reduce_scatter_tensor", self._rank, self._world_size)
+    def _reduce_scatter_call(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any,
+        algorithm: str,
+        kernels: str | None = None,
+    ) -> Call:
+        site = self._site("reduce_scatter_tensor")
         dtype = site.output("output", output)
         site.tensor("input", input)
         site.same_dtype("input", input, "output", output)
@@ -188,8 +211,10 @@ class Reductions(Engine):
         if out_ptr != in_ptr + self._rank * size_bytes(output):
             site.apart("output", output, "input", input, "in place, output is input's own chunk")
 
+        use = self._use(site, kernels, algorithm, input.dtype, reduction)
+
         def run(native: _native.Comm) -> int:
-            return native.reduce_scatter(
+            status: int = use(native).reduce_scatter(
                 input.data_ptr(),
                 output.data_ptr(),
                 count_elems,
@@ -198,6 +223,7 @@ class Reductions(Engine):
                 reduction.factor,
                 algorithm_code,
             )
+            return status
 
         return Call("reduce_scatter_tensor", run, [output])
 
@@ -217,7 +243,7 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = Site("reduce_scatter", self._rank, self._world_size)
+        site = self._site("reduce_scatter")
         dtype = site.output("output", output)
         inputs = site.tensors("input_list", input_list, self._world_size)
         reduction = site.reduction(op, "output", output)

@@ -254,7 +254,8 @@ def test_the_default_group_of_a_process(tmp_path):
     dist.destroy_process_group()
     for bad in (
         {"backend": "gloo"},
-        {"device_id": torch.device("cuda:0")},
+        {"device_id": "everywhere"},
+        {"backend": "cuda:ringcomm", "device_id": "cpu"},
         {"store": store},
         {"store": store, "rank": 0, "world_size": 1, "init_method": "env://"},
         {"init_method": "file://"},

@@ -169,7 +169,14 @@ def test_timeout_can_be_read_and_set(worlds):
 
 
 def test_options_are_checked():
-    for bad in ({"segment_bytes": 100}, {"segment_bytes": -64}, {"slots": 3}, {"slots": 1}):
+    wrong: list[dict[str, Any]] = [
+        {"segment_bytes": 100},
+        {"segment_bytes": -64},
+        {"slots": 3},
+        {"slots": 1},
+        {"kernels": "cuda"},
+    ]
+    for bad in wrong:
         with pytest.raises(ArgumentError, match="expected"):
             CommOptions(**bad)
     with pytest.raises(ArgumentError, match="local_world"):

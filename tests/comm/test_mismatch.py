@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import MismatchError
+from ringcomm import ArgumentError, MismatchError
 
 ReduceOp = torch.distributed.ReduceOp
 T = torch.ones
@@ -90,6 +90,15 @@ def test_mismatch_among_many_reaches_all():
 
     world.run(body)
     world.close()
+
+
+@pytest.mark.parametrize("other", [T(65), T(64).int()], ids=["size", "dtype"])
+def test_tensors_of_all_ranks_from_one_thread_that_differ(other):
+    """One look finds out, so nobody starts the call and the communicators stay usable."""
+    with ringcomm.local_world(2, timeout=30) as world:
+        with pytest.raises(ArgumentError, match=r"all_reduce on rank 1 of 2: .* 64 elements of fl"):
+            world.all_reduce([T(64), other])
+        world.all_reduce([T(64), T(64)])
 
 
 def test_two_roots_are_named_at_the_next_call():

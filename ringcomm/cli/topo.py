@@ -1,0 +1,221 @@
+"""``ringcomm topo``: what connects the GPUs, and what ringcomm makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from ringcomm.cli.launch import available_cores
+from ringcomm.comm.topology import LEVELS, Connection, Gpu, Topology, plain_name
+from ringcomm.comm.topology_file import load, save, to_json
+from ringcomm.comm.topology_nvml import read_machine
+from ringcomm.comm.topology_plan import Plan, host_plan, plan, rings_gbps
+from ringcomm.errors import ArgumentError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", help="read a recorded topology instead of this machine's")
+    parser.add_argument("--save", metavar="FILE", help="record the topology as JSON")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--ranks", type=int, help="plan for so many ranks, dealt out to the GPUs (default: 1 each)"
+    )
+    which.add_argument(
+        "--placement",
+        metavar="GPU,GPU,...",
+        help="the GPU of each rank: its number in the matrix, its UUID or its PCI bus id",
+    )
+    parser.add_argument("--json", action="store_true", help="print topology and plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints matrix, rings and algorithm; returns 2 for a file or placement that makes no sense.
+
+    A machine without a GPU is no error: its ranks run on CPUs, and the plan is theirs.
+    """
+    try:
+        topology = load(args.file) if args.file else read_machine()
+        placements = _placements(topology, args)
+        if args.save:
+            save(topology, args.save)
+    except ArgumentError as error:
+        print(f"ringcomm topo: {error}", file=sys.stderr)
+        return 2
+    chosen = plan(topology, placements) if topology.gpus else host_plan(len(placements))
+    gbps = rings_gbps(topology, placements, chosen.rings)
+    if args.json:
+        whole = {
+            "topology": json.loads(to_json(topology)),
+            "placements": placements,
+            "plan": asdict(chosen),
+            "rings_gbps": gbps,
+        }
+        print(json.dumps(whole, indent=1))
+    else:
+        lines = _machine_lines(topology)
+        lines += [] if args.file else _order_note(topology, os.environ)
+        lines += ["", *_plan_lines(topology, placements, chosen, gbps)]
+        print("\n".join(lines))
+    return 0
+
+
+def visible_devices(topology: Topology, environment: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs (or MIG instances) that a CUDA process would see, in its order.
+
+    ``CUDA_VISIBLE_DEVICES`` holds numbers or beginnings of UUIDs, and ends at the first that does
+    not exist (CUDA C++ Programming Guide, "CUDA Environment Variables"). NVML does not heed it.
+    Numbers are taken by PCI bus id, which is CUDA's order too unless models differ.
+    """
+    everything = [
+        name for gpu in topology.gpus for name in (gpu.mig_instances or (gpu.pci_bus_id,))
+    ]
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return everything
+    found: list[str] = []
+    for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
+        name = _visible_device(topology, word.strip())
+        if name is None:
+            break
+        if name in found:
+            return []  # CUDA takes a repetition for an error and shows no device
+        found.append(name)
+    return found
+
+
+def _visible_device(topology: Topology, word: str) -> str | None:
+    if word.isdecimal():
+        if int(word) >= len(topology.gpus):
+            return None
+        gpu = topology.gpus[int(word)]
+        return gpu.mig_instances[0] if gpu.mig_instances else gpu.pci_bus_id
+    prefix = plain_name(word)
+    for gpu in topology.gpus if prefix else ():
+        for instance in gpu.mig_instances:
+            if plain_name(instance).startswith(prefix):
+                return instance
+        if plain_name(gpu.uuid).startswith(prefix):
+            return gpu.pci_bus_id
+    return None
+
+
+def _order_note(topology: Topology, environment: Mapping[str, str]) -> list[str]:
+    words = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = any(word.strip().isdecimal() for word in words)
+    models = {gpu.name for gpu in topology.gpus}
+    if numbers and len(models) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return [
+            "note: CUDA numbers GPUs of different models by speed, this page by PCI bus id; with "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or UUIDs in CUDA_VISIBLE_DEVICES, both agree"
+        ]
+    return []
+
+
+def _placements(topology: Topology, args: argparse.Namespace) -> list[str | None]:
+    """The GPU of each rank; None for ranks on CPUs.
+
+    Raises:
+        ArgumentError: a GPU is not there, or the number of ranks is not positive.
+    """
+    if args.ranks is not None and args.ranks < 1:
+        raise ArgumentError(f"--ranks: expected at least 1, got {args.ranks}")
+    if args.placement:
+        return [_named_device(topology, word.strip()) for word in args.placement.split(",")]
+    devices = visible_devices(topology, {} if args.file else os.environ)
+    if topology.gpus and not devices:
+        raise ArgumentError(
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} leaves none of the "
+            f"{len(topology.gpus)} GPUs to be seen; unset it, or give --placement"
+        )
+    if not devices:
+        return [None] * (args.ranks or available_cores())
+    return [devices[rank % len(devices)] for rank in range(args.ranks or len(devices))]
+
+
+def _named_device(topology: Topology, word: str) -> str:
+    if word.isdecimal() and int(word) < len(topology.gpus):
+        return topology.gpus[int(word)].pci_bus_id
+    if not word.isdecimal() and topology.find(word):
+        return word
+    have = f"GPUs 0 to {len(topology.gpus) - 1}" if topology.gpus else topology.absent or "no GPU"
+    raise ArgumentError(f"--placement: there is no GPU {word!r} here; there is: {have}")
+
+
+def _machine_lines(topology: Topology) -> list[str]:
+    if not topology.gpus:
+        return [f"no NVIDIA GPU to be seen here: {topology.absent or 'the machine has none'}"]
+    driver = f", driver {topology.driver}" if topology.driver else ""
+    lines = [f"{topology.machine or 'machine'}: {len(topology.gpus)} GPUs{driver}", ""]
+    lines += _matrix(topology)
+    lines += ["", *_legend(topology), ""]
+    lines += [f"GPU{index}  {_describe(gpu)}" for index, gpu in enumerate(topology.gpus)]
+    return lines + [f"note: {note}" for note in topology.notes]
+
+
+def _describe(gpu: Gpu) -> str:
+    parts = [gpu.name or "unknown model", gpu.pci_bus_id, gpu.uuid]
+    parts += [f"NUMA node {gpu.numa_node}"] if gpu.numa_node is not None else []
+    parts += [f"CPUs {gpu.cpus}"] if gpu.cpus else []
+    parts += [f"PCIe {gpu.pcie[0]}.0 x{gpu.pcie[1]}"] if gpu.pcie else []
+    parts += [f"MIG: {', '.join(gpu.mig_instances) or 'no instance'}"] if gpu.mig else []
+    return "  ".join(parts)
+
+
+def _cell(connection: Connection) -> str:
+    kinds = {"nvlink": f"NV{connection.links.count}", "nvswitch": f"NVS{connection.links.count}"}
+    if connection.kind in kinds:
+        gbps = connection.links.gbps
+        return f"{kinds[connection.kind]} {gbps:g}" if gbps else f"{kinds[connection.kind]} ?"
+    return (connection.level or "?") + "!" * (connection.kind == "refused")
+
+
+def _matrix(topology: Topology) -> list[str]:
+    names = [f"GPU{index}" for index in range(len(topology.gpus))]
+    rows = [["", *names]]
+    for name, one in zip(names, topology.gpus, strict=True):
+        cells = [
+            "X" if one is other else _cell(topology.connection(one, other))
+            for other in topology.gpus
+        ]
+        rows.append([name, *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return [line.rstrip() for line in padded]
+
+
+def _legend(topology: Topology) -> list[str]:
+    """Of the words that the matrix uses."""
+    connections = [each for _, _, each in topology.connections()]
+    kinds = {each.kind for each in connections}
+    through = {each.level for each in connections if each.kind in ("pcie", "refused")}
+    words = {
+        "NV# B": "# NVLinks from one to the other, B GB/s per direction" * ("nvlink" in kinds),
+        "NVS# B": "# NVLinks to NVSwitches, B GB/s per direction" * ("nvswitch" in kinds),
+        **{level: f"PCIe through {LEVELS[level]}" * (level in through) for level in LEVELS},
+        "!": "neither can access the other's memory" * ("refused" in kinds),
+        "?": "not known" * ("unknown" in kinds),
+    }
+    return [f"{word:<6}  {meaning}" for word, meaning in words.items() if meaning]
+
+
+def _plan_lines(
+    topology: Topology, placements: Sequence[str | None], chosen: Plan, gbps: float | None
+) -> list[str]:
+    if topology.gpus:
+        numbers = {gpu.pci_bus_id: index for index, gpu in enumerate(topology.gpus)}
+        found = [topology.find(name or "") for name in placements]
+        where = " ".join(f"{rank}:GPU{numbers[g.pci_bus_id]}" for rank, g in enumerate(found) if g)
+    else:
+        where = f"{len(placements)} on CPUs"
+    lines = [f"ranks      {where}"]
+    for index, ring in enumerate(chosen.rings):
+        lines.append(f"ring {index:<5} {' -> '.join(map(str, (*ring, ring[0])))}")
+    if gbps:
+        lines.append(f"rings      {gbps:g} GB/s per direction, by the links' data rate")
+    return [*lines, f"algorithm  {chosen.algorithm}: {chosen.reason}"]

@@ -1,0 +1,258 @@
+"""One rank's end of a communicator on a device: its region, its words, its faults, its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+from ringcomm import _native
+from ringcomm.comm.calls import Membership
+from ringcomm.comm.device_retired import Peer, end_stay, retire
+from ringcomm.comm.device_watch import Watched, unwatch, watch
+from ringcomm.errors import UnsupportedError, where
+from ringcomm.memory import device_runtime
+from ringcomm.memory.device_blocks import DeviceBlock, DeviceHeap
+from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap
+from ringcomm.memory.device_runtime import DeviceRuntime
+
+# A word of the protocol that is up.
+RAISED = (1).to_bytes(4, "little")
+# Staging of one rank, and the pieces that it is cut into; the 256 lanes of a block move 32 KiB in a
+# turn.
+# Choices, not swept.
+STAGING_BYTES = 64 << 20
+SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
+
+__all__ = ["DeviceCore"]
+
+
+@cache
+def _driver(library: str) -> _native.Driver:
+    return _native.Driver(library)
+
+
+def _driver_of(runtime: DeviceRuntime, operation: str) -> _native.Driver:
+    try:
+        return _driver(runtime.driver_library)
+    except RuntimeError as error:
+        raise UnsupportedError(f"{operation}: {error}") from error
+
+
+def _find(device: int, unit: str, name: str) -> int:
+    # Not bound to a communicator: the native object keeps it, and a cycle would keep both.
+    return device_runtime.current().find_kernel(device, unit, name).handle
+
+
+def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
+    """The segment with which a rank's slots take about STAGING_BYTES; see layout.h."""
+    message_channels = min(channels, _native.MESSAGE_CHANNELS)
+    slot_sets = channels * (world_size + 1) + message_channels * world_size
+    share_bytes = STAGING_BYTES // (slot_sets * slots) // SMALLEST_SEGMENT_BYTES
+    whole_bytes = share_bytes * SMALLEST_SEGMENT_BYTES
+    return max(SMALLEST_SEGMENT_BYTES, min(whole_bytes, LARGEST_SEGMENT_BYTES))
+
+
+class DeviceCore:
+    """What the engine drives; has the methods of the native host communicator that it uses.
+
+    Args:
+        heap: of this rank's device.
+        membership: who takes part, with which options.
+        channels: blocks per collective.
+        family: "direct" or "ring", what "auto" means for large messages.
+        stay: of this rank; ends with :meth:`close`.
+
+    Attributes:
+        region: offset in the heap and size, in bytes.
+    """
+
+    def __init__(
+        self, heap: DeviceHeap, membership: Membership, channels: int, family: str, stay: int
+    ) -> None:
+        options = membership.options
+        world_size = len(membership.ranks)
+        operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
+        self.heap = heap
+        self.runtime = heap.runtime
+        self.device = heap.device
+        self.rank = membership.rank
+        self.world_size = world_size
+        self.native = _native.DeviceComm(
+            _driver_of(self.runtime, operation),
+            rank_of=(membership.rank, world_size),
+            staging=(
+                channels,
+                options.slots,
+                options.segment_bytes or _segment_bytes(world_size, channels, options.slots),
+            ),
+            extra=(options.packet_bytes, options.copy_bytes),
+            timeout_ms=round(options.timeout_s * 1000),
+            family=_native.ALGORITHMS[family],
+            find_kernel=partial(_find, self.device),
+        )
+        block = heap.allocate(self.native.region_bytes, operation)
+        # Its space is used again when nothing refers to it any more; see close().
+        self._block: DeviceBlock | None = block
+        self._ptr = block.ptr
+        self.region = block.offset_bytes, self.native.region_bytes
+        self.runtime.write(self.device, self._ptr, self.native.words())
+        with self.runtime.on_device(self.device):
+            self._page = self.runtime.allocate_pinned(_native.HOST_PAGE_BYTES)
+        self._regions: list[int] = []
+        self._mapped: Sequence[MappedDeviceHeap] = ()
+        self._watched: Watched | None = None
+        self._stay = stay
+        self._peers: list[Peer] | None = None
+        # An abort must not write into a region that is somebody else's meanwhile.
+        self._guard = threading.Lock()
+        self._aborted = False
+
+    @property
+    def layout(self) -> str:
+        """What must be equal on all ranks, in words."""
+        native = self.native
+        return (
+            f"segment_bytes={native.segment_bytes}, slots={native.slots}, "
+            f"channels={native.channels}, region_bytes={native.region_bytes}"
+        )
+
+    def announce(self, peers: Sequence[Peer] | None) -> None:
+        """Says who may know the region, and write into it to prove the links.
+
+        Args:
+            peers: by rank, this one included; None: nobody will.
+        """
+        self._peers = None if peers is None else list(peers)
+
+    def reach(self, handles: Sequence[DeviceHandle], mapped: Sequence[MappedDeviceHeap]) -> None:
+        """All peers' regions are mapped: from here on an end is told to them."""
+        self._mapped = mapped
+        self._regions = [
+            each.base_ptr + handle.region_offset_bytes
+            for each, handle in zip(mapped, handles, strict=True)
+        ]
+
+    def connect(self, rings: Sequence[Sequence[int]]) -> None:
+        """Tells the kernels where everybody's memory is; nothing is written to peers yet."""
+        table = self.native.table(
+            regions=self._regions,
+            heaps=[each.base_ptr for each in self._mapped],
+            heap_bytes=self.heap.capacity_bytes,
+            host_page=self._page.device_ptr,
+            rings=[list(ring) for ring in rings],
+        )
+        self.runtime.write(self.device, self._ptr + self.native.table_offset_bytes, table)
+
+    def activate(self) -> None:
+        """All peers are connected: calls may be launched, and peers' ends are noticed."""
+        self.native.activate(self._page.host_ptr)
+        pids = {rank: each.pid for rank, each in enumerate(self._mapped) if each.pid}
+        self._watched = watch(self.native, pids)
+
+    @property
+    def timeout_ms(self) -> int:
+        return self.native.timeout_ms
+
+    @timeout_ms.setter
+    def timeout_ms(self, timeout_ms: int) -> None:
+        self.native.timeout_ms = timeout_ms
+
+    @property
+    def raised(self) -> bool:
+        """Whether a kernel of this rank gave up; costs one load."""
+        return self.native.raised
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted or self.native.raised
+
+    def fault(self) -> dict[str, Any] | None:
+        """The record of the fault, of the rank where it began if that can be read."""
+        own = self.native.fault()
+        if own is not None and own["kind"] != "aborted":
+            return own
+        ranks = ((self.rank + distance) % self.world_size for distance in range(self.world_size))
+        records = [record for rank in ranks if (record := self._record_of(rank)) is not None]
+        # The others' kernels gave up since they saw that one's word.
+        causes = [record for record in records if record["kind"] != "aborted"]
+        aborts = [record for record in records if record["reason"]]
+        return next(iter((*causes, *aborts, *records)), own)
+
+    def _record_of(self, rank: int) -> dict[str, Any] | None:
+        if not self._regions:
+            return None
+        try:
+            page = self.runtime.read(self.device, self._regions[rank], _native.CONTROL_PAGE_BYTES)
+        except Exception:
+            # The memory of a process that has ended may be gone. The own record remains.
+            return None
+        return _native.fault_in_page(page)
+
+    def abort(self, reason: str) -> None:
+        """Makes kernels of this rank and its peers give up; from any thread."""
+        with self._guard:
+            if self._aborted or self._block is None:
+                return
+            self._aborted = True
+            if not self.native.raised:
+                # Before the word, whoever raises it: by the reason peers know where it began.
+                text = _native.abort_reason(reason or "Communicator.abort() was called")
+                self._write(_native.REASON_OFFSET_BYTES, text)
+            self.native.request_abort()
+            self._write(_native.ABORTED_OFFSET_BYTES, RAISED)
+
+    def _write(self, offset_bytes: int, data: bytes) -> None:
+        self.runtime.write(self.device, self._ptr + offset_bytes, data)
+
+    def any_aborted(self) -> bool:
+        """Whether some rank's abort word is up, for a rank whose kernel is not there to look."""
+        return any(self._is_up(region + _native.ABORTED_OFFSET_BYTES) for region in self._regions)
+
+    def has_closed(self, peer: int) -> bool:
+        """Whether ``peer`` has said farewell."""
+        return self._is_up(self._ptr + self.native.farewell_offset_bytes(peer))
+
+    def _is_up(self, ptr: int) -> bool:
+        return self.runtime.read(self.device, ptr, len(RAISED)) == RAISED
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device, which kernels end by their deadlines."""
+        self.runtime.synchronize(self.device)
+
+    def close(self) -> None:
+        """Says farewell to the peers; memory returns once nobody can touch it any more.
+
+        No kernel of this rank may run any more.
+        """
+        with self._guard:
+            block, self._block = self._block, None
+        if block is None:
+            return
+        if self._watched is not None:
+            unwatch(self._watched)
+        self._say_farewell()
+        # Handles of earlier calls may still ask it whether a kernel gave up.
+        self.native.activate(0)
+        self._page.free()
+        if self._peers is not None:
+            # A peer of another process whose rendezvous failed before it could map the region says
+            # no farewell: the region then stays until that process has ended.
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            words = [self._ptr + self.native.farewell_offset_bytes(other) for other in others]
+            retire(block, words, [self._peers[other] for other in others])
+        self._mapped, self._regions = (), []
+        del block
+        end_stay(self._stay)
+
+    def _say_farewell(self) -> None:
+        offset = self.native.farewell_offset_bytes(self.rank)
+        for rank, region in enumerate(self._regions):
+            if rank == self.rank:
+                continue
+            try:
+                self.runtime.write(self.device, region + offset, RAISED)
+            except Exception:
+                # A peer whose process has ended reads no farewell.
+                continue

@@ -1,0 +1,210 @@
+"""What outlives a communicator: its region while peers may write there, and its last kernels.
+
+A peer acknowledges what it read by writing into this rank's region, possibly after this rank has
+closed. So a region is given back only when every peer has said farewell or has ended: its process,
+or the stay of a rank of this process (docs/protocol.md). And a communicator that nobody refers to
+any more is closed once its kernels have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import NamedTuple, Protocol
+
+from ringcomm.memory.device_blocks import DeviceBlock
+from ringcomm.memory.device_heap import existing_heap
+from ringcomm.memory.device_runtime import Event
+
+WORD_BYTES = 4
+# After the communicators (100), before the mappings of peers' heaps (90).
+EXIT_PRIORITY = 95
+EXIT_GRACE_S = 5.0
+POLL_S = 0.001
+
+
+class Peer(NamedTuple):
+    """A rank that may write into a region: its process, and its stay there."""
+
+    pid: int
+    stay: int
+
+    def has_ended(self) -> bool:
+        if self.pid == os.getpid():
+            return self.stay not in _process.stays
+        return not _is_alive(self.pid)
+
+
+@dataclass(frozen=True)
+class _Retired:
+    """A region: where each peer's farewell arrives, and the peers."""
+
+    block: DeviceBlock
+    farewell_ptrs: tuple[int, ...]
+    peers: tuple[Peer, ...]
+
+    def may_go(self) -> bool:
+        heap = self.block.heap
+        if existing_heap(heap.device) is not heap:
+            return True  # the heap has been closed with all that was in it
+        return all(
+            heap.runtime.read(heap.device, ptr, WORD_BYTES) != bytes(WORD_BYTES) or peer.has_ended()
+            for ptr, peer in zip(self.farewell_ptrs, self.peers, strict=True)
+        )
+
+
+class Core(Protocol):
+    """The part of a communicator that is still to be closed."""
+
+    def abort(self, reason: str) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Abandoned:
+    """A core, what passes when its kernels have ended, and what those work on."""
+
+    core: Core
+    events: Sequence[Event]
+    kept: Sequence[object]
+    recorded: bool
+
+    def may_go(self) -> bool:
+        if self.recorded or not all(event.query() for event in self.events):
+            return False
+        self.core.close()
+        return True
+
+
+class _Process:
+    """What this process holds; replaced as a whole in a forked child, whose parent it belongs to.
+
+    Whatever is here arrives wherever the garbage collector runs, even inside :func:`reclaim` on the
+    same thread: deques, that take and give entries without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        self.regions: deque[_Retired] = deque()
+        self.abandoned: deque[_Abandoned] = deque()
+        self.stays: set[int] = set()
+        self.ends_at_exit = False
+
+
+_process = _Process()
+_inherited: list[_Process] = []
+
+
+def _forget_in_child() -> None:
+    global _process
+    _inherited.append(_process)
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def begin_stay() -> int:
+    """A rank of this process sets out to meet others; what it says of itself holds this number.
+
+    A rank whose rendezvous fails before it knows where the peers' regions are can say farewell to
+    nobody. Those of its own process are told by the end of its stay.
+    """
+    stay = secrets.randbits(63)
+    _process.stays.add(stay)
+    return stay
+
+
+def end_stay(stay: int) -> None:
+    """The rank will touch no peer's region any more; a second call does nothing."""
+    _process.stays.discard(stay)
+    reclaim()
+
+
+def retire(block: DeviceBlock, farewell_ptrs: Sequence[int], peers: Sequence[Peer]) -> None:
+    """Keeps ``block`` until all peers have left it; ``farewell_ptrs`` and ``peers`` in one order.
+
+    The end of the caller's own stay, or the next rendezvous, looks whether it may go.
+    """
+    _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers)))
+
+
+def abandon(core: Core, events: Sequence[Event], kept: Sequence[object], *, recorded: bool) -> None:
+    """Closes ``core``, whose communicator has died, once its kernels have ended.
+
+    Args:
+        core: of the communicator.
+        events: pass when the kernels that it launched have ended.
+        kept: what those work on.
+        recorded: a graph holds calls of it, and may be replayed until the process ends.
+    """
+    process = _process
+    process.abandoned.append(_Abandoned(core, tuple(events), tuple(kept), recorded))
+    if not process.ends_at_exit:
+        process.ends_at_exit = True
+        Finalize(None, _end_abandoned, exitpriority=EXIT_PRIORITY)
+    reclaim()
+
+
+def reclaim() -> None:
+    """Gives back what may go; runs before new regions are made, and whenever a stay ends."""
+    process = _process
+    with process.guard:
+        _sift(process.abandoned)
+        _sift(process.regions)
+
+
+def _sift(entries: deque[_Abandoned] | deque[_Retired]) -> None:
+    for _ in range(len(entries)):
+        try:
+            entry = entries.popleft()
+        except IndexError:
+            return  # the garbage collector has sifted them meanwhile
+        gone = False
+        try:
+            gone = entry.may_go()
+        finally:
+            if not gone:
+                entries.append(entry)  # type: ignore[arg-type]
+
+
+def _end_abandoned() -> None:
+    process = _process
+    for entry in process.abandoned:
+        if not _ends(entry.events):
+            entry.core.abort("this process ends")
+    while process.abandoned:
+        entry = process.abandoned.popleft()
+        if entry.recorded:
+            entry.core.abort("this process ends")  # replays, too
+            entry.core.synchronize()
+        # Otherwise a kernel that does not end still uses the region: it is left alone for good.
+        if _ends(entry.events):
+            entry.core.close()
+
+
+def _ends(events: Sequence[Event]) -> bool:
+    """Whether the events pass soon."""
+    deadline = time.monotonic() + EXIT_GRACE_S
+    while not all(event.query() for event in events):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,45 @@
+"""The devices that a test of this folder runs on: emulated ones, and with ``-m gpu`` real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gpu.conftest import why_no_gpu
+from tests.support.device_worlds import Devices
+from tests.support.emulator.library import COMPILER
+
+KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def require(kind: str) -> None:
+    """Skips the test where there are no such devices."""
+    if kind == "emulated" and COMPILER is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    reason = why_no_gpu() if kind == "cuda" else None
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """For tests that start processes: which devices these shall use."""
+    require(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
+    """Those of this process. At the end of a file everything must have been given back."""
+    require(request.param)
+    made = Devices(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def two_devices(devices: Devices) -> Devices:
+    if devices.runtime.device_count() < 2:
+        pytest.skip("needs two devices")
+    return devices

@@ -1,0 +1,111 @@
+"""``direct`` and ``packet`` sum in rank order and round once: the bits of the host's ``direct``."""
+
+import pytest
+import torch
+
+import ringcomm
+from tests.support.device_checks import EMULATED, ops_on_device
+from tests.support.device_worlds import on_host, put, room
+from tests.support.exact import op_of, same
+
+WORLD = 4
+# Small enough for packets, for one hop of a direct all-reduce, and for neither; per rank.
+COUNTS = (37, 150, 3001)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _drawn(count, dtype, op):
+    """Values whose sums round, also in FP32, so that another order of adding shows."""
+    generator = torch.Generator().manual_seed(count)
+    drawn = torch.randn(WORLD, count * WORLD, generator=generator, dtype=torch.float64)
+    if op != "PRODUCT":
+        # Two large ones that cancel, after the first of the others has been added to one of them.
+        drawn /= 16
+        drawn[0] *= 2**17
+        drawn[2] = -drawn[0]
+    return list(drawn.to(dtype))
+
+
+def _algorithms(count, dtype):
+    return ("direct", "packet") if count * WORLD * dtype.itemsize <= 1024 else ("direct",)
+
+
+@pytest.fixture(scope="module")
+def host_world():
+    with ringcomm.local_world(WORLD, timeout=60.0) as world:
+        yield world
+
+
+def _on_host(host_world, given, op):
+    def body(comm):
+        tensor = given[comm.rank].clone()
+        comm.all_reduce(tensor, op_of(op), algorithm="direct")
+        return tensor
+
+    results = host_world.run(body)
+    assert all(same(result, results[0]) for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("place", ["plain", "heap", "unaligned"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_bits_of_the_host(devices, host_world, dtype, place):
+    cases = []
+    for count in COUNTS:
+        for op in EMULATED[dtype] if devices.emulated else ops_on_device(dtype):
+            given = _drawn(count, dtype, op)
+            cases.append((count, op, given, _on_host(host_world, given, op)))
+
+    def body(comm):
+        for count, op, given, want in cases:
+            for algorithm in _algorithms(count, dtype):
+                what = f"{op}, {algorithm}, {count}"
+                tensor = put(comm, given[comm.rank], place)
+                comm.all_reduce(tensor, op_of(op), algorithm=algorithm)
+                assert same(on_host(tensor), want), what
+                output = room(comm, count, dtype, place)
+                source = put(comm, given[comm.rank], place)
+                comm.reduce_scatter_tensor(output, source, op_of(op), algorithm=algorithm)
+                assert same(on_host(output), want.chunk(WORLD)[comm.rank]), what
+            comm.reduce(source, 1, op_of(op))
+            if comm.rank == 1:
+                assert same(on_host(source), want), what
+
+    devices.run(devices.world(WORLD), body)
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_rounding_of_a_sum_in_rank_order(devices, dtype, op):
+    """The order shows: the same values summed the other way round have other bits."""
+    given = {count: _drawn(count, dtype, op) for count in COUNTS}
+
+    def total(values):
+        wide = values[0].float()
+        for each in values[1:]:
+            wide = wide + each.float()
+        return (wide / WORLD if op == "AVG" else wide).to(dtype)
+
+    assert any(not same(total(values), total(values[::-1])) for values in given.values())
+
+    def body(comm):
+        for count, values in given.items():
+            for algorithm in _algorithms(count, dtype):
+                tensor = put(comm, values[comm.rank], "plain")
+                comm.all_reduce(tensor, op_of(op), algorithm=algorithm)
+                assert same(on_host(tensor), total(values)), (count, algorithm)
+
+    devices.run(devices.world(WORLD), body)
+
+
+def test_a_ring_repeats_itself_to_the_bit(devices):
+    given = _drawn(3001, torch.bfloat16, "SUM")
+
+    def body(comm):
+        tensors = [put(comm, given[comm.rank], place) for place in ("plain", "heap", "plain")]
+        for tensor in tensors:
+            comm.all_reduce(tensor, algorithm="ring")
+        return [on_host(tensor) for tensor in tensors]
+
+    results = [tensor for each in devices.run(devices.world(WORLD), body) for tensor in each]
+    assert all(same(each, results[0]) for each in results)

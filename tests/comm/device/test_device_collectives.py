@@ -1,0 +1,201 @@
+"""Every collective is exact: every algorithm, dtype, op, size, place and world."""
+
+import itertools
+
+import pytest
+import torch
+
+import ringcomm
+from tests.support.device_checks import (
+    CHECKS,
+    EMULATED,
+    MOVEMENTS,
+    REDUCTIONS,
+    Case,
+    check_all_reduce,
+    check_reduce_scatter,
+    ops_on_device,
+)
+from tests.support.device_worlds import MANY, PLACES, on_host, put, room
+from tests.support.exact import MOVABLE, operand, pattern, reduced, same
+
+ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_world_size_and_place(devices, name, world_size):
+    """Nothing, one element, fewer than ranks, a tail, several segments of a channel."""
+    counts = (0, 1, max(world_size - 1, 1), 257, 4099)
+    algorithms = itertools.cycle(ALGORITHMS)
+    cases = [
+        Case(
+            count,
+            place=place,
+            algorithm=next(algorithms),
+            in_place=(turn + number) % 2 == 0,
+            root=(turn + number) % world_size,
+            async_op=(turn + number) % 3 == 0,
+        )
+        for turn, count in enumerate(counts)
+        for number, place in enumerate(PLACES)
+    ]
+    if devices.emulated and world_size > 4:
+        # Hundreds of threads that wait for each other on a few cores: each world takes a third.
+        cases = cases[world_size % 3 :: 3]
+
+    def body(comm):
+        for case in cases:
+            CHECKS[name](comm, case)
+
+    devices.run(devices.world(world_size), body)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])
+@pytest.mark.parametrize("dtype", EMULATED, ids=str)
+def test_every_dtype_and_op(devices, dtype, algorithm):
+    ops = EMULATED[dtype] if devices.emulated else ops_on_device(dtype)
+    cases = [
+        Case(67, dtype, op, "unaligned", algorithm, in_place=turn % 2 == 0)
+        for turn, op in enumerate(ops)
+    ]
+
+    def body(comm):
+        for case in cases:
+            check_all_reduce(comm, case)
+            check_reduce_scatter(comm, case)
+
+    devices.run(devices.world(3), body)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_op_through_all_slots(devices, name):
+    def body(comm):
+        for op in EMULATED[torch.int32]:
+            REDUCTIONS[name](comm, Case(5003, torch.int32, op, "mixed", root=1))
+
+    devices.run(devices.world(3), body)
+
+
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_every_dtype_is_moved(devices, name):
+    def body(comm):
+        for turn, dtype in enumerate(MOVABLE):
+            MOVEMENTS[name](comm, Case(67, dtype, place=PLACES[turn % 4], root=1))
+
+    devices.run(devices.world(3), body)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_more_than_staging_holds(devices, name, place):
+    def body(comm):
+        for turn, algorithm in enumerate(("direct", "ring", "copy")):
+            CHECKS[name](comm, Case(MANY, place=place, algorithm=algorithm, in_place=turn == 1))
+
+    devices.run(devices.world(2), body)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])
+def test_each_rank_has_a_premul_factor_of_its_own(devices, algorithm):
+    world, count = 3, 200
+    inputs = [operand(count, rank, world, torch.float32, "SUM") for rank in range(world)]
+    total = sum((values * (rank + 2) for rank, values in enumerate(inputs)), torch.zeros(()))
+    gathered = [operand(count * world, rank, world, torch.float32, "SUM") for rank in range(world)]
+    totals = sum((values * (rank + 2) for rank, values in enumerate(gathered)), torch.zeros(()))
+
+    def body(comm):
+        op = ringcomm.premul_sum(comm.rank + 2.0)
+        tensor = put(comm, inputs[comm.rank], "heap")
+        comm.all_reduce(tensor, op, algorithm=algorithm)
+        assert torch.equal(on_host(tensor), total)
+        output = room(comm, count, torch.float32, "plain")
+        comm.reduce_scatter_tensor(
+            output, put(comm, gathered[comm.rank], "plain"), op, algorithm=algorithm
+        )
+        assert torch.equal(on_host(output), totals.chunk(world)[comm.rank])
+        comm.reduce(tensor.copy_(inputs[comm.rank]), 1, op)
+        if comm.rank == 1:
+            assert torch.equal(on_host(tensor), total)
+
+    devices.run(devices.world(world), body)
+
+
+def test_strided_tensors(devices):
+    def body(comm):
+        rank, other = comm.rank, 1 - comm.rank
+        grid = put(comm, torch.arange(24.0) * (rank + 1), "plain").view(6, 4)
+        base = torch.arange(24.0).view(6, 4)
+        comm.all_reduce(grid[:, 1])
+        assert torch.equal(on_host(grid[:, 1]), base[:, 1] * 3)
+        assert torch.equal(on_host(grid[:, 0]), base[:, 0] * (rank + 1))
+        work = comm.broadcast(grid[:, 2], 1, async_op=True)
+        work.wait()
+        assert torch.equal(on_host(grid[:, 2]), base[:, 2] * 2)
+        comm.reduce(grid[:, 3], 0)
+        assert torch.equal(on_host(grid[:, 3]), base[:, 3] * (2 if rank else 3))
+        parts = put(comm, torch.zeros(12), "heap").view(6, 2)
+        comm.all_gather([parts[:, 0], parts[:, 1]], grid[:, 2])
+        assert torch.equal(on_host(parts), base[:, 2:3].expand(6, 2) * 2)
+        comm.reduce_scatter(parts[:, 0], [grid[:, 0], grid[:, 1]])
+        assert torch.equal(on_host(parts[:, 0]), base[:, rank] * (6 if rank else 3))
+        comm.all_to_all([parts[:, 0], parts[:, 1]], [grid[:, 0], grid[:, 1]])
+        want = base[:, :1] * torch.tensor([[1.0, 2.0]]) if rank == 0 else base[:, 1:2].expand(6, 2)
+        assert torch.equal(on_host(parts), want * (3 if rank else 1))
+        works = [comm.isend(grid[:, 2], other), comm.irecv(parts[:, 1], other)]
+        assert all(work.wait() for work in works)
+        assert torch.equal(on_host(parts[:, 1]), base[:, 2] * 2)
+
+    devices.run(devices.world(2), body)
+
+
+def test_coalesced_forms(devices):
+    def body(comm):
+        rank, world = comm.rank, comm.world_size
+        tensors = [
+            put(comm, operand(67, rank, world, torch.float32, "SUM"), "plain"),
+            put(comm, operand(5, rank, world, torch.int32, "SUM"), "heap"),
+        ]
+        comm.all_reduce_coalesced(tensors)
+        for tensor in tensors:
+            parts = [operand(tensor.numel(), r, world, tensor.dtype, "SUM") for r in range(world)]
+            assert same(on_host(tensor), reduced(parts, "SUM"))
+        outputs = [room(comm, n * world, torch.float32, "plain") for n in (3, 2000)]
+        inputs = [put(comm, pattern(n, rank, torch.float32), "heap") for n in (3, 2000)]
+        comm.all_gather_coalesced(outputs, inputs, async_op=True).wait()
+        for n, output in zip((3, 2000), outputs, strict=True):
+            parts = [pattern(n, peer, torch.float32) for peer in range(world)]
+            assert same(on_host(output), torch.cat(parts))
+        lists = [[room(comm, n, torch.float32, "plain") for n in (3, 2000)] for _ in range(world)]
+        comm.all_gather_lists_coalesced(lists, inputs)
+        for peer, made in enumerate(lists):
+            for n, output in zip((3, 2000), made, strict=True):
+                assert same(on_host(output), pattern(n, peer, torch.float32))
+        whole = [operand(70 * world, r, world, torch.float32, "SUM") for r in range(world)]
+        shares = [room(comm, 70, torch.float32, "plain", turn) for turn in range(2)]
+        comm.reduce_scatter_coalesced(shares, [put(comm, whole[rank], "plain") for _ in shares])
+        for share in shares:
+            assert same(on_host(share), reduced(whole, "SUM").chunk(world)[rank])
+
+    devices.run(devices.world(3), body)
+
+
+def test_a_barrier_waits_for_all(devices):
+    """What ranks store before it is there after it: each writes into the others' heap tensor."""
+    world = devices.world(3)
+    shared = [room(comm, 3, torch.int32, "heap") for comm in world]
+    with devices.as_on_gpu():
+        for tensor in shared:
+            tensor.zero_()
+            on_host(tensor)
+
+    def body(comm):
+        for turn in range(1, 20):
+            for tensor in shared:
+                tensor[comm.rank] = turn
+            comm.barrier(async_op=turn % 2 == 0, timeout=50 if turn % 3 else None)
+            comm.barrier()
+            assert on_host(shared[comm.rank]).tolist() == [turn] * 3
+            comm.barrier()
+
+    devices.run(world, body)

@@ -1,0 +1,87 @@
+"""Epochs come around after 2^32 items or packet calls, and nothing happens."""
+
+import pytest
+
+from tests.support.device_checks import CHECKS, Case, check_all_gather, check_all_reduce
+from tests.support.device_checks import check_reduce_scatter as check_reduce_scatter_tensor
+from tests.support.device_worlds import MANY, packet_flags, set_epochs, set_packet_epoch
+
+WORLD = 3
+WRAP = 1 << 32
+# Once in so many calls the buffers of packets are cleared (packet.h).
+CLEARING = 1 << 24
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_items_wrap_around(devices, name):
+    """From a few items before 2^31 and 2^32 to many behind."""
+
+    def body(comm):
+        for begin in (WRAP // 2 - 5, WRAP - 5):
+            comm.barrier()
+            devices.runtime.synchronize(0)
+            set_epochs(comm, begin)
+            for place in ("plain", "heap"):
+                for algorithm in ("direct", "ring"):
+                    for count in (3, MANY // 4):
+                        CHECKS[name](comm, Case(count, place=place, algorithm=algorithm))
+
+    with devices.new_world(WORLD) as world:
+        devices.run(world, body)
+
+
+def _packets(comm, count):
+    for check in (check_all_reduce, check_reduce_scatter_tensor, check_all_gather):
+        check(comm, Case(count, place="unaligned", algorithm="packet"))
+
+
+def _skip_to(devices, comm, epoch):
+    """As if small calls had been made up to ``epoch``."""
+    comm.barrier()
+    devices.runtime.synchronize(0)
+    set_packet_epoch(comm, epoch)
+
+
+def test_packets_across_a_clearing(devices):
+    def body(comm):
+        for clearing in (CLEARING, 2 * CLEARING):
+            _skip_to(devices, comm, clearing - 4)
+            for count in (1, 250, 3, 250, 17):
+                _packets(comm, count)
+
+    with devices.new_world(WORLD) as world:
+        devices.run(world, body)
+
+
+def test_packets_wrap_around(devices):
+    """Of 2^32 calls, those around the last two clearings."""
+
+    def body(comm):
+        for clearing in (WRAP - CLEARING, WRAP):
+            _skip_to(devices, comm, clearing - 3)
+            for count in (250, 1, 100, 250):
+                _packets(comm, count)
+
+    with devices.new_world(WORLD) as world:
+        devices.run(world, body)
+
+
+@pytest.mark.parametrize("clearing", [CLEARING, WRAP])
+def test_a_clearing_leaves_no_old_packet_in_either_set(devices, clearing):
+    """Where only large messages come, flags would else wait 2^32 calls to be taken for new."""
+
+    def body(comm):
+        for _ in range(2):
+            check_all_reduce(comm, Case(250, algorithm="packet"))
+        devices.runtime.synchronize(0)
+        before = packet_flags(comm)
+        _skip_to(devices, comm, clearing - 4)
+        for _ in range(6):
+            check_all_reduce(comm, Case(1, algorithm="packet"))
+        devices.runtime.synchronize(0)
+        return before, packet_flags(comm)
+
+    with devices.new_world(WORLD) as world:
+        for before, after in devices.run(world, body):
+            assert before >= {1, 2}
+            assert not before & after - {0}

@@ -1,0 +1,155 @@
+"""Worlds that cannot be built say why, on every rank, and leave nothing allocated."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+import ringcomm
+from ringcomm import Communicator, HeapError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.comm import device_communicator
+from ringcomm.memory.device_links import prove_links
+from ringcomm.memory.device_peers import map_device_heap
+from tests.comm.device.conftest import require
+from tests.support.device_worlds import OPTIONS, Devices, with_options
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def emulated():
+    """``emulated(**settings)``: devices from which everything comes back, whatever a test does."""
+    require("emulated")
+    made = []
+
+    def use(**settings):
+        made.append(Devices("emulated", **settings))
+        return made[-1]
+
+    yield use
+    for devices in made:
+        devices.close()
+
+
+def _errors(ranks, options=OPTIONS, devices=None, heap_bytes=None):
+    """What every rank's rendezvous raises."""
+    store, errors = HashStore(), [RingcommError("nothing was raised")] * ranks
+
+    def build(rank):
+        device = devices[rank] if devices else "cuda:0"
+        try:
+            Communicator.from_store(
+                store, rank, ranks, options=options, device=device, heap_bytes=heap_bytes
+            )
+        except RingcommError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_a_heap_that_does_not_fit_on_the_device(emulated):
+    emulated(memory_bytes=16 * MIB)
+    for error in _errors(2, heap_bytes=32 * MIB):
+        assert isinstance(error, HeapError) or "needs" in str(error)
+        assert f"needs {32 * MIB} bytes, free {16 * MIB} bytes" in str(error)
+        assert "RINGCOMM_CUDA_HEAP_BYTES" in str(error)
+
+
+def test_a_region_that_does_not_fit_in_the_heap(emulated):
+    emulated(memory_bytes=16 * MIB)
+    errors = _errors(2, with_options(segment_bytes=MIB), heap_bytes=4 * MIB)
+    assert any(isinstance(error, HeapError) for error in errors)
+    for error in errors:
+        assert "needs" in str(error) and "of the heap on device 0" in str(error)
+
+
+def test_no_peer_access(emulated):
+    emulated(unreachable=frozenset({(1, 0)}))
+    errors = _errors(2, devices=["cuda:0", "cuda:1"])
+    assert isinstance(errors[1], UnsupportedError)
+    for error in errors:
+        assert "no peer access from 1 to 0" in str(error)
+
+
+def test_a_rank_that_fails_when_its_peers_have_mapped_it(emulated, monkeypatch):
+    """They wait for what it will never write, and hear of its end long before their deadline."""
+    emulated()
+    peers_prove = threading.Barrier(3)
+
+    def maps(handle, heap, operation):
+        if "rank 1 " not in operation:
+            return map_device_heap(handle, heap, operation)
+        peers_prove.wait(OPTIONS.timeout_s)
+        raise UnsupportedError(f"{operation}: no way")
+
+    def proves(*args):
+        peers_prove.wait(OPTIONS.timeout_s)
+        prove_links(*args)
+
+    monkeypatch.setattr(device_communicator, "map_device_heap", maps)
+    monkeypatch.setattr(device_communicator, "prove_links", proves)
+    started = time.monotonic()
+    errors = _errors(3)
+    assert time.monotonic() - started < OPTIONS.timeout_s / 2
+    assert isinstance(errors[1], UnsupportedError)
+    for error in errors:
+        assert "no way" in str(error)
+    assert "rank 1 failed" in str(errors[0]) and "rank 1 failed" in str(errors[2])
+
+
+def test_more_ranks_than_a_launch_carries(emulated):
+    emulated()
+    for error in _errors(9, with_options(channels=1)):
+        assert "9 ranks of this process share device 0" in str(error)
+        assert "at most 8" in str(error)
+
+
+def test_a_grid_that_could_not_be_co_resident(emulated):
+    emulated(multiprocessors=2)
+    for error in _errors(3, with_options(channels=2)):
+        assert isinstance(error, UnsupportedError)
+        assert "needs 6 co-resident blocks, but device 0 runs 4 of them at once" in str(error)
+        assert "CommOptions(channels=...)" in str(error)
+    with ringcomm.local_world(2, device="cuda:0", options=with_options(channels=2)) as world:
+        assert len(world) == 2
+
+
+def test_a_world_that_is_too_large(emulated):
+    emulated()
+    store = HashStore()
+    with pytest.raises(UnsupportedError, match=r"65 ranks.*at most 64"):
+        Communicator.from_store(store, 3, 65, options=OPTIONS, device="cuda:0")
+
+
+def test_options_that_differ(emulated):
+    emulated()
+    store, errors = HashStore(), []
+
+    def build(rank):
+        options = with_options(segment_bytes=1024 * (rank + 1))
+        with pytest.raises(RingcommError) as caught:
+            Communicator.from_store(store, rank, 2, options=options, device="cuda:0")
+        errors.append(caught.value)
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert any(isinstance(error, MismatchError) for error in errors)
+    for error in errors:
+        assert "segment_bytes=1024" in str(error) and "segment_bytes=2048" in str(error)
+
+
+def test_a_refused_world_leaves_room_for_the_next(emulated):
+    devices = emulated(multiprocessors=2)
+    for _ in range(3):
+        _errors(3, with_options(channels=2))
+        world = devices.new_world(2)
+        world.close()

@@ -1,0 +1,97 @@
+"""Rings follow the plan, whatever order of the ranks it names, and however many it has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringcomm.comm import device_communicator, topology_plan
+from tests.support.device_checks import Case, check_all_gather, check_all_reduce
+from tests.support.device_checks import check_reduce_scatter as check_reduce_scatter_tensor
+from tests.support.device_worlds import on_host, put, with_options
+
+PLANS = {
+    "reversed": ((0, 3, 2, 1),),
+    "permuted": ((0, 2, 1, 3),),
+    "one for each channel": ((0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)),
+    "more than channels": ((0, 2, 3, 1), (0, 1, 3, 2), (0, 3, 1, 2), (0, 1, 2, 3)),
+}
+OPTIONS = with_options(channels=3)
+
+
+@pytest.fixture
+def plan_with(monkeypatch):
+    """``plan_with(rings, algorithm)``: what every rank built from then on takes for its plan."""
+    usual = topology_plan.plan
+
+    def use(rings, algorithm="direct"):
+        def planned(*args):
+            return replace(usual(*args), rings=rings, algorithm=algorithm)
+
+        monkeypatch.setattr(device_communicator, "plan", planned)
+
+    return use
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_order_of_the_ranks(devices, plan_with, name):
+    plan_with(PLANS[name])
+
+    def body(comm):
+        assert comm.plan.rings == PLANS[name]
+        for turn, count in enumerate((0, 1, 3, 1021, 30_011)):
+            for place in ("plain", "heap", "unaligned"):
+                case = Case(count, place=place, algorithm="ring", in_place=turn % 2 == 1)
+                check_all_reduce(comm, case)
+                check_reduce_scatter_tensor(comm, case)
+                check_all_gather(comm, case)
+
+    with devices.new_world(4, options=OPTIONS) as world:
+        devices.run(world, body)
+
+
+def _in_ring_order(parts, ring, owner):
+    """Partial sums go around the ring from the owner's successor to the owner, rounding at each."""
+    start = ring.index(owner)
+    order = [ring[(start + 1 + step) % len(ring)] for step in range(len(ring))]
+    total = parts[order[0]]
+    for rank in order[1:]:
+        total = (total.float() + parts[rank].float()).to(parts[rank].dtype)
+    return total
+
+
+@pytest.mark.parametrize("ring", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)])
+def test_partial_sums_take_the_way_of_the_ring(devices, plan_with, ring):
+    """By the roundings: each order of the ranks has bits of its own."""
+    plan_with((ring,))
+    generator = torch.Generator().manual_seed(3)
+    given = list((torch.randn(4, 4 * 500, generator=generator) * 30).bfloat16())
+    chunks = [[each.chunk(4)[owner] for each in given] for owner in range(4)]
+
+    def body(comm):
+        output = put(comm, torch.zeros(500, dtype=torch.bfloat16), "plain")
+        comm.reduce_scatter_tensor(output, put(comm, given[comm.rank], "plain"), algorithm="ring")
+        assert torch.equal(on_host(output), _in_ring_order(chunks[comm.rank], ring, comm.rank))
+
+    with devices.new_world(4, options=OPTIONS) as world:
+        devices.run(world, body)
+
+
+@pytest.mark.parametrize("family", ["ring", "direct"])
+def test_auto_takes_the_family_of_the_plan_for_large_messages(devices, plan_with, family):
+    plan_with(((0, 2, 1),), family)
+    generator = torch.Generator().manual_seed(4)
+    given = list((torch.randn(3, 3 * 1500, generator=generator) * 30).bfloat16())
+
+    def body(comm):
+        results = []
+        for algorithm in ("auto", "ring", "direct"):
+            tensor = put(comm, given[comm.rank], "plain")
+            comm.all_reduce(tensor, algorithm=algorithm)
+            results.append(on_host(tensor))
+        return results
+
+    with devices.new_world(3, options=OPTIONS) as world:
+        auto, ring, direct = devices.run(world, body)[0]
+    assert not torch.equal(ring, direct)
+    assert torch.equal(auto, ring if family == "ring" else direct)

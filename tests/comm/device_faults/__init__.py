@@ -1,0 +1,1 @@
+"""Faults, streams, graphs and ends of communicators on devices."""
