@@ -29,7 +29,7 @@ def register() -> None:
 
         if dist.is_available():
             dist.Backend.register_backend(
-                BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu"]
+                BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
             )
             _keep_flight_recorder_off(dist.distributed_c10d)
     except Exception as error:

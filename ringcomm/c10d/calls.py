@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from ringcomm.c10d.arguments import UNSET_TIMEOUT
+from ringcomm.c10d.batches import Batch
+from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.work import PendingWork, completed
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work as CommunicatorWork
@@ -46,15 +47,25 @@ def op_of(opts: Any) -> Any:
 class Calls:
     """Mixin of the process group: what all its collectives share."""
 
-    _communicator: Communicator
+    _communicators: Communicators
+    # Communicators.of, found once: each call asks it where its tensors are.
+    _of: Callable[[Sequence[Tensor], str], Communicator]
     _sequence: int
-    _coalescing: list[Work] | None
+    _coalescing: Batch | None
 
-    def _run(self, opts: Any, tensors: list[Tensor], method: _Method, *args: Any) -> Work:
+    def _run(
+        self,
+        opts: Any,
+        communicator: Communicator,
+        tensors: list[Tensor],
+        method: _Method,
+        *args: Any,
+    ) -> Work:
         """Runs one collective as its options say.
 
         Args:
             opts: with ``asyncOp`` and ``timeout``.
+            communicator: of the call's tensors.
             tensors: the outputs, for the work's result and future.
             method: of the communicator; its last argument asks for an asynchronous call.
             args: its arguments but the last.
@@ -62,49 +73,57 @@ class Calls:
         self._sequence += 1
         timeout = opts.timeout
         if timeout != UNSET_TIMEOUT:
-            return self._enqueue(opts, tensors, method.__name__, lambda: method(*args), timeout)
-        inner = method(*args, opts.asyncOp)
-        if inner is None:
+            inner = communicator.submit(
+                _returning(tensors, lambda: method(*args)), method.__name__, timeout=timeout
+            )
+            return self._submitted(opts, tensors, inner)
+        started = method(*args, opts.asyncOp)
+        if started is None:
             return completed(tensors)
-        return self._pending(inner, tensors)
+        return self._pending(started, tensors)
 
     def _submit(
-        self, opts: Any, tensors: list[Tensor], name: str, calls: Callable[[], Any]
+        self,
+        opts: Any,
+        communicator: Communicator,
+        tensors: list[Tensor],
+        name: str,
+        calls: Callable[[], Any],
     ) -> Work:
         """Runs several calls of the communicator as one collective, in their place in the order.
 
         Args:
             opts: with ``asyncOp`` and ``timeout``, which holds for each of the calls.
+            communicator: of the call's tensors.
             tensors: the outputs.
             name: of the operation, for messages.
-            calls: makes the calls, synchronously; runs on the communicator's worker thread.
+            calls: makes the calls, synchronously; the communicator chooses the thread.
         """
         self._sequence += 1
         timeout = opts.timeout
         if timeout == UNSET_TIMEOUT:
             timeout = None
-        return self._enqueue(opts, tensors, name, calls, timeout)
+        inner = communicator.submit(_returning(tensors, calls), name, timeout=timeout)
+        return self._submitted(opts, tensors, inner)
 
-    def _enqueue(
-        self,
-        opts: Any,
-        tensors: list[Tensor],
-        name: str,
-        calls: Callable[[], Any],
-        timeout: timedelta | None,
-    ) -> Work:
-        def run() -> list[Tensor]:
-            calls()
-            return tensors
-
-        inner = self._communicator.submit(run, name, timeout=timeout)
+    def _submitted(self, opts: Any, tensors: list[Tensor], inner: CommunicatorWork) -> Work:
         if opts.asyncOp:
             return self._pending(inner, tensors)
         inner.wait()
         return completed(tensors)
 
     def _pending(self, inner: CommunicatorWork, tensors: list[Tensor]) -> Work:
-        work = PendingWork(inner, tensors)
+        return self._collected(PendingWork(inner, tensors))
+
+    def _collected(self, work: Work) -> Work:
         if self._coalescing is not None:
-            self._coalescing.append(work)
+            self._coalescing.works.append(work)
         return work
+
+
+def _returning(tensors: list[Tensor], calls: Callable[[], Any]) -> Callable[[], list[Tensor]]:
+    def run() -> list[Tensor]:
+        calls()
+        return tensors
+
+    return run

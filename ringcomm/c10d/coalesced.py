@@ -1,10 +1,9 @@
-"""The collectives over several tensors at once, and torch's coalescing brackets."""
+"""The collectives over several tensors at once."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import (
@@ -16,7 +15,6 @@ from torch.distributed.distributed_c10d import (
 from ringcomm.c10d.arguments import in_memory_all, options
 from ringcomm.c10d.calls import op_of
 from ringcomm.c10d.collectives import Collectives
-from ringcomm.c10d.work import WorkGroup, completed
 from ringcomm.errors import ArgumentError
 
 __all__ = ["CoalescedCollectives"]
@@ -29,8 +27,9 @@ class CoalescedCollectives(Collectives):
         if not isinstance(opts, AllreduceCoalescedOptions):
             opts = options(AllreduceCoalescedOptions, opts, None)
         tensors = in_memory_all(tensors, "allreduce_coalesced")
+        communicator = self._of(tensors, "allreduce_coalesced")
         return self._run(
-            opts, tensors, self._communicator.all_reduce_coalesced, tensors, op_of(opts)
+            opts, communicator, tensors, communicator.all_reduce_coalesced, tensors, op_of(opts)
         )
 
     def allgather_coalesced(
@@ -47,12 +46,14 @@ class CoalescedCollectives(Collectives):
                 f"got {[len(tensors) for tensors in lists]}"
             )
 
+        flat = [tensor for tensors in lists for tensor in tensors]
+        communicator = self._of([*flat, *given], "allgather_coalesced")
+
         def each() -> None:
             for index, tensor in enumerate(given):
-                self._communicator.all_gather([outputs[index] for outputs in lists], tensor)
+                communicator.all_gather([outputs[index] for outputs in lists], tensor)
 
-        flat = [tensor for tensors in lists for tensor in tensors]
-        return self._submit(opts, flat, "allgather_coalesced", each)
+        return self._submit(opts, communicator, flat, "allgather_coalesced", each)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -61,7 +62,10 @@ class CoalescedCollectives(Collectives):
             opts = options(AllgatherOptions, opts, None)
         gathered = in_memory_all(outputs, "all_gather_single_coalesced")
         given = in_memory_all(inputs, "all_gather_single_coalesced")
-        return self._run(opts, gathered, self._communicator.all_gather_coalesced, gathered, given)
+        communicator = self._of([*gathered, *given], "all_gather_single_coalesced")
+        return self._run(
+            opts, communicator, gathered, communicator.all_gather_coalesced, gathered, given
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -70,22 +74,16 @@ class CoalescedCollectives(Collectives):
             opts = options(ReduceScatterOptions, opts, None)
         shards = in_memory_all(outputs, "reduce_scatter_single_coalesced")
         given = in_memory_all(inputs, "reduce_scatter_single_coalesced")
+        communicator = self._of([*shards, *given], "reduce_scatter_single_coalesced")
         return self._run(
-            opts, shards, self._communicator.reduce_scatter_coalesced, shards, given, op_of(opts)
+            opts,
+            communicator,
+            shards,
+            communicator.reduce_scatter_coalesced,
+            shards,
+            given,
+            op_of(opts),
         )
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Begins to collect the works of the calls that follow; the calls themselves run."""
-        if self._coalescing is not None:
-            raise ArgumentError("_start_coalescing: the group is coalescing already")
-        self._coalescing = []
-
-    def _end_coalescing(self, device: torch.device) -> Work:
-        """One work for all calls since ``_start_coalescing``."""
-        if self._coalescing is None:
-            raise ArgumentError("_end_coalescing: there was no _start_coalescing")
-        works, self._coalescing = self._coalescing, None
-        return WorkGroup(works) if works else completed([])
 
     # The names of these methods up to torch 2.12.
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -2,7 +2,8 @@
 
 Ranks and roots are ranks of the group. ``opts.asyncOp`` false, which is what
 ``torch.distributed`` passes for ``async_op=False``, runs the call on the caller's thread;
-otherwise it runs in order on the communicator's worker thread.
+otherwise it runs in order on the communicator's worker thread. Calls on a device return when they
+are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
-    BarrierOptions,
     BroadcastOptions,
     GatherOptions,
     ReduceOptions,
@@ -34,20 +34,26 @@ __all__ = ["Collectives"]
 class Collectives(Calls):
     """Mixin of the process group: everything that all members of the group call together."""
 
+    _rank: int
+
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
         if not isinstance(opts, AllreduceOptions):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = single(tensors, "allreduce")
+        outputs = [tensor]
+        communicator = self._of(outputs, "allreduce")
         if tensor.is_sparse:
+            host = self._communicators.host
             return self._submit(
                 opts,
-                [tensor],
+                communicator,
+                outputs,
                 "allreduce of a sparse tensor",
-                lambda: sparse_all_reduce(self._communicator, tensor, op_of(opts)),
+                lambda: sparse_all_reduce(host, communicator, tensor, op_of(opts)),
             )
-        return self._run(opts, [tensor], self._communicator.all_reduce, tensor, op_of(opts))
+        return self._run(opts, communicator, outputs, communicator.all_reduce, tensor, op_of(opts))
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
@@ -55,7 +61,9 @@ class Collectives(Calls):
         if not isinstance(opts, BroadcastOptions):
             opts = options(BroadcastOptions, opts, timeout, rootRank=root)
         tensor = single(tensors, "broadcast")
-        return self._run(opts, [tensor], self._communicator.broadcast, tensor, opts.rootRank)
+        outputs = [tensor]
+        communicator = self._of(outputs, "broadcast")
+        return self._run(opts, communicator, outputs, communicator.broadcast, tensor, opts.rootRank)
 
     def reduce(
         self,
@@ -69,8 +77,10 @@ class Collectives(Calls):
         if not isinstance(opts, ReduceOptions):
             opts = options(ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
         tensor = single(tensors, "reduce")
+        outputs = [tensor]
+        communicator = self._of(outputs, "reduce")
         return self._run(
-            opts, [tensor], self._communicator.reduce, tensor, opts.rootRank, op_of(opts)
+            opts, communicator, outputs, communicator.reduce, tensor, opts.rootRank, op_of(opts)
         )
 
     def allgather(
@@ -84,7 +94,8 @@ class Collectives(Calls):
             opts = options(AllgatherOptions, opts, timeout)
         given = single(input_tensors, "allgather")
         outputs = self._one_list(output_tensors, input_tensors, "allgather")
-        return self._run(opts, outputs, self._communicator.all_gather, outputs, given)
+        communicator = self._of([given, *outputs], "allgather")
+        return self._run(opts, communicator, outputs, communicator.all_gather, outputs, given)
 
     @staticmethod
     def _one_list(lists: Any, tensors: Any, operation: str) -> list[Tensor]:
@@ -98,8 +109,14 @@ class Collectives(Calls):
             opts = options(AllgatherOptions, opts, timeout)
         gathered = in_memory(output, "all_gather_single")
         given = in_memory(input, "all_gather_single")
+        communicator = self._of((gathered, given), "all_gather_single")
         return self._run(
-            opts, [gathered], self._communicator.all_gather_into_tensor, gathered, given
+            opts,
+            communicator,
+            [gathered],
+            communicator.all_gather_into_tensor,
+            gathered,
+            given,
         )
 
     def gather(
@@ -114,12 +131,14 @@ class Collectives(Calls):
         if not isinstance(opts, GatherOptions):
             opts = options(GatherOptions, opts, timeout, rootRank=root)
         given = single(input_tensors, "gather")
-        is_root = opts.rootRank == self._communicator.rank
+        is_root = opts.rootRank == self._rank
         outputs = self._one_list(output_tensors, input_tensors, "gather") if is_root else []
+        communicator = self._of([given, *outputs], "gather")
         return self._run(
             opts,
+            communicator,
             outputs,
-            self._communicator.gather,
+            communicator.gather,
             given,
             outputs if is_root else None,
             opts.rootRank,
@@ -137,9 +156,12 @@ class Collectives(Calls):
         if not isinstance(opts, ScatterOptions):
             opts = options(ScatterOptions, opts, timeout, rootRank=root)
         output = single(output_tensors, "scatter")
-        is_root = opts.rootRank == self._communicator.rank
+        is_root = opts.rootRank == self._rank
         given = self._one_list(input_tensors, output_tensors, "scatter") if is_root else None
-        return self._run(opts, [output], self._communicator.scatter, output, given, opts.rootRank)
+        communicator = self._of([output, *(given or ())], "scatter")
+        return self._run(
+            opts, communicator, [output], communicator.scatter, output, given, opts.rootRank
+        )
 
     def reduce_scatter(
         self,
@@ -154,8 +176,9 @@ class Collectives(Calls):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         output = single(output_tensors, "reduce_scatter")
         given = self._one_list(input_tensors, output_tensors, "reduce_scatter")
+        communicator = self._of([output, *given], "reduce_scatter")
         return self._run(
-            opts, [output], self._communicator.reduce_scatter, output, given, op_of(opts)
+            opts, communicator, [output], communicator.reduce_scatter, output, given, op_of(opts)
         )
 
     def reduce_scatter_single(
@@ -171,8 +194,15 @@ class Collectives(Calls):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         shard = in_memory(output, "reduce_scatter_single")
         given = in_memory(input, "reduce_scatter_single")
+        communicator = self._of((shard, given), "reduce_scatter_single")
         return self._run(
-            opts, [shard], self._communicator.reduce_scatter_tensor, shard, given, op_of(opts)
+            opts,
+            communicator,
+            [shard],
+            communicator.reduce_scatter_tensor,
+            shard,
+            given,
+            op_of(opts),
         )
 
     def alltoall(
@@ -186,7 +216,8 @@ class Collectives(Calls):
             opts = options(AllToAllOptions, opts, timeout)
         outputs = in_memory_all(output_tensors, "alltoall")
         given = in_memory_all(input_tensors, "alltoall")
-        return self._run(opts, outputs, self._communicator.all_to_all, outputs, given)
+        communicator = self._of([*outputs, *given], "alltoall")
+        return self._run(opts, communicator, outputs, communicator.all_to_all, outputs, given)
 
     def all_to_all_single(
         self,
@@ -201,20 +232,17 @@ class Collectives(Calls):
             opts = options(AllToAllOptions, opts, timeout)
         received = in_memory(output, "all_to_all_single")
         given = in_memory(input, "all_to_all_single")
+        communicator = self._of((received, given), "all_to_all_single")
         return self._run(
             opts,
+            communicator,
             [received],
-            self._communicator.all_to_all_single,
+            communicator.all_to_all_single,
             received,
             given,
             output_split_sizes or None,
             input_split_sizes or None,
         )
-
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        if not isinstance(opts, BarrierOptions):
-            opts = options(BarrierOptions, opts, timeout)
-        return self._run(opts, [], self._communicator.barrier)
 
     # The names of these methods up to torch 2.12.
     _allgather_base = all_gather_single

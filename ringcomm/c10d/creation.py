@@ -9,21 +9,26 @@ from typing import Any
 from torch.distributed import BackendConfig
 
 from ringcomm.c10d import BACKEND_NAME
+from ringcomm.c10d.batches import admit_ringcomm_to_batches
+from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.monitored_barrier import admit_ringcomm_to_monitored_barrier
-from ringcomm.c10d.process_group import ProcessGroup, meet
+from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
 
 __all__ = ["create_process_group"]
 
 
-def create_process_group(group: Any, pg_options: Any) -> ProcessGroup:
+def create_process_group(
+    group: Any, pg_options: Any, kind: type[Communicators] = Communicators
+) -> ProcessGroup:
     """The process group of this rank; every member of the new group calls it.
 
     Args:
         group: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout,
             group_id.
         pg_options: a ``ringcomm.CommOptions`` or None. Its timeout yields to the group's.
+        kind: how the group finds its communicators.
 
     Raises:
         ArgumentError: ``pg_options`` is something else.
@@ -37,7 +42,7 @@ def create_process_group(group: Any, pg_options: Any) -> ProcessGroup:
             f"the backend {BACKEND_NAME!r} is a ringcomm.CommOptions, got "
             f"{type(pg_options).__name__}. Pass ringcomm.CommOptions(...) or nothing."
         )
-    communicator = meet(
+    communicators = kind.meet(
         group.store,
         group.group_rank,
         group.group_size,
@@ -46,7 +51,8 @@ def create_process_group(group: Any, pg_options: Any) -> ProcessGroup:
         options=pg_options,
     )
     admit_ringcomm_to_monitored_barrier()
-    return ProcessGroup(group.store, communicator)
+    admit_ringcomm_to_batches()
+    return ProcessGroup(group.store, communicators)
 
 
 def _refuse_other_backends() -> None:

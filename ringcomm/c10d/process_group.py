@@ -13,41 +13,26 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import GroupName
 
 from ringcomm.c10d import BACKEND_NAME
+from ringcomm.c10d.barriers import Barriers
 from ringcomm.c10d.coalesced import CoalescedCollectives
+from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.monitored_barrier import MonitoredBarrier
 from ringcomm.c10d.peer_to_peer import PeerToPeer
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.memory import heap
+from ringcomm.memory import device_runtime, heap
+from ringcomm.memory.device_argument import find_device
 
-__all__ = ["ProcessGroup", "meet"]
-
-_CPU = torch.device("cpu")
-
-
-def meet(
-    store: Store,
-    rank: int,
-    world_size: int,
-    *,
-    name: str,
-    timeout: timedelta,
-    options: CommOptions | None,
-) -> Communicator:
-    """The communicator of a group called ``name``, where torch allows blanks in names."""
-    return Communicator.from_store(
-        store,
-        rank,
-        world_size,
-        name="_".join(name.split()) or "unnamed",
-        timeout=timeout,
-        options=options,
-    )
+__all__ = ["ProcessGroup"]
 
 
-class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch over one :class:`ringcomm.Communicator`.
+class ProcessGroup(  # type: ignore[misc]
+    CoalescedCollectives, PeerToPeer, Barriers, torch.distributed.ProcessGroup
+):
+    """A process group of torch, over a communicator of the host and one of each device in use.
+
+    A call goes where its tensors are. What has no tensors, as a barrier or an object, stays on the
+    host unless a device is named or bound.
 
     torch takes it for the group and for its backend alike, so it answers to both. It has no
     method ``new_group``: torch would then make all subgroups through it, also those that ask for
@@ -55,7 +40,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
 
     Args:
         store: seen by the members of the group only.
-        communicator: of this group; the group closes it in ``shutdown``.
+        communicators: of this group; the group closes them in ``shutdown``.
     """
 
     supports_splitting = True
@@ -64,14 +49,16 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
     supports_time_estimate = False
     _supports_time_estimate = False  # its name from torch 2.15 on
 
-    def __init__(self, store: Store, communicator: Communicator) -> None:
+    def __init__(self, store: Store, communicators: Communicators) -> None:
+        host = communicators.host
         # The constructor with a store makes a group that cannot be subclassed in Python.
-        super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]
+        super().__init__(host.rank, host.world_size)  # type: ignore[call-arg]
         self._store = store
-        self._communicator = communicator
-        self._rank: int = communicator.rank
-        self._size: int = communicator.world_size
-        self._name = GroupName(communicator.name)
+        self._communicators = communicators
+        self._of = communicators.of
+        self._rank: int = host.rank
+        self._size: int = host.world_size
+        self._name = GroupName(host.name)
         self._desc = "undefined"
         self._sequence = 0
         self._coalescing = None
@@ -80,8 +67,21 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator below, for calls that ``torch.distributed`` has no name for."""
-        return self._communicator
+        """The host's communicator, for calls that ``torch.distributed`` has no name for."""
+        return self._communicators.host
+
+    def communicator_on(self, device: torch.device | str | int) -> Communicator:
+        """The communicator of a device; the first call for it is one of all members.
+
+        Raises:
+            ArgumentError: no device of this process.
+            UnsupportedError: this process has no devices; says why.
+            RingcommError: the members could not connect their devices.
+        """
+        index = find_device(device, "communicator_on")
+        if index is None:
+            return self._communicators.host
+        return self._communicators.on_device(index, "communicator_on")
 
     def rank(self) -> int:
         return self._rank
@@ -127,18 +127,20 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        # The CPU first: torch puts pickled objects there, and the host moves them without a copy.
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device | str) -> ProcessGroup:  # type: ignore[override]
         """This group, which is its own backend.
 
         Raises:
-            UnsupportedError: for a device other than the CPU.
+            UnsupportedError: for a device that is neither the CPU nor a GPU.
         """
-        if torch.device(device).type != "cpu":
+        if not _is_served(device):
+            # torch's own words, by which callers recognise the case.
             raise UnsupportedError(
                 f"No backend type associated with device type {torch.device(device).type}: "
-                f"{BACKEND_NAME} on this machine serves CPU tensors"
+                f"{BACKEND_NAME} serves tensors of the CPU and of CUDA devices"
             )
         return self
 
@@ -150,7 +152,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
         return None
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
-        return torch.device(device).type == "cpu"
+        return _is_served(device)
 
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str
@@ -161,7 +163,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
         ``set_allocate_memory_from_process_group_for_comm(True)``.
         """
         self._get_backend(device)
-        return heap.empty(size, dtype=dtype)
+        return heap.empty(size, dtype=dtype, device=device)
 
     def get_group_store(self) -> Store:
         """The store of this group's members."""
@@ -169,7 +171,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long the calls that follow wait for their peers."""
-        self._communicator.timeout = timeout
+        self._communicators.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -209,7 +211,7 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
             opts: a ``ringcomm.CommOptions`` or None.
             group_name: of the new group; None makes one from the ranks.
             group_desc: free text.
-            device_types: the only one that this group has is the CPU.
+            device_types: the new group serves CPU and CUDA tensors whichever of them are given.
 
         Returns:
             The new group, or None when this rank is not in ``new_ranks``.
@@ -228,15 +230,15 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
             f"{self._name}/split{self._split_count}:{'_'.join(map(str, new_ranks))}"
         )
         store = PrefixStore(f"{name}/", self._store)
-        communicator = meet(
+        communicators = self._communicators.meet(
             store,
             new_ranks.index(self._rank),
             len(new_ranks),
             name=name,
-            timeout=self._communicator.timeout if timeout is None else timeout,
+            timeout=self._communicators.host.timeout if timeout is None else timeout,
             options=opts,
         )
-        child = ProcessGroup(store, communicator)
+        child = ProcessGroup(store, communicators)
         child._set_group_name(name)
         child._set_group_desc(group_desc or f"{self._desc}:split")
         return child
@@ -250,16 +252,28 @@ class ProcessGroup(CoalescedCollectives, PeerToPeer, torch.distributed.ProcessGr
         """Nothing: a split concerns its members only."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Nothing: a communicator is connected from the start."""
+        """Binds the group to a device and connects it there; all members call it.
+
+        torch calls this where ``init_process_group`` was given a ``device_id``.
+        """
+        if device is not None and device.type != "cpu":
+            self._communicators.on_device(device.index, "init_process_group")
+            self.bound_device_id = device
 
     def _wait_for_pending_works(self) -> None:
         """Blocks until everything that was issued on this rank is done."""
-        self._communicator.submit(list, "wait for pending works").wait()
+        self._communicators.host.submit(list, "wait for pending works").wait()
+        for device in self._communicators.devices():
+            device_runtime.current().synchronize(device)
 
     def abort(self) -> None:
         """Makes the calls of all ranks on this group fail at once."""
-        self._communicator.abort("the process group was aborted")
+        self._communicators.abort("the process group was aborted")
 
     def shutdown(self) -> None:
         """Ends the group on this rank."""
-        self._communicator.close()
+        self._communicators.close()
+
+
+def _is_served(device: torch.device | str) -> bool:
+    return torch.device(device).type in ("cpu", "cuda")

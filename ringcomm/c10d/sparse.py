@@ -16,14 +16,17 @@ __all__ = ["sparse_all_reduce"]
 _LONGEST_SHAPE = 64  # dimensions that fit into a header; torch itself stops at 64
 
 
-def sparse_all_reduce(communicator: Communicator, tensor: Tensor, op: Any) -> None:
+def sparse_all_reduce(
+    host: Communicator, communicator: Communicator, tensor: Tensor, op: Any
+) -> None:
     """Sums a sparse tensor over all ranks, in place; the result is coalesced.
 
     Three all-gathers: what each rank has, all indices, all values. The sum runs in rank order,
     so all ranks get equal bits.
 
     Args:
-        communicator: of the group.
+        host: of the group, for what each rank has: the caller needs it on the host.
+        communicator: of the tensor's device; may be ``host``.
         tensor: sparse COO, of one shape and dtype on all ranks, with any number of non-zeros.
         op: only SUM.
 
@@ -39,7 +42,7 @@ def sparse_all_reduce(communicator: Communicator, tensor: Tensor, op: Any) -> No
         )
     with torch.no_grad():
         mine = tensor.detach().coalesce()
-        counts = _counts_of_non_zeros(communicator, mine, where)
+        counts = _counts_of_non_zeros(host, mine, where)
         indices = _gathered(communicator, mine.indices().t(), counts)
         values = _gathered(communicator, mine.values(), counts)
         total = torch.sparse_coo_tensor(

@@ -14,17 +14,27 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
+from ringcomm.comm.device_work import DeviceWork
+
 if TYPE_CHECKING:
     from ringcomm.comm.work import Work as CommunicatorWork
 
-__all__ = ["CompletedWork", "PendingWork", "WorkGroup", "completed"]
+__all__ = ["BarrierWork", "CompletedWork", "PendingWork", "WorkGroup", "completed"]
+
+# A kernel that gives up words its own fault, which is better than that its waiter ran out of time.
+KERNEL_GRACE = timedelta(seconds=5)
 
 
 class CompletedWork(Work):
     """The work of a call that ran on the caller's thread: nothing is left to wait for.
 
-    Made by :func:`completed`, since an ``__init__`` in Python would double what it costs.
+    A call on a device ran on the caller's current stream, and later work there is behind it.
+
+    Made by :func:`completed`, since an ``__init__`` in Python would double what it costs; a
+    ``__dict__`` would add a quarter.
     """
+
+    __slots__ = ("_tensors",)
 
     _tensors: list[Tensor]
 
@@ -47,7 +57,9 @@ class CompletedWork(Work):
         return self._tensors
 
     def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future()
+        # The future records events on the current streams of the devices that it is told of.
+        devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
+        future: Future[list[Tensor]] = Future(devices=list(devices))
         future.set_result(self._tensors)
         return future
 
@@ -78,6 +90,8 @@ class PendingWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until done and raises what the operation raised.
+
+        Of a call on a device: makes the current stream wait; only a timeout blocks the caller.
 
         Args:
             timeout: gives up after this long; None, zero and less wait for the operation's own
@@ -112,16 +126,38 @@ class PendingWork(Work):
     def get_future(self) -> Future[list[Tensor]]:
         """A future of the tensors; on failure a C++ waiter sees an error, not a value.
 
+        That of a call on a device has its value at once, ordered on its consumer's streams.
+
         ``Future.set_exception`` stores the exception as a value that only Python unwraps, and
         DDP's reducer would take it for the reduced bucket. A callback that raises makes a
         future that has failed for C++ as well.
         """
+
+        if isinstance(self._inner, DeviceWork):
+            return self._inner.get_future()
 
         def tensors_or_raise(done: Future[list[Tensor]]) -> list[Tensor]:
             done.wait()
             return self._tensors
 
         return self._inner.get_future().then(tensors_or_raise)
+
+
+class BarrierWork(PendingWork):
+    """The work of a barrier on a device: ``wait`` blocks the caller until all ranks have come.
+
+    Args:
+        inner: the communicator's work.
+        timeout: of the barrier, after which its kernel gives up.
+    """
+
+    def __init__(self, inner: CommunicatorWork, timeout: timedelta) -> None:
+        super().__init__(inner, [])
+        self._longest = timeout + KERNEL_GRACE
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        given = timeout is not None and timeout > timedelta(0)
+        return super().wait(timeout if given else self._longest)
 
 
 class WorkGroup(Work):

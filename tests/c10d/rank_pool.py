@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 import ringcomm.c10d
 
 Check = Callable[[int, int], Any]
+Surround = Callable[[str], AbstractContextManager[object]]
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 ANSWER_TIMEOUT_S = 120.0
@@ -48,12 +50,19 @@ def same(ours: Any, reference: Any) -> None:
             assert one == other, f"leaf {index}: {one!r} != {other!r}"
 
 
+# Gloo ends its threads when a group is freed. What a callback holds is freed on such a thread, and
+# if that is the last reference to the group, the thread joins itself and the process aborts. So
+# each group is kept until the next one is there.
+_latest: list[Any] = []
+
+
 def in_group(backend: str, check: Check, rank: int, world_size: int, rendezvous: str) -> Any:
-    """Runs ``check`` in a new default group and returns its result."""
+    """Runs ``check`` in a new default group of this rank and returns its result."""
     store = dist.FileStore(f"{rendezvous}.{backend}", world_size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )
+    _latest[:] = [default_group()]
     try:
         torch.manual_seed(0)
         return check(rank, world_size)
@@ -61,7 +70,7 @@ def in_group(backend: str, check: Check, rank: int, world_size: int, rendezvous:
         dist.destroy_process_group()
 
 
-def rank_loop(pipe: Connection, rank: int, world_size: int) -> None:
+def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) -> None:
     """Body of one process: takes (backends, check, rendezvous), answers None or a traceback."""
     torch.set_num_threads(1)
     ringcomm.c10d.register()
@@ -71,7 +80,10 @@ def rank_loop(pipe: Connection, rank: int, world_size: int) -> None:
         except EOFError:
             return
         try:
-            results = [in_group(b, check, rank, world_size, rendezvous) for b in backends]
+            results = []
+            for backend in backends:
+                with surround(backend):
+                    results.append(in_group(backend, check, rank, world_size, rendezvous))
             for other in results[1:]:
                 same(results[0], other)
             answer = None
@@ -81,10 +93,16 @@ def rank_loop(pipe: Connection, rank: int, world_size: int) -> None:
 
 
 class RankPool:
-    """``world_size`` processes; a check that leaves them stuck costs only itself."""
+    """``world_size`` processes; a check that leaves them stuck costs only itself.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: how many.
+        surround: entered in each process around a group of the backend that it is given.
+    """
+
+    def __init__(self, world_size: int, surround: Surround = contextlib.nullcontext) -> None:
         self.world_size = world_size
+        self._surround = surround
         self._folder = tempfile.TemporaryDirectory(prefix="ringcomm-c10d-")
         self._runs = 0
         self._ranks: list[tuple[Any, Connection]] = []
@@ -139,7 +157,9 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=rank_loop, args=(theirs, rank, self.world_size), daemon=True
+                target=rank_loop,
+                args=(theirs, rank, self.world_size, self._surround),
+                daemon=True,
             )
             process.start()
             theirs.close()

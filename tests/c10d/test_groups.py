@@ -32,10 +32,11 @@ def identity(rank, world_size):
     assert (group.rank(), group.size()) == (rank, world_size) == (dist.get_rank(), 4)
     assert group.group_name == group.getGroupName() == "0"
     assert group.group_desc == group.getGroupDesc() == "default_pg"
-    assert group._device_types == [torch.device("cpu")]
+    assert group._device_types == [torch.device("cpu"), torch.device("cuda")]
     assert group._get_backend(torch.device("cpu")) is group
-    with pytest.raises(UnsupportedError, match="cuda"):
-        group._get_backend(torch.device("cuda"))
+    assert group._get_backend(torch.device("cuda")) is group
+    with pytest.raises(UnsupportedError, match="device type xpu"):
+        group._get_backend(torch.device("xpu"))
     assert group.communicator.world_size == world_size
     assert not hasattr(group, "new_group")
     renamed = dist.new_group(group_desc="some words")
@@ -90,10 +91,12 @@ def groups_of_other_backends(rank, world_size):
 
 
 def mixed_backends(rank, world_size):
-    with pytest.raises(UnsupportedError, match=r'Write init_process_group\("ringcomm"\)'):
-        dist.new_group(backend="cpu:ringcomm,cuda:gloo")
-    alone = dist.new_group(backend="cpu:ringcomm")
-    assert total(alone, rank) == sum(range(world_size))
+    for backend in ("cpu:ringcomm,cuda:gloo", "cpu:gloo,cuda:ringcomm"):
+        with pytest.raises(UnsupportedError, match=r'Write init_process_group\("ringcomm"\)'):
+            dist.new_group(backend=backend)
+    for backend in ("cpu:ringcomm", "cuda:ringcomm", "cpu:ringcomm,cuda:ringcomm"):
+        alone = dist.new_group(backend=backend)
+        assert total(alone, rank) == sum(range(world_size))
 
 
 def options(rank, world_size):
@@ -287,3 +290,15 @@ def test_a_failing_registration_does_not_break_the_import_of_torch():
         "print(caught[0].category.__name__, caught[0].message)\n"
     )
     assert out.startswith("RuntimeWarning") and "TypeError: changed" in out
+
+
+def test_no_device_is_touched_before_its_first_tensor():
+    out = python(
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(1)); dist.barrier(); dist.new_group()\n"
+        "from ringcomm.memory import device_runtime\n"
+        "print(torch.cuda.is_initialized(), 'cupy' in sys.modules, device_runtime.use(None))\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert out.split() == ["False", "False", "None"]

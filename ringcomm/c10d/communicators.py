@@ -1,0 +1,165 @@
+"""The communicators of one process group: the host's, and one for each device in use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.options import CommOptions
+from ringcomm.errors import AbortedError, ArgumentError, where
+
+__all__ = ["Communicators"]
+
+_Made = TypeVar("_Made", bound="Communicators")
+
+
+class Communicators:
+    """Finds the communicator for the tensors of a call.
+
+    That of a device is built at the first call with tensors there. Every member of the group makes
+    that call, which is why building it needs no agreement of its own. A first call that only some
+    members make, as a message is, waits for the others: bind the device instead
+    (``init_process_group(device_id=...)``), or let a collective come first.
+
+    Args:
+        store: seen by the members of the group only.
+        host: the communicator for CPU tensors; closed with this object.
+        connect: builds the communicator of a device, as ``Communicator.from_store`` does.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        host: Communicator,
+        connect: Callable[..., Communicator] = Communicator.from_store,
+    ) -> None:
+        self.host = host
+        self._store = store
+        self._connect = connect
+        self._by_device: dict[int, Communicator] = {}
+        self._guard = threading.Lock()
+
+    @classmethod
+    def meet(
+        cls: type[_Made],
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        name: str,
+        timeout: timedelta,
+        options: CommOptions | None,
+    ) -> _Made:
+        """Those of a group called ``name``, where torch allows blanks in names."""
+        host = Communicator.from_store(
+            store,
+            rank,
+            world_size,
+            name="_".join(name.split()) or "unnamed",
+            timeout=timeout,
+            options=options,
+        )
+        return cls(store, host)
+
+    def of(self, tensors: Sequence[Tensor], operation: str) -> Communicator:
+        """The communicator of the device that all of a call's tensors are on.
+
+        Raises:
+            ArgumentError: they are on several devices, or on one of a kind that is not served.
+            UnsupportedError: this process has no such device; says why.
+            RingcommError: the members could not connect their devices.
+        """
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                return self._elsewhere(tensors, operation)
+        return self.host
+
+    def is_on_host(self, tensor: Tensor, operation: str) -> bool:
+        """Whether the tensor is one for the host's communicator; connects no device."""
+        return self._device_of(tensor, operation) is None
+
+    def _elsewhere(self, tensors: Sequence[Tensor], operation: str) -> Communicator:
+        device = self._device_of(tensors[0], operation)
+        for tensor in tensors[1:]:
+            if self._device_of(tensor, operation) != device:
+                found = sorted({str(each.device) for each in tensors})
+                raise ArgumentError(
+                    f"{self._site(operation)}: expected tensors on one device, got them on "
+                    f"{' and '.join(found)}; copy them to one of these with .to(device)"
+                )
+        return self.host if device is None else self.on_device(device, operation)
+
+    def _device_of(self, tensor: Tensor, operation: str) -> int | None:
+        """Ordinal of the device that holds the tensor; None for the host."""
+        if tensor.is_cpu:
+            return None
+        if not tensor.is_cuda:
+            raise ArgumentError(
+                f"{self._site(operation)}: expected a tensor of the CPU or of a GPU, got one on "
+                f"{tensor.device}"
+            )
+        return tensor.get_device()
+
+    def on_device(self, device: int, operation: str) -> Communicator:
+        """The communicator of a device of this process, built now if this is its first use.
+
+        Raises:
+            UnsupportedError: this process has no such device; says why.
+            RingcommError: the members could not connect their devices.
+        """
+        communicator = self._by_device.get(device)
+        if communicator is None:
+            with self._guard:
+                communicator = self._by_device.get(device)
+                if communicator is None:
+                    communicator = self._by_device[device] = self._build(device, operation)
+        return communicator
+
+    def _build(self, device: int, operation: str) -> Communicator:
+        host = self.host
+        if host.aborted:
+            raise AbortedError(
+                f"{self._site(operation)}: the process group was aborted or shut down; make a new "
+                "one"
+            )
+        # Counted, since one device has different ordinals in different processes.
+        return self._connect(
+            self._store,
+            host.rank,
+            host.world_size,
+            name=f"{host.name}/device{len(self._by_device)}",
+            timeout=host.timeout,
+            options=host.options,
+            device=torch.device("cuda", device),
+        )
+
+    def _site(self, operation: str) -> str:
+        return where(operation, self.host.rank, self.host.world_size)
+
+    def devices(self) -> list[int]:
+        """The devices that this group has been used on."""
+        return list(self._by_device)
+
+    def _all(self) -> list[Communicator]:
+        return [self.host, *self._by_device.values()]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for communicator in self._all():
+            communicator.timeout = timeout
+
+    def abort(self, reason: str) -> None:
+        for communicator in self._all():
+            communicator.abort(reason)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # the last is closed first, and one that fails stops no other
+            for communicator in self._all():
+                stack.callback(communicator.close)

@@ -1,0 +1,91 @@
+"""Groups of ringcomm whose tensors are on an emulated device, in processes of a ``RankPool``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+import ringcomm.c10d
+from ringcomm.c10d.communicators import Communicators
+from ringcomm.c10d.creation import create_process_group
+from ringcomm.comm.communicator import Communicator
+from ringcomm.memory import device_runtime
+from tests.support.emulator import EmulatedRuntime
+from tests.support.emulator.in_stream_order import InStreamOrder
+
+WRAPPERS = (AsyncCollectiveTensor, DTensor)
+
+
+class EmulatedCommunicators(Communicators):
+    """Asks the runtime where a tensor is: those of emulated devices look like the host's."""
+
+    def of(self, tensors: Sequence[torch.Tensor], operation: str) -> Communicator:
+        return self._elsewhere(tensors, operation)
+
+    def _device_of(self, tensor: torch.Tensor, operation: str) -> int | None:
+        return runtime().device_of(tensor._values() if tensor.is_sparse else tensor)
+
+
+class InStreamOrderBelowWrappers(InStreamOrder):
+    """Sees the operations that a wrapping tensor makes on the one inside it.
+
+    An asynchronous functional collective gives a tensor that makes the stream wait for it when it
+    is used; only behind that may the operation wait for the stream.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, WRAPPERS) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@cache
+def runtime() -> EmulatedRuntime:
+    """That of this process; plain tensors of a thread count as device 0's."""
+    made = EmulatedRuntime(threads=2, memory_bytes=128 << 20)
+    device_runtime.use(made)
+    return made
+
+
+def _create(group: Any, pg_options: Any) -> Any:
+    return create_process_group(group, pg_options, EmulatedCommunicators)
+
+
+def _await_streams() -> None:
+    for device in range(runtime().device_count()):
+        runtime().record_event(device, runtime().current_stream(device)).synchronize()
+
+
+def _resize_in_stream_order(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+    # FSDP frees memory so; a GPU's allocator would not reuse it before the work on the stream.
+    _await_streams()
+    return _resize(storage, size_bytes)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+@contextmanager
+def emulated(backend: str) -> Iterator[None]:
+    """Inside, ringcomm takes this thread's tensors for ones of an emulated device."""
+    if backend != "ringcomm":
+        yield
+        return
+    dist.Backend.register_backend("ringcomm", _create, extended_api=True, devices=["cpu", "cuda"])
+    try:
+        runtime()
+        with (
+            InStreamOrderBelowWrappers(_await_streams),
+            mock.patch.object(torch.UntypedStorage, "resize_", _resize_in_stream_order),
+        ):
+            yield
+    finally:
+        ringcomm.c10d.register()

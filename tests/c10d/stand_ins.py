@@ -1,0 +1,116 @@
+"""Communicators that note what they are asked, and tensors that claim to be on a device.
+
+The tensors are of torch's device "meta": not of the CPU, and without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from ringcomm.c10d.communicators import Communicators
+from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.options import CommOptions
+
+RANK, WORLD_SIZE = 1, 2
+OPTIONS = CommOptions(slots=8)
+TIMEOUT = timedelta(seconds=77)
+
+
+class NotedWork:
+    """A communicator's work; ``waits`` are the timeouts that it was waited for with."""
+
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waits.append(timeout)
+        return True
+
+
+class NotedCommunicator:
+    """Notes all calls as (method, arguments); one whose last argument is True gives a work."""
+
+    name = "group"
+    rank, world_size = RANK, WORLD_SIZE
+
+    def __init__(self, timeout: timedelta = TIMEOUT, options: CommOptions = OPTIONS) -> None:
+        self.timeout = timeout
+        self.options = options
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.works: list[NotedWork] = []
+        self.aborted = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def method(*args: Any, **options: Any) -> NotedWork | None:
+            self.calls.append((name, (*args, *options.values())))
+            if name in ("isend", "irecv", "exchange_messages") or any(
+                argument is True for argument in args
+            ):
+                self.works.append(NotedWork())
+                return self.works[-1]
+            return None
+
+        method.__name__ = name
+        return method
+
+    def submit(self, fn: Callable[[], Any], opname: str, timeout: Any = None) -> NotedWork:
+        self.calls.append(("submit", (opname, timeout)))
+        fn()
+        self.works.append(NotedWork())
+        return self.works[-1]
+
+    def abort(self, reason: str) -> None:
+        self.aborted = True
+        self.calls.append(("abort", (reason,)))
+
+    @property
+    def methods(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Placed(Communicators):
+    """Takes a tensor's place from :func:`on_device`."""
+
+    def _device_of(self, tensor: Tensor, operation: str) -> int | None:
+        return getattr(tensor, "place", None)
+
+
+def on_device(*shape: int, device: int = 0) -> Tensor:
+    """A tensor that counts as one on ``device``."""
+    tensor = torch.empty(*shape, device="meta")
+    cast(Any, tensor).place = device
+    return tensor
+
+
+class NotedGroup:
+    """A process group over such communicators; ``connected`` are the arguments of each connection.
+
+    Attributes:
+        group: the real process group.
+        host: its communicator for CPU tensors.
+        devices: those of devices, in the order in which they were connected.
+    """
+
+    def __init__(self, kind: type[Communicators] = Placed) -> None:
+        self.host: Any = NotedCommunicator()
+        self.devices: list[NotedCommunicator] = []
+        self.connected: list[dict[str, Any]] = []
+        store = HashStore()
+        communicators = kind(store, cast(Communicator, self.host), self._connect)
+        self.group = ProcessGroup(store, communicators)
+
+    def _connect(self, store: Any, rank: int, world_size: int, **options: Any) -> Any:
+        assert (rank, world_size) == (RANK, WORLD_SIZE)
+        self.connected.append(options)
+        self.devices.append(NotedCommunicator())
+        return self.devices[-1]

@@ -1,0 +1,42 @@
+"""DDP, FSDP and pipelines on tensors of a device, emulated, train as on Gloo to the bit.
+
+torch takes the tensors for those of the CPU, so what it does otherwise on a GPU (streams of its
+own, futures with events) runs in tests/gpu only.
+"""
+
+from functools import partial
+
+import pytest
+
+from tests.c10d import test_ddp, test_fsdp, test_parallelism
+from tests.c10d.test_devices import on_the_device
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_ddp.buckets,
+        test_ddp.gradients_as_bucket_views,
+        test_ddp.no_sync,
+        test_ddp.unused_parameters,
+        test_ddp.sparse_gradients,
+        test_ddp.half_precision_hooks,
+        test_ddp.power_sgd_hook,
+        test_ddp.builtin_all_reduce_hook,
+        test_fsdp.one_axis,
+        test_fsdp.mixed_precision,
+        test_fsdp.no_reshard_after_forward,
+        test_fsdp.accumulation,
+        test_fsdp.fsdp1_mixed_precision,
+        test_parallelism.sequence_parallel,
+        test_parallelism.one_forward_one_backward,
+        test_parallelism.functional_collectives,
+        test_parallelism.differentiable_collectives,
+    ],
+)
+def test_as_on_gloo(two_devices, check):
+    two_devices.compare(partial(on_the_device, check))
+
+
+def test_a_divide_factor(two_devices):
+    two_devices.run(partial(on_the_device, test_fsdp.divide_factor))
