@@ -1,0 +1,196 @@
+"""All-gather fused with a matrix product that begins on the rows that have arrived.
+
+out[W*m, n] = cat(every rank's a[m, k]) @ b[k, n], in one kernel of two kinds of blocks:
+
+  collecting  the first COMM blocks pull the peers' rows, nearest peer first, in chunks of whole
+              tiles, and raise an arrival word for each chunk; (W-1) * m * k elements in all.
+  computing   all others take tiles of out in the same order: those of the own rows, which need no
+              waiting, then those of the nearest peer, and so on.
+
+Words of ranks are int32 [2 * COMM, world]: row c says that a rank's rows can be read, row COMM + c
+that collecting block c of a rank has read them. Words between blocks are int32 too: ``arrived``
+[world, CHUNKS], ``epochs`` [computing blocks].
+"""
+
+import triton
+import triton.language as tl
+
+from .device import (
+    advance_epoch,
+    begin_kernel,
+    end_kernel,
+    get,
+    peer_address,
+    peer_at,
+    pointer,
+    rank_of,
+    round_to,
+    signal_release_gpu,
+    signal_release_sys,
+    wait_acquire_gpu,
+    wait_acquire_sys,
+    word_of,
+)
+from .hooks import INTERPRETED
+
+
+@triton.jit
+def chunk_rows(m, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows of a chunk: whole tiles, in CHUNKS chunks at most."""
+    tiles = (m + (BLOCK_M - 1)) // BLOCK_M
+    return (tiles + (CHUNKS - 1)) // CHUNKS * BLOCK_M
+
+
+@triton.jit
+def collect_from(
+    peer, shards, arrived, gathered, m, k, epoch,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Every COMM-th chunk of the rows of ``peer``, which can be read."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    rows = chunk_rows(m, CHUNKS, BLOCK_M)
+    for chunk in range(tl.program_id(0), CHUNKS, COMM):
+        first = tl.minimum(chunk * rows, m).to(tl.int64)
+        count = (tl.minimum(first + rows, m) - first) * k
+        target = gathered + (peer * m + first) * k * ITEM
+        get(shards, peer, first * k, target, count, DTYPE)
+        signal_release_gpu(arrived + 4 * (peer * CHUNKS + chunk), epoch)
+
+
+@triton.jit
+def collect(
+    ws, shards, words, arrived, gathered, m, k, status,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """A collecting block: offers this rank's rows, reads the peers', and waits until these have
+    been read, since the caller may store there when the kernel has ended."""
+    me = rank_of(ws)
+    block = tl.program_id(0)
+    epoch = advance_epoch(word_of(words, me, block, me, G))
+    for distance in range(1, G.world):
+        if status == 0:
+            peer = peer_at(ws, distance, G)
+            signal_release_sys(word_of(words, peer, block, me, G), epoch)
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        ready = word_of(words, me, block, peer, G)
+        status = wait_acquire_sys(ws, ready, peer, epoch, distance, status, G)
+        if status == 0:
+            collect_from(peer, shards, arrived, gathered, m, k, epoch, DTYPE, COMM, CHUNKS, BLOCK_M)
+            signal_release_sys(word_of(words, peer, COMM + block, me, G), epoch)
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        read = word_of(words, me, COMM + block, peer, G)
+        status = wait_acquire_sys(ws, read, peer, epoch, G.world + distance, status, G)
+    return end_kernel(ws, status, G)
+
+
+@triton.jit
+def multiply_tile(
+    a, b, out, rows, last_row, out_row, cols, shape, strides,
+    DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One tile of out: rows of ``a`` before ``last_row``, times columns of ``b``.
+
+    ``rows`` are those of ``a``; in ``out`` they begin at ``out_row``. ``shape`` is (n, k).
+    """
+    n, k = shape
+    inner = tl.arange(0, BLOCK_K)
+    left = pointer(a, DTYPE, ALIGNED) + rows.to(tl.int64)[:, None] * k
+    right = pointer(b, DTYPE, ALIGNED) + cols.to(tl.int64)[None, :] * strides[1]
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
+    in_rows = (rows < last_row)[:, None]
+    in_cols = (cols < n)[None, :]
+    for begin in range(0, k, BLOCK_K):
+        here = begin + inner
+        x = tl.load(left + here[None, :], mask=in_rows & (here < k)[None, :], other=0.0)
+        y_at = right + here.to(tl.int64)[:, None] * strides[0]
+        y = tl.load(y_at, mask=in_cols & (here < k)[:, None], other=0.0)
+        if INTERPRETED:
+            # Its product would take the bits of a bfloat16 for an integer.
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        total = tl.dot(x, y, total, input_precision="ieee")
+    to = pointer(out, DTYPE, ALIGNED) + (rows + out_row).to(tl.int64)[:, None] * n
+    tl.store(to + cols[None, :], round_to(total, DTYPE), mask=in_rows & in_cols)
+
+
+@triton.jit
+def compute(
+    ws, shards, arrived, epochs, gathered, b, out, m, shape, strides, status,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """A computing block: its part of the tiles of out, in the order in which rows arrive."""
+    me = rank_of(ws)
+    block = tl.program_id(0) - COMM
+    epoch = advance_epoch(epochs + 4 * block)
+    across = (shape[0] + (BLOCK_N - 1)) // BLOCK_N
+    tiles = (m + (BLOCK_M - 1)) // BLOCK_M * across
+    rows_per_chunk = chunk_rows(m, CHUNKS, BLOCK_M)
+    for i in range(block, tiles * G.world, tl.num_programs(0) - COMM):
+        distance = i // tiles
+        first = i % tiles // across * BLOCK_M
+        cols = i % across * BLOCK_N + tl.arange(0, BLOCK_N)
+        source = peer_at(ws, distance, G)
+        # The own rows are where the caller put them, the others behind each other.
+        a = peer_address(shards, me)
+        at = source * 0
+        if distance > 0:
+            chunk = first // rows_per_chunk
+            word = arrived + 4 * (source * CHUNKS + chunk)
+            status = wait_acquire_gpu(ws, word, epoch, status, G)
+            a = gathered
+            at = source * m
+        if status == 0:
+            rows = at + first + tl.arange(0, BLOCK_M)
+            multiply_tile(
+                a, b, out, rows, at + m, source * m - at, cols, shape, strides,
+                DTYPE, BLOCK_K, ALIGNED,
+            )  # fmt: skip
+
+
+@triton.jit
+def all_gather_matmul_kernel(
+    table, timeout_ns, shards, words, arrived, epochs, gathered, b, out, m, n, k,
+    stride_k, stride_n,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Grid: COMM collecting blocks, then any number of computing ones, equally many in each call.
+
+    Args:
+        table, timeout_ns: of the context.
+        shards: addresses of every rank's a.
+        words: addresses of every rank's words.
+        arrived, epochs: addresses of words of this rank's blocks.
+        gathered: address of room for W*m rows of k elements; the own rows stay empty.
+        b: address of the right factor, of strides ``stride_k`` and ``stride_n``.
+        out: address of the product, contiguous.
+        m, n, k: sizes.
+        DTYPE: of all elements; products are summed in FP32.
+        COMM, CHUNKS: collecting blocks, and chunks of a rank's rows, equal on all ranks.
+        BLOCK_M, BLOCK_N, BLOCK_K: of a tile.
+        ALIGNED: all addresses are multiples of 16.
+        G: the communicator's Geometry.
+    """
+    zero = tl.full((), 0, tl.int64)
+    none = tl.full((), 0, tl.int32)
+    ws, status = begin_kernel(table, tl.program_id(0), timeout_ns, G)
+    m = none + m
+    n = none + n
+    k = none + k
+    if tl.program_id(0) < COMM:
+        collect(
+            ws, shards, words, zero + arrived, zero + gathered, m, k, status,
+            DTYPE, COMM, CHUNKS, BLOCK_M, G,
+        )  # fmt: skip
+    else:
+        compute(
+            ws, shards, zero + arrived, zero + epochs, zero + gathered, zero + b, zero + out,
+            m, (n, k), (stride_k, stride_n), status,
+            DTYPE, COMM, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED, G,
+        )  # fmt: skip

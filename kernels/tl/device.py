@@ -1,0 +1,317 @@
+"""The device library: what a fused kernel of the user's own is made of. Public as ``ringcomm.tl``.
+
+All functions of a block run on all of its lanes. Addresses are int64; ``ptrs`` is the address of a
+table of them, one per rank, as ``ringcomm.tl.Symmetric`` has it. ``ws`` is the block's state, from
+:func:`begin_kernel`. A ``status`` is 0 while all is well; a wait that gives up returns another one,
+and from there on the kernel waits for nothing, signals nothing and touches no peer's memory.
+
+A name ends in the order and the scope of what it does: ``release`` publishes everything that the
+block stored before, ``acquire`` lets it load what was published; ``sys`` holds between ranks,
+``gpu`` between the blocks of one rank.
+"""
+
+import triton
+import triton.language as tl
+
+from ringcomm import _native
+
+from .call import end_call, peer_at
+from .moving import accumulate, copy, is_aligned, pointer, round_to
+from .state import CHANNEL, HEADER, RANK, READS_PEERS, TIMEOUT_NS, open_state
+from .state import get as state_word
+from .waiting import (
+    ABORTED,
+    POLLS_PER_LOOK,
+    TIMEOUT,
+    await_slowly,
+    clock_ns,
+    give_up,
+    is_aborted,
+    pause,
+)
+from .words import PAIR, exchange_release_sys, load_acquire_sys, reached, word32, word64
+
+__all__ = [
+    "accumulate",
+    "advance_epoch",
+    "barrier_sys",
+    "begin_kernel",
+    "end_kernel",
+    "get",
+    "is_aligned",
+    "peer_address",
+    "peer_at",
+    "peer_ptr",
+    "pointer",
+    "put",
+    "rank_of",
+    "round_to",
+    "signal_release_gpu",
+    "signal_release_sys",
+    "wait_acquire_gpu",
+    "wait_acquire_sys",
+    "word_of",
+]
+
+# A kernel of the user's is no collective: it has no header that a peer could compare.
+_WORDS = _native.call_words(match_bytes=0, collective=0, dtype=-1, redop=-1, algorithm=0)
+_WORD0, _WORD1, _WORD2, _WORD3 = (tl.constexpr(word) for word in _WORDS)
+
+
+@triton.jit
+def begin_kernel(table, block, timeout_ns, G: tl.constexpr):
+    """Opens the state of a block; the first thing that a kernel does.
+
+    Pairs with :func:`end_kernel`.
+
+    Args:
+        table: ``context.table_ptr``.
+        block: index of this block, below ``context.blocks``; no two blocks of a launch share one.
+        timeout_ns: ``context.timeout_ns``, the deadline of one wait.
+        G: ``context.geometry``.
+
+    Returns:
+        The block's state, and the status so far: not 0 when the communicator is unusable.
+    """
+    zero = tl.full((), 0, tl.int64)
+    call = (zero + _WORD0, zero + _WORD1, zero + _WORD2, zero + _WORD3)
+    ws = open_state(zero + table, zero + block, zero + timeout_ns, call, G)
+    words = word64(ws)
+    # Of the communicator's own words, which there are for its channels alone, waits look at those
+    # of channel 0. Call 0 is earlier than any collective that a peer may have gone on to.
+    tl.store(words + CHANNEL, zero)
+    tl.store(words + HEADER, zero)
+    tl.store(words + READS_PEERS, zero + 1)
+    tl.debug_barrier()
+    status = tl.full((), 0, tl.int32)
+    if is_aborted(ws, state_word(ws, RANK)):
+        status = tl.full((), ABORTED, tl.int32)
+    return ws, status
+
+
+@triton.jit
+def end_kernel(ws, status, G: tl.constexpr):
+    """The last thing that a block does; returns the status of its work.
+
+    For a block that read peers' memory: a peer that gave up may use that memory again, but raises
+    its abort word first, so what was read counts only if no word is up now.
+    """
+    return end_call(ws, status, G)
+
+
+@triton.jit
+def rank_of(ws):
+    """This rank."""
+    return state_word(ws, RANK)
+
+
+# ---- memory of peers ----------------------------------------------------------------------------
+
+
+@triton.jit
+def peer_address(ptrs, peer):
+    """Where the copy of ``peer`` lies, as this rank's kernels use it."""
+    return tl.load(word64(tl.full((), 0, tl.int64) + ptrs) + peer)
+
+
+@triton.jit
+def peer_ptr(ptrs, peer, DTYPE: tl.constexpr):
+    """The copy of ``peer`` as a pointer to elements of DTYPE, for loads and stores of one's own.
+
+    To load there, wait for the peer's signal first; to store, signal afterwards.
+    """
+    return peer_address(ptrs, peer).to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@triton.jit
+def _copy_elems(target, source, count, DTYPE: tl.constexpr):
+    # The launch passes small integers, and the address 0 of an empty tensor, as 32 bits or less.
+    zero = tl.full((), 0, tl.int64)
+    copy(zero + target, zero + source, tl.full((), 0, tl.int32) + count, DTYPE)
+
+
+@triton.jit
+def put(ptrs, peer, offset, source, count, DTYPE: tl.constexpr):
+    """Copies ``count`` elements from address ``source`` to the copy of ``peer``, from element
+    ``offset`` on.
+
+    The peer may load them once it has awaited a :func:`signal_release_sys` that follows.
+    """
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    target = peer_address(ptrs, peer) + (tl.full((), 0, tl.int64) + offset) * ITEM
+    _copy_elems(target, source, count, DTYPE)
+
+
+@triton.jit
+def get(ptrs, peer, offset, target, count, DTYPE: tl.constexpr):
+    """Copies ``count`` elements of the copy of ``peer``, from element ``offset`` on, to address
+    ``target``.
+
+    Follows the :func:`wait_acquire_sys` for the peer's signal that they are there; the peer may
+    store there again once it has awaited a signal that follows.
+    """
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    source = peer_address(ptrs, peer) + (tl.full((), 0, tl.int64) + offset) * ITEM
+    _copy_elems(target, source, count, DTYPE)
+
+
+# ---- between ranks ------------------------------------------------------------------------------
+
+
+@triton.jit
+def word_of(ptrs, owner, row, writer, G: tl.constexpr):
+    """Address of word [row, writer] in the copy of ``owner``, of int32 words [rows, world].
+
+    A word has one writer. The own rank's in the own copy is nobody else's: epochs count there.
+    """
+    return peer_address(ptrs, owner) + 4 * (writer + row * G.world)
+
+
+@triton.jit
+def advance_epoch(word):
+    """Adds one to the 4-byte word at address ``word``, this block's alone, and returns the sum.
+
+    The epochs of signals come from here, not from the launch's arguments: a captured CUDA graph
+    replays its arguments, and memory goes on counting. They wrap around at 2^32, as waits expect.
+    """
+    epoch = tl.load(word32(word)).to(tl.int64) + 1
+    tl.debug_barrier()  # every lane has read what one is about to change
+    tl.store(word32(word), epoch.to(tl.int32))
+    tl.debug_barrier()
+    return epoch
+
+
+@triton.jit
+def signal_release_sys(word, epoch):
+    """Stores ``epoch`` in the 4-byte word at address ``word``, in a peer's memory.
+
+    For a block that has put data there, or has done with data of the peer's: everything that its
+    lanes loaded and stored comes first. Pairs with the peer's :func:`wait_acquire_sys`.
+    """
+    exchange_release_sys(word, tl.full((), 0, tl.int64) + epoch)
+
+
+@triton.jit
+def wait_acquire_sys(ws, word, peer, epoch, step, status, G: tl.constexpr):
+    """Waits until the 4-byte word at address ``word`` of this rank reaches ``epoch``.
+
+    For a block that is about to load what ``peer`` has put or made ready, or to store where the
+    peer has read. Pairs with the :func:`signal_release_sys` of the peer, the word's one writer.
+
+    Args:
+        ws: the block's state.
+        word: address, in this rank's copy of a symmetric tensor.
+        peer: who stores there; named in the error of a wait in vain.
+        epoch: what it stores there; a later one will do.
+        step: any number, shown in that error.
+        status: of the block so far; unless 0, nothing is waited for.
+        G: the communicator's Geometry.
+
+    Returns:
+        The status from here on: not 0 after the deadline, when the peer or the communicator has
+        ended, and when some rank gave up.
+    """
+    zero = tl.full((), 0, tl.int64)
+    if status == 0:
+        if not reached(load_acquire_sys(word), zero + epoch):
+            status = await_slowly(ws, word, PAIR, peer + zero, 0, step + zero, epoch + zero, G)
+    return status
+
+
+@triton.jit
+def barrier_sys(ws, ptrs, block, step, status, G: tl.constexpr):
+    """Waits until the blocks with this index have come here on all ranks.
+
+    For kernels whose ranks read each other's memory freely between two barriers: what any of these
+    blocks stored before, all of them can load afterwards. Pairs with itself on the peers.
+
+    Args:
+        ws: the block's state.
+        ptrs: of int32 words [blocks, world], zeros at first, that nothing else uses; those of the
+            own rank count its barriers.
+        block: row of this block; equal on the ranks that meet.
+        step: any number, shown in the error of a wait in vain.
+        status: of the block so far; unless 0, nobody is told or waited for.
+        G: the communicator's Geometry.
+
+    Returns:
+        The status from here on, as of :func:`wait_acquire_sys`.
+    """
+    if status == 0:
+        me = rank_of(ws)
+        epoch = advance_epoch(word_of(ptrs, me, block, me, G))
+        for distance in range(1, G.world):
+            signal_release_sys(word_of(ptrs, peer_at(ws, distance, G), block, me, G), epoch)
+        for distance in range(1, G.world):
+            peer = peer_at(ws, distance, G)
+            word = word_of(ptrs, me, block, peer, G)
+            status = wait_acquire_sys(ws, word, peer, epoch, step, status, G)
+    return status
+
+
+# ---- between the blocks of a rank ---------------------------------------------------------------
+
+
+@triton.jit
+def load_acquire_gpu(word):
+    """The 4-byte word at address ``word``, which another block of this rank may publish.
+
+    Pairs with :func:`signal_release_gpu`.
+    """
+    return tl.atomic_add(word32(word), 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def signal_release_gpu(word, epoch):
+    """Stores ``epoch`` in the 4-byte word at address ``word``, for other blocks of this rank.
+
+    For a block that has brought data which others compute on: everything that its lanes stored
+    comes first. Pairs with their :func:`wait_acquire_gpu`.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(word32(word), epoch.to(tl.int32), sem="release", scope="gpu")
+
+
+@triton.jit(noinline=True)
+def await_block(ws, word, epoch, G: tl.constexpr):
+    """Polls the word at address ``word`` until it reaches ``epoch`` or this rank has given up."""
+    status = tl.full((), 0, tl.int32)
+    was = load_acquire_gpu(word)
+    polls = tl.full((), 0, tl.int32)
+    started = tl.full((), 0, tl.int64)
+    while (status == 0) & (not reached(was, epoch)):
+        polls += 1
+        if polls % POLLS_PER_LOOK == 0:
+            now = clock_ns(ws)
+            if started == 0:
+                started = now
+            me = rank_of(ws)
+            # The other block may wait for every peer in turn, each time to the deadline, and then
+            # says better whose fault it was. This deadline is for a block that is not there.
+            if now - started > state_word(ws, TIMEOUT_NS) * (G.world + 1):
+                status = tl.full((), TIMEOUT, tl.int32)
+                word_of = (PAIR, me, 0, me * 0)
+                give_up(ws, status, word_of, epoch, was, now - started, me * 0, G)
+            elif is_aborted(ws, me):
+                status = tl.full((), ABORTED, tl.int32)
+        else:
+            pause()
+        was = load_acquire_gpu(word)
+    return status
+
+
+@triton.jit
+def wait_acquire_gpu(ws, word, epoch, status, G: tl.constexpr):
+    """Waits until the 4-byte word at address ``word`` reaches ``epoch``.
+
+    For a block that computes on what another block of this rank brings. Pairs with its
+    :func:`signal_release_gpu`. The blocks that signal must have the lower indices: they start
+    first, and in Triton's interpreter they end before the others begin.
+
+    Returns:
+        The status from here on: not 0 when this rank has given up elsewhere.
+    """
+    if status == 0:
+        if not reached(load_acquire_gpu(word), epoch):
+            status = await_block(ws, word, epoch, G)
+    return status

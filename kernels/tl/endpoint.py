@@ -1,0 +1,268 @@
+"""One rank's end of all streams during a call on one channel: send, receive, release.
+
+The Triton twin of kernels/include/ringcomm/endpoint.h; docs/protocol.md is the contract of both. A
+chunk is a tuple (address, bytes); a slice is this channel's part of it.
+"""
+
+import triton
+import triton.language as tl
+
+from .moving import copy
+from .state import (
+    ACKED,
+    BASE,
+    DATA,
+    HEADER,
+    HEAP,
+    ITEM_BYTES,
+    ITEMS,
+    RANK,
+    READS_PEERS,
+    SOURCE,
+    TABLE,
+    TABLE_HEAP_BYTES,
+    epoch_line,
+    get,
+    of_peer,
+    seen,
+    sent,
+    set_of_peer,
+    signal_line,
+    slot_of,
+)
+from .waiting import STREAM_BYTES, await_acquire_sys, fail_mismatch, same_call
+from .words import (
+    CONSUMED,
+    READY,
+    SEEN,
+    SENT,
+    SLOT_HEADER,
+    exchange_release_sys,
+    word32,
+    word64,
+)
+
+# Pieces sent before the first is awaited; see kLookahead.
+LOOKAHEAD = tl.constexpr(1)
+# Below this many bytes staging is preferred to zero copy; see kZeroCopyMinBytes.
+ZERO_COPY_MIN_BYTES = tl.constexpr(16384)
+NOT_IN_HEAP = tl.constexpr(-1)
+READY_WORD = tl.constexpr(0)
+CONSUMED_WORD = tl.constexpr(1)
+
+
+@triton.jit
+def chunk_of(base, total_bytes, chunk_bytes, rank):
+    """The chunk of ``rank``: of an even cut, whose tail may be shorter or empty."""
+    begin = tl.minimum(rank * chunk_bytes, total_bytes)
+    return base + begin, tl.minimum(chunk_bytes, total_bytes - begin)
+
+
+@triton.jit
+def slice_of(address, size_bytes, channel, G: tl.constexpr):
+    """This channel's part of a chunk, in whole lines of 64 bytes except for its tail."""
+    lines = (size_bytes + 63) // 64
+    begin = tl.minimum(lines * channel // G.channels * 64, size_bytes)
+    end = tl.minimum(lines * (channel + 1) // G.channels * 64, size_bytes)
+    return address + begin, end - begin
+
+
+@triton.jit
+def pieces_of(size_bytes, G: tl.constexpr):
+    """Segments of a slice; an empty one still carries its header."""
+    return tl.maximum((size_bytes + (G.segment_bytes - 1)) // G.segment_bytes, 1)
+
+
+@triton.jit
+def piece_bytes(size_bytes, piece, G: tl.constexpr):
+    """Bytes of segment ``piece`` of a slice."""
+    left = size_bytes - piece * G.segment_bytes
+    return tl.maximum(tl.minimum(left, G.segment_bytes), 0)
+
+
+@triton.jit
+def is_zero_copy(ws, address, size_bytes):
+    """Whether peers read the slice where it lies, in this rank's heap."""
+    offset = address - of_peer(ws, get(ws, RANK), HEAP)
+    heap_bytes = tl.load(word64(get(ws, TABLE) + TABLE_HEAP_BYTES))
+    inside = (offset >= 0) & (offset + size_bytes <= heap_bytes)
+    return inside & (size_bytes >= ZERO_COPY_MIN_BYTES)
+
+
+@triton.jit
+def items_of(ws, address, size_bytes, G: tl.constexpr):
+    """Items that carry a slice."""
+    pieces = pieces_of(size_bytes, G)
+    return tl.where(is_zero_copy(ws, address, size_bytes), pieces * 0 + 1, pieces)
+
+
+@triton.jit
+def write_header(ws, slot, stream_bytes, item_bytes, heap_offset):
+    """The header of this call, in a slot that nobody reads yet."""
+    words = word64(slot)
+    for i in tl.static_range(5):
+        tl.store(words + i, get(ws, HEADER + i))
+    after = word64(slot + STREAM_BYTES)
+    tl.store(after, stream_bytes)
+    tl.store(after + 1, item_bytes)
+    tl.store(after + 2, heap_offset)
+    tl.store(after + 3, get(ws, HEADER + 8))
+
+
+# ---- sending ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def await_slot(ws, stream, reader, item, status, G: tl.constexpr):
+    """Waits until ``reader`` has read what the slot of item ``item`` held before."""
+    epoch = sent(ws, stream, reader, G) + 1 + item
+    return await_acquire_sys(ws, stream, reader, CONSUMED_WORD, item, epoch - G.slots, status, G)
+
+
+@triton.jit
+def my_slot(ws, stream, reader, item, G: tl.constexpr):
+    """Where item ``item`` of this call goes."""
+    epoch = sent(ws, stream, reader, G) + 1 + item
+    return slot_of(ws, get(ws, RANK), stream, reader, epoch, G)
+
+
+@triton.jit
+def publish_release_sys(ws, stream, reader, item, G: tl.constexpr):
+    """Item ``item`` is complete; pairs with the acquire of the reader's await."""
+    epoch = sent(ws, stream, reader, G) + 1 + item
+    line = signal_line(ws, reader, stream, get(ws, RANK), G)
+    exchange_release_sys(line + READY, epoch)
+
+
+@triton.jit
+def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.constexpr):
+    """Header and data of item ``item`` of a slice, or where they lie."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    zero_copy = is_zero_copy(ws, address, size_bytes)
+    if item == 0:
+        offset = tl.where(zero_copy, address - of_peer(ws, get(ws, RANK), HEAP), NOT_IN_HEAP)
+        item_bytes = tl.where(zero_copy, size_bytes, size_bytes * 0 + G.segment_bytes)
+        write_header(ws, slot, size_bytes, item_bytes, offset)
+    if not zero_copy:
+        count = (piece_bytes(size_bytes, item, G) // ITEM).to(tl.int32)
+        copy(slot + SLOT_HEADER, address + item * G.segment_bytes, count, DTYPE)
+
+
+@triton.jit
+def send_piece(
+    ws, stream, reader, address, size_bytes, item, status, DTYPE: tl.constexpr, G: tl.constexpr
+):
+    """Item ``item`` of a slice to one reader, if it has so many."""
+    if item < items_of(ws, address, size_bytes, G):
+        status = await_slot(ws, stream, reader, item, status, G)
+        if status == 0:
+            slot = my_slot(ws, stream, reader, item, G)
+            fill_slot(ws, slot, address, size_bytes, item, DTYPE, G)
+            publish_release_sys(ws, stream, reader, item, G)
+    return status
+
+
+@triton.jit
+def finish_sending(ws, stream, reader, address, size_bytes, status, G: tl.constexpr):
+    """Zero copy: waits until ``reader`` no longer reads the slice. Always: counts its items."""
+    items = items_of(ws, address, size_bytes, G)
+    if is_zero_copy(ws, address, size_bytes):
+        epoch = sent(ws, stream, reader, G) + items
+        status = await_acquire_sys(ws, stream, reader, CONSUMED_WORD, items, epoch, status, G)
+    if status == 0:
+        commit_sent(ws, stream, reader, items, G)
+    return status
+
+
+@triton.jit
+def commit_sent(ws, stream, reader, items, G: tl.constexpr):
+    """After the last use of the items' epochs."""
+    epoch = sent(ws, stream, reader, G) + items
+    tl.debug_barrier()
+    tl.store(word32(epoch_line(ws, stream, reader, G) + SENT), epoch.to(tl.int32))
+    tl.debug_barrier()
+
+
+# ---- receiving ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def begin_receive(ws, stream, sender, G: tl.constexpr):
+    """Before the first piece of a call is awaited from ``sender``."""
+    base = seen(ws, stream, sender, G)
+    zero = base * 0
+    set_of_peer(ws, sender, DATA, zero)
+    set_of_peer(ws, sender, ITEM_BYTES, zero + 1)
+    set_of_peer(ws, sender, BASE, base)
+    set_of_peer(ws, sender, ITEMS, zero)
+    set_of_peer(ws, sender, ACKED, zero)
+    set_of_peer(ws, sender, SOURCE, zero)
+
+
+@triton.jit
+def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
+    """Reads the header of the sender's call, and compares it with this one."""
+    if status == 0:
+        first = of_peer(ws, sender, BASE) + 1
+        header = slot_of(ws, sender, stream, get(ws, RANK), first, G)
+        theirs = word64(header + STREAM_BYTES)
+        stream_bytes = tl.load(theirs)
+        item_bytes = tl.load(theirs + 1)
+        offset = tl.load(theirs + 2)
+        same = same_call(ws, header) & (stream_bytes == expected_bytes) & (item_bytes > 0)
+        if same:
+            data = tl.where(offset == NOT_IN_HEAP, offset * 0, of_peer(ws, sender, HEAP) + offset)
+            items = tl.maximum((expected_bytes + item_bytes - 1) // item_bytes, 1)
+            set_of_peer(ws, sender, DATA, data)
+            set_of_peer(ws, sender, ITEM_BYTES, item_bytes)
+            set_of_peer(ws, sender, ITEMS, items)
+            if data != 0:
+                tl.store(word64(ws) + READS_PEERS, tl.full((), 1, tl.int64))
+        else:
+            status = fail_mismatch(ws, sender, header, expected_bytes)
+    return status
+
+
+@triton.jit
+def receive(ws, stream, sender, expected_bytes, begin, size_bytes, status, G: tl.constexpr):
+    """Waits for bytes [begin, begin + size_bytes) of a stream; SOURCE says where they lie."""
+    base = of_peer(ws, sender, BASE)
+    if begin == 0:
+        status = await_acquire_sys(ws, stream, sender, READY_WORD, begin, base + 1, status, G)
+        status = open_stream(ws, stream, sender, expected_bytes, status, G)
+    last = tl.maximum(begin + size_bytes - 1, 0) // of_peer(ws, sender, ITEM_BYTES)
+    if size_bytes == 0:
+        last = begin * 0
+    if last > 0:
+        want = base + 1 + last
+        status = await_acquire_sys(ws, stream, sender, READY_WORD, last, want, status, G)
+    data = of_peer(ws, sender, DATA)
+    slot = slot_of(ws, sender, stream, get(ws, RANK), base + 1 + last, G)
+    set_of_peer(ws, sender, SOURCE, tl.where(data != 0, data + begin, slot + SLOT_HEADER))
+    return status
+
+
+@triton.jit
+def release_sys(ws, stream, sender, expected_bytes, end, status, G: tl.constexpr):
+    """Everything before ``end`` of the sender's stream has been read: its slots are free again.
+
+    For the reader of *releasing a slot*: pairs with the acquire of the sender's await_slot.
+    """
+    if status == 0:
+        done = end // of_peer(ws, sender, ITEM_BYTES)
+        if end >= expected_bytes:
+            done = of_peer(ws, sender, ITEMS)
+        if done != of_peer(ws, sender, ACKED):
+            set_of_peer(ws, sender, ACKED, done)
+            line = signal_line(ws, sender, stream, get(ws, RANK), G)
+            exchange_release_sys(line + CONSUMED, of_peer(ws, sender, BASE) + done)
+
+
+@triton.jit
+def commit_seen(ws, stream, sender, status, G: tl.constexpr):
+    """After the last piece from ``sender``."""
+    if status == 0:
+        epoch = of_peer(ws, sender, BASE) + of_peer(ws, sender, ITEMS)
+        tl.debug_barrier()
+        tl.store(word32(epoch_line(ws, stream, sender, G) + SEEN), epoch.to(tl.int32))
+        tl.debug_barrier()

@@ -1,0 +1,154 @@
+"""Launches the collectives' kernels: compiled on a GPU, or in Triton's interpreter on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import triton.language as tl
+
+from ringcomm import _native
+
+from .all_gather import all_gather_kernel
+from .all_reduce import all_reduce_kernel
+from .call import tagged
+from .geometry import Geometry
+from .hooks import IS_INTERPRETED, interpreting, lives
+from .moving import NUM_WARPS
+from .reduce_scatter import reduce_scatter_kernel
+
+__all__ = ["DTYPES", "OPS", "Part", "Plan", "launch", "plan_all_gather", "plan_all_reduce",
+           "plan_reduce_scatter"]  # fmt: skip
+
+# What the kernels reduce, and by which operators; by the native module's names.
+DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+OPS = ("SUM", "AVG")
+_MOVED = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_LINE_BYTES = _native.STRUCTURES["line"]
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a launch: addresses of its rank table and of its buffers."""
+
+    table_ptr: int
+    in_ptr: int
+    out_ptr: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A collective, the same on all ranks: the kernel, its sizes and its compile-time arguments."""
+
+    kernel: Any
+    sizes: tuple[int, ...]
+    call: tuple[int, int, int, int]
+    constants: dict[str, Any]
+
+
+def _is_ring(algorithm: int) -> bool:
+    return algorithm == _native.ALGORITHMS["ring"]
+
+
+def _divisor(op: str, world: int) -> int:
+    return world if op == "AVG" else 1
+
+
+def _moved(itemsize: int) -> Any:
+    # 16-byte elements move as pairs of words.
+    return _MOVED[min(itemsize, 8)]
+
+
+def plan_reduce_scatter(chunk_bytes: int, dtype: str, op: str, algorithm: int, world: int) -> Plan:
+    """A reduce-scatter whose results have ``chunk_bytes`` bytes each."""
+    return Plan(
+        reduce_scatter_kernel,
+        (chunk_bytes,),
+        _native.call_words(
+            match_bytes=chunk_bytes * world,
+            collective=_native.COLLECTIVES["reduce_scatter"],
+            dtype=_native.DTYPES[dtype],
+            redop=_native.OPS[op],
+            algorithm=algorithm,
+        ),
+        {"RING": _is_ring(algorithm), "DTYPE": DTYPES[dtype], "DIVISOR": _divisor(op, world)},
+    )
+
+
+def plan_all_gather(
+    chunk_bytes: int, dtype: int, itemsize: int, algorithm: int, world: int
+) -> Plan:
+    """An all-gather of contributions of ``chunk_bytes`` bytes each; ``dtype`` is a native code."""
+    return Plan(
+        all_gather_kernel,
+        (chunk_bytes,),
+        _native.call_words(
+            match_bytes=chunk_bytes * world,
+            collective=_native.COLLECTIVES["all_gather"],
+            dtype=dtype,
+            redop=_NONE,
+            algorithm=algorithm,
+        ),
+        {"RING": _is_ring(algorithm), "DTYPE": _moved(itemsize)},
+    )
+
+
+def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world: int) -> Plan:
+    """An all-reduce of ``size_bytes`` bytes, cut into chunks of whole lines."""
+    share = -(-size_bytes // world)
+    chunk_bytes = -(-share // _LINE_BYTES) * _LINE_BYTES
+    kind = DTYPES[dtype]
+    return Plan(
+        all_reduce_kernel,
+        (size_bytes, chunk_bytes),
+        _native.call_words(
+            match_bytes=size_bytes,
+            collective=_native.COLLECTIVES["all_reduce"],
+            dtype=_native.DTYPES[dtype],
+            redop=_native.OPS[op],
+            algorithm=algorithm,
+        ),
+        {
+            "RING": _is_ring(algorithm),
+            "DTYPE": kind,
+            "MOVED": _moved(kind.primitive_bitwidth // 8),
+            "DIVISOR": _divisor(op, world),
+        },
+    )
+
+
+def launch(
+    plan: Plan,
+    parts: Sequence[Part],
+    timeout_ns: int,
+    geometry: Geometry,
+    health: Callable[[int], int] = lives,
+) -> None:
+    """Runs ``plan`` for the ranks of one device, on torch's current stream there.
+
+    In the interpreter the call blocks, and only one rank of a process can run at a time.
+
+    Args:
+        plan: the collective.
+        parts: of the ranks that this launch carries.
+        timeout_ns: deadline of one wait.
+        geometry: of the communicator.
+        health: for the interpreter: status of the process of a peer, 0 while it lives.
+    """
+    grid = (geometry.channels, len(parts))
+    with interpreting(health) if IS_INTERPRETED else nullcontext():
+        plan.kernel[grid](
+            tagged(part.table_ptr for part in parts),
+            # An empty tensor has no address, and a small number would be another type.
+            tagged(part.in_ptr or part.table_ptr for part in parts),
+            tagged(part.out_ptr or part.table_ptr for part in parts),
+            *plan.sizes,
+            timeout_ns,
+            tagged(plan.call),
+            **plan.constants,
+            G=geometry,
+            num_warps=NUM_WARPS,
+        )

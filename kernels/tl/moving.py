@@ -1,0 +1,144 @@
+"""Moves and reduces elements with all lanes of a block, 16 bytes a lane where memory allows.
+
+Counts are of one segment, so offsets fit into 32 bits; addresses do not, and are int64.
+"""
+
+import triton
+import triton.language as tl
+
+from .hooks import INTERPRETED
+
+# Bytes of a turn of the hot loops: 256 lanes with four accesses of 16 bytes each. A choice, not
+# swept.
+BLOCK_BYTES = tl.constexpr(16384)
+NUM_WARPS = 8
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """FP32 to DTYPE, to nearest even.
+
+    Triton's interpreter truncates FP32 to bfloat16 where compiled code rounds
+    (https://github.com/triton-lang/triton, python/triton/runtime/interpreter.py, _convert_float),
+    so there the bits are made by hand.
+    """
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet = (bits >> 16) | 0x40
+        kept = tl.where(x != x, quiet, rounded)
+        return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def accumulate(total, x):
+    """``total`` (FP32) plus ``x`` of any floating-point type."""
+    return total + x.to(tl.float32)
+
+
+@triton.jit
+def is_aligned(addresses):
+    """Whether all of them are multiples of 16, so that lanes may access 16 bytes at once."""
+    bits = addresses[0]
+    for i in tl.static_range(1, len(addresses)):
+        bits = bits | addresses[i]
+    return (bits & 15) == 0
+
+
+@triton.jit
+def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address as a pointer to elements; ``ALIGNED`` vouches for a multiple of 16."""
+    typed = address.to(tl.pointer_type(DTYPE), bitcast=True)
+    if ALIGNED:
+        typed = tl.multiple_of(typed, 16)
+    return typed
+
+
+@triton.jit
+def _copy(target, source, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    BLOCK: tl.constexpr = BLOCK_BYTES // (DTYPE.primitive_bitwidth // 8)
+    to = pointer(target, DTYPE, ALIGNED)
+    of = pointer(source, DTYPE, ALIGNED)
+    lanes = tl.arange(0, BLOCK)
+    whole = count // BLOCK * BLOCK
+    for i in range(0, whole, BLOCK):
+        tl.store(to + i + lanes, tl.load(of + i + lanes))
+    # The rest: as vectors, then the last few elements.
+    VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    vectors = count // VECTOR * VECTOR
+    here = whole + lanes
+    tl.store(to + here, tl.load(of + here, mask=here < vectors), mask=here < vectors)
+    last = vectors + tl.arange(0, VECTOR)
+    tl.store(to + last, tl.load(of + last, mask=last < count), mask=last < count)
+
+
+@triton.jit
+def copy(target, source, count, DTYPE: tl.constexpr):
+    """``count`` elements of DTYPE from address ``source`` to address ``target``."""
+    if is_aligned((target, source)):
+        _copy(target, source, count, DTYPE, True)
+    else:
+        _copy(target, source, count, DTYPE, False)
+
+
+@triton.jit
+def _sum_of(sources, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    COUNT: tl.constexpr = len(sources)
+    if MASKED:
+        total = tl.load(pointer(sources[0], DTYPE, ALIGNED) + here, mask=mask).to(tl.float32)
+    else:
+        total = tl.load(pointer(sources[0], DTYPE, ALIGNED) + here).to(tl.float32)
+    for i in tl.static_range(1, COUNT):
+        if MASKED:
+            x = tl.load(pointer(sources[i], DTYPE, ALIGNED) + here, mask=mask)
+        else:
+            x = tl.load(pointer(sources[i], DTYPE, ALIGNED) + here)
+        total = accumulate(total, x)
+    return total
+
+
+@triton.jit
+def _finish(total, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
+    if DIVISOR > 1:
+        total = tl.div_rn(total, tl.full(total.shape, DIVISOR, tl.float32))
+    return round_to(total, DTYPE)
+
+
+@triton.jit
+def _reduce(
+    target, sources, count, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, ALIGNED: tl.constexpr
+):
+    BLOCK: tl.constexpr = BLOCK_BYTES // 2 // (DTYPE.primitive_bitwidth // 8)
+    to = pointer(target, DTYPE, ALIGNED)
+    lanes = tl.arange(0, BLOCK)
+    whole = count // BLOCK * BLOCK
+    for i in range(0, whole, BLOCK):
+        total = _sum_of(sources, i + lanes, lanes < BLOCK, DTYPE, ALIGNED, False)
+        tl.store(to + i + lanes, _finish(total, DTYPE, DIVISOR))
+    VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    vectors = count // VECTOR * VECTOR
+    here = whole + lanes
+    total = _sum_of(sources, here, here < vectors, DTYPE, ALIGNED, True)
+    tl.store(to + here, _finish(total, DTYPE, DIVISOR), mask=here < vectors)
+    last = vectors + tl.arange(0, VECTOR)
+    total = _sum_of(sources, last, last < count, DTYPE, ALIGNED, True)
+    tl.store(to + last, _finish(total, DTYPE, DIVISOR), mask=last < count)
+
+
+@triton.jit
+def reduce(target, sources, count, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
+    """Sums ``count`` elements of all ``sources`` in their order in FP32, and rounds once.
+
+    Args:
+        target: address of the result; may be one of the sources.
+        sources: tuple of addresses.
+        count: elements, of one segment.
+        DTYPE: tl.float32, tl.bfloat16 or tl.float16.
+        DIVISOR: the sum is divided by it before it is rounded.
+    """
+    if is_aligned(sources + (target,)):
+        _reduce(target, sources, count, DTYPE, DIVISOR, True)
+    else:
+        _reduce(target, sources, count, DTYPE, DIVISOR, False)

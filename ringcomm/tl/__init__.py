@@ -1,0 +1,67 @@
+"""Triton kernels of your own that communicate: the device library, and kernels made of it.
+
+On the host, :class:`Context` knows what a kernel needs of a communicator and hands out symmetric
+memory. In kernels, the functions below move data between ranks and order it; ``docs/triton.md``
+shows how. :func:`all_gather_matmul` and :func:`reduce_scatter_rms_norm` are two such kernels.
+"""
+
+from __future__ import annotations
+
+from ringcomm.errors import UnsupportedError
+
+try:
+    import triton  # noqa: F401
+except ImportError as error:
+    raise UnsupportedError(
+        f"ringcomm.tl: it needs Triton, which cannot be imported here ({error}). pip install triton"
+    ) from error
+
+from ringcomm._tl.device import (
+    accumulate,
+    advance_epoch,
+    barrier_sys,
+    begin_kernel,
+    end_kernel,
+    get,
+    is_aligned,
+    peer_address,
+    peer_at,
+    peer_ptr,
+    pointer,
+    put,
+    rank_of,
+    round_to,
+    signal_release_gpu,
+    signal_release_sys,
+    wait_acquire_gpu,
+    wait_acquire_sys,
+    word_of,
+)
+from ringcomm.tl.context import Context, Symmetric
+from ringcomm.tl.fused import all_gather_matmul, reduce_scatter_rms_norm
+
+__all__ = [
+    "Context",
+    "Symmetric",
+    "accumulate",
+    "advance_epoch",
+    "all_gather_matmul",
+    "barrier_sys",
+    "begin_kernel",
+    "end_kernel",
+    "get",
+    "is_aligned",
+    "peer_address",
+    "peer_at",
+    "peer_ptr",
+    "pointer",
+    "put",
+    "rank_of",
+    "reduce_scatter_rms_norm",
+    "round_to",
+    "signal_release_gpu",
+    "signal_release_sys",
+    "wait_acquire_gpu",
+    "wait_acquire_sys",
+    "word_of",
+]

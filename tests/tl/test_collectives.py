@@ -1,0 +1,265 @@
+"""The Triton collectives in Triton's interpreter, one real process per rank, on the host's heap."""
+
+import os
+import signal
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import (
+    ArgumentError,
+    CollectiveTimeout,
+    MismatchError,
+    PeerLost,
+    RingcommError,
+    UnsupportedError,
+)
+from tests.support.exact import op_of, operand, pattern, reduced, same
+from tests.support.ranks import Ranks, run_ranks
+from tests.tl.interpreter import connect, interpreted
+
+# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LIMIT_S = 100.0
+
+
+def _put(tensor, place):
+    """The tensor at a place: plain, in the heap, or one element off any alignment."""
+    skip = 1 if place == "unaligned" else 0
+    make = torch.empty if place == "plain" else ringcomm.empty
+    whole = make(tensor.numel() + skip, dtype=tensor.dtype)
+    whole[skip:].copy_(tensor)
+    return whole[skip:]
+
+
+def _check_all(comm, count, dtype, place, algorithm, op="SUM"):
+    rank, world = comm.rank, comm.world_size
+    case = (count, dtype, place, algorithm, op)
+    inputs = [operand(count, each, world, dtype, op) for each in range(world)]
+    tensor = _put(inputs[rank], place)
+    comm.all_reduce(tensor, op_of(op), algorithm=algorithm)
+    assert torch.equal(tensor, reduced(inputs, op)), case
+
+    wholes = [operand(count * world, each, world, dtype, op) for each in range(world)]
+    output = _put(torch.full((count,), -1.0).to(dtype), place)
+    comm.reduce_scatter_tensor(output, _put(wholes[rank], place), op_of(op), algorithm=algorithm)
+    want = reduced(wholes, op)[rank * count : (rank + 1) * count]
+    assert torch.equal(output, want), case
+
+    parts = [pattern(count, each, dtype) for each in range(world)]
+    gathered = _put(torch.zeros(count * world, dtype=dtype), place)
+    comm.all_gather_into_tensor(gathered, _put(parts[rank], place), algorithm=algorithm)
+    assert same(gathered, torch.cat(parts)), case
+
+
+def _everything(store, rank, world):
+    with connect(store, rank, world, segment_bytes=2048) as comm:
+        for algorithm in ("direct", "ring"):
+            # The interpreter is slow: all sizes where the ranks have a core each.
+            counts = (0, 1, world + 1, 257, 2049) if world <= 2 else (world + 1, 257, 1100)
+            for turn, count in enumerate(counts):
+                dtype = DTYPES[turn % 3]
+                place = ("plain", "heap", "unaligned")[(turn + len(algorithm)) % 3]
+                _check_all(comm, count, dtype, place, algorithm, ("SUM", "AVG")[turn % 2])
+        # Zero copy begins at 16 KiB of a chunk.
+        _check_all(comm, 8200, torch.bfloat16, "heap", "direct")
+        _in_place(comm)
+    return True
+
+
+def _in_place(comm):
+    rank, world, count = comm.rank, comm.world_size, 4100
+    wholes = [operand(count * world, each, world, torch.float32, "SUM") for each in range(world)]
+    tensor = _put(wholes[rank], "heap")
+    own = tensor[rank * count : (rank + 1) * count]
+    comm.reduce_scatter_tensor(own, tensor)
+    assert torch.equal(own, reduced(wholes, "SUM")[rank * count : (rank + 1) * count])
+    comm.all_gather_into_tensor(tensor, own)
+    assert torch.equal(tensor, reduced(wholes, "SUM"))
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sums_and_copies_are_exact(world):
+    assert all(run_ranks(_everything, world, timeout_s=LIMIT_S))
+
+
+def _alternate(store, rank, world):
+    """Native and Triton kernels by turns advance the same epochs."""
+    with connect(store, rank, world, kernels="native", slots=2, segment_bytes=256) as comm:
+        for turn in range(8):
+            kernels = "triton" if turn % 2 else "native"
+            algorithm = ("direct", "ring")[turn // 2 % 2]
+            tensor = torch.arange(700, dtype=torch.float32) + rank + turn
+            comm.all_reduce(tensor, kernels=kernels, algorithm=algorithm)
+            want = (torch.arange(700) + turn) * world + sum(range(world))
+            assert torch.equal(tensor, want.float()), turn
+        comm.barrier()
+        work = comm.all_reduce(tensor, async_op=True, kernels="triton")
+        assert work.wait() and tensor[0] == want[0] * world
+    return True
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_native_and_triton_calls_alternate():
+    assert all(run_ranks(_alternate, 2, timeout_s=LIMIT_S))
+
+
+def _bits(store, rank, world):
+    """Direct: the same bits as the native kernels, for values that round at every sum."""
+    with connect(store, rank, world) as comm:
+        for dtype in DTYPES:
+            torch.manual_seed(rank)
+            given = (torch.randn(1000) * 10.0 ** torch.randint(-3, 4, (1000,))).to(dtype)
+            for op in ("SUM", "AVG"):
+                for algorithm in ("direct", "ring"):
+                    both = [given.clone(), given.clone()]
+                    for tensor, kernels in zip(both, ("native", "triton"), strict=True):
+                        comm.all_reduce(tensor, op_of(op), kernels=kernels, algorithm=algorithm)
+                    assert torch.equal(*both), (dtype, op, algorithm)
+    return True
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_the_bits_are_those_of_the_native_kernels():
+    assert all(run_ranks(_bits, 3, timeout_s=LIMIT_S))
+
+
+def _without_waiting(store, rank, world, broken):
+    with interpreted():
+        from ringcomm._tl import endpoint
+
+    if broken:
+
+        def no_wait(*arguments):
+            return arguments[-2]  # the status so far
+
+        # Else the stale header would be noticed, and not the stale data.
+        setattr(endpoint, "await_acquire_sys", no_wait)  # noqa: B010
+        setattr(endpoint, "same_call", lambda ws, theirs: True)  # noqa: B010
+    with connect(store, rank, world, segment_bytes=256, slots=2) as comm:
+        for turn in range(3):
+            if rank == 1:
+                time.sleep(0.2)  # the other one is early, and must wait
+            tensor = torch.full((500,), float(rank + turn))
+            comm.all_reduce(tensor)
+            if not torch.equal(tensor, torch.full((500,), 1.0 + 2 * turn)):
+                return "wrong"
+    return "right"
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_without_its_waits_a_collective_is_wrong():
+    """The negative control of all tests here."""
+    assert run_ranks(_without_waiting, 2, False, timeout_s=LIMIT_S) == ["right", "right"]
+    with Ranks(_without_waiting, 2, True) as ranks:
+        outcomes = ranks.wait(timeout_s=LIMIT_S)
+    assert any(each.value != "right" for each in outcomes)
+
+
+def _other_kernels(store, rank, world):
+    with connect(store, rank, world) as comm:
+        with pytest.raises(MismatchError) as caught:
+            comm.all_reduce(torch.ones(300), kernels=("native", "triton")[rank])
+        with pytest.raises(RingcommError):
+            comm.all_reduce(torch.ones(300))
+    return str(caught.value)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_ranks_that_run_other_kernels_are_told_so():
+    for text in run_ranks(_other_kernels, 2, timeout_s=LIMIT_S):
+        assert "Triton kernels" in text and text.count("all_reduce(float32, SUM, 1200 bytes") == 2
+
+
+def _late(store, rank, world):
+    with connect(store, rank, world, timeout=1.0) as comm:
+        comm.all_reduce(torch.ones(3))
+        if rank == 1:
+            time.sleep(4)
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        return str(caught.value)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_wait_ends_at_its_deadline():
+    text, _ = run_ranks(_late, 2, timeout_s=LIMIT_S)
+    assert "rank 1" in text and "reduce_scatter" in text and "step 0" in text
+
+
+def _killed(store, rank, world):
+    with connect(store, rank, world) as comm:
+        comm.all_reduce(torch.ones(3))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost, match="rank 1"):
+            comm.all_reduce(torch.ones(3000))
+    return "told"
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_killed_peer_is_reported():
+    with Ranks(_killed, 2) as ranks:
+        assert ranks.wait(timeout_s=LIMIT_S, ranks=[0])[0].value == "told"
+
+
+def _closed(store, rank, world):
+    comm = connect(store, rank, world)
+    comm.all_reduce(torch.ones(3))
+    if rank == 0:
+        with pytest.raises(PeerLost, match="rank 1"):
+            comm.all_gather_into_tensor(torch.empty(4), torch.ones(2), algorithm="ring")
+    comm.close()
+    return "told"
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_closed_peer_is_reported():
+    assert run_ranks(_closed, 2, timeout_s=LIMIT_S) == ["told", "told"]
+
+
+def _refusals(store, rank, world):
+    with connect(store, rank, world, kernels="native") as comm:
+        floats, ints = torch.ones(4), torch.ones(4, dtype=torch.int32)
+        for error, words, tensor, op, kernels in [
+            (ArgumentError, "expected one of native, triton", floats, "SUM", "cuda"),
+            (UnsupportedError, "reduces float32, bfloat16, float16", ints, "SUM", "triton"),
+            (UnsupportedError, "by SUM and AVG", floats, "MAX", "triton"),
+        ]:
+            with pytest.raises(error, match=words):
+                comm.all_reduce(tensor, op_of(op), kernels=kernels)
+        comm.all_reduce(floats, kernels="triton")
+        assert torch.equal(floats, torch.full((4,), float(world)))
+        gathered = torch.zeros(4 * world, dtype=torch.int32)
+        comm.all_gather_into_tensor(gathered, ints * rank, kernels="triton")
+        assert gathered.tolist() == [each for each in range(world) for _ in range(4)]
+    return "fine"
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_what_the_kernels_do_not_do_is_refused():
+    assert run_ranks(_refusals, 2, timeout_s=LIMIT_S) == ["fine", "fine"]
+
+
+def test_ranks_of_one_process_are_refused():
+    with ringcomm.local_world(2) as world:
+
+        def body(comm):
+            with pytest.raises(UnsupportedError, match=r"TRITON_INTERPRET|threads of one process"):
+                comm.all_reduce(torch.ones(3), kernels="triton")
+
+        world.run(body)
+
+
+def test_without_triton_it_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with ringcomm.local_world(1) as world, pytest.raises(UnsupportedError, match="needs Triton"):
+        world[0].all_reduce(torch.ones(3), kernels="triton")

@@ -1,0 +1,83 @@
+"""The Triton kernels compile for real architectures, to the accesses that the protocol wants."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.nvidia.compiler import CUDABackend
+
+from ringcomm import _native
+from ringcomm._tl.call import tagged
+from ringcomm._tl.hooks import IS_INTERPRETED
+from ringcomm._tl.launch import plan_all_gather, plan_all_reduce, plan_reduce_scatter
+from tests.support.cuda_code import have_tools
+from tests.tl.compiled import (
+    ACQUIRE_SYS,
+    RELEASE_SYS,
+    TARGETS,
+    compile_plan,
+    hot_loops,
+    opcodes,
+)
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles")
+
+DIRECT, RING = _native.ALGORITHMS["direct"], _native.ALGORITHMS["ring"]
+INT16 = _native.DTYPES["int16"]
+# World and plan of each.
+PLANS = {
+    "reduce-scatter direct": (2, plan_reduce_scatter(1 << 20, "bfloat16", "AVG", DIRECT, 2)),
+    "all-gather ring": (2, plan_all_gather(1 << 20, INT16, 2, RING, 2)),
+    "reduce-scatter direct of 8": (8, plan_reduce_scatter(1 << 20, "float32", "SUM", DIRECT, 8)),
+    "all-gather direct of 4": (4, plan_all_gather(1 << 20, INT16, 2, DIRECT, 4)),
+    "all-reduce ring of 4": (4, plan_all_reduce(1 << 20, "float16", "SUM", RING, 4)),
+    "all-reduce direct": (2, plan_all_reduce(1 << 20, "float32", "SUM", DIRECT, 2)),
+}
+# Most kernels for one architecture, and two for the others: a kernel takes up to 10 s.
+EVERYWHERE = ("reduce-scatter direct", "all-gather ring")
+LARGEST = "all-reduce ring of 4"
+ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+CASES = [
+    (name, target)
+    for name in PLANS
+    for target in TARGETS
+    if ALL or (target == 90 and name != LARGEST) or name in EVERYWHERE
+]
+
+
+def test_a_kernel_is_compiled_once_wherever_the_buffers_lie():
+    """Triton's own choice of what to compile for, of the arguments that differ between calls."""
+    specialize = pytest.importorskip("triton.runtime.jit").native_specialize_impl
+    for plan in (each for _, each in PLANS.values()):
+        plain = {each.name for each in plan.kernel.params if not each.is_constexpr}
+        fixed = {each.name for each in plan.kernel.params if each.do_not_specialize}
+        assert plain - fixed == {"tables", "inputs", "outputs", "call"}
+    kinds = {
+        specialize(CUDABackend, tagged((address, 1 << 40)), False, True, True)
+        for address in ((1 << 40) + offset for offset in (0, 1, 2, 4, 8, 16))
+    }
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_orders_widths_and_no_local_memory(name, target):
+    world, plan = PLANS[name]
+    binary = compile_plan(plan, world, target)
+    assert ACQUIRE_SYS.search(binary.ptx), "no wait acquires at system scope"
+    assert RELEASE_SYS.search(binary.ptx), "nothing is published with release at system scope"
+    assert ".local" not in binary.ptx
+    assert f".maxntid {8 * 32}" in binary.ptx or f".reqntid {8 * 32}" in binary.ptx
+    if not have_tools():
+        return
+    loops = hot_loops(binary.kernels[plan.kernel.__name__])
+    assert loops, "no loop loads 16 bytes at a time"
+    for loop in loops:
+        codes = opcodes(loop)
+        # What spans a call of the slow path of a wait may lie on the stack, but nothing here.
+        assert not [code for code in codes if code.startswith(("LDL", "STL"))]
+        assert any(code.startswith("STG") and ".128" in code for code in codes)
+        wide = [code for code in codes if code.startswith("LDG") and ".128" in code]
+        assert len(wide) >= 2, "a turn keeps several loads in flight"
+        assert not [c for c in codes if c.startswith("LDG") and c.endswith((".U8", ".U16"))]

@@ -1,0 +1,102 @@
+"""The Triton collectives on devices, emulated here and real with ``-m gpu``: processes that share
+one, each with several channels."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ringcomm import Communicator, UnsupportedError
+from tests.support.device_worlds import OPTIONS, Devices, on_host, put, with_options
+from tests.support.exact import op_of, operand, pattern, reduced, same
+from tests.support.ranks import run_ranks
+from tests.tl.interpreter import interpreted
+
+# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+LIMIT_S = 120.0
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request):
+    """Where the kernels run; those of emulated devices in Triton's interpreter."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param
+
+
+def _check(comm, count, dtype, place, algorithm, op):
+    rank, world = comm.rank, comm.world_size
+    case = (count, dtype, place, algorithm, op)
+    inputs = [operand(count, each, world, dtype, op) for each in range(world)]
+    tensor = put(comm, inputs[rank], place)
+    comm.all_reduce(tensor, op_of(op), algorithm=algorithm, kernels="triton")
+    assert torch.equal(on_host(tensor), reduced(inputs, op)), case
+    parts = [pattern(count, each, dtype) for each in range(world)]
+    gathered = put(comm, torch.zeros(count * world, dtype=dtype), place)
+    mine = put(comm, parts[rank], place, 1)
+    work = comm.all_gather_into_tensor(
+        gathered, mine, algorithm=algorithm, kernels="triton", async_op=True
+    )
+    assert work.wait()
+    assert same(on_host(gathered), torch.cat(parts)), case
+    output = put(comm, torch.zeros(count, dtype=dtype), place)
+    wholes = [operand(count * world, each, world, dtype, op) for each in range(world)]
+    given = put(comm, wholes[rank], place, 1)
+    comm.reduce_scatter_tensor(output, given, op_of(op), algorithm=algorithm, kernels="triton")
+    assert torch.equal(on_host(output), reduced(wholes, op).chunk(world)[rank]), case
+
+
+def _rank(store, rank, world, kind):
+    if kind == "emulated":
+        with interpreted():
+            from ringcomm._tl import launch  # noqa: F401
+        devices = Devices(kind, devices=1, physical=(0,))
+    else:
+        devices = Devices(kind)
+    # A second segment per channel and more than one turn around the slots.
+    options = with_options(segment_bytes=512, slots=2)
+    with (
+        Communicator.from_store(
+            store, rank, world, device="cuda:0", options=options, heap_bytes=64 << 20
+        ) as comm,
+        devices.as_on_gpu(comm),
+    ):
+        for turn, count in enumerate((1, 300, 1501)):
+            dtype = (torch.float32, torch.bfloat16, torch.float16)[turn]
+            place = ("heap", "plain", "unaligned")[turn]
+            for algorithm in ("direct", "ring"):
+                _check(comm, count, dtype, place, algorithm, ("SUM", "AVG")[turn % 2])
+        # The native kernels go on from the same epochs.
+        tensor = put(comm, torch.full((900,), float(rank)), "heap")
+        comm.all_reduce(tensor)
+        assert torch.equal(on_host(tensor), torch.full((900,), float(sum(range(world)))))
+    return True
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_processes_that_share_a_device(kind):
+    assert all(run_ranks(_rank, 2, kind, timeout_s=LIMIT_S))
+
+
+def _threads_are_refused(store, rank, world):
+    with interpreted():
+        from ringcomm._tl import launch  # noqa: F401
+    devices = Devices("emulated")
+    refused = []
+
+    def body(comm):
+        tensor = put(comm, torch.ones(3), "heap")
+        with pytest.raises(UnsupportedError, match="threads of one process"):
+            comm.all_reduce(tensor, kernels="triton")
+        refused.append(comm.rank)
+
+    devices.run(devices.world(2, options=OPTIONS), body)
+    devices.close()
+    return sorted(refused)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_the_interpreter_refuses_ranks_of_one_process():
+    assert run_ranks(_threads_are_refused, 1, timeout_s=LIMIT_S) == [[0, 1]]

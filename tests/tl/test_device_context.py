@@ -1,0 +1,214 @@
+"""Contexts of ``ringcomm.tl``: their faults, their memory, what they refuse, and how they load."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from tests.support.ranks import Ranks, RanksFailed, run_ranks
+from tests.tl.device_ranks import open_context, run_kernel
+
+# Not importorskip(): ranks load this module too, before they say how Triton is to be loaded.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 60.0
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+def _lonely(store, rank, world, end):
+    timeout = 0.7 if end == "late" else 20.0
+    comm, context, kernels = open_context(store, rank, world, timeout)
+    word = torch.zeros(1, dtype=torch.int32)
+    if rank == 0:
+        try:
+            store.set("waits", "1")
+            run_kernel(context, kernels.lonely_kernel, (1,), word)
+        finally:
+            store.set("over", "1")
+        return
+    store.wait(["waits"], timedelta(seconds=LIMIT_S))
+    time.sleep(0.3)
+    if end == "aborts":
+        comm.abort("rank 1 has had enough")
+    elif end == "closes":
+        comm.close()
+    store.wait(["over"], timedelta(seconds=LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "text"),
+    [
+        ("late", CollectiveTimeout, r"lonely_kernel on rank 0 of 2: .*rank 1 \(step 3"),
+        ("aborts", AbortedError, "rank 1 aborted the communicator: rank 1 has had enough"),
+        ("closes", PeerLost, "rank 1 to take part, but it has closed"),
+        ("dies", PeerLost, "rank 1 to take part, but its process has ended"),
+    ],
+)
+def test_a_wait_in_vain_says_for_whom(end, kind, text):
+    with Ranks(_lonely, 2, end) as ranks:
+        if end == "dies":
+            time.sleep(2.0)
+            ranks.signal(1, signal.SIGKILL)
+        (outcome,) = ranks.wait(LIMIT_S, [0])
+    assert isinstance(outcome.error, kind), outcome.describe()
+    with pytest.raises(kind, match=text):
+        raise outcome.error
+
+
+def _stuck(store, rank, world):
+    _, context, kernels = open_context(store, rank, world, timeout=0.2)
+    run_kernel(context, kernels.stuck_kernel, (1,), torch.zeros(100, dtype=torch.int32))
+
+
+def test_a_block_does_not_wait_for_ever_for_one_that_is_not_there():
+    with pytest.raises(RanksFailed, match="CollectiveTimeout"):
+        run_ranks(_stuck, 1, timeout_s=LIMIT_S)
+
+
+# ---- the context --------------------------------------------------------------------------------
+
+
+def _used_bytes():
+    import ringcomm
+
+    return ringcomm.heap_stats()["used_bytes"]
+
+
+def _memory(store, rank, world):
+    comm, context, kernels = open_context(store, rank, world)
+    from ringcomm import tl as rc
+
+    before = _used_bytes()
+    padding = [context.empty(100 * rank)]  # offsets differ between ranks
+    first = context.zeros((3, 5), torch.float64)
+    assert first.tensor.shape == (3, 5) and not first.tensor.any()
+    assert first.ptrs[rank] == first.tensor.data_ptr()
+    assert context.keep("words", lambda: 1) == context.keep("words", lambda: 2) == 1
+    with pytest.raises(
+        ArgumentError, match=r"shift_kernel on rank \d of 2: grid: expected at most"
+    ):
+        run_kernel(context, kernels.shift_kernel, (9,))
+    with pytest.raises(ArgumentError, match="blocks: expected 1 to"):
+        rc.Context(comm, 0)
+    held = first.tensor
+    del first, padding
+    assert _used_bytes() > before  # a peer's kernel may still reach it
+    context.close()
+    context.close()
+    del held
+    assert _used_bytes() == before
+    dropped = rc.Context(comm)
+    dropped.empty(1000)
+    del dropped
+    assert _used_bytes() > before
+    comm.barrier()
+    comm.close()
+
+
+def test_memory_lives_until_all_ranks_close():
+    with pytest.raises(RanksFailed, match="MismatchError"):
+        run_ranks(_memory, 2, timeout_s=LIMIT_S)
+
+
+def _different_sizes(store, rank, world):
+    comm, context, _ = open_context(store, rank, world)
+    with (
+        comm,
+        pytest.raises(
+            MismatchError, match=rf"bytes on all ranks, but rank {1 - rank} has {8 - 4 * rank}"
+        ),
+    ):
+        context.empty(1 + rank)
+
+
+def _different_blocks(store, rank, world):
+    with pytest.raises(MismatchError, match=rf"blocks on all ranks, but rank {1 - rank} has"):
+        open_context(store, rank, world, blocks=1 + rank)
+
+
+@pytest.mark.parametrize("fn", [_different_sizes, _different_blocks])
+def test_ranks_that_ask_for_different_things_are_told(fn):
+    run_ranks(fn, 2, timeout_s=LIMIT_S)
+
+
+def _threads(store, rank, world):
+    import ringcomm
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    from ringcomm import tl as rc
+
+    with (
+        ringcomm.local_world(2) as ranks,
+        pytest.raises(ringcomm.UnsupportedError, match="is a thread of this process"),
+    ):
+        ranks.run(rc.Context)
+
+
+def test_threads_as_ranks_are_refused():
+    run_ranks(_threads, 1, timeout_s=LIMIT_S)
+
+
+def _compiled(store, rank, world):
+    import ringcomm
+    from ringcomm import tl as rc
+
+    with (
+        ringcomm.Communicator.from_store(store, rank, world) as comm,
+        pytest.raises(ringcomm.UnsupportedError, match="TRITON_INTERPRET=1"),
+    ):
+        rc.Context(comm)
+
+
+def test_compiled_kernels_on_the_host_are_refused():
+    run_ranks(_compiled, 1, timeout_s=LIMIT_S)
+
+
+def test_triton_is_loaded_at_first_use():
+    loaded = "'triton' in sys.modules"
+    code = f"import sys, ringcomm; a = {loaded}; ringcomm.tl.Context; print(a, {loaded})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stdout == "False True\n"
+
+
+def test_without_triton_it_says_so():
+    code = "import sys; sys.modules['triton'] = None\nimport ringcomm\nringcomm.tl"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert "UnsupportedError: ringcomm.tl: it needs Triton" in done.stderr
+
+
+def test_the_documented_example_runs(tmp_path):
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/triton.md").read_text(), re.DOTALL
+    )
+    script = tmp_path / "shift.py"
+    script.write_text(example)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    assert said == ["rank 0 got 1\n", "rank 1 got 0\n"]

@@ -1,0 +1,263 @@
+"""The fused kernels in Triton's interpreter, one real process per rank, against torch."""
+
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ringcomm import ArgumentError, CollectiveTimeout, UnsupportedError
+from tests.support.ranks import Ranks, run_ranks
+from tests.tl.interpreter import connect
+
+# Not importorskip(): ranks load this module too, before they say how Triton is to be loaded.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+LIMIT_S = 100.0
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Half the distance between 1 and the next number: the largest relative error of one rounding.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def _open(store, rank, world, blocks=4, timeout=30.0):
+    comm = connect(store, rank, world, kernels="native", timeout=timeout)
+    from ringcomm import tl as rc
+
+    return comm, rc.Context(comm, blocks), rc
+
+
+def _small(shape, seed, dtype, most=2):
+    """Whole numbers of which sums of products are exact in FP32 and small."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
+
+
+def _no_wait(ws, word, peer, epoch, step, status, G):
+    """In place of wait_acquire_sys()."""
+    return status
+
+
+# ---- all_gather_matmul --------------------------------------------------------------------------
+
+
+def _product(context, rc, m, k, n, dtype, *, transposed=False):
+    """One call, exact: the sums of these products are whole and fit into FP32."""
+    rank, world = context.comm.rank, context.comm.world_size
+    a = context.empty((m, k), dtype)
+    b = _small((n, k), 1000 + rank, dtype).T if transposed else _small((k, n), 50 + rank, dtype)
+    for call in range(2 if m == 33 else 1):
+        shards = [_small((m, k), call + 2 * peer, dtype) for peer in range(world)]
+        a.tensor.copy_(shards[rank])
+        out = rc.all_gather_matmul(context, a, b)
+        a.tensor.fill_(float("nan"))  # it may be written as soon as the call is over
+        want = (torch.cat(shards).double() @ b.double()).to(dtype)
+        assert torch.equal(out, want), (m, k, n, dtype, call)
+
+
+def _rounded_product(context, rc):
+    """Random factors: FP32 sums of k products, then one rounding."""
+    m, k, n, dtype = 20, 100, 24, torch.bfloat16
+    a = context.empty((m, k), dtype)
+    torch.manual_seed(context.comm.rank)
+    a.tensor.copy_(torch.randn(m, k))
+    b = torch.randn(k, n).to(dtype)
+    whole = torch.empty(context.comm.world_size * m, k, dtype=dtype)
+    context.comm.all_gather_into_tensor(whole, a.tensor.clone())
+    out = rc.all_gather_matmul(context, a, b)
+    exact = whole.double() @ b.double()
+    magnitude = whole.double().abs() @ b.double().abs()
+    bound = exact.abs() * ROUNDING[dtype] + magnitude * (k + 1) * 2.0**-24
+    assert ((out.double() - exact).abs() <= bound * 1.01).all()
+
+
+def _products(store, rank, world):
+    comm, context, rc = _open(store, rank, world)
+    with comm, context:
+        # Ragged tiles; more tiles than chunks; its own columns on each rank; nothing to multiply.
+        _product(context, rc, 33, 70, 37, torch.float32)
+        _product(context, rc, 300, 5, 3, torch.float16)
+        _product(context, rc, 20, 64, 1 + 2 * rank, torch.bfloat16, transposed=True)
+        _product(context, rc, 4, 0, 3, torch.float32)
+        _product(context, rc, 0, 4, 3, torch.float32)
+        _rounded_product(context, rc)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_gather_matmul_is_that_of_torch(world):
+    run_ranks(_products, world, timeout_s=LIMIT_S)
+
+
+def _without_arrivals(store, rank, world):
+    """Whether the product was right on a rank with a late peer, with waits and without."""
+    comm, context, rc = _open(store, rank, world)
+    from ringcomm._tl import all_gather_matmul as module
+
+    a = context.empty((64, 16))
+    rc.all_gather_matmul(context, a, torch.ones(16, 8))  # the first call brings all ranks together
+    right = []
+    for wait in (vars(module)["wait_acquire_sys"], _no_wait):
+        vars(module)["wait_acquire_sys"] = wait
+        a.tensor.fill_(0.0)
+        comm.barrier()
+        time.sleep(0.7 * rank)
+        a.tensor.fill_(1.0 + rank)  # what a peer may read only now
+        out = rc.all_gather_matmul(context, a, torch.ones(16, 8))
+        comm.barrier()
+        right.append(
+            torch.equal(out, torch.tensor([16.0] * 64 + [32.0] * 64)[:, None].expand(128, 8))
+        )
+    return right
+
+
+def test_without_its_waits_the_product_is_wrong():
+    first, second = run_ranks(_without_arrivals, 2, timeout_s=LIMIT_S)
+    assert first == [True, False]
+    assert second[0]
+
+
+def _alone(store, rank, world, name):
+    _, context, rc = _open(store, rank, world, timeout=1.0)
+    a = context.empty((8, 8))
+    b = torch.ones(8, 8)
+    if name == "all_gather_matmul":
+        context.keep((name, 2), lambda: rc.fused._words(context, 2))
+    else:
+        context.keep(name, lambda: context.zeros((context.blocks, world), torch.int32))
+    if rank == 0:
+        try:
+            getattr(rc, name)(context, a, b if name == "all_gather_matmul" else b[0])
+        finally:
+            store.set("over", "1")
+    store.wait(["over"])
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "reduce_scatter_rms_norm"])
+def test_a_rank_that_does_not_come_is_named(name):
+    with Ranks(_alone, 2, name) as ranks:
+        outcome = ranks.wait(LIMIT_S)[0]
+    assert isinstance(outcome.error, CollectiveTimeout), outcome.describe()
+    assert f"{name}_kernel on rank 0 of 2" in str(outcome.error)
+    assert "for rank 1" in str(outcome.error)
+
+
+# ---- reduce_scatter_rms_norm --------------------------------------------------------------------
+
+
+def _norm(context, n, d, dtype, *, adds=False, summed="no", eps=1e-5):
+    from ringcomm import tl as rc
+
+    rank, world = context.comm.rank, context.comm.world_size
+    x = context.empty((world * n, d), dtype)
+    weight = _small((d,), 7, dtype, most=4)
+    residual = _small((n, d), 900 + rank, dtype, most=8) if adds else None
+    partials = [_small((world * n, d), peer, dtype, most=8) for peer in range(world)]
+    x.tensor.copy_(partials[rank])
+    want = torch.stack(partials).double().sum(0)[rank * n : (rank + 1) * n]
+    if residual is not None:
+        want = want + residual.double()
+    places = {"no": None, "new": torch.empty(n, d, dtype=dtype), "residual": residual}
+    summed = places[summed]
+    out = rc.reduce_scatter_rms_norm(context, x, weight, eps=eps, residual=residual, summed=summed)
+    x.tensor.fill_(float("nan"))
+    if summed is not None:
+        assert torch.equal(summed, want.to(dtype)), (n, d, dtype)
+    normal = want * (want.square().mean(1, keepdim=True) + eps).rsqrt() * weight.double()
+    # The sum is exact. Its square's mean has d FP32 roundings, halved by the root; then a quotient,
+    # a root of 2 ulp, two products and the last rounding.
+    bound = normal.abs() * (ROUNDING[dtype] + (d / 2 + 8) * 2.0**-24)
+    assert ((out.double() - normal).abs() <= bound * 1.01 + 1e-40).all(), (n, d, dtype)
+
+
+def _norms(store, rank, world):
+    comm, context, _ = _open(store, rank, world, blocks=3)
+    with comm, context:
+        for dtype in DTYPES:
+            _norm(context, 4, 96, dtype)
+            _norm(context, 5, 33, dtype, adds=True, summed="new")
+        _norm(context, 2, 16384, torch.bfloat16, adds=True, summed="residual")
+        _norm(context, 1, 1, torch.float32, summed="new")
+        _norm(context, 0, 8, torch.float32, summed="new")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_reduce_scatter_rms_norm_is_that_of_torch(world):
+    run_ranks(_norms, world, timeout_s=LIMIT_S)
+
+
+def _late_partials(store, rank, world):
+    """Whether the sum was right on a rank with a late peer, with waits and without."""
+    comm, context, rc = _open(store, rank, world)
+    from ringcomm._tl import device
+
+    x = context.zeros((2, 4))
+    rc.reduce_scatter_rms_norm(context, x, torch.ones(4))  # the first call brings all together
+    right = []
+    for wait in (device.wait_acquire_sys, _no_wait):
+        vars(device)["wait_acquire_sys"] = wait
+        x.tensor.fill_(0.0)
+        comm.barrier()
+        time.sleep(0.7 * rank)
+        x.tensor.fill_(3.0)
+        summed = torch.empty(1, 4)
+        rc.reduce_scatter_rms_norm(context, x, torch.ones(4), summed=summed)
+        comm.barrier()
+        right.append(summed.eq(6).all().item())
+    return right
+
+
+def test_without_its_waits_the_sum_is_wrong():
+    first, second = run_ranks(_late_partials, 2, timeout_s=LIMIT_S)
+    assert first == [True, False]
+    assert second[0]
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def _refusals(store, rank, world):
+    comm, context, rc = _open(store, rank, world)
+    a = context.empty((4, 8))
+    b, weight = torch.ones(8, 3), torch.ones(8)
+    cases = [
+        (
+            ArgumentError,
+            "a: expected what Context.empty",
+            lambda: rc.all_gather_matmul(context, b, b),
+        ),
+        (ArgumentError, "8 rows of", lambda: rc.all_gather_matmul(context, a, b.T)),
+        (ArgumentError, "8 rows of", lambda: rc.all_gather_matmul(context, a, b.half())),
+        (
+            ArgumentError,
+            "context: expected more than 2 blocks",
+            lambda: rc.all_gather_matmul(rc.Context(comm, 2), a, b),
+        ),
+        (
+            ArgumentError,
+            "x: expected a matrix",
+            lambda: rc.reduce_scatter_rms_norm(context, context.empty(4), weight),
+        ),
+        (
+            ArgumentError,
+            "x: expected a multiple of 1 rows",
+            lambda: rc.reduce_scatter_rms_norm(context, context.empty((3, 0)), weight),
+        ),
+        (
+            ArgumentError,
+            "weight: expected a contiguous tensor",
+            lambda: rc.reduce_scatter_rms_norm(context, a, b),
+        ),
+        (
+            UnsupportedError,
+            "at most 16384 elements, got 16385",
+            lambda: rc.reduce_scatter_rms_norm(context, context.empty((1, 16385)), weight),
+        ),
+    ]
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text):
+            call()
+    context.close()
+    comm.close()
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    run_ranks(_refusals, 1, timeout_s=LIMIT_S)

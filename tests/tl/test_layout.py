@@ -1,0 +1,59 @@
+"""The Triton kernels' own arithmetic, held against the C++ structures that it mirrors."""
+
+import itertools
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ringcomm import _native
+from tests.support.ranks import run_ranks
+from tests.tl.interpreter import interpreted
+
+# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+CASES = [(2, 1, 2, 64), (3, 2, 4, 1024), (8, 5, 4, 65536)]
+
+
+def _offsets(store, rank, world):
+    with interpreted():
+        from ringcomm._tl.geometry import Geometry
+        from tests.tl.kernels import chunks_kernel, offsets_kernel
+    wrong: list[object] = []
+    for sizes in CASES:
+        world_size, channels, slots, _ = sizes
+        geometry = Geometry(*sizes, _native.layout_offset(sizes, "staging"))
+        places = itertools.product((0, 1), range(channels), range(world_size), (1, 7, -2))
+        for stream, channel, peer, epoch in places:
+            found = torch.zeros(4, dtype=torch.int64)
+            offsets_kernel[(1,)](found.data_ptr(), stream, channel, peer, epoch, G=geometry)
+            at = (stream, channel, peer)
+            slot = (epoch - 1) % slots
+            want = [
+                _native.layout_offset(sizes, "signal", *at),
+                _native.layout_offset(sizes, "epoch", *at),
+                _native.layout_offset(sizes, "channel", *at),
+                _native.layout_offset(sizes, "slot", *at, slot),
+            ]
+            if found.tolist() != want:
+                wrong.append((sizes, at, epoch, found.tolist(), want))
+        for total, chunk in ((0, 64), (1, 64), (1000, 128), (10_000, 4096)):
+            covered = 0
+            for peer, channel in itertools.product(range(world_size), range(channels)):
+                found = torch.zeros(2, dtype=torch.int64)
+                chunks_kernel[(1,)](
+                    found.data_ptr(), total, chunk, torch.tensor(peer).item(), channel, G=geometry
+                )
+                begin, size = found.tolist()
+                bounds = min(peer * chunk, total), min((peer + 1) * chunk, total)
+                if size and not (bounds[0] <= begin and begin + size <= bounds[1]):
+                    wrong.append((sizes, total, chunk, peer, channel, begin, size))
+                covered += size
+            if covered != min(total, chunk * world_size):
+                wrong.append((sizes, total, chunk, covered))
+    return wrong
+
+
+def test_addresses_and_slices():
+    assert run_ranks(_offsets, 1, timeout_s=100) == [[]]
