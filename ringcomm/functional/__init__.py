@@ -1,0 +1,17 @@
+"""Collectives that return new tensors, and through which gradients flow.
+
+They are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile`` traces
+through them. ``docs/functional.md`` says what is promised.
+"""
+
+from __future__ import annotations
+
+from ringcomm.functional.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]

@@ -1,0 +1,68 @@
+"""What the tests of torch.compile share: compiled against eager, and what is really called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringcomm import Communicator
+from tests.support.exact import equal
+
+Tensor = torch.Tensor
+METHODS = (
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_tensor",
+)
+
+
+def evaluate(function: Callable[..., Tensor], rows: int, seed: int, *rest: Any) -> list[Any]:
+    """Value and gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randint(-2, 3, (rows, 3), generator=generator).double() * 12
+    tensor.requires_grad_()
+    output = function(tensor, *rest)
+    output.backward(output.detach().sign())
+    return [output.detach(), tensor.grad]
+
+
+def check(
+    function: Callable[..., Tensor],
+    rows: int,
+    seed: int,
+    *rest: Any,
+    backend: Any = "aot_eager",
+    dynamic: bool | None = None,
+) -> None:
+    """Compiled against eager."""
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    want = evaluate(function, rows, seed, *rest)
+    assert all(map(equal, evaluate(compiled, rows, seed, *rest), want))
+
+
+def alone(name: str = "alone") -> Communicator:
+    return Communicator.from_store(dist.HashStore(), 0, 1, name=name)
+
+
+def record_calls() -> list[tuple[str, str, int]]:
+    """What communicators of this process are asked to do from now on: who, what, how much."""
+    calls: list[tuple[str, str, int]] = []
+
+    def recording(method: str) -> Callable[..., Any]:
+        original = getattr(Communicator, method)
+
+        def call(self: Communicator, tensor: Tensor, *rest: Any, **options: Any) -> Any:
+            calls.append((self.name, method, tensor.numel()))
+            return original(self, tensor, *rest, **options)
+
+        return call
+
+    for method in METHODS:
+        setattr(Communicator, method, recording(method))
+    return calls

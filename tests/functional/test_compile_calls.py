@@ -1,0 +1,150 @@
+"""In a compiled function every collective is called once, in the order of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.lowering import lowerings
+from torch._library.effects import EffectType
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ringcomm import Communicator
+from ringcomm import functional as F
+from ringcomm.functional.ops import OPERATORS
+from tests.functional.compiling import alone, check, evaluate, record_calls
+from tests.support.exact import equal
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+Tensor = torch.Tensor
+
+
+def unused(tensor: Tensor, group: Communicator) -> Tensor:
+    F.all_reduce(tensor, group=group)
+    return tensor * 2
+
+
+def repeated(tensor: Tensor, group: Communicator) -> Tensor:
+    return F.all_gather(tensor, group) + F.all_gather(tensor, group)
+
+
+def reordered(tensor: Tensor, group: Communicator) -> Tensor:
+    parts = [F.all_reduce(tensor[:rows].cos(), group=group) for rows in (3, 1, 2)]
+    return parts[2].sum() - parts[0].sum() * parts[1].sum()
+
+
+def constant(tensor: Tensor, group: Communicator) -> Tensor:
+    return F.broadcast(torch.ones(16), 0, group) + tensor
+
+
+def cheap_to_repeat(tensor: Tensor, group: Communicator) -> Tensor:
+    gathered = F.all_gather(tensor.sin(), group)
+    return (gathered.cos() * gathered.sin()).sum()
+
+
+def thrifty(tensor: Tensor, group: Communicator) -> Tensor:
+    """Takes less memory in another order. Products only: no C++ compiler needed."""
+    F.all_gather(tensor, group)
+    parts = [F.all_gather(tensor[:rows], group) for rows in (1, 16, 2, 8)]
+    F.all_reduce(tensor[:3], group=group)
+    F.all_reduce(tensor[:4], group=group)
+    last = parts[2] @ (parts[3].t() @ parts[3]) @ parts[1]
+    return parts[0] @ last.t()
+
+
+PROGRAMS = (unused, repeated, reordered, constant, cheap_to_repeat)
+
+
+def differing(
+    programs: Sequence[Callable[[Tensor, Communicator], Tensor]], backend: str
+) -> set[str]:
+    """Names of those of which the compiled form makes other calls than the eager one."""
+    calls = record_calls()
+    names = set()
+    with alone() as group:
+        for program in programs:
+            seen = []
+            for each in ("eager", backend):
+                calls.clear()
+                tensor = torch.ones(16, 16, requires_grad=True)
+                output = torch.compile(program, backend=each, fullgraph=True)(tensor, group)
+                output.sum().backward()
+                seen.append(list(calls))
+            assert seen[0]
+            if seen[1] != seen[0]:
+                names.add(program.__name__)
+    torch._dynamo.reset()
+    return names
+
+
+def calls_that_differ(store: Any, rank: int, world_size: int) -> dict[str, set[str]]:
+    torch._inductor.config.compile_threads = 1
+    found = {}
+    # In this order: torch never forgets that an operator had an effect.
+    for effect in (None, EffectType.ORDERED):
+        for name in OPERATORS:
+            torch.library._register_effectful_op(f"ringcomm::{name}", effect)
+        found[f"effect {effect}"] = differing(PROGRAMS, "aot_eager_decomp_partition")
+    found["inductor"] = differing([thrifty], "inductor")
+    for name in OPERATORS:
+        del lowerings[getattr(torch.ops.ringcomm, name).default]
+    found["inductor alone"] = differing([thrifty], "inductor")
+    return found
+
+
+def test_every_call_is_kept():
+    """And would not be without what is done for it, so the test can fail."""
+    found = run_ranks(calls_that_differ, 1, timeout_s=150.0)[0]
+    assert found["effect EffectType.ORDERED"] == found["inductor"] == set()
+    assert "unused" in found["effect None"]
+    assert found["inductor alone"] == {"thrifty"}
+
+
+# ---- activation checkpointing -------------------------------------------------------------------
+
+
+def block(tensor: Tensor, group: Communicator) -> Tensor:
+    return F.reduce_scatter(F.all_gather(tensor.sin(), group).cos(), group=group) * tensor
+
+
+def keep_collectives(context: Any, operator: Any, *rest: Any, **options: Any) -> CheckpointPolicy:
+    if operator.namespace == "ringcomm":
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(tensor: Tensor, group: Communicator, **options: Any) -> Tensor:
+    result: Tensor = checkpoint(block, tensor, group, use_reentrant=False, **options)
+    return result
+
+
+def test_checkpointing(worlds):
+    """Collectives run again in the backward, on all ranks alike."""
+
+    def body(comm):
+        want = evaluate(block, 2, comm.rank, comm)
+        assert all(map(equal, evaluate(checkpointed, 2, comm.rank, comm), want))
+
+    worlds(2).run(body)
+
+
+def test_checkpointing_in_a_graph():
+    policy = partial(create_selective_checkpoint_contexts, keep_collectives)
+    with alone() as group:
+        check(partial(checkpointed, context_fn=policy), 2, 1, group)
+        # Around a graph any checkpoint will do.
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+
+        def around(tensor: Tensor) -> Any:
+            return checkpoint(compiled, tensor, group, use_reentrant=False)
+
+        want = evaluate(block, 2, 1, group)
+        assert all(map(equal, evaluate(around, 2, 1), want))

@@ -1,0 +1,44 @@
+"""Values and gradients on communicators of devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringcomm import ArgumentError
+from ringcomm import functional as F
+from tests.functional.cases import CASES, expected, inputs_of
+from tests.support.device_worlds import on_host
+from tests.support.exact import equal
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_function(devices, world_size, case):
+    inputs = inputs_of(case, world_size, torch.float32)
+    outputs, fed, gradients = expected(case.reference, inputs)
+
+    def body(comm):
+        # The ranks of one process share autograd's thread of a device, where they would wait for
+        # each other.
+        with torch.autograd.set_multithreading_enabled(False):
+            mine = inputs[comm.rank].to(comm.device).clone().requires_grad_()
+            output = case.call(comm, mine)
+            assert output.device == comm.device
+            output.backward(fed[comm.rank].to(comm.device))
+            return on_host(output.detach()), on_host(mine.grad)
+
+    got_outputs, got_gradients = zip(*devices.run(devices.world(world_size), body), strict=True)
+    assert all(map(equal, got_outputs, outputs))
+    assert all(map(equal, got_gradients, gradients))
+
+
+def test_a_tensor_from_elsewhere(devices):
+    if devices.emulated is not None:
+        pytest.skip("emulated devices take torch's tensors of the host for theirs")
+
+    def body(comm):
+        with pytest.raises(ArgumentError, match=r"functional\.all_gather on rank"):
+            F.all_gather(torch.ones(2), comm)
+
+    devices.run(devices.world(2), body)
