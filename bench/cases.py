@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -37,7 +37,8 @@ POISON = 113
 class Collective:
     """One operation; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
-    ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that size.
+    ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that size;
+    ``usual`` is the placement that ``torch.distributed`` has.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Collective:
     input_is_chunk: bool = False
     output_is_chunk: bool = False
     output_at_root_only: bool = False
+    usual: str = OUT_OF_PLACE
 
 
 def _one(world: int) -> Fraction:
@@ -66,9 +68,17 @@ _BOTH = (OUT_OF_PLACE, IN_PLACE)
 _COLLECTIVES = (
     Collective("reduce_scatter", _share_of_others, _BOTH, reduces=True, output_is_chunk=True),
     Collective("all_gather", _share_of_others, _BOTH, input_is_chunk=True),
-    Collective("all_reduce", _twice_share_of_others, _BOTH, reduces=True),
-    Collective("broadcast", _one, (IN_PLACE,), rooted=True),
-    Collective("reduce", _one, _BOTH, reduces=True, rooted=True, output_at_root_only=True),
+    Collective("all_reduce", _twice_share_of_others, _BOTH, reduces=True, usual=IN_PLACE),
+    Collective("broadcast", _one, (IN_PLACE,), rooted=True, usual=IN_PLACE),
+    Collective(
+        "reduce",
+        _one,
+        _BOTH,
+        reduces=True,
+        rooted=True,
+        output_at_root_only=True,
+        usual=IN_PLACE,
+    ),
     Collective(
         "gather",
         _share_of_others,
@@ -86,7 +96,10 @@ COLLECTIVES = {collective.name: collective for collective in _COLLECTIVES}
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table as one rank sees it. ``size_bytes`` is what was asked for."""
+    """One cell of the table as one rank sees it. ``requested_bytes`` is what was asked for.
+
+    ``tensors`` is the torch device on which exact inputs and expected values are made.
+    """
 
     collective: Collective
     requested_bytes: int
@@ -96,6 +109,7 @@ class Case:
     rank: int
     world: int
     placement: str
+    tensors: str = "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,17 +173,18 @@ class Case:
 def input_values(case: Case, rank: int) -> torch.Tensor:
     """The exact input of ``rank``: small integers, so that every order of summing agrees."""
     if not case.collective.reduces:
-        return _tiled(_pattern(case, rank + 1, _MOVED_VALUES), case.input_elems)
-    return _tiled(_reduction_pattern(case, rank), case.input_elems)
+        return _tiled(case, _pattern(case, rank + 1, _MOVED_VALUES), case.input_elems)
+    return _tiled(case, _reduction_pattern(case, rank), case.input_elems)
 
 
 def expected_values(case: Case) -> torch.Tensor:
     """What the output of ``case.rank`` must be, computed without any communication."""
     name, rank, chunk = case.collective.name, case.rank, case.chunk_elems
     if name in ("all_reduce", "reduce"):
-        return _tiled(_reduced_pattern(case), case.total_elems)
+        return _tiled(case, _reduced_pattern(case), case.total_elems)
     if name == "reduce_scatter":
-        return _tiled(_reduced_pattern(case), case.total_elems)[rank * chunk : (rank + 1) * chunk]
+        whole = _tiled(case, _reduced_pattern(case), case.total_elems)
+        return whole[rank * chunk : (rank + 1) * chunk]
     if name in ("all_gather", "gather"):
         return torch.cat([input_values(case, source) for source in range(case.world)])
     if name == "broadcast":
@@ -185,11 +200,12 @@ def expected_values(case: Case) -> torch.Tensor:
     return torch.cat(pieces)
 
 
-def count_wrong(case: Case, output: torch.Tensor) -> int:
-    """Elements of ``output`` that differ from what they must be; 0 on a rank without output."""
+def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:
+    """Elements of ``outputs`` that differ from what they must be; 0 on a rank without output."""
     if not case.has_output:
         return 0
-    return int(torch.count_nonzero(output != expected_values(case)))
+    expected = expected_values(case)
+    return sum(int(torch.count_nonzero(output != expected)) for output in outputs)
 
 
 def _pattern(case: Case, seed: int, values: int) -> torch.Tensor:
@@ -226,6 +242,6 @@ def _reduced_pattern(case: Case) -> torch.Tensor:
     return reduced.to(case.dtype)
 
 
-def _tiled(pattern: torch.Tensor, count_elems: int) -> torch.Tensor:
+def _tiled(case: Case, pattern: torch.Tensor, count_elems: int) -> torch.Tensor:
     copies = -(-count_elems // _PATTERN_PERIOD)
-    return pattern.repeat(max(copies, 1))[:count_elems]
+    return pattern.to(case.tensors).repeat(max(copies, 1))[:count_elems]

@@ -6,26 +6,29 @@ In the process that a user starts it starts the ranks; in a rank it measures.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from .board import Board
-from .cases import COLLECTIVES, MOST_RANKS_CHECKED, Case
+from .cases import MOST_RANKS_CHECKED
+from .devices import Device, Gpu, Host
 from .launch import LaunchError, Placing, join, run_ranks, started_by
+from .modes import ONE_LAUNCH, ModeError, choose, device_index
 from .options import Options, parse
-from .peers import Place, Prepared, System, Unavailable, open_system
+from .peers import Place, open_system
 from .provenance import collect
-from .report import Report, Row, table_head, table_lines, write_csv, write_json
-from .timing import Pace, Timing, measure, ratios
-from .verify import wrong_elements
+from .report import Report, write_csv, write_json
+from .session import Session
 
-# Room in ringcomm's heap besides the buffers of one case: staging, signals and fragmentation.
+# Room in ringcomm's heap besides the buffers of one case: signals and fragmentation, and what a
+# rank's staging takes.
 _HEAP_SLACK_BYTES = 256 << 20
+_STAGING_BYTES = 64 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,15 +36,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)
     try:
-        if started_by(os.environ) is None:
-            _require_fit(options, options.ranks)
+        placing = _place(options)
+        if placing is None:
             return run_ranks(options.ranks, options.systems, arguments)
-        placing = join(options.systems)
         _require_fit(options, placing.world)
-    except LaunchError as error:
+        device: Device = Host()
+        if options.device == "cuda":
+            device = Gpu(device_index(placing.mode, placing.rank))
+    except (LaunchError, ModeError) as error:
         print(f"ringcomm bench: {error}", file=sys.stderr)
         return 2
-    return _run_rank(options, placing, arguments)
+    return run_rank(options, placing, device, arguments)
+
+
+def _place(options: Options) -> Placing | None:
+    """This process's place; None in the process that has ranks to start first."""
+    launcher = started_by(os.environ)
+    ranks = options.ranks if launcher is None else int(os.environ.get("WORLD_SIZE", options.ranks))
+    mode = None
+    if options.device == "cuda":
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        mode = choose(options.mode, ranks, gpus, launcher)
+    if launcher is None:
+        _require_fit(options, ranks)
+        return Placing(0, ranks, dist.HashStore(), mode) if mode == ONE_LAUNCH else None
+    placing = join(options.systems)
+    return placing if mode is None else replace(placing, mode=mode)
 
 
 def _require_fit(options: Options, world: int) -> None:
@@ -53,12 +73,27 @@ def _require_fit(options: Options, world: int) -> None:
         )
 
 
-def _run_rank(options: Options, placing: Placing, arguments: Sequence[str]) -> int:
+def heap_bytes(options: Options, ranks_here: int, cache_bytes: int) -> int | None:
+    """Capacity that ringcomm's heap needs in a process of ``ranks_here`` ranks; None: the default.
+
+    Room for one case of each of its systems: two buffers per rank, or as many sets of them as go
+    beyond the cache.
+    """
+    if not options.heap_tensors:
+        return None
+    own_systems = sum(spec.startswith("ringcomm") for spec in options.systems)
+    buffers_bytes = 2 * options.max_bytes * ranks_here + 2 * cache_bytes
+    return own_systems * (buffers_bytes + ranks_here * _STAGING_BYTES) + _HEAP_SLACK_BYTES
+
+
+def run_rank(options: Options, placing: Placing, device: Device, arguments: Sequence[str]) -> int:
+    """Measures as this rank, or as all of them in "one-launch"; returns the exit status."""
     if options.pin:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[placing.rank % len(cores)]})
     torch.set_num_threads(1)
-    board = Board(placing.store, placing.rank, placing.world)
+    one_launch = placing.mode == ONE_LAUNCH
+    board = Board(placing.store, placing.rank, 1 if one_launch else placing.world)
     place = Place(
         store=placing.store,
         rank=placing.rank,
@@ -66,12 +101,15 @@ def _run_rank(options: Options, placing: Placing, arguments: Sequence[str]) -> i
         heap_tensors=options.heap_tensors,
         api=options.api,
         algorithm=options.algorithm,
-        heap_bytes=2 * options.max_bytes + _HEAP_SLACK_BYTES if options.heap_tensors else None,
+        heap_bytes=heap_bytes(options, placing.world if one_launch else 1, device.cache_bytes),
+        device=device,
+        mode=placing.mode,
     )
     systems = {name: open_system(name, place) for name in dict.fromkeys(options.systems)}
     versions = {name: system.version for name, system in systems.items()}
-    report = Report(collect(arguments, versions), [])
-    session = Session(options, placing, board, systems)
+    facts = {**device.facts(), "mode": placing.mode} if options.device != "cpu" else {}
+    report = Report(collect(arguments, versions, facts), [])
+    session = Session(options, placing, board, device, systems)
     for name in options.collectives:
         report.rows.extend(session.run_collective(name))
     board.barrier()
@@ -80,131 +118,6 @@ def _run_rank(options: Options, placing: Placing, arguments: Sequence[str]) -> i
     if placing.rank == 0:
         _write(report, options)
     return 1 if report.wrong else 0
-
-
-class Session:
-    """One rank's walk through the cases; rank 0 prints as it goes."""
-
-    def __init__(
-        self, options: Options, placing: Placing, board: Board, systems: Mapping[str, System]
-    ) -> None:
-        self._options, self._placing = options, placing
-        self._board, self._systems = board, systems
-
-    def run_collective(self, name: str) -> list[Row]:
-        options, collective = self._options, COLLECTIVES[name]
-        placements = [place for place in options.placements if place in collective.placements]
-        kind = "heap" if options.heap_tensors else "plain"
-        self._say(f"\n# {name}: {self._placing.world} ranks, ringcomm's tensors: {kind}")
-        self._say(table_head(options.subject, placements))
-        rows: list[Row] = []
-        for size_bytes in options.sizes_bytes():
-            of_size: list[Row] = []
-            for placement in placements:
-                case = Case(
-                    collective=collective,
-                    requested_bytes=size_bytes,
-                    dtype_name=options.dtype_name,
-                    op=options.op,
-                    root=options.root,
-                    rank=self._placing.rank,
-                    world=self._placing.world,
-                    placement=placement,
-                )
-                of_size.extend(self._run_case(case))
-            self._say("\n".join(table_lines(of_size, placements)))
-            rows.extend(of_size)
-        return rows
-
-    def _run_case(self, case: Case) -> list[Row]:
-        prepared, notes = self._prepare(case)
-        subject = self._options.subject
-        if subject not in prepared or case.count_elems == 0:
-            return [
-                make_row(case, name, None, None, None, notes.get(name, ""))
-                for name in self._systems
-            ]
-        wrong = wrong_elements(self._board, case, prepared) if self._options.check else {}
-        for buffers in prepared.values():
-            buffers.output.zero_()
-            buffers.input.zero_()
-        options = self._options
-        pace = Pace(options.rounds, options.warmup_rounds, options.batch, options.turn_us)
-        timings = measure(self._board, prepared, pace)
-        return [
-            make_row(
-                case,
-                name,
-                timings.get(name),
-                timings[subject] if name != subject else None,
-                wrong.get(name),
-                notes.get(name, ""),
-            )
-            for name in self._systems
-        ]
-
-    def _prepare(self, case: Case) -> tuple[dict[str, Prepared], dict[str, str]]:
-        prepared: dict[str, Prepared] = {}
-        notes: dict[str, str] = {}
-        for name, system in self._systems.items():
-            try:
-                prepared[name] = system.prepare(case)
-            except Unavailable as reason:
-                notes[name] = str(reason)
-        return prepared, notes
-
-    def _say(self, text: str) -> None:
-        if self._placing.rank == 0 and text:
-            print(text, flush=True)
-
-
-def make_row(
-    case: Case,
-    system: str,
-    timing: Timing | None,
-    subject: Timing | None,
-    wrong: int | None,
-    note: str,
-) -> Row:
-    """The row of one cell; without ``timing`` it only says why there is none."""
-    collective = case.collective
-    key = Row(
-        collective=collective.name,
-        size_bytes=case.size_bytes,
-        count=case.count_elems,
-        dtype=case.dtype_name,
-        op=case.op if collective.reduces else "none",
-        root=case.root if collective.rooted else -1,
-        ranks=case.world,
-        system=system,
-        placement=case.placement,
-        note=note,
-    )
-    if timing is None:
-        return key
-    low, middle, high = quartiles(ratios(timing, subject) if subject else [])
-    return replace(
-        key,
-        time_us=round(timing.median_us, 3),
-        best_us=round(timing.best_us, 3),
-        algbw_gbps=round(case.algbw_gbps(timing.median_us), 4),
-        busbw_gbps=round(case.busbw_gbps(timing.median_us), 4),
-        wrong=wrong,
-        rounds=len(timing.times_us),
-        batch=timing.batch,
-        ratio=middle,
-        ratio_low=low,
-        ratio_high=high,
-    )
-
-
-def quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Lower quartile, median and upper quartile; None of nothing."""
-    if not values:
-        return None, None, None
-    spread = list(values) if len(values) > 1 else [values[0]] * 2
-    low, middle, high = statistics.quantiles(spread, n=4, method="inclusive")
-    return round(low, 4), round(middle, 4), round(high, 4)
 
 
 def _write(report: Report, options: Options) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .modes import PROCESSES
+
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -30,11 +32,15 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Placing:
-    """This process's place among the ranks and the store that all of them share."""
+    """This process's place among the ranks and the store that all of them share.
+
+    In the mode "one-launch" the process is all ``world`` ranks, and ``rank`` is 0.
+    """
 
     rank: int
     world: int
     store: dist.Store
+    mode: str = PROCESSES
 
 
 def started_by(environment: Mapping[str, str]) -> str | None:

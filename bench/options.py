@@ -8,17 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .cases import COLLECTIVES, DTYPES, IN_PLACE, OPS, OUT_OF_PLACE
-from .peers import SYSTEMS
+from .cases import COLLECTIVES, DTYPES, IN_PLACE, OPS, OUT_OF_PLACE, Collective
+from .modes import AUTO, DEVICE_MODES
+from .peers import ALGORITHMS, SYSTEMS, is_system, runs_on
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OUTPUT_OPTIONS = ("--json", "--csv", "--plot")
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
+_DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
+_HOST_ALGORITHMS = ("auto", "direct", "ring")
 
 
 @dataclass(frozen=True)
 class Options:
-    """A parsed command line; sizes in bytes, ``turn_us`` in microseconds."""
+    """A parsed command line; sizes in bytes, ``turn_us`` in microseconds.
+
+    ``graph_calls`` is 0 where calls are made one by one.
+    """
 
     collectives: tuple[str, ...]
     min_bytes: int
@@ -34,12 +40,15 @@ class Options:
     peers: tuple[str, ...]
     ranks: int
     heap_tensors: bool
-    placements: tuple[str, ...]
+    placement: str
     api: str
     algorithm: str
     batch: int
     turn_us: float
     pin: bool
+    device: str
+    mode: str
+    graph_calls: int
     json_path: str | None
     csv_path: str | None
     plot_path: str | None
@@ -47,6 +56,14 @@ class Options:
     @property
     def systems(self) -> tuple[str, ...]:
         return (self.subject, *self.peers)
+
+    def placements_of(self, collective: Collective) -> list[str]:
+        """Those that were asked for and that the collective has."""
+        asked = {
+            "both": (OUT_OF_PLACE, IN_PLACE),
+            "usual": (collective.usual,),
+        }.get(self.placement, (self.placement,))
+        return [placement for placement in asked if placement in collective.placements]
 
     def sizes_bytes(self) -> list[int]:
         sizes = [self.min_bytes]
@@ -71,15 +88,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     unknown = sorted(set(names) - set(COLLECTIVES))
     if unknown:
         parser.error(f"unknown collective {', '.join(unknown)}; known: {', '.join(COLLECTIVES)}")
-    peers = tuple(name for name in args.peers.split(",") if name and name != args.subject)
-    unknown = sorted(set(peers) - set(SYSTEMS))
-    if unknown:
-        parser.error(f"unknown peer {', '.join(unknown)}; known: {', '.join(SYSTEMS)}")
+    peers = _systems(parser, args)
     if args.max_bytes < args.min_bytes:
         parser.error(f"--maxbytes {args.max_bytes} is below --minbytes {args.min_bytes}")
     if args.op == "avg" and not DTYPES[args.datatype].is_floating_point:
         parser.error(f"--op avg needs a floating-point --datatype, not {args.datatype}")
-    both = (OUT_OF_PLACE, IN_PLACE)
     return Options(
         collectives=tuple(names or DEFAULT_COLLECTIVES),
         min_bytes=args.min_bytes,
@@ -95,16 +108,43 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         peers=peers,
         ranks=args.ranks,
         heap_tensors=args.tensors == "heap",
-        placements=both if args.placement == "both" else (args.placement,),
+        placement=args.placement,
         api=args.api,
         algorithm=args.algorithm,
         batch=args.batch,
         turn_us=args.turn_us,
         pin=args.pin,
+        device=args.device,
+        mode=args.mode,
+        graph_calls=args.graph_calls if args.graph else 0,
         json_path=args.json,
         csv_path=args.csv,
         plot_path=args.plot,
     )
+
+
+def _systems(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, ...]:
+    """The peers, after a look at what the command line asks of all systems."""
+    listed = _DEFAULT_PEERS[args.device] if args.peers is None else args.peers
+    peers = tuple(name for name in listed.split(",") if name and name != args.subject)
+    for what, specs in (("peer", peers), ("subject", (args.subject,))):
+        unknown = sorted(spec for spec in set(specs) if not is_system(spec))
+        if unknown:
+            known = f"{', '.join(SYSTEMS)}, ringcomm:ALGORITHM"
+            parser.error(f"unknown {what} {', '.join(unknown)}; known: {known}")
+        elsewhere = [spec for spec in specs if not runs_on(spec, args.device)]
+        if elsewhere:
+            parser.error(f"--device {args.device} cannot run {', '.join(elsewhere)}")
+    if args.device == "cpu":
+        named = (spec.partition(":")[2] or "auto" for spec in (args.subject, *peers))
+        asked = {args.algorithm, *named}
+        if asked - set(_HOST_ALGORITHMS):
+            parser.error("the algorithms packet and copy need --device cuda")
+        if args.graph or args.mode != AUTO:
+            parser.error("--graph and --mode need --device cuda")
+    elif args.pin:
+        parser.error("--pin needs --device cpu")
+    return peers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -115,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_cases(parser)
     _add_systems(parser)
+    _add_device(parser)
     _add_pace(parser)
     _add_outputs(parser)
     return parser
@@ -134,16 +175,21 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
     add("-d", "--datatype", choices=tuple(DTYPES), default="float")
     add("-o", "--op", choices=OPS, default="sum")
     add("-r", "--root", type=int, default=0, help="root rank of rooted collectives (default 0)")
-    text = "out of place, in place, or both (default)"
-    add("--placement", choices=("both", OUT_OF_PLACE, IN_PLACE), default="both", help=text)
+    text = "out of place, in place, both (default), or usual: the one torch.distributed has"
+    choices = ("both", OUT_OF_PLACE, IN_PLACE, "usual")
+    add("--placement", choices=choices, default="both", help=text)
 
 
 def _add_systems(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "the system that the ratios compare with (default ringcomm)"
-    add("--subject", choices=SYSTEMS, default="ringcomm", help=text)
-    text = f"other systems, by commas: {', '.join(SYSTEMS)} (default gloo,mpi)"
-    add("--peers", default="gloo,mpi", metavar="LIST", help=text)
+    add("--subject", default="ringcomm", metavar="SYSTEM", help=text)
+    defaults = " or ".join(_DEFAULT_PEERS.values())
+    text = (
+        f"other systems, by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on name an "
+        f"algorithm of ringcomm (default {defaults}, by device)"
+    )
+    add("--peers", metavar="LIST", help=text)
     text = "ranks to start when running alone (default 2)"
     add("--ranks", type=_positive, default=2, metavar="W", help=text)
     text = "ringcomm's buffers: ordinary memory or its heap (default plain)"
@@ -151,7 +197,22 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
     text = "call ringcomm itself or through torch.distributed (default communicator)"
     add("--api", choices=("communicator", "dist"), default="communicator", help=text)
     text = "ringcomm's algorithm where a call takes one (default auto)"
-    add("--algorithm", choices=("auto", "direct", "ring"), default="auto", help=text)
+    add("--algorithm", choices=ALGORITHMS, default="auto", help=text)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "where tensors lie and collectives run (default cpu)"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    text = (
+        "how ranks share GPUs: one GPU each, processes on one GPU, or one process and one launch "
+        "for all on one GPU (default auto: a GPU each where there are enough)"
+    )
+    add("--mode", choices=(AUTO, *DEVICE_MODES), default=AUTO, help=text)
+    text = "time replays of CUDA graphs that hold several calls each"
+    add("--graph", action="store_true", help=text)
+    text = "calls in a graph (default 20)"
+    add("--graph-calls", type=_positive, default=20, metavar="N", help=text)
 
 
 def _add_pace(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,21 @@ _STYLES = {
     "gloo": ("#D55E00", "s", "-"),
     "mpi": ("#009E73", "^", "-"),
     "bare": ("#777777", "", "--"),
+    "ringcomm:direct": ("#56B4E9", "o", ":"),
+    "ringcomm:ring": ("#CC79A7", "o", ":"),
+    "ringcomm:packet": ("#000000", "o", ":"),
+    "nccl": ("#D55E00", "s", "-"),
+    "torch": ("#E69F00", "^", "-"),
+    "copy": ("#777777", "", "--"),
 }
-_LABELS = {"gloo": "Gloo", "mpi": "MPICH", "bare": "bare loop"}
+_LABELS = {
+    "gloo": "Gloo",
+    "mpi": "MPICH",
+    "bare": "bare loop",
+    "nccl": "NCCL",
+    "torch": "torch's operations",
+    "copy": "plain copy",
+}
 _PANEL_INCHES = (4.6, 3.6)
 _MAX_COLUMNS = 3
 
@@ -109,7 +122,8 @@ def size_label(size_bytes: int) -> str:
 
 def _title(report: Report, rows: Sequence[Row]) -> str:
     facts = report.provenance
-    machine = f"{facts.get('cpu', 'unknown CPU')}, {facts.get('cores', '?')} cores"
+    cpu = f"{facts.get('cpu', 'unknown CPU')}, {facts.get('cores', '?')} cores"
+    machine = f"{facts['gpu']}, {rows[0].mode}" if "gpu" in facts else cpu
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
     return f"{rows[0].ranks} ranks, {dtypes}    {machine}"
 

@@ -6,15 +6,20 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from .options import OUTPUT_OPTIONS
 
+# Names the commit where the source tree came without its history.
+COMMIT_VARIABLE = "RINGCOMM_COMMIT"
 
-def collect(arguments: Sequence[str], versions: dict[str, str]) -> dict[str, str]:
+
+def collect(
+    arguments: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
+) -> dict[str, str]:
     """Plain text by key; ``versions`` are those of the systems that were timed."""
     return {
         "cpu": _cpu_model(),
@@ -25,7 +30,8 @@ def collect(arguments: Sequence[str], versions: dict[str, str]) -> dict[str, str
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{f"version of {name}": version for name, version in versions.items()},
-        "commit": _commit(),
+        **device_facts,
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": " ".join(["ringcomm bench", *_without_outputs(arguments)]),
     }
@@ -51,12 +57,18 @@ def _cpu_model() -> str:
     return model
 
 
-def _commit() -> str:
-    here = Path(__file__).resolve().parent
-    if not (here.parent / ".git").exists():
-        return "not a checkout"
-    hash_ = _git(here, "rev-parse", "--short=12", "HEAD")
-    return hash_ + ("-dirty" if _git(here, "status", "--porcelain", "-uno") else "")
+def commit() -> str:
+    """The commit of the source tree, or what RINGCOMM_COMMIT says, or "unknown"."""
+    root = Path(__file__).resolve().parent.parent
+    told = os.environ.get(COMMIT_VARIABLE, "unknown")
+    if not (root / ".git").exists():
+        return told
+    try:
+        hash_ = _git(root, "rev-parse", "--short=12", "HEAD")
+        return hash_ + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        # No git here, or a tree that belongs to another user, which git refuses to read.
+        return told
 
 
 def _git(directory: Path, *arguments: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import IN_PLACE, OUT_OF_PLACE
+from .modes import PROCESSES
 
 SCHEMA = 1
 _CSV_COMMENT = "# "
@@ -22,7 +23,8 @@ class Row:
     Times in microseconds per call (median, fastest round), bandwidths in 1e9 bytes per
     second. ``ratio`` is the median over rounds of this system's time over the subject's,
     with its quartiles; ``wrong`` is None where nothing was checked. A row without a time
-    says why in ``note``.
+    says why in ``note``. ``mode`` is how the ranks share processors; ``buffer_sets`` of buffers
+    were used in turn; ``graph_calls`` calls were replayed as one graph (0: made one by one).
     """
 
     collective: str
@@ -45,6 +47,9 @@ class Row:
     rounds: int = 0
     batch: int = 0
     note: str = ""
+    mode: str = PROCESSES
+    buffer_sets: int = 1
+    graph_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ def _require_schema(path: str | Path, found: str) -> None:
 def _row_of_text(record: Mapping[str, str]) -> Row:
     values: dict[str, Any] = {}
     for field in fields(Row):
+        if field.name not in record:
+            continue  # a column that came later: its default holds
         text, kind = record[field.name], str(field.type)
         if text == "" and "None" in kind:
             values[field.name] = None
@@ -119,17 +126,17 @@ def _row_of_text(record: Mapping[str, str]) -> Row:
     return Row(**values)
 
 
-_KEY_FORMAT = "{:>12} {:>10} {:>9} {:>6} {:>5}  {:<9}"
+_KEY_FORMAT = "{:>12} {:>10} {:>9} {:>6} {:>5}  {:<15} {:<19}"
 _CELL_FORMAT = "{:>10} {:>8} {:>8} {:>7} {:>8}"
 
 
 def table_head(subject: str, placements: Sequence[str]) -> str:
     titles = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
     cell_width = len(_CELL_FORMAT.format(*[""] * 5))
-    key_width = len(_KEY_FORMAT.format(*[""] * 6))
+    key_width = len(_KEY_FORMAT.format(*[""] * 7))
     groups = "".join(f"  {titles[placement]:^{cell_width}}" for placement in placements)
-    names = _KEY_FORMAT.format("size", "count", "type", "redop", "root", "system")
-    units = _KEY_FORMAT.format("(B)", "(elems)", "", "", "", "")
+    names = _KEY_FORMAT.format("size", "count", "type", "redop", "root", "system", "mode")
+    units = _KEY_FORMAT.format("(B)", "(elems)", "", "", "", "", "")
     cells = "  " + _CELL_FORMAT.format("time", "algbw", "busbw", "#wrong", "ratio")
     cell_units = "  " + _CELL_FORMAT.format("(us)", "(GB/s)", "(GB/s)", "", "")
     return "\n".join(
@@ -151,7 +158,9 @@ def table_lines(rows: Iterable[Row], placements: Sequence[str]) -> list[str]:
     for system, cells in by_system.items():
         row = next(iter(cells.values()))
         root = str(row.root) if row.root >= 0 else "-"
-        key = _KEY_FORMAT.format(row.size_bytes, row.count, row.dtype, row.op, root, system)
+        key = _KEY_FORMAT.format(
+            row.size_bytes, row.count, row.dtype, row.op, root, system, row.mode
+        )
         lines.append(key + "".join("  " + _cell(cells.get(place)) for place in placements))
     return lines
 

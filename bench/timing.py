@@ -12,14 +12,55 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Protocol
 
 from .board import Board
-from .peers import Prepared
 
 # Calls of one turn at most: a Python loop over more gains no precision and costs Gloo's rounds.
 _MAX_BATCH = 200
+
+Call = Callable[[], object]
+
+
+def host_elapsed_us(calls: Iterable[Call]) -> float:
+    """Makes the calls, each of which returns when it is done; microseconds by the host's clock."""
+    clock = time.perf_counter_ns
+    begin = clock()
+    for call in calls:
+        call()
+    return (clock() - begin) / 1e3
+
+
+class Clock(Protocol):
+    """How the time of calls is taken."""
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        """Makes the calls and returns how long they took, in microseconds."""
+
+    def synchronize(self) -> None:
+        """Returns when nothing is under way."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """What one system is timed by.
+
+    Args:
+        calls: made in rotation, one per set of buffers.
+        calls_each: collectives that one of them makes (a graph's replay makes several).
+        refresh: done before each turn, outside its time.
+    """
+
+    calls: Sequence[Call]
+    calls_each: int = 1
+    refresh: Call = _nothing
 
 
 @dataclass(frozen=True)
@@ -48,24 +89,45 @@ class Timing:
         return min(self.times_us)
 
 
-def measure(board: Board, prepared: Mapping[str, Prepared], pace: Pace) -> dict[str, Timing]:
-    """Times every system of ``prepared`` in turn. Collective; every rank gets all timings."""
-    names = list(prepared)
-    batches = _choose_batches(board, prepared, pace)
+class _Turns:
+    """The turns of one system; the next one goes on in the rotation where the last one ended."""
+
+    def __init__(self, board: Board, clock: Clock, entrant: Entrant) -> None:
+        self._board, self._clock, self._entrant = board, clock, entrant
+        self._calls = cycle(entrant.calls)
+
+    def take(self, batch: int) -> float:
+        """Microseconds per element of ``calls``."""
+        self._entrant.refresh()
+        self._clock.synchronize()
+        self._board.barrier()
+        return self._clock.elapsed_us(islice(self._calls, batch)) / batch
+
+
+def measure(
+    board: Board, entrants: Mapping[str, Entrant], pace: Pace, clock: Clock
+) -> dict[str, Timing]:
+    """Times every one of ``entrants`` in turn. Collective; every rank gets all timings."""
+    names = list(entrants)
+    turns = {name: _Turns(board, clock, entrants[name]) for name in names}
+    batches = _choose_batches(board, entrants, turns, pace)
     mine: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
         for index in range(pace.warmup_rounds + pace.rounds):
             for name in _rotated(names, index):
-                elapsed_us = _take_turn(board, prepared[name], batches[name])
+                elapsed_us = turns[name].take(batches[name])
                 if index >= pace.warmup_rounds:
-                    mine[name].append(elapsed_us)
+                    mine[name].append(elapsed_us / entrants[name].calls_each)
     finally:
         gc.enable()
     by_rank = board.exchange(mine)
     return {
-        name: Timing(slowest([times[name] for times in by_rank]), batches[name]) for name in names
+        name: Timing(
+            slowest([times[name] for times in by_rank]), batches[name] * entrants[name].calls_each
+        )
+        for name in names
     }
 
 
@@ -79,31 +141,28 @@ def ratios(timing: Timing, subject: Timing) -> list[float]:
     return [other / own for other, own in zip(timing.times_us, subject.times_us, strict=True)]
 
 
-def _take_turn(board: Board, prepared: Prepared, batch: int) -> float:
-    call, clock = prepared.call, time.perf_counter_ns
-    board.barrier()
-    begin = clock()
-    for _ in range(batch):
-        call()
-    return (clock() - begin) / batch / 1e3
-
-
-def _choose_batches(board: Board, prepared: Mapping[str, Prepared], pace: Pace) -> dict[str, int]:
+def _choose_batches(
+    board: Board, entrants: Mapping[str, Entrant], turns: Mapping[str, _Turns], pace: Pace
+) -> dict[str, int]:
     if pace.batch > 0:
-        return dict.fromkeys(prepared, pace.batch)
+        return {
+            name: math.ceil(pace.batch / entrant.calls_each) for name, entrant in entrants.items()
+        }
     # The first call of a library may set up its connections: it says nothing of the second.
-    for name in prepared:
-        _take_turn(board, prepared[name], 1)
-    single_us = {
-        name: min(_take_turn(board, prepared[name], 2) for _ in range(3)) for name in prepared
-    }
+    for one in turns.values():
+        one.take(1)
+    single_us = {name: min(one.take(2) for _ in range(3)) for name, one in turns.items()}
     by_rank = board.exchange(single_us)
-    return {name: batch_for(max(us[name] for us in by_rank), pace.turn_us) for name in prepared}
+    return {
+        name: batch_for(max(us[name] for us in by_rank), pace.turn_us, entrant.calls_each)
+        for name, entrant in entrants.items()
+    }
 
 
-def batch_for(single_us: float, turn_us: float) -> int:
-    """Calls of ``single_us`` each that fill ``turn_us``, from 1 to 200."""
-    return min(_MAX_BATCH, max(1, math.ceil(turn_us / max(single_us, 1e-3))))
+def batch_for(single_us: float, turn_us: float, calls_each: int = 1) -> int:
+    """Elements of ``single_us`` each that fill ``turn_us``: from 1 to what makes 200 calls."""
+    most = max(1, _MAX_BATCH // calls_each)
+    return min(most, max(1, math.ceil(turn_us / max(single_us, 1e-3))))
 
 
 def _rotated(names: Sequence[str], by: int) -> list[str]:

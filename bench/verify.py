@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .board import Board
-from .cases import POISON, Case, count_wrong, input_values
+from .cases import POISON, count_wrong, input_values
+from .devices import Device
 from .peers import Prepared
 
 
-def wrong_elements(board: Board, case: Case, prepared: Mapping[str, Prepared]) -> dict[str, int]:
-    """Wrong elements over all ranks, by system. Collective; every rank gets the sums."""
-    mine = {name: _wrong_here(board, case, prepared[name]) for name in prepared}
+def wrong_elements(
+    board: Board, device: Device, prepared: Mapping[str, Sequence[Prepared]]
+) -> dict[str, int | None]:
+    """Wrong elements over all ranks and sets of buffers, by system; None where none are checked.
+
+    Collective; every rank gets the sums.
+    """
+    mine = {
+        name: (_wrong_here(board, device, sets), len(sets[0].buffers))
+        for name, sets in prepared.items()
+    }
     by_rank = board.exchange(mine)
-    return {name: sum(wrong[name] for wrong in by_rank) for name in prepared}
+    return {
+        name: sum(here[name][0] for here in by_rank)
+        if any(here[name][1] for here in by_rank)
+        else None
+        for name in prepared
+    }
 
 
-def _wrong_here(board: Board, case: Case, prepared: Prepared) -> int:
+def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int:
     # The poison comes first: in place it lies where the input goes.
-    prepared.output.fill_(POISON)
-    if case.holds_input:
-        prepared.input.copy_(input_values(case, case.rank))
+    for prepared in sets:
+        for buffers in prepared.buffers:
+            buffers.output.fill_(POISON)
+    # The same rank's buffers of all sets: they share its case.
+    columns = list(zip(*(prepared.buffers for prepared in sets), strict=True))
+    for column in columns:
+        case = column[0].case
+        if case.holds_input:
+            values = input_values(case, case.rank)
+            for buffers in column:
+                buffers.input.copy_(values)
+    device.synchronize()
     board.barrier()
-    prepared.call()
+    for prepared in sets:
+        prepared.call()
+    device.synchronize()
     board.barrier()
-    return count_wrong(case, prepared.output)
+    return sum(
+        count_wrong(column[0].case, (buffers.output for buffers in column)) for column in columns
+    )

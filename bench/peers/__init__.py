@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
@@ -12,17 +12,42 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..cases import Case
+    from ..devices import Device
 
-SYSTEMS = ("ringcomm", "gloo", "mpi", "bare")
+# The module of each system, and the devices that it runs on.
+_MODULES = {
+    "ringcomm": ("ringcomm", ("cpu", "cuda")),
+    "triton": ("triton", ("cpu", "cuda")),
+    "gloo": ("gloo", ("cpu",)),
+    "mpi": ("mpi", ("cpu",)),
+    "bare": ("bare", ("cpu",)),
+    "nccl": ("nccl", ("cuda",)),
+    "torch": ("torch_ops", ("cuda",)),
+    "copy": ("copies", ("cuda",)),
+}
+SYSTEMS = tuple(_MODULES)
+ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
+_WITH_ALGORITHMS = {"ringcomm": ALGORITHMS, "triton": ("auto", "direct", "ring")}
 
 
 class Unavailable(Exception):
     """The system has no such call: the cell of the table stays empty and says why."""
 
 
+def is_system(spec: str) -> bool:
+    """Whether ``spec`` names a system: one of SYSTEMS, or ``ringcomm:ALGORITHM`` and the like."""
+    name, colon, algorithm = spec.partition(":")
+    return name in SYSTEMS and (not colon or algorithm in _WITH_ALGORITHMS.get(name, ()))
+
+
+def runs_on(spec: str, device: str) -> bool:
+    """Whether the system has calls on "cpu" or "cuda" at all."""
+    return device in _MODULES[spec.partition(":")[0]][1]
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a system runs: this rank, and the options that concern one system only."""
+    """Where a system runs: this process's rank, and the options that concern one system only."""
 
     store: dist.Store
     rank: int
@@ -31,19 +56,34 @@ class Place:
     api: str
     algorithm: str
     heap_bytes: int | None
+    device: Device
+    mode: str
+    kernels: str = "native"
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """One rank's tensors; ``case`` is the cell as that rank sees it."""
+
+    case: Case
+    input: torch.Tensor
+    output: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Buffers of one case and the call on them; ``call`` returns when the result is there."""
+    """The buffers of the ranks in this process, and the call on them.
 
-    input: torch.Tensor
-    output: torch.Tensor
+    On the CPU ``call`` returns when the result is there; on a GPU it may return when the work is
+    ordered on the current stream. Without buffers the call is timed and never checked.
+    """
+
+    buffers: tuple[Buffers, ...]
     call: Callable[[], object]
 
 
 class System(Protocol):
-    """A library under test, as one rank holds it."""
+    """A library under test, as one process holds it."""
 
     version: str
 
@@ -54,7 +94,10 @@ class System(Protocol):
         """Leaves the library; collective over the ranks."""
 
 
-def open_system(name: str, place: Place) -> System:
-    """Starts the library ``name`` on this rank; collective over the ranks."""
-    module = importlib.import_module(f"{__name__}.{name}")
+def open_system(spec: str, place: Place) -> System:
+    """Starts the library that ``spec`` names on this rank; collective over the ranks."""
+    name, _, algorithm = spec.partition(":")
+    if algorithm:
+        place = replace(place, algorithm=algorithm)
+    module = importlib.import_module(f"{__name__}.{_MODULES[name][0]}")
     return cast(System, module.open_system(place))

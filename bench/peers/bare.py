@@ -20,8 +20,8 @@ import torch
 
 from ..board import share_memory
 from ..cases import Case
-from . import Place, Prepared, Unavailable
-from .torch_calls import allocate_buffers, allocate_plain
+from . import Buffers, Place, Prepared, Unavailable
+from .torch_calls import Allocator, allocate_buffers
 
 # EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.
 _SLOT_BYTES = 256 << 10
@@ -37,6 +37,7 @@ class BareLoop:
         self._library = _compile()
         self._zero_copy = place.heap_tensors
         self._rank = place.rank
+        self._plain = Allocator(place.device.tensors).plain
         control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
         self._control_bytes = control_bytes
         self._half_bytes = control_bytes + _round_up(place.heap_bytes or 0)
@@ -75,7 +76,7 @@ class BareLoop:
         if chunk_bytes % 64 or (name == "all_reduce" and not case.in_place):
             raise Unavailable("the bare loop has no such layout")
         self._taken_bytes = self._control_bytes
-        allocate = self._allocate if self._zero_copy else allocate_plain
+        allocate = self._allocate if self._zero_copy else self._plain
         source, target = allocate_buffers(case, allocate)
         pointers = [source.data_ptr(), target.data_ptr()]
         if self._zero_copy:
@@ -92,7 +93,8 @@ class BareLoop:
         )
         arguments: list[Any] = [ctypes.c_void_p(pointer) for pointer in pointers]
         arguments += [ctypes.c_int64(number) for number in numbers]
-        return Prepared(source, target, partial(function, self._context, *arguments))
+        call = partial(function, self._context, *arguments)
+        return Prepared((Buffers(case, source, target),), call)
 
     def close(self) -> None:
         """The mapping goes with the process: tensors may still lie in it."""

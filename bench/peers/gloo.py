@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..cases import Case
 from . import Place, Prepared
-from .torch_calls import TorchInterface, allocate_plain, prepare
+from .torch_calls import Allocator, TorchInterface, prepare
 
 _GROUP_CALLS = (
     "all_reduce",
@@ -50,10 +50,11 @@ class Gloo:
     def __init__(self, place: Place) -> None:
         self.version = f"Gloo of torch {torch.__version__}"
         init_default_group(place)
+        self._allocator = Allocator(place.device.tensors)
         self._calls = bind_group(None)
 
     def prepare(self, case: Case) -> Prepared:
-        return prepare(self._calls, case, allocate_plain, {})
+        return prepare(self._calls, case, self._allocator.plain, {})
 
     def close(self) -> None:
         destroy_groups()

@@ -10,8 +10,8 @@ import torch
 from mpi4py import MPI
 
 from ..cases import Case
-from . import Place, Prepared, Unavailable
-from .torch_calls import allocate_buffers, allocate_plain
+from . import Buffers, Place, Prepared, Unavailable
+from .torch_calls import Allocator, allocate_buffers
 
 # MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
 # name for them: its BFLOAT16_T is a null handle there. Other MPIs move these bytes, no more.
@@ -33,6 +33,7 @@ class Mpi:
 
     def __init__(self, place: Place) -> None:
         self._comm = MPI.COMM_WORLD
+        self._allocator = Allocator(place.device.tensors)
         if self._comm.size != place.world:
             raise RuntimeError(
                 f"MPI sees {self._comm.size} ranks where the harness has {place.world}: "
@@ -44,7 +45,7 @@ class Mpi:
     def prepare(self, case: Case) -> Prepared:
         name = case.collective.name
         datatype = self._datatype(case)
-        source, target = allocate_buffers(case, allocate_plain)
+        source, target = allocate_buffers(case, self._allocator.plain)
         if case.in_place and name == "reduce_scatter":
             # MPI leaves the result of an in-place reduce-scatter at the front of the buffer.
             target = source.narrow(0, 0, case.chunk_elems)
@@ -52,7 +53,7 @@ class Mpi:
         takes_input = case.in_place and name == "reduce_scatter"
         receive = _spec(source if takes_input else target, datatype)
         call = self._bind(case, send, receive, datatype, target)
-        return Prepared(source, target, call)
+        return Prepared((Buffers(case, source, target),), call)
 
     def close(self) -> None:
         self._comm.Barrier()

@@ -1,31 +1,34 @@
-"""ringcomm: its Communicator, or its backend behind ``torch.distributed``."""
+"""ringcomm: its Communicator, its backend behind ``torch.distributed``, or one launch for all."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 import ringcomm
 
 from ..cases import Case
-from . import Place, Prepared, Unavailable
+from ..modes import ONE_LAUNCH
+from . import Place, Prepared, System, Unavailable
 from .gloo import bind_group, destroy_groups, init_default_group
-from .torch_calls import TorchInterface, allocate_plain, prepare
+from .one_launch import OneLaunch
+from .torch_calls import Allocator, TorchInterface, prepare
 
 _TIMEOUT = timedelta(minutes=5)
 
 
-class _Calls:
+class _Calls(ABC):
     """Buffers from ringcomm's heap or from ordinary memory, and calls on them."""
 
     def __init__(self, place: Place, interface: TorchInterface, extra: dict[str, Any]) -> None:
-        self.version = f"ringcomm {version('ringcomm')} ({place.api})"
+        self.version = _version(place)
         self._interface, self._extra = interface, extra
-        self._allocate = _allocate_in_heap if place.heap_tensors else allocate_plain
+        allocator = Allocator(place.device.tensors, place.device.name)
+        self._allocate = allocator.in_heap if place.heap_tensors else allocator.plain
 
     def prepare(self, case: Case) -> Prepared:
         try:
@@ -33,18 +36,21 @@ class _Calls:
         except ringcomm.UnsupportedError as error:
             raise Unavailable(str(error)) from error
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Leaves the library; collective over the ranks."""
 
 
 class ThroughCommunicator(_Calls):
     def __init__(self, place: Place) -> None:
-        self._communicator = ringcomm.Communicator.from_store(
-            dist.PrefixStore("ringcomm", place.store),
+        connect: Callable[..., ringcomm.Communicator] = ringcomm.Communicator.from_store
+        self._communicator = connect(
+            dist.PrefixStore(f"ringcomm/{place.kernels}/{place.algorithm}", place.store),
             place.rank,
             place.world,
-            timeout=_TIMEOUT,
+            options=ringcomm.CommOptions(timeout=_TIMEOUT, kernels=place.kernels),
             heap_bytes=place.heap_bytes,
+            **_where(place),
         )
         interface = cast(TorchInterface, self._communicator)
         super().__init__(place, interface, {"algorithm": place.algorithm})
@@ -63,16 +69,36 @@ class ThroughTorch(_Calls):
         destroy_groups()
 
 
-def open_system(place: Place) -> _Calls:
-    return ThroughTorch(place) if place.api == "dist" else ThroughCommunicator(place)
+class _Copying:
+    """The algorithm "copy" is one of all_gather alone."""
+
+    def __init__(self, system: System) -> None:
+        self.version, self.close, self._system = system.version, system.close, system
+
+    def prepare(self, case: Case) -> Prepared:
+        if case.collective.name != "all_gather":
+            raise Unavailable("the algorithm copy gathers only")
+        return self._system.prepare(case)
 
 
-def _allocate_in_heap(count_elems: int, dtype: torch.dtype) -> torch.Tensor:
-    return ringcomm.empty(count_elems, dtype=dtype)
+def open_system(place: Place) -> System:
+    system: System
+    if place.mode == ONE_LAUNCH:
+        system = OneLaunch(place, _version(place))
+    elif place.api == "dist":
+        if place.kernels != "native":
+            raise Unavailable("torch.distributed takes the native kernels")
+        system = ThroughTorch(place)
+    else:
+        system = ThroughCommunicator(place)
+    return _Copying(system) if place.algorithm == "copy" else system
 
 
-def _installed_version() -> str:
-    try:
-        return version("ringcomm")
-    except PackageNotFoundError:
-        return "of the source tree"
+def _where(place: Place) -> dict[str, Any]:
+    return {} if place.device.name == "cpu" else {"device": place.device.name}
+
+
+def _version(place: Place) -> str:
+    how = place.mode if place.mode == ONE_LAUNCH else place.api
+    kernels = "" if place.kernels == "native" else f", {place.kernels} kernels"
+    return f"ringcomm {ringcomm.__version__} ({how}{kernels})"

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+import ringcomm
+
 from ..cases import Case
-from . import Prepared, Unavailable
+from . import Buffers, Prepared, Unavailable
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
-_REDUCE_OPS = {
+REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
@@ -38,9 +40,24 @@ class TorchInterface(Protocol):
     recv: Callable[..., Any]
 
 
-def allocate_plain(count_elems: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary memory, every page present."""
-    return torch.zeros(count_elems, dtype=dtype)
+class Allocator:
+    """Where the buffers of a case come from.
+
+    Args:
+        tensors: the device of ordinary tensors.
+        heap: the device whose heap ringcomm is asked for.
+    """
+
+    def __init__(self, tensors: str, heap: str = "cpu") -> None:
+        self._tensors, self._heap = tensors, heap
+
+    def plain(self, count_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """Ordinary memory, every page present."""
+        return torch.zeros(count_elems, dtype=dtype, device=self._tensors)
+
+    def in_heap(self, count_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of ringcomm's heap, not initialised."""
+        return ringcomm.empty(count_elems, dtype=dtype, device=self._heap)
 
 
 def allocate_buffers(case: Case, allocate: Allocate) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +83,7 @@ def prepare(
     if name in ("all_reduce", "reduce") and not case.in_place:
         raise Unavailable(f"{name} of torch.distributed works in place only")
     source, target = allocate_buffers(case, allocate)
-    op = _REDUCE_OPS[case.op]
+    op = REDUCE_OPS[case.op]
     at_root = case.rank == case.root
     call: Callable[[], object]
     if name == "all_reduce":
@@ -89,7 +106,7 @@ def prepare(
         call = partial(interface.all_to_all_single, target, source)
     else:
         call = partial(_send_recv, interface, source, target, case.rank, case.world)
-    return Prepared(source, target, call)
+    return Prepared((Buffers(case, source, target),), call)
 
 
 def _send_recv(

@@ -17,7 +17,8 @@ from bench.cases import (
     expected_values,
     input_values,
 )
-from bench.peers import Prepared
+from bench.devices import Host
+from bench.peers import Buffers, Prepared
 from bench.verify import wrong_elements
 
 
@@ -154,17 +155,18 @@ def test_the_poison_is_no_right_answer(dtype_name):
 def test_one_corrupted_element_is_counted(name):
     case = make_case(name, rank=1)
     output = expected_values(case).clone()
-    assert count_wrong(case, output) == 0
+    assert count_wrong(case, [output]) == 0
     output[-1] += 1
     output[7] += 1
-    assert count_wrong(case, output) == 2
+    assert count_wrong(case, [output]) == 2
+    assert count_wrong(case, [output, expected_values(case), output]) == 4
 
 
 def test_misplaced_segments_are_counted():
     case = make_case("all_gather", requested_bytes=1 << 20)
     right = expected_values(case)
     for shift in (1, 4096, 32768):
-        assert count_wrong(case, right.roll(shift)) > right.numel() // 2
+        assert count_wrong(case, [right.roll(shift)]) > right.numel() // 2
 
 
 def test_ranks_hold_different_inputs():
@@ -173,25 +175,57 @@ def test_ranks_hold_different_inputs():
     assert torch.count_nonzero(own != other) > own.numel() // 2
 
 
+def check(case, *calls_of):
+    """The count for sets of buffers, each with the call that ``calls_of`` makes of them."""
+    sets = []
+    for make in calls_of:
+        source = torch.zeros(case.input_elems, dtype=case.dtype)
+        target = torch.zeros(case.output_elems, dtype=case.dtype)
+        sets.append(Prepared((Buffers(case, source, target),), make(source, target)))
+    return wrong_elements(OneRankBoard(), Host(), {"x": sets})["x"]
+
+
+def copying(damage):
+    def make(source, target):
+        def call():
+            target.copy_(source)
+            target[:damage] += 1
+
+        return call
+
+    return make
+
+
 @pytest.mark.parametrize("damage", [0, 1, 5])
 def test_the_correctness_pass_counts_what_a_call_got_wrong(damage):
     case = make_case("send_recv", world=1, root=0)
-    source, target = torch.zeros(case.input_elems), torch.zeros(case.output_elems)
-
-    def call():
-        target.copy_(source)
-        target[:damage] += 1
-
-    counted = wrong_elements(OneRankBoard(), case, {"x": Prepared(source, target, call)})
-    assert counted == {"x": damage}
+    assert check(case, copying(damage)) == damage
+    assert check(case, copying(damage), copying(0), copying(2)) == damage + 2
 
 
 def test_the_correctness_pass_counts_a_call_that_does_nothing():
     case = make_case("send_recv", world=1, root=0)
-    source, target = torch.zeros(case.input_elems), torch.zeros(case.output_elems)
-    right = wrong_elements(
-        OneRankBoard(), case, {"x": Prepared(source, target, lambda: target.copy_(source))}
-    )
+    assert check(case, copying(0)) == 0
     # The right answer lies in the output already; a call that leaves it alone is still wrong.
-    stale = wrong_elements(OneRankBoard(), case, {"x": Prepared(source, target, lambda: None)})
-    assert (right, stale) == ({"x": 0}, {"x": case.output_elems})
+    assert check(case, lambda source, target: lambda: None) == case.output_elems
+
+
+def test_the_correctness_pass_looks_at_every_rank_of_a_process():
+    cases = [make_case("all_gather", world=3, rank=rank) for rank in range(3)]
+    buffers = tuple(
+        Buffers(case, torch.zeros(case.input_elems), torch.zeros(case.output_elems))
+        for case in cases
+    )
+
+    def call():
+        for each in buffers:
+            each.output.copy_(torch.cat([other.input for other in buffers]))
+        buffers[2].output[11] += 1
+
+    sets = [Prepared(buffers, call)]
+    assert wrong_elements(OneRankBoard(), Host(), {"x": sets}) == {"x": 1}
+
+
+def test_a_system_without_buffers_is_not_called_right():
+    sets = [Prepared((), lambda: None)]
+    assert wrong_elements(OneRankBoard(), Host(), {"x": sets}) == {"x": None}

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from bench.cases import COLLECTIVES
 from bench.options import DEFAULT_COLLECTIVES, parse, parse_size
 
 
@@ -37,7 +38,8 @@ def test_defaults():
     assert options.systems == ("ringcomm", "gloo", "mpi")
     assert options.sizes_bytes()[0] == 4 << 10
     assert options.sizes_bytes()[-1] == 256 << 20
-    assert options.placements == ("out", "in")
+    assert options.placement == "both"
+    assert (options.device, options.graph_calls) == ("cpu", 0)
     assert options.check and not options.heap_tensors
 
 
@@ -51,18 +53,58 @@ def test_all_collectives_and_no_peers():
     options = parse(["all", "--peers", "", "-c", "0", "--placement", "in"])
     assert "send_recv" in options.collectives and "all_to_all" in options.collectives
     assert options.systems == ("ringcomm",)
-    assert not options.check and options.placements == ("in",)
+    assert not options.check and options.placement == "in"
 
 
 def test_the_subject_is_not_its_own_peer():
     assert parse(["--subject", "gloo", "--peers", "gloo,mpi"]).systems == ("gloo", "mpi")
 
 
+def test_a_gpu_has_peers_of_its_own():
+    options = parse(["--device", "cuda"])
+    assert options.systems == ("ringcomm", "nccl", "torch", "copy")
+    assert (options.mode, options.graph_calls) == ("auto", 0)
+    assert parse(["--device", "cuda", "--graph"]).graph_calls == 20
+
+
+def test_algorithms_of_ringcomm_are_systems_of_their_own():
+    options = parse(["--subject", "ringcomm:direct", "--peers", "ringcomm,ringcomm:ring"])
+    assert options.systems == ("ringcomm:direct", "ringcomm", "ringcomm:ring")
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "placements"),
+    [
+        ("both", "all_gather", ["out", "in"]),
+        ("both", "broadcast", ["in"]),
+        ("out", "broadcast", []),
+        ("usual", "all_gather", ["out"]),
+        ("usual", "all_reduce", ["in"]),
+        ("usual", "send_recv", ["out"]),
+    ],
+)
+def test_placements(asked, name, placements):
+    options = parse(["--placement", asked])
+    assert options.placements_of(COLLECTIVES[name]) == placements
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["all_reduced"], "unknown collective all_reduced; known: reduce_scatter"),
-        (["--peers", "nccl"], "unknown peer nccl; known: ringcomm"),
+        (["--peers", "ucc"], "unknown peer ucc; known: ringcomm"),
+        (["--peers", "gloo:ring"], "unknown peer gloo:ring"),
+        (["--peers", "ringcomm:star"], "unknown peer ringcomm:star"),
+        (["--subject", "rccl"], "unknown subject rccl"),
+        (["--peers", "nccl"], "--device cpu cannot run nccl"),
+        (["--peers", "", "--subject", "torch"], "--device cpu cannot run torch"),
+        (["--device", "cuda", "--peers", "gloo"], "--device cuda cannot run gloo"),
+        (["--algorithm", "packet"], "packet and copy need --device cuda"),
+        (["--peers", "ringcomm:copy"], "packet and copy need --device cuda"),
+        (["--subject", "ringcomm:packet"], "packet and copy need --device cuda"),
+        (["--graph"], "--graph and --mode need --device cuda"),
+        (["--mode", "one-launch"], "--graph and --mode need --device cuda"),
+        (["--device", "cuda", "--pin"], "--pin needs --device cpu"),
         (["-b", "1M", "-e", "1K"], "--maxbytes 1024 is below --minbytes 1048576"),
         (["-o", "avg", "-d", "int32"], "avg needs a floating-point"),
         (["-n", "0"], "'0' is not a positive whole number"),

@@ -8,6 +8,7 @@ import pytest
 from bench.plot import draw, size_label
 from bench.plot import main as plot_main
 from bench.report import Report, Row, read, table_head, table_lines, write_csv, write_json
+from tests.bench.programs import ROOT
 
 KEY: dict[str, Any] = {"count": 512, "dtype": "float", "op": "sum", "root": -1, "ranks": 2}
 
@@ -44,6 +45,21 @@ def test_files_read_back_as_they_were(report, tmp_path, write, name):
     assert read(tmp_path / name) == report
 
 
+def test_files_from_before_a_column_read_with_its_default(report, tmp_path):
+    path = tmp_path / "r.csv"
+    write_csv(report, path)
+    assert path.read_text().count(",processes,1,0") == len(report.rows)
+    path.write_text(
+        path.read_text().replace(",processes,1,0", "").replace(",mode,buffer_sets,graph_calls", "")
+    )
+    assert read(path) == report
+
+
+def test_the_results_of_the_project_can_be_read():
+    paths = sorted((ROOT / "bench" / "results").glob("*.csv"))
+    assert paths and all(read(path).rows for path in paths)
+
+
 @pytest.mark.parametrize(("write", "name"), [(write_json, "r.json"), (write_csv, "r.csv")])
 def test_another_schema_is_refused(report, tmp_path, write, name):
     path = tmp_path / name
@@ -69,7 +85,7 @@ def test_the_table_puts_placements_side_by_side():
     lines = table_lines(rows, ("out", "in"))
     assert len(lines) == 2
     assert lines[0].split() == [
-        *("4096", "512", "float", "sum", "-", "ringcomm"),
+        *("4096", "512", "float", "sum", "-", "ringcomm", "processes"),
         *("12.50", "0.33", "0.16", "0", "9.25", "0.33", "0.16", "0"),
     ]
     assert lines[1].split()[-1] == "n/a"

@@ -1,0 +1,168 @@
+"""Where tensors lie and how time passes there: the host's clock, or the events of a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
+from typing import Any, Protocol
+
+import torch
+
+from .timing import Call, host_elapsed_us
+
+# torch leaves much of this module without types.
+_cuda: Any = torch.cuda
+
+# Large enough that caches hold nothing of it, small enough for any GPU worth measuring.
+_COPY_BYTES = 2 << 30
+_COPY_ROUNDS = 20
+
+
+class Device(Protocol):
+    """One processor under test, as the harness uses it."""
+
+    name: str  # what ringcomm is told: "cpu", "cuda:0"
+    tensors: str  # where torch puts tensors for it
+    cache_bytes: int  # of the last-level cache that buffers must not stay in; 0: not looked at
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        """Makes the calls and returns how long the device took for them, in microseconds."""
+
+    def synchronize(self) -> None:
+        """Returns when everything that was called is done."""
+
+    def refresh(self, tensor: torch.Tensor) -> None:
+        """Gives an input new values before a turn, in order with the calls."""
+
+    def capture(self, calls: Sequence[Call], count: int) -> Call:
+        """A call that replays ``count`` calls, taken in turn from ``calls``, as one graph."""
+
+    def facts(self) -> dict[str, str]:
+        """What a reader of the figures must know about it."""
+
+
+class Host:
+    """The CPU: a call returns when its result is there."""
+
+    name = tensors = "cpu"
+    cache_bytes = 0
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        return host_elapsed_us(calls)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def refresh(self, tensor: torch.Tensor) -> None:
+        """Inputs keep the zeros they were given: a CPU adds those as fast as anything."""
+
+    def capture(self, calls: Sequence[Call], count: int) -> Call:
+        raise ValueError("--graph needs --device cuda")
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+
+class Gpu:
+    """A CUDA device; work is ordered on one stream of its own, the process's current one.
+
+    Raises ``RuntimeError`` where torch cannot use the device.
+    """
+
+    def __init__(self, index: int) -> None:
+        if not _cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no usable CUDA device")
+        _cuda.set_device(index)
+        self.name = self.tensors = f"cuda:{index}"
+        # Not the legacy default stream: it waits for all others, and cannot be captured.
+        self._stream = _cuda.Stream()
+        _cuda.set_stream(self._stream)
+        self._properties = _cuda.get_device_properties(index)
+        self.cache_bytes = int(self._properties.L2_cache_size)
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        begin = _cuda.Event(enable_timing=True)
+        end = _cuda.Event(enable_timing=True)
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def synchronize(self) -> None:
+        _cuda.synchronize()
+
+    def refresh(self, tensor: torch.Tensor) -> None:
+        # Zeros are easier to move than data, and sums that are made in place must not overflow
+        # before the next turn.
+        if tensor.is_floating_point():
+            tensor.uniform_(-1.0, 1.0)
+        else:
+            tensor.random_(0, 8)
+
+    def capture(self, calls: Sequence[Call], count: int) -> Call:
+        graph = _cuda.CUDAGraph()
+        # Watchdog threads of the libraries may call CUDA meanwhile.
+        with _cuda.graph(graph, capture_error_mode="thread_local"):
+            for call in islice(cycle(calls), count):
+                call()
+        replay: Call = graph.replay
+        return replay
+
+    def copy_gbps(self) -> float:
+        """Device-to-device copy bandwidth, reads and writes counted, in 1e9 bytes per second."""
+        source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self.tensors)
+        self.refresh(source)
+        target = torch.empty_like(source)
+        times_us = [self.elapsed_us([lambda: target.copy_(source)]) for _ in range(_COPY_ROUNDS)]
+        return 2 * _COPY_BYTES / statistics.median(times_us) / 1e3
+
+    def facts(self) -> dict[str, str]:
+        major, minor = self._properties.major, self._properties.minor
+        return {
+            "gpu": str(self._properties.name),
+            "compute capability": f"{major}.{minor}",
+            "multiprocessors": str(self._properties.multi_processor_count),
+            "L2 cache": f"{self.cache_bytes / 2**20:.0f} MiB",
+            "driver": _driver_version(),
+            "CUDA": str(torch.version.cuda),
+            "NCCL": ".".join(map(str, nccl_version())) or "none",
+            "CuPy": _cupy_version(),
+            COPY_FACT: f"{self.copy_gbps():.1f}",
+        }
+
+
+# The key of the copy bandwidth among the facts; 1e9 bytes per second, reads and writes counted.
+COPY_FACT = "copy GB/s"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of torch's NCCL, empty where torch has none."""
+    if not torch.distributed.is_nccl_available():
+        return ()
+    found: tuple[int, ...] = _cuda.nccl.version()
+    return found
+
+
+def _driver_version() -> str:
+    try:
+        import pynvml
+    except ImportError:
+        return "unknown (no nvidia-ml-py)"
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _cupy_version() -> str:
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "none"

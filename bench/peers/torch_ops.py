@@ -1,0 +1,136 @@
+"""The same sums and copies by torch's own operations, on one GPU over the same bytes.
+
+torch is given what suits it: the ranks' buffers lie side by side in one tensor, and of the ways to
+write an operation the one is timed that is fastest at this size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..cases import Case
+from ..devices import Device
+from ..modes import ONE_GPU_MODES
+from ..timing import Call
+from . import Buffers, Place, Prepared, Unavailable
+
+Tensor = torch.Tensor
+
+_TRIALS = 5
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": torch.sum,
+    "prod": torch.prod,
+    "min": torch.amin,
+    "max": torch.amax,
+    "avg": torch.mean,
+}
+_PAIRS: dict[str, Callable[..., Any]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+# These widen small integers unless told not to.
+_WIDENING = ("sum", "prod")
+
+
+class TorchOps:
+    """Everything is done by the process of rank 0; those of other ranks do nothing meanwhile."""
+
+    def __init__(self, place: Place) -> None:
+        self.version = f"operations of torch {torch.__version__}"
+        self._place = place
+
+    def prepare(self, case: Case) -> Prepared:
+        if self._place.mode not in ONE_GPU_MODES:
+            raise Unavailable("torch's own operations stand for ranks that share a GPU")
+        cells = {
+            ("reduce_scatter", False): self._reduce_scatter,
+            ("all_gather", False): self._all_gather,
+            ("all_reduce", True): self._all_reduce,
+        }
+        cell = cells.get((case.collective.name, case.in_place))
+        if cell is None:
+            placement = "in" if case.in_place else "out of"
+            raise Unavailable(f"not written in torch: {case.collective.name}, {placement} place")
+        if self._place.rank != 0:
+            return Prepared((), lambda: None)
+        return cell([replace(case, rank=rank) for rank in range(case.world)])
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def _zeros(self, case: Case, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=case.dtype, device=self._place.device.tensors)
+
+    def _reduce_scatter(self, cases: Sequence[Case]) -> Prepared:
+        case, world = cases[0], cases[0].world
+        inputs = self._zeros(case, world, case.total_elems)
+        outputs = self._zeros(case, world, case.chunk_elems)
+        buffers = tuple(map(Buffers, cases, inputs, outputs))
+        ways = ways_to_reduce(case.op, inputs, outputs.view(-1))
+        return Prepared(buffers, fastest(self._place.device, ways))
+
+    def _all_gather(self, cases: Sequence[Case]) -> Prepared:
+        case, world = cases[0], cases[0].world
+        inputs = self._zeros(case, world, case.chunk_elems)
+        outputs = self._zeros(case, world, case.total_elems)
+        buffers = tuple(map(Buffers, cases, inputs, outputs))
+        ways = ways_to_copy(outputs, inputs.view(-1))
+        return Prepared(buffers, fastest(self._place.device, ways))
+
+    def _all_reduce(self, cases: Sequence[Case]) -> Prepared:
+        case, device = cases[0], self._place.device
+        tensors = self._zeros(case, case.world, case.total_elems)
+        scratch = self._zeros(case, case.total_elems)
+        buffers = tuple(map(Buffers, cases, tensors, tensors))
+        reduce = fastest(device, ways_to_reduce(case.op, tensors, scratch))
+        copy = fastest(device, ways_to_copy(tensors, scratch))
+        return Prepared(buffers, partial(_in_turn, reduce, copy))
+
+
+def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
+    """Ways to combine the rows element by element, 16-bit floats in FP32."""
+    extra = {"dtype": rows.dtype} if op in _WIDENING else {}
+    ways: list[Call] = [partial(_REDUCTIONS[op], rows, dim=0, out=out, **extra)]
+    if len(rows) == 2 and op in _PAIRS:
+        ways.append(partial(_PAIRS[op], rows[0], rows[1], out=out))
+    return ways
+
+
+def ways_to_copy(rows: Tensor, source: Tensor) -> list[Call]:
+    """Ways to put a copy of ``source`` into every row."""
+    return [
+        partial(rows.copy_, source.expand_as(rows)),
+        partial(_copy_each, list(rows), source),
+    ]
+
+
+def _copy_each(rows: Sequence[Tensor], source: Tensor) -> None:
+    for row in rows:
+        row.copy_(source)
+
+
+def _in_turn(first: Call, second: Call) -> None:
+    first()
+    second()
+
+
+def fastest(device: Device, ways: Sequence[Call]) -> Call:
+    """The quickest of a few trials, after one call of each that may set something up."""
+    if len(ways) == 1:
+        return ways[0]
+    taken_us = []
+    for way in ways:
+        device.elapsed_us([way])
+        taken_us.append(min(device.elapsed_us([way] * 2) for _ in range(_TRIALS)))
+    return ways[taken_us.index(min(taken_us))]
+
+
+def open_system(place: Place) -> TorchOps:
+    return TorchOps(place)

@@ -1,0 +1,73 @@
+"""Stand-ins for what needs a GPU: a device whose tensors are the CPU's, and a world on it."""
+
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from bench.timing import host_elapsed_us
+
+_FOLDS: dict[object, Any] = {ReduceOp.SUM: torch.sum, ReduceOp.MAX: torch.amax}
+
+
+class StandInGpu:
+    """Takes the place of ``bench.devices.Gpu``; counts what is asked of it."""
+
+    name = "cuda:0"
+    tensors = "cpu"
+
+    def __init__(self, cache_bytes=0):
+        self.cache_bytes = cache_bytes
+        self.refreshed = 0
+        self.captured = []
+
+    def elapsed_us(self, calls):
+        return host_elapsed_us(calls)
+
+    def synchronize(self):
+        pass
+
+    def refresh(self, tensor):
+        self.refreshed += 1
+
+    def capture(self, calls, count):
+        self.captured.append(count)
+
+        def replay():
+            for call in islice(cycle(calls), count):
+                call()
+
+        return replay
+
+    def facts(self):
+        return {"gpu": "a stand-in"}
+
+
+class StandInWorld:
+    """What ``ringcomm.local_world`` gives for a GPU: calls on the tensors of all ranks."""
+
+    def __init__(self, n, device, algorithms):
+        assert device == "cuda:0"
+        self.n, self.algorithms, self.closed = n, algorithms, False
+
+    def all_reduce(self, tensors, op, algorithm):
+        self.algorithms.append(algorithm)
+        total = _FOLDS[op](torch.stack(tensors), dim=0)
+        for tensor in tensors:
+            tensor.copy_(total)
+
+    def reduce_scatter_tensor(self, outputs, inputs, op, algorithm):
+        self.algorithms.append(algorithm)
+        total = _FOLDS[op](torch.stack(inputs), dim=0).chunk(self.n)
+        for output, chunk in zip(outputs, total, strict=True):
+            output.copy_(chunk)
+
+    def all_gather_into_tensor(self, outputs, inputs, algorithm):
+        self.algorithms.append(algorithm)
+        whole = torch.cat(inputs)
+        for output in outputs:
+            output.copy_(whole)
+
+    def close(self):
+        self.closed = True

@@ -1,0 +1,119 @@
+"""Each collective once, at small sizes, for compute-sanitizer: two ranks, one launch.
+
+Run by ``make gpu-check`` under memcheck, racecheck and synccheck. Exits with 1 when a result is
+wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ringcomm
+from tests.gpu.worlds import DEVICE, one_launch_world, ramp
+
+# A tail only, and whole vectors with a tail behind them.
+COUNTS = (3, 2053)
+RANKS = 2
+# Everything is many times slower here, the waiting as well.
+TIMEOUT_S = 60.0
+
+Tensor = torch.Tensor
+
+
+def buffers(count: int, in_heap: bool) -> Tensor:
+    if in_heap:
+        return ringcomm.zeros(count, device=DEVICE)
+    return torch.zeros(count, device=DEVICE)
+
+
+def given(count: int, in_heap: bool) -> list[Tensor]:
+    tensors = [buffers(count, in_heap) for _ in range(RANKS)]
+    for rank, tensor in enumerate(tensors):
+        tensor.copy_(ramp(count, rank))
+    return tensors
+
+
+def check(name: str, tensors: list[Tensor], expected: list[Tensor]) -> None:
+    for rank, (tensor, right) in enumerate(zip(tensors, expected, strict=True)):
+        if not torch.equal(tensor, right):
+            raise SystemExit(f"{name}: rank {rank} has a wrong result")
+
+
+def reductions(world: Any, count: int, in_heap: bool) -> None:
+    for algorithm in ("direct", "ring", "packet"):
+        tensors = given(count, in_heap)
+        total = tensors[0] + tensors[1]
+        world.all_reduce(tensors, algorithm=algorithm)
+        check(f"all_reduce, {algorithm}", tensors, [total, total])
+    for algorithm in ("direct", "ring"):
+        inputs = given(count * RANKS, in_heap)
+        outputs = [buffers(count, in_heap) for _ in range(RANKS)]
+        expected = list((inputs[0] + inputs[1]).chunk(RANKS))
+        world.reduce_scatter_tensor(outputs, inputs, algorithm=algorithm)
+        check(f"reduce_scatter, {algorithm}", outputs, expected)
+
+
+def gathers(world: Any, count: int, in_heap: bool) -> None:
+    for algorithm in ("direct", "ring"):
+        inputs = given(count, in_heap)
+        outputs = [buffers(count * RANKS, in_heap) for _ in range(RANKS)]
+        world.all_gather_into_tensor(outputs, inputs, algorithm=algorithm)
+        check(f"all_gather, {algorithm}", outputs, [torch.cat(inputs)] * RANKS)
+
+
+def others(world: Any, count: int, in_heap: bool) -> None:
+    """What ranks call one by one; they meet on the host, and one launch carries both."""
+    inputs, wholes = given(count, in_heap), given(count * RANKS, in_heap)
+    swapped = [torch.cat([whole.chunk(RANKS)[rank] for whole in wholes]) for rank in range(RANKS)]
+
+    def body(comm: Any) -> tuple[Tensor, Tensor, Tensor]:
+        rank = comm.rank
+        shared = inputs[rank].clone()
+        comm.broadcast(shared, 1)
+        exchanged = buffers(count * RANKS, in_heap)
+        comm.all_to_all_single(exchanged, wholes[rank])
+        reduced = inputs[rank].clone()
+        comm.reduce(reduced, 0)
+        comm.barrier()
+        return shared, exchanged, reduced
+
+    results = world.run(body)
+    total = inputs[0] + inputs[1]
+    check("broadcast", [each[0] for each in results], [inputs[1]] * RANKS)
+    check("all_to_all", [each[1] for each in results], swapped)
+    check("reduce", [each[2] for each in results], [total, inputs[1]])
+
+
+def messages(world: Any, count: int, in_heap: bool) -> None:
+    inputs = given(count, in_heap)
+
+    def body(comm: Any) -> Tensor:
+        received = buffers(count, in_heap)
+        if comm.rank == 0:
+            comm.send(inputs[0], 1)
+            comm.recv(received, 1)
+        else:
+            comm.recv(received, 0)
+            comm.send(inputs[1], 0)
+        return received
+
+    check("send and recv", world.run(body), [inputs[1], inputs[0]])
+
+
+def main() -> int:
+    parts: list[Callable[[Any, int, bool], None]] = [reductions, gathers, others, messages]
+    with one_launch_world(RANKS, timeout=TIMEOUT_S) as world:
+        for part in parts:
+            for count in COUNTS:
+                for in_heap in (False, True):
+                    part(world, count, in_heap)
+        torch.cuda.synchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What a call costs the host. Noted in the results of ``make gpu-check``, not asserted."""
+
+import statistics
+import time
+
+import torch
+
+import ringcomm
+from tests.gpu.worlds import DEVICE, one_launch_world
+
+CALLS = 200
+ROUNDS = 7
+
+
+def host_us(call):
+    """Median microseconds until a call returns; the device has all of them to do at the end."""
+    taken = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(CALLS):
+            call()
+        taken.append((time.perf_counter_ns() - begin) / CALLS / 1e3)
+        torch.cuda.synchronize()
+    return statistics.median(taken)
+
+
+def test_launches_from_python(gpu_worlds, record_property):
+    world = gpu_worlds(2)
+    tensors = [ringcomm.zeros(256, device=DEVICE) for _ in range(2)]
+    one = torch.zeros(256, device=DEVICE)
+    with one_launch_world(1) as alone:
+        figures = {
+            "host us per one-launch all_reduce of 2 ranks": lambda: world.all_reduce(tensors),
+            "host us per all_reduce of a communicator": lambda: alone[0].all_reduce(one),
+            "host us per torch add_, for comparison": lambda: one.add_(0.0),
+        }
+        for name, call in figures.items():
+            call()
+            record_property(name, f"{host_us(call):.2f}")
+    assert all(bool((tensor == 0).all()) for tensor in [*tensors, one])

@@ -1,0 +1,129 @@
+"""Memory comes back: torch's, the heap's and the device's, whatever order things end in."""
+
+import gc
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import HeapError
+from tests.gpu.worlds import DEVICE, connect, one_launch_world
+from tests.support.ranks import run_ranks
+
+# What the driver may keep for itself from one round to the next.
+SLACK_BYTES = 8 << 20
+
+
+def use(world):
+    tensors = [ringcomm.zeros(1 << 20, device=DEVICE) for _ in range(len(world))]
+    world.all_reduce(tensors)
+    world.run(lambda comm: comm.all_reduce(torch.ones(1 << 20, device=DEVICE)))
+
+
+def settled_bytes():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(0)
+    return free_bytes
+
+
+def test_worlds_leave_no_memory_behind():
+    with one_launch_world(4) as world:
+        use(world)  # whatever is made once and kept
+    del world
+    before = settled_bytes()
+    allocated = torch.cuda.memory_allocated(0)
+    used = ringcomm.heap_stats(DEVICE)["used_bytes"]
+    for _ in range(5):
+        with one_launch_world(4) as world:
+            use(world)
+        del world
+    assert settled_bytes() >= before - SLACK_BYTES
+    assert torch.cuda.memory_allocated(0) == allocated
+    assert ringcomm.heap_stats(DEVICE)["used_bytes"] == used
+
+
+def test_heap_tensors_come_back_with_their_last_view():
+    before = ringcomm.heap_stats(DEVICE)["used_bytes"]
+    tensor = ringcomm.empty(1 << 20, device=DEVICE)
+    view = tensor[1000:].view(torch.int32)
+    del tensor
+    assert ringcomm.heap_stats(DEVICE)["used_bytes"] > before
+    del view
+    torch.cuda.synchronize()
+    again = ringcomm.empty(1 << 20, device=DEVICE)
+    del again
+    torch.cuda.synchronize()
+    assert ringcomm.heap_stats(DEVICE)["used_bytes"] == before
+
+
+def test_a_tensor_outlives_its_world():
+    with one_launch_world(2) as world:
+        tensors = [ringcomm.zeros(1000, device=DEVICE) + 1 for _ in range(2)]
+        world.all_reduce(tensors)
+    del world
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
+def test_a_heap_that_is_too_small_says_what_it_needs():
+    stats = ringcomm.heap_stats(DEVICE)
+    before = settled_bytes()
+    with pytest.raises(HeapError, match=r"free") as raised:
+        ringcomm.empty(stats["capacity_bytes"] * 2, dtype=torch.uint8, device=DEVICE)
+    assert str(stats["capacity_bytes"] * 2) in str(raised.value)
+    assert settled_bytes() >= before - SLACK_BYTES
+    assert ringcomm.heap_stats(DEVICE)["used_bytes"] == stats["used_bytes"]
+
+
+def meet(store, name, rank, world):
+    store.set(f"{name}/{rank}", "1")
+    store.wait([f"{name}/{peer}" for peer in range(world)])
+
+
+def opened_and_closed(store, rank, world):
+    """IPC mappings are closed before what they map; many rounds would run out otherwise."""
+    free_bytes = []
+    for turn in range(6):
+        with connect(store, rank, world, name=f"turn {turn}") as comm:
+            tensor = torch.full((100_000,), float(rank), device=DEVICE)
+            comm.all_reduce(tensor)
+            assert bool((tensor == sum(range(world))).all())
+            comm.barrier()
+        del tensor
+        meet(store, f"closed/{turn}", rank, world)
+        free_bytes.append(settled_bytes())
+        meet(store, f"settled/{turn}", rank, world)
+    return free_bytes[-1] - free_bytes[1]
+
+
+def test_processes_leave_no_memory_behind():
+    # The processes share the device, so each sees what all of them hold.
+    assert all(change >= -4 * SLACK_BYTES for change in run_ranks(opened_and_closed, 2))
+
+
+def closes_in_another_order(store, rank, world):
+    first, second = (connect(store, rank, world, name=name) for name in ("first", "second"))
+    tensor = torch.ones(1000, device=DEVICE)
+    for comm in (first, second):
+        comm.all_reduce(tensor)
+    torch.cuda.synchronize()
+    ordered = (first, second) if rank == 0 else (second, first)
+    for comm in ordered:
+        comm.close()
+    return tensor[0].item()
+
+
+def test_ranks_may_close_in_different_orders():
+    assert run_ranks(closes_in_another_order, 2) == [4.0, 4.0]
+
+
+def leaves_without_closing(store, rank, world):
+    comm = connect(store, rank, world)
+    tensor = ringcomm.zeros(1000, device=DEVICE)
+    comm.all_reduce(tensor)
+    return tensor[0].item()
+
+
+def test_exit_without_close_is_clean():
+    assert run_ranks(leaves_without_closing, 3) == [0.0] * 3

@@ -1,0 +1,77 @@
+"""The Triton kernels on one GPU: several ranks in one launch, and beside the CUDA kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import CommOptions
+from tests.gpu.worlds import DEVICE, TIMEOUT_S, ramp, to_device
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _world(ranks: int, kernels: str) -> Any:
+    options = CommOptions(timeout=TIMEOUT_S, kernels=kernels)
+    return ringcomm.local_world(ranks, device=DEVICE, options=options)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_in_one_launch(ranks, algorithm):
+    with _world(ranks, "triton") as world:
+        for turn, count in enumerate((1, 257, 70_001, 1 << 20)):
+            dtype, in_heap = DTYPES[turn % 3], turn % 2 == 0
+            tensors = [to_device(ramp(count, r, dtype), in_heap) for r in range(ranks)]
+            want = sum(ramp(count, r) for r in range(ranks)).to(dtype)
+            world.all_reduce(tensors, algorithm=algorithm)
+            wholes = [to_device(ramp(count * ranks, r, dtype), in_heap) for r in range(ranks)]
+            outputs = [to_device(ramp(count, r, dtype), in_heap) for r in range(ranks)]
+            world.reduce_scatter_tensor(outputs, wholes, algorithm=algorithm)
+            total = sum(ramp(count * ranks, r) for r in range(ranks)).to(dtype).chunk(ranks)
+            gathered = [to_device(ramp(count * ranks, r, dtype), in_heap) for r in range(ranks)]
+            world.all_gather_into_tensor(gathered, outputs, algorithm=algorithm)
+            torch.cuda.synchronize()
+            for r in range(ranks):
+                assert torch.equal(tensors[r], want), (count, dtype, r)
+                assert torch.equal(outputs[r], total[r]), (count, dtype, r)
+                assert torch.equal(gathered[r], torch.cat(outputs)), (count, dtype, r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_direct_sums_have_the_bits_of_the_cuda_kernels(dtype, op):
+    torch.manual_seed(0)
+    made = [torch.randn(50_000) * 10.0 ** torch.randint(-3, 4, (50_000,)) for _ in range(3)]
+    results = []
+    for kernels in ("native", "triton"):
+        with _world(3, kernels) as world:
+            tensors = [each.to(dtype).to(DEVICE) for each in made]
+            world.all_reduce(tensors, getattr(torch.distributed.ReduceOp, op), algorithm="direct")
+            torch.cuda.synchronize()
+            results.append(tensors[0].cpu())
+    assert torch.equal(*results)
+
+
+def test_a_graph_replays_triton_kernels():
+    with _world(2, "triton") as world:
+        tensors = [to_device(ramp(5000, r), True) for r in range(2)]
+        kept = [each.clone() for each in tensors]
+        world.all_reduce(tensors)  # compiled and loaded before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for tensor, given in zip(tensors, kept, strict=True):
+                tensor.copy_(given)
+            world.all_reduce(tensors)
+        for _ in range(100):
+            graph.replay()
+        torch.cuda.synchronize()
+        for tensor in tensors:
+            assert torch.equal(tensor, kept[0] + kept[1])

@@ -1,0 +1,55 @@
+"""The measurements that the goals speak of, as runs of the harness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WORLDS = (2, 4, 8)
+_DEVICE = ("--device", "cuda", "--tensors", "heap")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One run of the harness. ``limit_s`` bounds it; what is optional may fail to end."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    optional: bool = False
+
+
+def sweep(world: int) -> Bench:
+    """Every algorithm, Triton's kernels, torch and the plain copy, all sizes, in one launch."""
+    systems = ("--peers", "ringcomm:direct,ringcomm:ring,triton:direct,torch,copy")
+    sizes = ("-b", "1M", "-e", "256M", "-f", "4", "-n", "9", "-w", "2")
+    how = ("--mode", "one-launch", "--ranks", str(world), "--placement", "usual")
+    return Bench(f"one launch, {world} ranks", (*_DEVICE, *how, *systems, *sizes), 45.0)
+
+
+def small() -> Bench:
+    """Latency of small all-reduces, as a graph replays them."""
+    systems = ("--peers", "ringcomm:direct,ringcomm:packet,torch")
+    sizes = ("-b", "4K", "-e", "32K", "-f", "2", "-n", "15", "-w", "3")
+    how = ("--mode", "one-launch", "--ranks", "2", "--placement", "in", "--graph")
+    return Bench("small, in graphs", ("all_reduce", *_DEVICE, *how, *systems, *sizes), 30.0)
+
+
+def processes(world: int) -> Bench:
+    """Processes that share the GPU, with NCCL where its version lets them.
+
+    Optional: NCCL's kernels may wait for a rank whose process has no time slice.
+    """
+    sizes = ("-b", "4K", "-e", "64M", "-f", "16", "-n", "5", "-w", "1", "--turn-us", "5000")
+    how = ("--mode", "processes-on-one-gpu", "--ranks", str(world), "--placement", "usual")
+    arguments = (*_DEVICE, *how, "--peers", "nccl", *sizes)
+    return Bench(f"processes on one GPU, {world} ranks", arguments, 40.0, optional=True)
+
+
+def plan(nccl_version: Sequence[int]) -> list[Bench]:
+    """In the order of their weight: what comes last is what a slow machine goes without."""
+    most, *others = sorted(WORLDS, reverse=True)
+    runs = [sweep(2), small(), sweep(most), *(sweep(world) for world in others if world != 2)]
+    # Without NCCL beside them, one run of processes shows what there is to show.
+    shared = WORLDS if tuple(nccl_version) >= (2, 30) else WORLDS[:1]
+    return runs + [processes(world) for world in shared]

@@ -1,0 +1,140 @@
+"""The stages, what time each may take, and how their commands are run within it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
+_LEAST_S = 1.0
+_TAIL_LINES = 40
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    budget_s: float
+
+
+# Together below the eight minutes that are promised.
+STAGES = (
+    Stage("build", 110.0),
+    Stage("test", 165.0),
+    Stage("sanitize", 65.0),
+    Stage("bench", 120.0),
+    Stage("record", 10.0),
+)
+
+
+@dataclass
+class Result:
+    """How one stage ended: a verdict, a line about it, and what later stages want of it.
+
+    ``tail`` is the end of what a failed command printed.
+    """
+
+    name: str
+    verdict: str
+    detail: str
+    tail: str = ""
+    seconds: float = 0.0
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def select(text: str) -> tuple[Stage, ...]:
+    """The stages that "build,test" names, in their own order.
+
+    Raises:
+        ValueError: no such stage, or none at all.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [stage.name for stage in STAGES]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(f"--stages {text}: expected some of {','.join(known)}")
+    return tuple(stage for stage in STAGES if stage.name in names)
+
+
+def limit_s(stages: Sequence[Stage], index: int, elapsed_s: float) -> float:
+    """Seconds that stage ``index`` may take: its budget, and what those before it left over.
+
+    What a stage overran is taken from the next ones, so that the sum of the budgets holds.
+    """
+    return max(_LEAST_S, sum(stage.budget_s for stage in stages[: index + 1]) - elapsed_s)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended; ``status`` is None when it was stopped at its limit."""
+
+    status: int | None
+    output: str
+    seconds: float
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(self.output.splitlines()[-_TAIL_LINES:])
+
+    @property
+    def last_line(self) -> str:
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return lines[-1] if lines else "no output"
+
+
+class Runner:
+    """Runs commands in the source tree; everything they print goes to the log."""
+
+    def __init__(self, root: Path, log: Path, environment: Mapping[str, str]) -> None:
+        self.root, self._log = root, log
+        paths = [str(root), environment.get("PYTHONPATH", "")]
+        self._environment = {
+            **environment,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def run(
+        self, command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+    ) -> Finished:
+        """Ends the command, and all that it started in its session, at the limit."""
+        begin = time.monotonic()
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"\n$ {' '.join(command)}\n")
+            log.flush()
+            at = log.tell()
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env={**self._environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                _kill_session(process)
+        seconds = time.monotonic() - begin
+        with self._log.open("rb") as written:
+            written.seek(at)
+            output = written.read().decode(errors="replace")
+        with self._log.open("a", encoding="utf-8") as log:
+            ending = "stopped at its limit" if status is None else f"exit status {status}"
+            log.write(f"# {ending} after {seconds:.1f} s\n")
+        return Finished(status, output, seconds)
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
