@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-PYTHON_SOURCES = ["ringcomm", "bench", "tests", "tools", "setup.py"]
+PYTHON_SOURCES = ["kernels", "ringcomm", "bench", "tests", "tools", "setup.py"]
 CPP_ENDINGS = {".h", ".cpp", ".cu", ".cuh"}
 
 

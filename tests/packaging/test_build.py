@@ -41,8 +41,20 @@ with ringcomm.local_world(2) as world:
     results = world.run(work)
 assert all(torch.equal(r, torch.full((1000,), 3.0)) for r in results)
 assert importlib.metadata.version("ringcomm") == ringcomm.__version__
+for kernels in ("launch", "words", "reduce_scatter"):
+    assert importlib.util.find_spec(f"ringcomm._tl.{kernels}") is not None
 print(pathlib.Path(ringcomm.__file__).parent)
 print(pathlib.Path(importlib.util.find_spec("ringcomm._bench").origin).parent)
+"""
+
+
+# Where the package takes the kernels' sources from, and what a compilation reads of them.
+READ_KERNELS = """
+from ringcomm.memory import kernel_units
+root = kernel_units.source_root()
+sources = [kernel_units.read_source(root, unit) for unit in kernel_units.UNITS.values()]
+names = {name for source in sources for name in source.headers}
+print(root, kernel_units.SOURCE, *names)
 """
 
 
@@ -72,7 +84,9 @@ class Workshop:
         out = self.folder / hook
         out.mkdir()
         blocked = str(self.folder / "blocked")
-        run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, PYTHONPATH=blocked)
+        # nvcc takes minutes for all kernels; tests/native/test_cuda_compile.py runs that build.
+        environment = {"PYTHONPATH": blocked, "CMAKE_ARGS": "-DRINGCOMM_CUDA=OFF"}
+        run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, **environment)
         (built,) = out.iterdir()
         return built
 
@@ -123,6 +137,7 @@ def test_the_sdist_holds_the_sources(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"CMakeLists.txt", "LICENSE", "README.md", "Makefile", "tests/test_layering.py"}
     assert wanted | {"kernels/include/ringcomm/platform.h", "bench/__init__.py"} <= names
+    assert {"kernels/cuda/kernels.cu", "kernels/cuda/CMakeLists.txt"} <= names
     assert not {name for name in names if name.endswith((".so", ".pyc")) or name.startswith(".ci")}
 
 
@@ -134,7 +149,11 @@ def test_the_wheel_holds_the_packages_only(wheel):
         names
     )
     assert len([name for name in names if name.endswith(".so")]) == 1
-    assert not {name for name in names if name.endswith((".csv", ".h", ".cpp"))}
+    assert not {name for name in names if name.endswith((".csv", ".cpp", "CMakeLists.txt"))}
+    # The CUDA kernels' sources, which NVRTC compiles at first use.
+    sources = {name for name in names if name.endswith((".h", ".cu"))}
+    assert all(name.startswith("ringcomm/_kernels/src/kernels/") for name in sources)
+    assert "ringcomm/_kernels/src/kernels/cuda/kernels.cu" in sources
 
 
 def test_the_wheel_installs_and_runs(workshop, wheel):
@@ -142,6 +161,9 @@ def test_the_wheel_installs_and_runs(workshop, wheel):
     package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
     assert Path(package).is_relative_to(home)
     assert Path(harness) == Path(package, "_bench")
+    root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
+    assert Path(root) == Path(package, "_kernels", "src")
+    assert {"kernels/cuda/kernels.cu", "ringcomm/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
 
 
@@ -150,6 +172,9 @@ def test_the_editable_install_runs_from_the_tree(workshop, unpacked):
     package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
     assert Path(package) == unpacked / "ringcomm"
     assert Path(harness) == unpacked / "bench"
+    root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
+    assert Path(root) == unpacked
+    assert {"kernels/cuda/kernels.cu", "ringcomm/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
 
 
