@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "AbortedError",
     "ArgumentError",
+    "CheckpointError",
     "CollectiveTimeout",
     "ForkError",
     "HeapError",
@@ -24,7 +25,13 @@ __all__ = [
 
 
 class RingcommError(RuntimeError):
-    """Root of all errors that ringcomm raises."""
+    """Root of all errors that ringcomm raises.
+
+    Attributes:
+        repeats: whether this rank only passes on what another one found, which has the original.
+    """
+
+    repeats = False
 
 
 class ArgumentError(RingcommError, ValueError):
@@ -57,6 +64,10 @@ class HeapError(RingcommError, MemoryError):
 
 class RendezvousError(RingcommError):
     """The ranks of a new communicator could not find or reach each other."""
+
+
+class CheckpointError(RingcommError):
+    """Saved state is damaged, incomplete, or of another model; what it was for is unchanged."""
 
 
 class ForkError(RingcommError):

@@ -228,6 +228,7 @@ class Engine:
             error = RingcommError(f"{head}: the native call failed without a fault record")
         else:
             error = from_fault(head, fault)
+            error.repeats = fault["rank"] != self._rank
         self._disable(_refusal(self._rank, self._world_size, error))
         return error
 

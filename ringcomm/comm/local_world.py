@@ -55,7 +55,7 @@ class LocalWorld(Sequence[Communicator]):
             The results by rank.
 
         Raises:
-            BaseException: the first one that a rank raised.
+            BaseException: the first one that a rank raised and that is not about another rank's.
         """
         turns = [communicator._own_turn() for communicator in self]
         calls = [
@@ -189,6 +189,13 @@ def _bind(
     return call
 
 
+def _distance(error: BaseException) -> int:
+    """How far from the cause: peers may hear of an error before its own thread has raised it."""
+    if isinstance(error, AbortedError):
+        return 2  # woken by the abort
+    return 1 if isinstance(error, RingcommError) and error.repeats else 0
+
+
 def _run_threads(
     calls: list[Callable[[], T]], on_error: Callable[[int, BaseException], None]
 ) -> list[T]:
@@ -216,8 +223,7 @@ def _run_threads(
             on_error(rank, interrupt)
         raise
     if errors:
-        # Ranks that were woken by the abort are not the cause.
-        raise next((e for e in errors if not isinstance(e, AbortedError)), errors[0])
+        raise min(errors, key=_distance)
     return [results[rank] for rank in range(len(calls))]
 
 

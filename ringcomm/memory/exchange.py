@@ -117,7 +117,9 @@ def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
             f"record: {text[:80]!r}. Do all ranks run the same ringcomm?"
         )
     if "error" in record:
-        raise RendezvousError(f"{operation}: rank {rank} failed: {record['error']}")
+        error = RendezvousError(f"{operation}: rank {rank} failed: {record['error']}")
+        error.repeats = True
+        raise error
     return record
 
 

@@ -111,6 +111,8 @@ class Devices:
             world.close()
         self._worlds.clear()
         gc.collect()
+        for device in range(self.runtime.device_count()):
+            self.runtime.synchronize(device)  # space is kept until its streams are idle
         assert self._heaps_used() == self._used_bytes, self._heaps_used()
         if self.emulated is None:
             return

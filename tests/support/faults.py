@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -22,3 +24,15 @@ def shared_memory_files() -> set[str]:
 def is_stopped(pid: int) -> bool:
     """True when the process is stopped by a signal."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def until_rank_threads_have_ended(*ranks: int) -> None:
+    """Waits until these ranks of a local world have raised or returned, so that they did so first.
+
+    They must have begun; called by another rank's thread.
+    """
+    names = {f"ringcomm-rank-{rank}" for rank in ranks}
+    deadline = time.monotonic() + 60.0
+    while any(thread.name in names for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "they go on"
+        time.sleep(0.001)

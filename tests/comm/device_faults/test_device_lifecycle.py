@@ -33,6 +33,7 @@ from tests.comm.device_faults.places import (
     until,
 )
 from tests.support.emulator.library import COMPILER
+from tests.support.faults import until_rank_threads_have_ended
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,6 +44,13 @@ GRACE_S = 0.05
 
 
 def in_use(place: Place) -> int:
+    """Once the device is idle: until then space is kept for the streams that might use it."""
+    place.synchronize()
+    return kept_bytes(place)
+
+
+def kept_bytes(place: Place) -> int:
+    """While something runs."""
     device_retired.reclaim()
     return place.used_bytes()
 
@@ -166,7 +174,7 @@ def test_what_never_ends_is_left_alone(emulated: Places, monkeypatch: pytest.Mon
     with place.runtime.on_stream(stream):
         work = world[0].all_reduce(tensor, async_op=True)
     world[0].close()
-    assert in_use(place) > EMPTY_HEAP_BYTES
+    assert kept_bytes(place) > EMPTY_HEAP_BYTES
     assert isinstance(error_of(world[0].barrier), AbortedError)
     gate.open()
     until(work.is_completed)
@@ -251,9 +259,8 @@ def test_forgotten_communicators_end_their_calls_first(emulated: Places) -> None
         world.all_reduce(tensors)
     del world
     gc.collect()
-    assert in_use(place) > EMPTY_HEAP_BYTES
+    assert kept_bytes(place) > EMPTY_HEAP_BYTES
     gate.open()
-    place.synchronize()
     assert in_use(place) == EMPTY_HEAP_BYTES
     assert torch.equal(tensors[0], place.full(COUNT, 2.0))
 
@@ -320,15 +327,24 @@ def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.Mo
 def test_a_rank_that_fails_after_all_have_met(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its peers keep their regions until it says that it will not write there."""
-    connect = DeviceCore.connect
+    """Its peers keep their regions until it says that it will not write there.
+
+    And its own error is raised, though its peers have heard of it and raised before it did.
+    """
+    connect, fail = DeviceCore.connect, exchange.Exchange.fail
 
     def fails(core: Any, rings: Any) -> None:
         if core.rank == 1:
             raise MemoryError("no more")
         connect(core, rings)
 
+    def tells(meeting: Any, error: BaseException) -> None:
+        fail(meeting, error)
+        if isinstance(error, MemoryError):
+            until_rank_threads_have_ended(0, 2)
+
     monkeypatch.setattr(DeviceCore, "connect", fails)
+    monkeypatch.setattr(exchange.Exchange, "fail", tells)
     with pytest.raises(MemoryError, match="no more"):
         place.world(3)
     gc.collect()

@@ -315,8 +315,9 @@ def test_a_launch_that_could_not_be_co_resident_is_refused(emulated: Places) -> 
     used = place.used_bytes()
     with pytest.raises(UnsupportedError, match="needs 4 co-resident blocks, but device 0 runs 2"):
         place.world(2)
-    assert place.used_bytes() == used
+    # The call may still run on the current stream, and until it ends nothing that died is free.
     place.synchronize()
+    assert place.used_bytes() == used
 
 
 # Blocks per call of a communicator: large enough for all channels.
