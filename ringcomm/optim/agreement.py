@@ -1,0 +1,110 @@
+"""Ranks that would step different models learn it before the first of them does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.reduce_ops import ReduceOp
+from ringcomm.errors import MismatchError, where
+from ringcomm.optim.layout import digest_of
+
+
+def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any]) -> None:
+    """Compares plain JSON data of all ranks; collective.
+
+    Args:
+        comm: whose ranks are compared.
+        operation: named in the error.
+        mine: of this rank: a layout's description under "layout", options under "options" and
+            groups' hyper-parameters under "groups".
+
+    Raises:
+        MismatchError: on every rank, naming the lowest two ranks that differ and where.
+    """
+    digest = bytes.fromhex(digest_of(mine))
+    digests = _all_gather_bytes(comm, digest, len(digest))
+    if len(set(digests)) == 1:
+        return
+    text = json.dumps(mine).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(size, ReduceOp.MAX)
+    comm._finish_host_side()
+    texts = _all_gather_bytes(comm, text, int(size.item()))
+    other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+    difference = first_difference(_parse(texts[0]), _parse(texts[other]))
+    head = where(operation, comm.rank, comm.world_size)
+    said = _worded(difference, "rank 0", f"rank {other}")
+    raise MismatchError(
+        f"{head}: the ranks differ. {said}. Give all ranks the same parameters, in the same order, "
+        "and the same options"
+    )
+
+
+def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes]:
+    """What each rank has, padded with blanks to ``size_bytes``."""
+    padded = torch.frombuffer(bytearray(mine.ljust(size_bytes)), dtype=torch.uint8)
+    everyone = torch.empty(comm.world_size * size_bytes, dtype=torch.uint8, device=comm.device)
+    comm.all_gather_into_tensor(everyone, padded.to(comm.device))
+    comm._finish_host_side()
+    # Not numpy(): torch runs without it. One copy per rank is nothing at this size.
+    return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads(text))
+
+
+Difference = tuple[str, Any, Any]
+
+
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
+    """Where two descriptions differ first: what it is called, and both values.
+
+    Parameters come first, since they are what explains the rest.
+    """
+    for label, key in (("parameter", "params"), ("bucket", "buckets")):
+        pairs = _side_by_side(_layout(first).get(key, []), _layout(other).get(key, []))
+        for index, (a, b) in enumerate(pairs):
+            if a != b:
+                return f"{label} {index}", a, b
+    for index, (a, b) in enumerate(_side_by_side(first.get("groups", []), other.get("groups", []))):
+        if a != b:
+            return f"param group {index}", a, b
+    for key in sorted({**first.get("options", {}), **other.get("options", {})}):
+        a, b = first.get("options", {}).get(key), other.get("options", {}).get(key)
+        if a != b:
+            return f"option {key}", a, b
+    return "description", dict(first), dict(other)
+
+
+def _layout(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", described.get("layout", {}))
+
+
+def _side_by_side(first: list[Any], other: list[Any]) -> list[tuple[Any, Any]]:
+    longest = max(len(first), len(other))
+    pad = [None] * longest
+    return list(zip([*first, *pad][:longest], [*other, *pad][:longest], strict=True))
+
+
+def _worded(difference: Difference, first: str, other: str) -> str:
+    label, a, b = difference
+    return f"{label[0].upper()}{label[1:]} is {_short(a)} on {first} and {_short(b)} on {other}"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if not isinstance(value, dict) or "shape" not in value:
+        return json.dumps(value)
+    name = f"{value['name']!r} " if value["name"] else ""
+    extra = "" if value["trainable"] else ", frozen"
+    extra += "" if value["tied_to"] is None else f", tied to parameter {value['tied_to']}"
+    extra += "" if value["stride"] is None else f", stride {tuple(value['stride'])}"
+    kind = f"{value['dtype']} of shape {tuple(value['shape'])}"
+    return f"{name}({kind} in group {value['group']}{extra})"

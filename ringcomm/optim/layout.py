@@ -1,0 +1,228 @@
+"""Where parameters lie in flat buckets, and which part of a bucket is whose.
+
+A *bucket* is a run of parameters of one dtype, flat. Rank r of W keeps the optimizer's state for
+its chunk r. Where a parameter lies does not depend on W, so that state can move between worlds, and
+chunks begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on it either
+(``kernels/include/ringcomm/grad_norm.h``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.optim.params import DTYPE_NAMES, DTYPES, ParamSpec
+
+Tensor = torch.Tensor
+
+# A parameter begins at a multiple of this: 128 bytes of a 16-bit dtype, 256 of float32, so that
+# vector loads and cache lines are aligned.
+ALIGN_ELEMS = 64
+# kBlockElems of kernels/include/ringcomm/adamw.h; chunks begin at multiples of it.
+BLOCK_ELEMS = 512
+DEFAULT_BUCKET_ELEMS = 32 << 20
+LAYOUT_VERSION = 1
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``count``."""
+    return -(-count // multiple) * multiple
+
+
+class Segment(NamedTuple):
+    """Elements [begin, end) of a bucket are parameter ``param``."""
+
+    begin: int
+    end: int
+    param: int
+
+
+class Chunk(NamedTuple):
+    """Elements [begin, end) of a bucket; empty where a small bucket has no more for a rank."""
+
+    begin: int
+    end: int
+
+    @property
+    def elems(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and what lies in it.
+
+    What lies between the segments, and behind the last one, is padding.
+    """
+
+    dtype: torch.dtype
+    elems: int
+    segments: tuple[Segment, ...]
+
+    def chunk(self, rank: int, world_size: int) -> Chunk:
+        """What rank ``rank`` of ``world_size`` keeps state for."""
+        size = round_up(-(-self.elems // world_size), BLOCK_ELEMS)
+        return Chunk(min(rank * size, self.elems), min((rank + 1) * size, self.elems))
+
+    def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
+        """int64 [segments, 3]: begin, end, param; sorted."""
+        return torch.tensor(self.segments, dtype=torch.int64, device=device).view(-1, 3)
+
+    def describe(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {
+            "dtype": DTYPE_NAMES[self.dtype],
+            "elems": self.elems,
+            "segments": [list(segment) for segment in self.segments],
+        }
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How a list of parameters lies in buckets; made by :meth:`plan`.
+
+    Attributes:
+        params: all parameters, in the order of the optimizer's groups.
+        bucket_elems: the most elements of a bucket that holds more than one parameter.
+        buckets: in the order of their first parameters.
+    """
+
+    params: tuple[ParamSpec, ...]
+    bucket_elems: int
+    buckets: tuple[BucketLayout, ...]
+
+    @classmethod
+    def plan(
+        cls, params: Sequence[ParamSpec], bucket_elems: int = DEFAULT_BUCKET_ELEMS
+    ) -> ShardLayout:
+        """Lays parameters out in the given order, in buckets of one dtype each.
+
+        Frozen, tied and empty parameters take no room. A parameter larger than ``bucket_elems`` has
+        a bucket of its own.
+
+        Raises:
+            ArgumentError: ``bucket_elems`` is not a positive multiple of 512.
+        """
+        if not isinstance(bucket_elems, int) or bucket_elems < 1 or bucket_elems % BLOCK_ELEMS:
+            raise ArgumentError(
+                f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {bucket_elems!r}"
+            )
+        runs: list[list[Segment]] = []
+        open_runs: dict[torch.dtype, list[Segment]] = {}
+        for index, spec in enumerate(params):
+            if not spec.placed:
+                continue
+            run = open_runs.get(spec.dtype)
+            begin = round_up(run[-1].end, ALIGN_ELEMS) if run else 0
+            if run is None or begin + spec.elems > bucket_elems:
+                run, begin = [], 0
+                open_runs[spec.dtype] = run
+                runs.append(run)
+            run.append(Segment(begin, begin + spec.elems, index))
+        buckets = tuple(
+            BucketLayout(params[run[0].param].dtype, round_up(run[-1].end, BLOCK_ELEMS), tuple(run))
+            for run in runs
+        )
+        return cls(tuple(params), bucket_elems, buckets)
+
+    def chunk(self, bucket: int, rank: int, world_size: int) -> Chunk:
+        """What rank ``rank`` of ``world_size`` keeps of bucket number ``bucket``."""
+        return self.buckets[bucket].chunk(rank, world_size)
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, Segment]]:
+        """By parameter that has a place: its bucket's number and its segment."""
+        return {
+            segment.param: (number, segment)
+            for number, bucket in enumerate(self.buckets)
+            for segment in bucket.segments
+        }
+
+    def group_table(self, device: torch.device | str = "cpu") -> Tensor:
+        """int64 [params]: the group of each parameter."""
+        groups = [spec.group for spec in self.params]
+        return torch.tensor(groups, dtype=torch.int64, device=device)
+
+    def views(self, bucket: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The parameters of a bucket, as (index, view into ``flat`` [bucket elements])."""
+        for begin, end, param in self.buckets[bucket].segments:
+            yield param, self.params[param].view(flat[begin:end])
+
+    def flatten(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies one tensor per parameter into new flat buckets of its dtype, padded with zeros.
+
+        Args:
+            tensors: [params], of the parameters' shapes; those without a place are not read.
+        """
+        flats = []
+        for number, bucket in enumerate(self.buckets):
+            like = tensors[bucket.segments[0].param]
+            flat = torch.zeros(bucket.elems, dtype=like.dtype, device=like.device)
+            for param, view in self.views(number, flat):
+                view.copy_(tensors[param].detach())
+            flats.append(flat)
+        return flats
+
+    def unflatten(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The parameters that have a place, by index, as views into flat buckets."""
+        return {
+            param: view
+            for number, flat in enumerate(flats)
+            for param, view in self.views(number, flat)
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """As plain JSON types; equal layouts have equal descriptions."""
+        return {
+            "version": LAYOUT_VERSION,
+            "bucket_elems": self.bucket_elems,
+            "params": [spec.describe() for spec in self.params],
+            "buckets": [bucket.describe() for bucket in self.buckets],
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the description, in hexadecimal."""
+        return digest_of(self.describe())
+
+    @classmethod
+    def from_description(cls, described: Mapping[str, Any]) -> ShardLayout:
+        """Undoes :meth:`describe`.
+
+        Raises:
+            CheckpointError: it is not the description of a layout of this version.
+        """
+        try:
+            if described["version"] != LAYOUT_VERSION:
+                raise ValueError(f"version {described['version']}, not {LAYOUT_VERSION}")
+            params = tuple(ParamSpec.from_description(each) for each in described["params"])
+            buckets = tuple(_bucket_from(each, len(params)) for each in described["buckets"])
+            return cls(params, int(described["bucket_elems"]), buckets)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"layout: cannot be read: {error!r}") from error
+
+
+def digest_of(described: Any) -> str:
+    """SHA-256 of plain JSON data, in hexadecimal; equal data have equal digests."""
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _bucket_from(described: Mapping[str, Any], params: int) -> BucketLayout:
+    segments = tuple(Segment(*segment) for segment in described["segments"])
+    bucket = BucketLayout(DTYPES[described["dtype"]], described["elems"], segments)
+    last = 0
+    for begin, end, param in segments:
+        if not (last <= begin < end <= bucket.elems and 0 <= param < params):
+            raise ValueError(f"segment {begin}..{end} of parameter {param}")
+        last = end
+    if not segments or bucket.elems % BLOCK_ELEMS:
+        raise ValueError(f"bucket of {bucket.elems} elements")
+    return bucket

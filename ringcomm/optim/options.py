@@ -1,0 +1,94 @@
+"""What can be chosen of the sharded optimizers, apart from torch's own arguments."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ringcomm.errors import ArgumentError
+from ringcomm.optim.layout import BLOCK_ELEMS, DEFAULT_BUCKET_ELEMS
+
+_CHOICES = {
+    "algorithm": ("auto", "direct", "ring"),
+    "kernels": ("native", "triton"),
+    "reduce": ("avg", "sum"),
+    "master": ("fp32", "remainder", "none"),
+    "rounding": ("nearest", "stochastic"),
+    "unused": ("skip", "zero"),
+}
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Choices of a sharded optimizer; equal on all ranks.
+
+    Attributes:
+        algorithm: of the collectives: "auto", "direct" or "ring".
+        kernels: "native" or "triton".
+        bucket_elems: the most elements of a bucket; a multiple of 512.
+        reduce: gradients of the ranks are averaged ("avg", as DDP does) or added ("sum").
+        master: what is kept of 16-bit parameters in full precision: "fp32", a copy; "remainder",
+            of bfloat16 the 16 bits below the parameter, which is the same in half the memory but
+            rounds ties away from zero; "none", nothing, which needs stochastic rounding.
+        rounding: of 16-bit parameters: "nearest" or "stochastic".
+        seed: of stochastic rounding; the same seed gives the same parameters in any world.
+        accumulate_dtype: None: gradients add up in ``p.grad``, in its dtype, as in torch.
+            ``torch.float32``: each backward is added to an FP32 bucket, and ``p.grad`` is dropped.
+        unused: what a parameter without gradient on any rank does: "skip" the step, as in torch
+            (with several ranks one small all-reduce finds out), or take it with a "zero" gradient.
+        check_finite: skip a step whose gradient is not finite, with no loss scaling too; makes
+            the step two passes.
+        broadcast_parameters: give all ranks the parameters of rank 0 at preparation, as DDP does.
+    """
+
+    algorithm: str = "auto"
+    kernels: str = "native"
+    bucket_elems: int = DEFAULT_BUCKET_ELEMS
+    reduce: str = "avg"
+    master: str = "fp32"
+    rounding: str = "nearest"
+    seed: int = 0
+    accumulate_dtype: torch.dtype | None = None
+    unused: str = "skip"
+    check_finite: bool = False
+    broadcast_parameters: bool = True
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ArgumentError(
+                    f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        count = self.bucket_elems
+        if not isinstance(count, int) or count < 1 or count % BLOCK_ELEMS:
+            raise ArgumentError(
+                f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {count!r}"
+            )
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ArgumentError(f"seed: expected an integer of 64 bits, >= 0, got {self.seed!r}")
+        if self.accumulate_dtype not in (None, torch.float32):
+            raise ArgumentError(
+                f"accumulate_dtype: expected None or torch.float32, got {self.accumulate_dtype!r}"
+            )
+        self._check_master()
+
+    def _check_master(self) -> None:
+        stochastic = self.rounding == "stochastic"
+        if self.master == "none" and not stochastic:
+            raise ArgumentError(
+                'master: "none" loses every step below half an ulp of the parameter unless they '
+                'are rounded stochastically; pass rounding="stochastic" too, or keep a master'
+            )
+        if self.master == "remainder" and stochastic:
+            raise ArgumentError(
+                'master: "remainder" fixes how parameters are rounded; pass rounding="nearest", or '
+                'master="fp32" or "none" with stochastic rounding'
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        described = asdict(self)
+        described["accumulate_dtype"] = str(self.accumulate_dtype)
+        return described
