@@ -132,6 +132,53 @@ class Request:
     def size_bytes(self) -> int:
         """A finished receive: the size of the message."""
 
+ADAMW_BLOCK_ELEMS: int
+"""Chunks of a bucket begin at multiples of this many elements."""
+ADAMW_FLAGS: dict[str, int]
+"""Bits of a group's flags: l2, amsgrad, maximize; and of a parameter's: active."""
+GRAD_NORM_WORDS: int
+"""int64 words of a norm that is added up exactly (kernels/include/ringcomm/grad_norm.h)."""
+GRAD_NORM_KINDS: dict[str, int]
+"""Code of each norm: l2, l1, inf."""
+
+class AdamWShard:
+    """One rank's shard of a bucket; addresses, 0: null (kernels/include/ringcomm/adamw.h)."""
+
+    def __init__(
+        self,
+        *,
+        segments: int,
+        segment_count: int,
+        factors: int,
+        bucket_elems: int,
+        begin: int,
+        elems: int,
+        master: int,
+        remainder: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        max_exp_avg_sq: int,
+        params: int,
+        param_dtype: int,
+        stochastic: bool,
+        seed: int,
+        bucket: int,
+    ) -> None: ...
+
+def chunk_elems(bucket_elems: int, world: int) -> int:
+    """Elements of a rank's chunk; the last chunks may be shorter, or empty."""
+
+def prepare_adamw(
+    *, control: int, hyper: int, group: int, active: int, step: int, factors: int, params: int
+) -> None:
+    """Begins a step: advances the step numbers, or counts a skipped step, and fills the factors."""
+
+def adamw_shard(shard: AdamWShard, grad: int, grad_dtype: int) -> None:
+    """Updates a shard from its chunk's gradient."""
+
+def grad_norm(grad: int, dtype: int, elems: int, kind: int, words: int) -> None:
+    """Overwrites the words with the norm of a chunk's gradient."""
+
 class Comm:
     """One rank's end of a communicator: a region of the heap, connected to the peers' regions.
 
@@ -216,6 +263,27 @@ class Comm:
         factor: float,
         /,
     ) -> int: ...
+    def reduce_scatter_norm(
+        self,
+        grads: int,
+        bucket_elems: int,
+        dtype: int,
+        op: int,
+        out: int,
+        accumulate: bool,
+        kind: int,
+        words: int,
+        algorithm: int,
+    ) -> int:
+        """Reduces a bucket in the heap into this rank's FP32 chunk, with the norm of its chunk."""
+    def adamw_all_gather(
+        self, shard: AdamWShard, grad: int, grad_dtype: int, algorithm: int
+    ) -> int:
+        """Updates the shards; every rank's bucket in the heap ends with all new parameters."""
+    def reduce_scatter_adamw_all_gather(
+        self, shard: AdamWShard, grads: int, grad_dtype: int, op: int, algorithm: int
+    ) -> int:
+        """Both of the above in one pass, without a norm."""
     def all_gather(
         self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algorithm: int, /
     ) -> int: ...

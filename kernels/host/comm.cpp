@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "kernels/host/retired.h"
 
 namespace ringcomm::host {
 namespace {
-
-// Calls that move at least this much store their results past the caches. Half of the 32 MiB of L3
-// that two Zen 4 ranks share: a choice, not swept. 32 MiB of FP32 sums take 3.7 ms past the caches
-// and 4.7 ms through them.
-constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
 // All-reduce up to this size in one hop. Zen 4, 2 ranks, plain tensors, one hop against two: 3.7 us
 // against 4.4 us at 32 KiB, 7.6 us against 7.3 us at 64 KiB.
@@ -50,12 +46,14 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   in_.resize(size_t(Stream::kCount) * config.world);
   sources_.resize(std::max(config.world, 2));
   factors_.resize(std::max(config.world, 2));
+  results_.resize(config.world);
   regions_[config.rank] = mine;
   heaps_[config.rank] = heap_->base();
   view_ = View{config.rank,       config.world,  layout_,
                regions_.data(),   heaps_.data(), heap_->capacity_bytes(),
                config.timeout_ns, in_.data(),    sources_.data(),
                factors_.data(),   &mine_};
+  view_.results = results_.data();
 }
 
 Comm::~Comm() { close(); }
@@ -85,8 +83,9 @@ void Comm::close() {
   if (regions_[view_.rank] == nullptr) return;
   say_farewell();
   // A rank that never connected is known to nobody: its region is free at once.
-  RetiredRegions::instance().retire(heap_, region_, layout_, view_.rank,
-                                    owners_.empty() ? std::vector<int>{} : pids_);
+  RetiredRegions::instance().retire({heap_, region_, layout_, view_.rank,
+                                     owners_.empty() ? std::vector<int>{} : pids_,
+                                     std::exchange(held_, {})});
   regions_[view_.rank] = nullptr;
   waiter_.forget_all();
   owners_.clear();
@@ -95,16 +94,7 @@ void Comm::close() {
 
 template <class Body>
 Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body) {
-  const std::lock_guard lock(mutex_);
-  if (!connected_ || aborted()) return Status::kAborted;
-  id.sequence = ++view_.channel_line(0)->sequence;
-  SoloTeam team{{&waiter_}};
-  HostOps ops{&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
-  mine_ = CallHeader{id, 0, 0, kNotInHeap, factor};
-  E e{team, view_, ops};
-  RC_RETURN_IF_FAILED(e.verify_streams());
-  const Status status = body(e);
-  return status == Status::kOk ? e.verify_peer_buffers() : status;
+  return run_with(id, factor, ops_for(fn, total_bytes), body);
 }
 
 Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {

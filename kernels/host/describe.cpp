@@ -29,6 +29,12 @@ const char* name_of(Collective collective) {
       return "send";
     case Collective::kReceive:
       return "recv";
+    case Collective::kReduceScatterNorm:
+      return "reduce_scatter_norm";
+    case Collective::kAdamWAllGather:
+      return "adamw_all_gather";
+    case Collective::kReduceScatterAdamWAllGather:
+      return "reduce_scatter_adamw_all_gather";
   }
   return "unknown";
 }

@@ -127,6 +127,13 @@ uint64_t Allocator::allocate(uint64_t bytes, uint64_t align) {
   return kNone;
 }
 
+uint64_t Allocator::block_of(uint64_t offset) const {
+  auto block = live_.upper_bound(offset);
+  if (block == live_.begin()) return kNone;
+  --block;
+  return offset - block->first < block->second ? block->first : kNone;
+}
+
 void Allocator::free(uint64_t offset) {
   const auto it = live_.find(offset);
   if (it == live_.end()) return;
@@ -228,7 +235,26 @@ uint64_t Heap::allocate(uint64_t bytes, Purpose purpose) {
 
 void Heap::free(uint64_t offset) {
   const std::lock_guard lock(mutex_);
-  allocator_.free(offset);
+  const auto held = held_.find(offset);
+  if (held != held_.end())
+    held->second.freed = true;
+  else
+    allocator_.free(offset);
+}
+
+uint64_t Heap::hold(const void* ptr) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t block = allocator_.block_of(uint64_t(static_cast<const char*>(ptr) - base()));
+  if (block != Allocator::kNone) ++held_.try_emplace(block, Held{0, false}).first->second.times;
+  return block;
+}
+
+void Heap::release(uint64_t block) {
+  const std::lock_guard lock(mutex_);
+  const auto held = held_.find(block);
+  if (held == held_.end() || --held->second.times > 0) return;
+  if (held->second.freed) allocator_.free(block);
+  held_.erase(held);
 }
 
 uint64_t Heap::committed_bytes() const {

@@ -48,6 +48,7 @@ class Allocator {
   static constexpr uint64_t kNone = ~uint64_t(0);
   uint64_t allocate(uint64_t bytes, uint64_t align);  // offset, or kNone
   void free(uint64_t offset);
+  uint64_t block_of(uint64_t offset) const;  // the live block that holds it, or kNone
   uint64_t used_bytes() const { return used_; }
   uint64_t largest_free_bytes() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
   static uint64_t rounded(uint64_t bytes);
@@ -70,6 +71,10 @@ class Heap {
   enum class Purpose { kTensor, kRegion };
   uint64_t allocate(uint64_t bytes, Purpose purpose);
   void free(uint64_t offset);
+  // Keeps the block that `ptr` lies in until release() of what this returns, even if it is freed
+  // before: a peer may still store there.
+  uint64_t hold(const void* ptr);
+  void release(uint64_t held);
 
   char* base() const { return mapping_->base(); }
   int fd() const { return mapping_->fd(); }
@@ -88,6 +93,11 @@ class Heap {
   std::unique_ptr<Mapping> mapping_;
   mutable std::mutex mutex_;
   Allocator allocator_;
+  struct Held {
+    int times;
+    bool freed;
+  };
+  std::map<uint64_t, Held> held_;  // by offset of the block
   uint64_t committed_ = 0;
   uint64_t token_ = 0;
   std::vector<bool> huge_;  // by 2 MiB of the heap: asked for and granted

@@ -1,4 +1,4 @@
 #define RINGCOMM_ISA isa_avx512
-#include "kernels/host/isa_kernels.h"
+#include "kernels/host/isa_table.h"
 
 const ringcomm::KernelTable ringcomm::kAvx512Kernels = ringcomm::host::make_table("avx512");

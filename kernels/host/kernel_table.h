@@ -3,6 +3,7 @@
 // at run time.
 #pragma once
 
+#include "ringcomm/grad_norm.h"
 #include "ringcomm/reduce.h"
 
 namespace ringcomm {
@@ -20,11 +21,45 @@ struct ReduceJob {
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
+// The gradient of element i of a chunk: the sum over s of sources[s][i - first], divided by
+// `divide_by` unless that is 0.
+struct GradSources {
+  const void* const* ptrs;
+  int count;
+  DType dtype;  // kFloat32, kBFloat16 or kFloat16
+  int divide_by;
+  uint64_t first;
+};
+
+// The update of elements [begin, end) of a shard.
+struct AdamWJob {
+  const AdamWShard* shard;
+  GradSources grads;
+  char* const* copies;  // [copy_count] other ranks' buckets of parameters; null: not stored there
+  int copy_count;
+  uint64_t begin, end;
+  bool streaming;  // the parameters are stored past the caches
+};
+using AdamWFn = void (*)(const AdamWJob& job);
+
+// out[i] = (accumulate ? out[i] : 0) + gradient i for i in [begin, end), and the result's norm.
+struct NormJob {
+  GradSources grads;
+  float* out;  // null: the norm only
+  bool accumulate;
+  NormKind kind;
+  NormWords* words;     // added to
+  uint64_t begin, end;  // begin is a multiple of kBlockElems
+};
+using NormFn = void (*)(const NormJob& job);
+
 struct KernelTable {
   const char* isa;
   void (*copy)(void* dst, const void* src, uint64_t bytes);
   // Stores past the caches, and fences: what a later release publishes includes these stores.
   void (*copy_streaming)(void* dst, const void* src, uint64_t bytes);
+  AdamWFn adamw;
+  NormFn reduce_norm;
   ReduceFn reduce[int(DType::kCount)]
                  [int(RedOp::kCount)];  // null where the operator makes no sense
 };

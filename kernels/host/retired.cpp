@@ -28,11 +28,10 @@ bool RetiredRegions::free_of_peers(const Region& region) {
   return true;
 }
 
-void RetiredRegions::retire(std::shared_ptr<Heap> heap, uint64_t region, const Layout& layout,
-                            int rank, std::vector<int> pids) {
+void RetiredRegions::retire(Region region) {
   {
     const std::lock_guard lock(mutex_);
-    regions_.push_back({std::move(heap), region, layout, rank, std::move(pids)});
+    regions_.push_back(std::move(region));
   }
   reclaim();
 }
@@ -42,6 +41,7 @@ void RetiredRegions::reclaim() {
   std::erase_if(regions_, [](const Region& region) {
     if (!free_of_peers(region)) return false;
     region.heap->free(region.offset);
+    for (const uint64_t block : region.held) region.heap->release(block);
     return true;
   });
 }

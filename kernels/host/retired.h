@@ -15,20 +15,19 @@ class RetiredRegions {
  public:
   static RetiredRegions& instance();
 
-  // pids: by peer, 0 for a thread of this process; empty when the region was never connected.
-  void retire(std::shared_ptr<Heap> heap, uint64_t region, const Layout& layout, int rank,
-              std::vector<int> pids);
-  // Frees what may be freed. Called whenever a communicator is made or closed.
-  void reclaim();
-
- private:
   struct Region {
     std::shared_ptr<Heap> heap;
     uint64_t offset;
     Layout layout;
     int rank;
-    std::vector<int> pids;
+    std::vector<int> pids;  // by peer, 0 for a thread of this process; empty: never connected
+    std::vector<uint64_t> held;  // Heap::hold() of blocks in which peers may still store
   };
+  void retire(Region region);
+  // Frees what may be freed. Called whenever a communicator is made or closed.
+  void reclaim();
+
+ private:
   static bool free_of_peers(const Region& region);
 
   std::mutex mutex_;

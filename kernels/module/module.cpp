@@ -1,8 +1,7 @@
 // ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
 // no torch. ringcomm/_native.pyi documents every name.
-#include "kernels/module/module.h"
 #include "kernels/host/describe.h"
-#include "kernels/host/messenger.h"
+#include "kernels/module/native_comm.h"
 
 namespace nb = nanobind;
 using namespace ringcomm;
@@ -13,36 +12,6 @@ namespace {
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<uint64_t>;
 
-// A communicator with its messenger, closed in the right order. In a forked child both are the
-// parent's: there they are left alone for good, since destroying them would write into the peers'
-// memory.
-struct NativeComm {
-  std::unique_ptr<Comm> owned_comm;
-  std::unique_ptr<Messenger> owned_messenger;
-  Comm& comm;
-  Messenger& messenger;
-  pid_t pid = getpid();
-
-  NativeComm(std::shared_ptr<Heap> heap, const CommConfig& config)
-      : owned_comm(std::make_unique<Comm>(std::move(heap), config)),
-        owned_messenger(std::make_unique<Messenger>(*owned_comm)),
-        comm(*owned_comm),
-        messenger(*owned_messenger) {}
-  ~NativeComm() {
-    if (getpid() == pid) {
-      close();
-    } else {
-      static_cast<void>(owned_messenger.release());
-      static_cast<void>(owned_comm.release());
-    }
-  }
-  void close() {
-    if (getpid() != pid) return;
-    messenger.stop();
-    comm.close();
-  }
-};
-
 struct NativeRequest {
   std::shared_ptr<NativeComm> comm;
   RequestPtr request;
@@ -51,19 +20,6 @@ struct NativeRequest {
 int interrupted() {
   const nb::gil_scoped_acquire gil;
   return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
-}
-
-// Runs a blocking call without the GIL. When Ctrl-C ended it, the exception is already set.
-template <class Call>
-int blocking(Call call) {
-  Status status;
-  {
-    const nb::gil_scoped_release nogil;
-    status = call();
-  }
-  // A signal handler may raise although the call then succeeded: its exception counts all the same.
-  if (PyErr_Occurred()) throw nb::python_error();
-  return int(status);
 }
 
 std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
@@ -284,6 +240,7 @@ void bind_comm(nb::module_& m) {
   bind_reductions(c);
   bind_movement(c);
   bind_messages(m, c);
+  bind_optimizer(m, c);
 }
 
 }  // namespace

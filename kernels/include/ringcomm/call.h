@@ -18,7 +18,10 @@ enum class Collective : uint32_t {
   kAllToAll,
   kBarrier,
   kSend,
-  kReceive
+  kReceive,
+  kReduceScatterNorm,
+  kAdamWAllGather,
+  kReduceScatterAdamWAllGather
 };
 enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2, kPacket = 3, kCopy = 4 };
 
@@ -52,6 +55,7 @@ struct CallHeader {
   uint64_t item_bytes;    // what one item carries (the last may carry less)
   uint64_t heap_offset;   // zero copy: where the data lie in the sender's heap; else kNotInHeap
   double factor;          // PREMUL_SUM: the sender's factor
+  uint64_t result_offset;  // where the reader puts its result in the sender's heap; else kNotInHeap
 };
 static_assert(sizeof(CallHeader) <= kHeaderBytes);
 

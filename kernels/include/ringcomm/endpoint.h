@@ -48,6 +48,12 @@ struct Peers {
   int first, last;
 };
 
+// How buffers are cut where whole lines of 64 bytes and the layout's segments do not do.
+struct Cut {
+  uint64_t line_bytes = 64;   // channels share a chunk in units of this
+  uint64_t segment_bytes = 0;  // 0: the layout's
+};
+
 template <class Team, class Ops>
 struct Endpoint {
   using Operations = Ops;
@@ -56,16 +62,19 @@ struct Endpoint {
   Ops& ops;
   Stream pairs = Stream::kPair;     // the stream of what one reader gets: kMessage for send/receive
   bool reads_peer_buffers = false;  // this lane's: some data of this call came zero copy
+  Cut cut = {};
 
   RC_TEAM_FN int rank() const { return v.rank; }
   RC_TEAM_FN int world() const { return v.world; }
-  RC_TEAM_FN uint64_t segment_bytes() const { return v.layout.segment_bytes; }
+  RC_TEAM_FN uint64_t segment_bytes() const {
+    return cut.segment_bytes == 0 ? v.layout.segment_bytes : cut.segment_bytes;
+  }
   RC_TEAM_FN int peer_at(int d) const { return rotated_peer(v.rank, d, v.world); }
   RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_bytes()); }
 
   // This channel's part of a span.
   RC_TEAM_FN Span slice(Span s) const {
-    const Extent e = part_of(s.bytes, team.channel(), team.num_channels());
+    const Extent e = part_of(s.bytes, team.channel(), team.num_channels(), cut.line_bytes);
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
   }
 
@@ -125,10 +134,13 @@ struct Endpoint {
     return v.slot(v.rank, s, team.channel(), reader, sent(s, reader) + 1 + item);
   }
 
-  RC_TEAM_FN void write_header(char* slot, Span span, bool in_heap, uint64_t item_bytes) const {
-    const uint64_t offset = in_heap ? uint64_t(span.ptr - v.heaps[v.rank]) : kNotInHeap;
+  RC_TEAM_FN uint64_t heap_offset(const char* ptr) const { return uint64_t(ptr - v.heaps[v.rank]); }
+
+  RC_TEAM_FN void write_header(char* slot, Span span, bool in_heap, uint64_t item_bytes,
+                               uint64_t result_offset = kNotInHeap) const {
+    const uint64_t offset = in_heap ? heap_offset(span.ptr) : kNotInHeap;
     *reinterpret_cast<CallHeader*>(slot) =
-        CallHeader{id(), span.bytes, item_bytes, offset, factor()};
+        CallHeader{id(), span.bytes, item_bytes, offset, factor(), result_offset};
   }
 
   // Item `item` of span_for(reader) to each reader of the group that gets_item(reader): the header
@@ -224,6 +236,8 @@ struct Endpoint {
     st.item_bytes = theirs.item_bytes;
     st.items = items_of(expected_bytes, theirs.item_bytes);
     factors()[sender] = theirs.factor;
+    if (theirs.result_offset != kNotInHeap)
+      v.results[sender] = v.heaps[sender] + theirs.result_offset;
     return Status::kOk;
   }
 

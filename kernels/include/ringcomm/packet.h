@@ -20,9 +20,11 @@
 RINGCOMM_NAMESPACE_BEGIN
 
 // The sender's header takes the first packets of each channel, 8 bytes in each.
-constexpr int kHeaderPackets = int(sizeof(CallHeader) / 8);
+// Packets carry their results, so nobody asks where to put them.
+constexpr int kHeaderPackets = int(offsetof(CallHeader, result_offset) / 8);
 constexpr int kFactorPacket = int(offsetof(CallHeader, factor) / 8);
-static_assert(sizeof(CallHeader) % 8 == 0 && kHeaderPackets * 8 <= int(kHeaderBytes));
+static_assert(offsetof(CallHeader, result_offset) % 8 == 0 &&
+              kHeaderPackets * 8 <= int(kHeaderBytes));
 
 // Flags come around after 2^32 calls; once in so many each set of buffers is cleared.
 constexpr uint32_t kCallsPerClearing = 1u << 24;

@@ -92,3 +92,40 @@ using uintptr_t = unsigned long long;
 #else
 #define RC_VECTOR_BYTES 16
 #endif
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Correctly rounded, and instructions where the machine has them.
+#if RC_CUDA
+RC_FN float square_root(float x) { return sqrtf(x); }
+RC_FN double square_root(double x) { return sqrt(x); }
+RC_FN double power(double base, double exponent) { return pow(base, exponent); }
+RC_FN float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+#else
+RC_FN float square_root(float x) { return __builtin_sqrtf(x); }
+RC_FN double square_root(double x) { return __builtin_sqrt(x); }
+RC_FN double power(double base, double exponent) { return __builtin_pow(base, exponent); }
+
+// a * b + c, rounded once. Without the instruction: the product is exact in double precision, and a
+// sum rounded to odd there rounds to FP32 as the exact sum does (Boldo and Melquiond, "Emulation of
+// a FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008).
+RC_FN float fused_multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  const double product = double(a) * double(b), addend = double(c), sum = product + addend;
+  const double back = sum - product;
+  const double error = (product - (sum - back)) + (addend - back);
+  uint64_t bits;
+  memcpy(&bits, &sum, 8);
+  const bool inexact = error < 0.0 || error > 0.0;  // false for infinities and NaN
+  const uint64_t outwards = (error > 0.0) == (sum > 0.0) ? 1 : ~uint64_t(0);
+  bits += inexact && (bits & 1) == 0 ? outwards : 0;
+  double odd;
+  memcpy(&odd, &bits, 8);
+  return float(odd);
+#endif
+}
+#endif
+
+RINGCOMM_NAMESPACE_END

@@ -45,14 +45,15 @@ struct Pause {
   uint32_t polls;
 };
 
-// Lane `lane`'s part of `bytes` bytes, in whole 64-byte lines except for the tail of the last part.
+// Part `part` of `bytes` bytes, in whole lines except for the tail of the last part.
 struct Extent {
   uint64_t begin_bytes, end_bytes;
 };
 
-RC_FN constexpr Extent part_of(uint64_t bytes, int part, int parts) {
-  const uint64_t lines = (bytes + 63) / 64;
-  const uint64_t begin = lines * part / parts * 64, end = lines * (part + 1) / parts * 64;
+RC_FN constexpr Extent part_of(uint64_t bytes, int part, int parts, uint64_t line_bytes = 64) {
+  const uint64_t lines = (bytes + line_bytes - 1) / line_bytes;
+  const uint64_t begin = lines * part / parts * line_bytes,
+                 end = lines * (part + 1) / parts * line_bytes;
   return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
 }
 

@@ -31,6 +31,8 @@ struct View {
   // The ring that this channel's team follows: ring[position] is a rank. Null: the ranks in order.
   const int32_t* ring = nullptr;
   int32_t ring_position = 0;
+  // [world] where my results go in the peers' heaps; collectives that store there only.
+  char** results = nullptr;
 
   RC_FN int ring_rank(int position) const { return ring == nullptr ? position : ring[position]; }
   RC_FN int position_in_ring() const { return ring == nullptr ? rank : ring_position; }

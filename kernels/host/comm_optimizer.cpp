@@ -1,0 +1,101 @@
+// The optimizer's collectives of a communicator, and what they do when there is none.
+#include "kernels/host/comm.h"
+#include "kernels/host/optimizer.h"
+#include "ringcomm/adamw_prepare.h"
+#include "ringcomm/reduce_scatter_adamw_all_gather.h"
+
+namespace ringcomm::host {
+namespace {
+
+GradKind kind_of(const GradCall& grads, int world) {
+  return {grads.dtype, grads.op == RedOp::kAvg ? world : 0};
+}
+
+// The ring's partial sums; the mean is taken by the last hop.
+ReduceFn partial_sum(const GradCall& grads) {
+  return kernels().reduce[int(grads.dtype)][int(RedOp::kSum)];
+}
+
+CallId id_of(Collective collective, const GradCall& grads, uint64_t elems, DType results) {
+  return {0, elems, collective, int(grads.dtype), int(grads.op), int(results), grads.algorithm};
+}
+
+bool is_ring(const GradCall& grads) { return grads.algorithm == Algorithm::kRing; }
+
+}  // namespace
+
+void prepare_adamw(const AdamWTable& table) {
+  ringcomm::prepare_adamw(table, 0, 1);
+  advance_control(*table.control);
+}
+
+void adamw_shard(const AdamWShard& shard, const GradCall& grad) {
+  const void* ptr = grad.ptr;
+  const bool streaming = shard.elems * uint64_t(size_of(shard.param_dtype)) >= kStreamingMinBytes;
+  kernels().adamw(
+      AdamWJob{&shard, {&ptr, 1, grad.dtype, 0, 0}, nullptr, 0, 0, shard.elems, streaming});
+}
+
+void grad_norm(const GradCall& grad, uint64_t elems, NormKind kind, NormWords* words) {
+  const void* ptr = grad.ptr;
+  *words = NormWords{};
+  kernels().reduce_norm(
+      NormJob{{&ptr, 1, grad.dtype, 0, 0}, nullptr, false, kind, words, 0, elems});
+}
+
+Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
+                                 const NormCall& norm) {
+  const int size = size_of(grads.dtype);
+  const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, view_.world};
+  *norm.words = NormWords{};
+  const NormFinish finish{&kernels(),      kind_of(grads, view_.world), norm.out,
+                          norm.accumulate, norm.kind,                   norm.words};
+  const OptimizerOps<NormFinish> ops{ops_for(partial_sum(grads), 0), finish, bucket,
+                                     bucket.grads().get(view_.rank).ptr};
+  const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
+  return run_with(id, 1.0, ops, [&](auto& e) {
+    return is_ring(grads) ? reduce_scatter_norm_ring(e, bucket)
+                          : reduce_scatter_norm_direct(e, bucket);
+  });
+}
+
+template <class Body>
+Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grads, Body body) {
+  const int size = size_of(shard.param_dtype);
+  const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype), size,
+                      view_.world};
+  // The direct forms store in the peers' buckets, whose lines other cores have read; the ring's
+  // results go no further than this rank's own.
+  const bool streaming = shard.bucket_elems * uint64_t(size) >= kStreamingMinBytes;
+  const UpdateFinish finish{&kernels(),
+                            &shard,
+                            kind_of(grads, view_.world),
+                            is_ring(grads) ? nullptr : results_.data(),
+                            is_ring(grads) ? 0 : view_.world,
+                            streaming};
+  const OptimizerOps<UpdateFinish> ops{ops_for(partial_sum(grads), bucket.elems * uint64_t(size)),
+                                       finish, bucket, bucket.grads().get(view_.rank).ptr};
+  const Status status = run_with(id, 1.0, ops, [&](auto& e) { return body(e, bucket); });
+  if (status != Status::kOk && !is_ring(grads)) held_.push_back(heap_->hold(shard.params));
+  return status;
+}
+
+Status Comm::adamw_all_gather(const AdamWShard& shard, const GradCall& grad) {
+  const CallId id =
+      id_of(Collective::kAdamWAllGather, grad, shard.bucket_elems, shard.param_dtype);
+  return run_update(id, shard, grad, [&](auto& e, const Bucket& bucket) {
+    return is_ring(grad) ? adamw_all_gather_ring(e, bucket, grad.ptr)
+                         : adamw_all_gather_direct(e, bucket, grad.ptr);
+  });
+}
+
+Status Comm::reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads) {
+  const CallId id =
+      id_of(Collective::kReduceScatterAdamWAllGather, grads, shard.bucket_elems, shard.param_dtype);
+  return run_update(id, shard, grads, [&](auto& e, const Bucket& bucket) {
+    return is_ring(grads) ? reduce_scatter_adamw_all_gather_ring(e, bucket)
+                          : reduce_scatter_adamw_all_gather_direct(e, bucket);
+  });
+}
+
+}  // namespace ringcomm::host

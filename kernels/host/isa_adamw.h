@@ -1,0 +1,261 @@
+// The host's loops of the optimizer: gradient, update and norm, block by block through the
+// first-level cache, so that each array of the state crosses the memory bus once in each direction.
+// Part of one instruction set's table, as isa_kernels.h is.
+#pragma once
+
+#include "kernels/host/isa_kernels.h"
+#include "ringcomm/adamw_element.h"
+#include "ringcomm/grad_norm.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace host {
+
+// Elements of a turn: gradient, master and parameter of a turn take 10 KiB, and the state's streams
+// pass beside them.
+constexpr uint64_t kTurnElems = 2 * kBlockElems;
+
+// `source` of the chunk, elements [begin, begin + n), widened where it is not FP32.
+template <class T>
+inline void widen_source(float* RC_RESTRICT out, const T* RC_RESTRICT src, uint64_t n) {
+#if RC_HAS_F16C
+  if constexpr (Blockwise<T>::value) return widen_block(out, src, n);
+#endif
+  for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::load(src[i]);
+}
+
+template <class T>
+inline void narrow_result(T* RC_RESTRICT out, const float* RC_RESTRICT src, uint64_t n) {
+#if RC_HAS_F16C
+  if constexpr (Blockwise<T>::value) return narrow_block(out, src, n);
+#endif
+  for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::store(src[i]);
+}
+
+// The gradient of a turn: in `buffer`, or where it lies already.
+template <class T>
+inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
+  const auto source = [&](int s) { return static_cast<const T*>(g.ptrs[s]) + (begin - g.first); };
+  if constexpr (__is_same(T, float)) {
+    if (g.count == 1 && g.divide_by == 0) return source(0);
+  }
+  int first = 1;
+  if (Blockwise<T>::value || g.count == 1) {
+    widen_source(buffer, source(0), n);
+  } else {
+    const T *const a = source(0), *const b = source(1);
+    for (uint64_t i = 0; i < n; ++i) buffer[i] = Traits<T>::load(a[i]) + Traits<T>::load(b[i]);
+    first = 2;
+  }
+  for (int s = first; s < g.count; ++s) {
+    const T* const next = source(s);
+    if constexpr (Blockwise<T>::value) {
+      alignas(64) float wide[kTurnElems];
+      widen_source(wide, next, n);
+      for (uint64_t i = 0; i < n; ++i) buffer[i] += wide[i];
+    } else {
+      for (uint64_t i = 0; i < n; ++i) buffer[i] += Traits<T>::load(next[i]);
+    }
+  }
+  if (g.divide_by > 0) {
+    const float world = float(g.divide_by);
+    for (uint64_t i = 0; i < n; ++i) buffer[i] /= world;
+  }
+  return buffer;
+}
+
+inline const float* gradient(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
+  if (g.dtype == DType::kBFloat16) return gradient_of<BFloat16>(g, begin, n, buffer);
+  if (g.dtype == DType::kFloat16) return gradient_of<Float16>(g, begin, n, buffer);
+  return gradient_of<float>(g, begin, n, buffer);
+}
+
+// ---- update -------------------------------------------------------------------------------------
+
+template <class Path>
+inline void update_run(float* RC_RESTRICT p, const float* RC_RESTRICT g, float* RC_RESTRICT m,
+                       float* RC_RESTRICT v, float* RC_RESTRICT v_max, const AdamWFactors& factors,
+                       uint64_t n) {
+  const AdamWFactors f = factors;  // the stores below could not change it, but the compiler must
+                                   // know
+  for (uint64_t i = 0; i < n; ++i) {
+    float unused = 0.0f;
+    adamw_element<Path>(p[i], adamw_gradient(g[i], f), m[i], v[i],
+                        Path::kMax ? v_max[i] : unused, f);
+  }
+}
+
+inline void update(float* p, const float* g, const AdamWShard& s, uint64_t at,
+                   const AdamWFactors& f, uint64_t n) {
+  float *const m = s.exp_avg + at, *const v = s.exp_avg_sq + at;
+  const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
+             from_end = !(f.one_minus_beta1 < 0.5f);
+  float* const v_max = amsgrad ? s.max_exp_avg_sq + at : nullptr;
+  const auto run = [&](auto path) { update_run<decltype(path)>(p, g, m, v, v_max, f, n); };
+  if (from_end) {
+    if (l2) return amsgrad ? run(AdamWPath<true, true, true>{}) : run(AdamWPath<true, false, true>{});
+    return amsgrad ? run(AdamWPath<false, true, true>{}) : run(AdamWPath<false, false, true>{});
+  }
+  if (l2) return amsgrad ? run(AdamWPath<true, true, false>{}) : run(AdamWPath<true, false, false>{});
+  return amsgrad ? run(AdamWPath<false, true, false>{}) : run(AdamWPath<false, false, false>{});
+}
+
+template <class T>
+inline void narrow_random(T* RC_RESTRICT out, const float* RC_RESTRICT src, const AdamWShard& s,
+                          uint64_t index, uint32_t step, uint64_t n) {
+  for (uint64_t i = 0; i < n;) {
+    const Philox drawn = philox(s.seed, (index + i) / 4, step, uint32_t(s.bucket));
+    for (uint64_t k = (index + i) % 4; k < 4 && i < n; ++k, ++i)
+      out[i] = narrow_stochastic(src[i], drawn.word[k], static_cast<T*>(nullptr));
+  }
+}
+
+// Elements [at, at + n) of the chunk, all of one parameter; T is the parameter's type. Returns where
+// the new parameters lie: in `fresh`, or (FP32) in place.
+template <class T>
+inline const T* step_run(const AdamWShard& s, const float* g, uint64_t at, uint64_t n,
+                         const AdamWFactors& f, float* wide, T* fresh) {
+  T* const own = reinterpret_cast<T*>(s.params) + s.begin + at;
+  if constexpr (__is_same(T, float)) {
+    update(own, g, s, at, f, n);
+    return own;
+  } else {
+    float* const master = s.master != nullptr ? s.master + at : wide;
+    if constexpr (__is_same(T, BFloat16)) {
+      if (s.remainder != nullptr) {
+        uint16_t* const low = s.remainder + at;
+        for (uint64_t i = 0; i < n; ++i) wide[i] = join_master(own[i], low[i]);
+        update(wide, g, s, at, f, n);
+        for (uint64_t i = 0; i < n; ++i) split_master(wide[i], fresh[i], low[i]);
+        return fresh;
+      }
+    }
+    if (s.master == nullptr) widen_source(wide, own, n);
+    update(master, g, s, at, f, n);
+    if (s.rounding == Rounding::kStochastic)
+      narrow_random(fresh, master, s, s.begin + at, f.step, n);
+    else
+      narrow_result(fresh, master, n);
+    return fresh;
+  }
+}
+
+inline void store_params(char* dst, const void* src, uint64_t bytes, bool streaming) {
+  if (streaming)
+    stream_bytes(dst, static_cast<const char*>(src), bytes);
+  else
+    memcpy(dst, src, bytes);
+}
+
+// The segment that holds element `element` of the bucket, or the first behind it.
+inline uint64_t segment_at(const AdamWShard& s, uint64_t element) {
+  uint64_t low = 0, high = s.segment_count;
+  while (low < high) {
+    const uint64_t middle = (low + high) / 2;
+    if (s.segments[middle].end <= element)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+template <class T>
+inline void adamw_turns(const AdamWJob& job) {
+  const AdamWShard& s = *job.shard;
+  alignas(64) float grads[kTurnElems];
+  alignas(64) float wide[kTurnElems];
+  alignas(64) T fresh[kTurnElems];
+  uint64_t segment = segment_at(s, s.begin + job.begin);
+  for (uint64_t begin = job.begin; begin < job.end; begin += kTurnElems) {
+    const uint64_t n = job.end - begin < kTurnElems ? job.end - begin : kTurnElems;
+    const uint64_t first = s.begin + begin, last = first + n;  // in the bucket
+    const float* const g = gradient(job.grads, begin, n, grads);
+    for (; segment < s.segment_count && s.segments[segment].begin < last; ++segment) {
+      const AdamWSegment& here = s.segments[segment];
+      const AdamWFactors& f = s.factors[here.param];
+      const uint64_t from = here.begin > first ? here.begin : first,
+                     to = here.end < last ? here.end : last, at = from - s.begin;
+      if ((f.flags & kAdamActive) != 0 && to > from) {
+        const T* const result = step_run<T>(s, g + (from - first), at, to - from, f, wide, fresh);
+        const uint64_t bytes = (to - from) * sizeof(T);
+        if constexpr (!__is_same(T, float))
+          store_params(s.params + from * sizeof(T), result, bytes, job.streaming);
+        for (int c = 0; c < job.copy_count; ++c)
+          if (job.copies[c] != nullptr)
+            store_params(job.copies[c] + from * sizeof(T), result, bytes, job.streaming);
+      }
+      if (here.end > last) break;  // it goes on in the next turn
+    }
+  }
+  if (job.streaming) stream_fence();
+}
+
+inline void adamw_kernel(const AdamWJob& job) {
+  if (job.shard->param_dtype == DType::kBFloat16) return adamw_turns<BFloat16>(job);
+  if (job.shard->param_dtype == DType::kFloat16) return adamw_turns<Float16>(job);
+  adamw_turns<float>(job);
+}
+
+// ---- norm ---------------------------------------------------------------------------------------
+
+// The sum of a block's terms by halves: element i meets i + 256, then i + 128, and so on.
+inline double block_sum(const float* RC_RESTRICT x, NormKind kind) {
+  constexpr uint64_t half = kBlockElems / 2;
+  alignas(64) double y[half];
+  if (kind == NormKind::kTwo) {
+    for (uint64_t i = 0; i < half; ++i)
+      y[i] = norm_term(x[i], NormKind::kTwo) + norm_term(x[i + half], NormKind::kTwo);
+  } else {
+    for (uint64_t i = 0; i < half; ++i)
+      y[i] = norm_term(x[i], NormKind::kOne) + norm_term(x[i + half], NormKind::kOne);
+  }
+  for (uint64_t h = half / 2; h > 0; h /= 2)
+    for (uint64_t i = 0; i < h; ++i) y[i] += y[i + h];
+  return y[0];
+}
+
+// The largest magnitude's bits; those of a NaN exceed all others.
+inline uint32_t block_max(const float* RC_RESTRICT x) {
+  uint32_t most = 0;
+  for (uint64_t i = 0; i < kBlockElems; ++i) {
+    const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+    most = magnitude > most ? magnitude : most;
+  }
+  return most;
+}
+
+inline void add_norm(const float* x, NormKind kind, NormWords& words) {
+  if (kind != NormKind::kInf)
+    return add_block(block_sum(x, kind), [&](int k, int64_t digit) { words.word[k] += digit; });
+  const uint32_t most = block_max(x);
+  if (most >= 0x7f800000u)
+    ++words.word[kNonFiniteWord];
+  else if (int64_t(most) > words.word[0])
+    words.word[0] = int64_t(most);
+}
+
+inline void reduce_norm_kernel(const NormJob& job) {
+  alignas(64) float buffer[kBlockElems];
+  alignas(64) float padded[kBlockElems];
+  for (uint64_t begin = job.begin; begin < job.end; begin += kBlockElems) {
+    const uint64_t n = job.end - begin < kBlockElems ? job.end - begin : kBlockElems;
+    const float* g = gradient(job.grads, begin, n, buffer);
+    if (job.out != nullptr) {
+      float* const out = job.out + begin;
+      if (job.accumulate) {
+        for (uint64_t i = 0; i < n; ++i) buffer[i] = out[i] + g[i];
+        g = buffer;
+      }
+      if (g != out) memcpy(out, g, n * sizeof(float));
+    }
+    if (n < kBlockElems) {
+      memset(padded, 0, sizeof(padded));
+      memcpy(padded, g, n * sizeof(float));
+      g = padded;
+    }
+    add_norm(g, job.kind, *job.words);
+  }
+}
+
+}  // namespace host
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,82 @@
+// The Ops of buckets.h on the host: what becomes of the gradients of a run, each lane taking whole
+// blocks of it.
+#pragma once
+
+#include "kernels/host/ops.h"
+#include "ringcomm/buckets.h"
+
+namespace ringcomm::host {
+
+// Finish{}(lane's elements of the chunk, sources with their first element) does a lane's work.
+template <class Finish>
+struct OptimizerOps : HostOps {
+  Finish finish;
+  Bucket bucket;
+  char* own_grads;  // of my chunk: where the ring's last hop seems to store
+
+  template <class Team>
+  void consume(Team& team, const Gradients& from, Run run) const {
+    const Extent part =
+        part_of(run.end - run.begin, team.lane(), team.num_lanes(), kBlockElems);
+    const Run mine{run.begin + part.begin_bytes, run.begin + part.end_bytes};
+    if (mine.begin < mine.end) finish(mine, from, run.begin);
+  }
+
+  template <class Team>
+  void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,
+              int finish_world) const {
+    if (finish_world == 0) return HostOps::reduce(team, to, from, bytes, finish_world);
+    const uint64_t size = uint64_t(bucket.grad_bytes);
+    const uint64_t begin = uint64_t(static_cast<char*>(to.dst) - own_grads) / size;
+    consume(team, Gradients{from.ptrs, from.count}, Run{begin, begin + bytes / size});
+  }
+};
+
+// The sum, or the mean, of the gradients' W versions. A rank of a ring is given the sum of the
+// others' as one source, so the divisor cannot be their count.
+struct GradKind {
+  DType dtype;
+  int divide_by;  // 0: the sum
+};
+
+struct UpdateFinish {
+  const KernelTable* table;
+  const AdamWShard* shard;
+  GradKind grads;
+  char* const* copies;  // View::results, or null
+  int copy_count;
+  bool streaming;
+
+  void operator()(Run run, const Gradients& from, uint64_t first) const {
+    table->adamw(AdamWJob{shard,
+                          {from.ptrs, from.count, grads.dtype, grads.divide_by, first},
+                          copies,
+                          copy_count,
+                          run.begin,
+                          run.end,
+                          streaming});
+  }
+};
+
+struct NormFinish {
+  const KernelTable* table;
+  GradKind grads;
+  float* out;
+  bool accumulate;
+  NormKind kind;
+  NormWords* words;  // of this lane alone
+
+  void operator()(Run run, const Gradients& from, uint64_t first) const {
+    NormWords mine{};
+    table->reduce_norm(NormJob{{from.ptrs, from.count, grads.dtype, grads.divide_by, first},
+                               out,
+                               accumulate,
+                               kind,
+                               &mine,
+                               run.begin,
+                               run.end});
+    merge_norms(*words, mine, kind);
+  }
+};
+
+}  // namespace ringcomm::host

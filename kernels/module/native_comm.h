@@ -1,0 +1,56 @@
+// The communicator as Python holds it, and how its calls block.
+#pragma once
+
+#include <unistd.h>
+
+#include "kernels/host/messenger.h"
+#include "kernels/module/module.h"
+
+namespace ringcomm::host {
+
+// A communicator with its messenger, closed in the right order. In a forked child both are the
+// parent's: there they are left alone for good, since destroying them would write into the peers'
+// memory.
+struct NativeComm {
+  std::unique_ptr<Comm> owned_comm;
+  std::unique_ptr<Messenger> owned_messenger;
+  Comm& comm;
+  Messenger& messenger;
+  pid_t pid = getpid();
+
+  NativeComm(std::shared_ptr<Heap> heap, const CommConfig& config)
+      : owned_comm(std::make_unique<Comm>(std::move(heap), config)),
+        owned_messenger(std::make_unique<Messenger>(*owned_comm)),
+        comm(*owned_comm),
+        messenger(*owned_messenger) {}
+  ~NativeComm() {
+    if (getpid() == pid) {
+      close();
+    } else {
+      static_cast<void>(owned_messenger.release());
+      static_cast<void>(owned_comm.release());
+    }
+  }
+  void close() {
+    if (getpid() != pid) return;
+    messenger.stop();
+    comm.close();
+  }
+};
+
+// Runs a blocking call without the GIL. When Ctrl-C ended it, the exception is already set.
+template <class Call>
+int blocking(Call call) {
+  Status status;
+  {
+    const nanobind::gil_scoped_release nogil;
+    status = call();
+  }
+  // A signal handler may raise although the call then succeeded: its exception counts all the same.
+  if (PyErr_Occurred()) throw nanobind::python_error();
+  return int(status);
+}
+
+void bind_optimizer(nanobind::module_& m, nanobind::class_<NativeComm>& c);
+
+}  // namespace ringcomm::host
