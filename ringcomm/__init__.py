@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm.errors import (
     AbortedError,
     ArgumentError,
+    CheckpointError,
     CollectiveTimeout,
     ForkError,
     HeapError,
@@ -24,7 +25,7 @@ from ringcomm.errors import (
 )
 
 if TYPE_CHECKING:
-    from ringcomm import functional
+    from ringcomm import functional, optim
     from ringcomm import tl as tl
     from ringcomm.comm.communicator import Communicator
     from ringcomm.comm.functions import (
@@ -132,7 +133,7 @@ _HOMES = {
     "ringcomm.memory.heap": ("empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("functional", "tl")
+_MODULES = ("functional", "optim", "tl")
 
 
 def __getattr__(name: str) -> Any:
@@ -153,6 +154,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "AbortedError",
     "ArgumentError",
+    "CheckpointError",
     "CollectiveTimeout",
     "CommOptions",
     "Communicator",
@@ -199,6 +201,7 @@ __all__ = [
     "isend",
     "local_world",
     "new_group",
+    "optim",
     "premul_sum",
     "recv",
     "reduce",

@@ -1,0 +1,26 @@
+"""AdamW on shards: replicated parameters, sharded FP32 state, one pass from gradient to parameter.
+
+``docs/optimizer.md`` says what is promised.
+"""
+
+from __future__ import annotations
+
+from ringcomm.optim.adamw import Adam, AdamW
+from ringcomm.optim.grad_scaler import GradScaler
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.params import ParamSpec
+from ringcomm.optim.shards import reshard
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "AdamWOptions",
+    "GradScaler",
+    "LossScaleOptions",
+    "LossScaler",
+    "ParamSpec",
+    "ShardLayout",
+    "reshard",
+]

@@ -1,0 +1,156 @@
+"""The memory behind a layout: parameters and gradients in the heap, state for this rank's chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ringcomm.memory.heap import zeros
+from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
+from ringcomm.optim.options import AdamWOptions
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class ShardState:
+    """What a rank keeps of its chunk; all [chunk elements], zero in the padding.
+
+    Attributes:
+        exp_avg: float32.
+        exp_avg_sq: float32.
+        max_exp_avg_sq: float32, or None while no group uses amsgrad.
+        master: float32, or None: of float32 parameters, and as options say.
+        remainder: the low 16 bits of the master as int16, or None.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    master: Tensor | None = None
+    remainder: Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls, layout: BucketLayout, chunk: Chunk, master: str, place: torch.device
+    ) -> ShardState:
+        """State before the first step; ``master`` as in :class:`AdamWOptions`."""
+
+        def plain(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(chunk.elems, dtype=dtype, device=place)
+
+        wide = layout.dtype is torch.float32
+        return cls(
+            plain(),
+            plain(),
+            master=plain() if master == "fp32" and not wide else None,
+            remainder=plain(torch.int16) if master == "remainder" and not wide else None,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+class Bucket:
+    """One bucket's memory on this rank.
+
+    Attributes:
+        number: of the bucket in its layout.
+        layout: what lies where in it.
+        chunk: this rank's part.
+        params: [elements], in the heap; the parameters are views into it.
+        grads: [elements], in the heap; of the parameters' dtype, or float32.
+        segments: int64 [segments, 3], for the kernels.
+        state: of this rank's chunk.
+        grad_shard: float32 [chunk elements], what two passes hand from the first to the second;
+            None until the first such step.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: BucketLayout,
+        chunk: Chunk,
+        options: AdamWOptions,
+        place: torch.device,
+    ) -> None:
+        self.number = number
+        self.layout = layout
+        self.chunk = chunk
+        # Zero the padding, which collectives move and norms read; nothing writes it later.
+        self.params = zeros(layout.elems, dtype=layout.dtype, device=place)
+        self.grads = zeros(
+            layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=place
+        )
+        self.segments = layout.segment_table(place)
+        self.state = ShardState.zeros(layout, chunk, options.master, place)
+        self.grad_shard: Tensor | None = None
+
+    @property
+    def own_params(self) -> Tensor:
+        """This rank's chunk of the parameters."""
+        return self.params[self.chunk.begin : self.chunk.end]
+
+    def ensure_grad_shard(self) -> Tensor:
+        """The memory between two passes."""
+        if self.grad_shard is None:
+            self.grad_shard = torch.empty(
+                self.chunk.elems, dtype=torch.float32, device=self.params.device
+            )
+        return self.grad_shard
+
+    def refresh_master(self) -> None:
+        """Makes the master what the parameters are."""
+        if self.state.master is not None:
+            self.state.master.copy_(self.own_params)
+        if self.state.remainder is not None:
+            self.state.remainder.zero_()
+
+    def ensure_max(self) -> bool:
+        """Gives amsgrad its memory; True when it had none."""
+        if self.state.max_exp_avg_sq is not None:
+            return False
+        self.state.max_exp_avg_sq = torch.zeros_like(self.state.exp_avg)
+        return True
+
+
+class Buckets:
+    """All buckets of a layout on one rank, and where each parameter lies in them.
+
+    Attributes:
+        params: by parameter index, its view into its bucket.
+        grads: by parameter index, its view into the gradient bucket.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        rank: int,
+        world_size: int,
+        options: AdamWOptions,
+        place: torch.device,
+    ) -> None:
+        self._buckets = [
+            Bucket(number, bucket, bucket.chunk(rank, world_size), options, place)
+            for number, bucket in enumerate(layout.buckets)
+        ]
+        self.params: dict[int, Tensor] = {}
+        self.grads: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            self.params.update(layout.views(bucket.number, bucket.params))
+            self.grads.update(layout.views(bucket.number, bucket.grads))
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def adopt(self, params: list[Tensor]) -> None:
+        """Moves parameters into their buckets: each becomes a view, its value kept."""
+        for index, view in self.params.items():
+            view.copy_(params[index].detach())
+            params[index].data = view

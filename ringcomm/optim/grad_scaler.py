@@ -1,0 +1,70 @@
+"""torch's GradScaler for ranks that must all take a step, or all skip it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.groups import default_communicator, is_initialized
+from ringcomm.comm.reduce_ops import ReduceOp
+from ringcomm.optim.sharded_adam import ShardedAdam
+
+Tensor = torch.Tensor
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` whose verdict is that of all ranks, so their scales stay equal.
+
+    Drives the optimizers of this module, whose communicator it uses, and any other one. It looks
+    at gradients that ``accumulate_dtype`` has taken out of ``p.grad``, too.
+
+    Args:
+        device: "cpu" or "cuda"; None for that of the communicator.
+        comm: for optimizers of others; None for the default group, or this rank alone without one.
+        settings: torch's further arguments: init_scale, growth_factor, backoff_factor,
+            growth_interval, enabled.
+    """
+
+    def __init__(
+        self, device: str | None = None, *, comm: Communicator | None = None, **settings: Any
+    ) -> None:
+        if comm is None and is_initialized():
+            comm = default_communicator("GradScaler")
+        self._comm = comm
+        super().__init__(device or (comm.device.type if comm is not None else "cpu"), **settings)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        comm, accumulator = self._comm, None
+        if isinstance(optimizer, ShardedAdam):
+            comm, accumulator = optimizer.communicator, optimizer.accumulator
+        if accumulator is not None:
+            sums, local = accumulator.flats(), found_inf.clone()
+            if sums:
+                torch._amp_foreach_non_finite_check_and_unscale_(sums, local, inv_scale)
+            found = {local.device: local}
+        else:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # A rank without gradients still has to hear of the others'.
+        found = found or {found_inf.device: found_inf.clone()}
+        if comm is not None and comm.world_size > 1:
+            for each in found.values():
+                comm.all_reduce(each, ReduceOp.MAX)
+        return found
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's; the verdict on the gradients is a collective."""
+        if not self._enabled or not isinstance(optimizer, ShardedAdam):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._found_inf_agreed = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._found_inf_agreed = False

@@ -1,0 +1,221 @@
+"""How the gradients of a model get into the gradient buckets."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.params import ParamSpec
+
+Tensor = torch.Tensor
+
+
+def label(index: int, spec: ParamSpec) -> str:
+    """How messages call a parameter."""
+    return f"parameter {index} ({spec.name})" if spec.name else f"parameter {index}"
+
+
+def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
+    """Checks that a gradient fits its parameter.
+
+    Raises:
+        UnsupportedError: it is sparse.
+        ArgumentError: it has another shape, dtype or device.
+    """
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{called}: expected a dense gradient, got layout {grad.layout}; use "
+            "torch.optim.SparseAdam for it, or an embedding with sparse=False"
+        )
+    for kind in ("shape", "dtype", "device"):
+        wanted, got = getattr(param, kind), getattr(grad, kind)
+        if wanted != got:
+            raise ArgumentError(f"{called}: expected a gradient of {kind} {wanted}, got {got}")
+
+
+class Gradients:
+    """The gradients of laid-out parameters, as ``p.grad`` has them.
+
+    ``p.grad`` becomes a view into its bucket, where autograd then accumulates by itself, for as
+    long as nobody replaces it.
+    """
+
+    def __init__(self, params: Sequence[Tensor], layout: ShardLayout, buckets: Buckets) -> None:
+        self._params = params
+        self._layout = layout
+        self._buckets = buckets
+        self._trainable = [
+            index
+            for index, spec in enumerate(layout.params)
+            if spec.trainable and spec.tied_to is None
+        ]
+
+    def label(self, index: int) -> str:
+        """How messages call a parameter."""
+        return label(index, self._layout.params[index])
+
+    def check(self) -> None:
+        """Checks parameters and gradients before anything is moved.
+
+        Raises:
+            ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
+                bucket, or was frozen when the buckets were laid out.
+        """
+        for index, view in self._buckets.params.items():
+            if self._params[index].data_ptr() != view.data_ptr():
+                raise ArgumentError(
+                    f"{self.label(index)}: its memory was replaced after it had been moved to its "
+                    "bucket (by .to(), .data = or the like); change values in place, with copy_()"
+                )
+        for index, spec in enumerate(self._layout.params):
+            grad = self._params[index].grad
+            if grad is None:
+                continue
+            if not spec.trainable:
+                raise ArgumentError(
+                    f"{self.label(index)}: has a gradient, but it required none when the buckets "
+                    "were laid out at the first step; build a new optimizer to train it"
+                )
+            check_gradient(grad, self._params[index], self.label(index))
+
+    def collect(self) -> list[float]:
+        """Brings all gradients into the buckets; returns 1.0 for each parameter that has one."""
+        active = [0.0] * len(self._params)
+        for index in self._trainable:
+            param, view = self._params[index], self._buckets.grads.get(index)
+            grad = param.grad
+            active[index] = 0.0 if grad is None else 1.0
+            if view is None:  # it has no elements
+                continue
+            if grad is None:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+                view.copy_(grad.detach())
+                param.grad = view
+        return active
+
+    def zero(self) -> None:
+        """Zeroes gradients that are in the buckets, by one memset per bucket, and the others."""
+        for param in self._params:
+            grad = param.grad
+            if grad is not None and grad.grad_fn is not None:
+                grad.detach_()
+            elif grad is not None:
+                grad.requires_grad_(False)
+        for bucket in self._buckets:
+            bucket.grads.zero_()
+        for index, param in enumerate(self._params):
+            view = self._buckets.grads.get(index)
+            if param.grad is not None and (
+                view is None or param.grad.data_ptr() != view.data_ptr()
+            ):
+                param.grad.zero_()
+
+    def drop(self) -> None:
+        """Sets all gradients to None."""
+        for param in self._params:
+            param.grad = None
+
+    def flats(self) -> list[Tensor]:
+        """What a check for infinities has to look at."""
+        return [param.grad for param in self._params if param.grad is not None]
+
+
+class Accumulator:
+    """Adds what each backward leaves in ``p.grad`` to FP32 memory, and drops ``p.grad``.
+
+    Before the buckets exist the sums are in tensors of their own.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}  # by id of the parameter
+        self._written: set[int] = set()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch(self, param: Tensor, called: str) -> None:
+        """Has the accumulator told of every gradient of ``param``."""
+        # Weakly: the hook lives as long as the parameter.
+        hook = _hook(weakref.ref(self), called)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def add(self, param: Tensor, called: str) -> None:
+        """Takes the gradient over."""
+        grad = param.grad
+        if grad is None:
+            return
+        check_gradient(grad, param, called)
+        key = id(param)
+        if key in self._written:
+            self._sums[key].add_(grad.detach())
+        elif key in self._sums:
+            self._sums[key].copy_(grad.detach())
+        else:
+            self._sums[key] = grad.detach().to(torch.float32, copy=True)
+        self._written.add(key)
+        param.grad = None
+
+    def settle(self, params: Sequence[Tensor], views: dict[int, Tensor]) -> None:
+        """Goes on in the buckets: ``views`` by index in ``params``."""
+        for index, view in views.items():
+            key = id(params[index])
+            if key in self._written:
+                view.copy_(self._sums[key])
+            self._sums[key] = view
+
+    def has(self, param: Tensor) -> bool:
+        """Whether a gradient of ``param`` has come since :meth:`clear`."""
+        return id(param) in self._written
+
+    def clear(self) -> None:
+        """Begins anew; the next gradient of each parameter overwrites."""
+        self._written.clear()
+
+    def flats(self) -> list[Tensor]:
+        """The sums that have begun."""
+        return [self._sums[key] for key in self._written]
+
+
+def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        found = accumulator()
+        if found is not None:
+            found.add(param, called)
+
+    return hook
+
+
+class AccumulatedGradients(Gradients):
+    """The gradients as an :class:`Accumulator` has them."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: ShardLayout,
+        buckets: Buckets,
+        accumulator: Accumulator,
+    ) -> None:
+        super().__init__(params, layout, buckets)
+        self._accumulator = accumulator
+        accumulator.settle(params, buckets.grads)
+
+    def collect(self) -> list[float]:
+        for index in self._trainable:
+            # Set by hand, without a backward.
+            self._accumulator.add(self._params[index], self.label(index))
+        active = [0.0] * len(self._params)
+        for index in self._trainable:
+            has = self._accumulator.has(self._params[index])
+            active[index] = 1.0 if has else 0.0
+            view = self._buckets.grads.get(index)
+            if view is not None and not has:
+                view.zero_()
+        return active

@@ -1,0 +1,131 @@
+"""The native kernels on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.calls import Call
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.reduce_ops import ALGORITHMS, DTYPE_CODES, OP_CODES
+from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.kernels import Kernels
+from ringcomm.optim.norms import kind_code
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.table import StepTable
+
+Tensor = torch.Tensor
+
+
+class HostKernels(Kernels):
+    """Alone they run on the caller's thread; else in the communicator's order of calls."""
+
+    def __init__(self, comm: Communicator | None, options: AdamWOptions, table: StepTable) -> None:
+        self._comm = comm
+        self._options = options
+        self._factors_ptr = table.factors.data_ptr()
+        self._op = OP_CODES[options.reduce.upper()]
+        self._algorithm = ALGORITHMS[options.algorithm]
+        self._shards: dict[int, _native.AdamWShard] = {}
+
+    def forget(self) -> None:
+        self._shards.clear()
+
+    def begin(self, table: StepTable) -> None:
+        _native.prepare_adamw(
+            control=table.control.data_ptr(),
+            hyper=table.hyper.data_ptr(),
+            group=table.group.data_ptr(),
+            active=table.active.data_ptr(),
+            step=table.step.data_ptr(),
+            factors=self._factors_ptr,
+            params=table.step.numel(),
+        )
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        code, grads = kind_code(kind), bucket.grads
+        if self._comm is None:
+            _native.grad_norm(
+                grads.data_ptr(), DTYPE_CODES[grads.dtype], grads.numel(), code, words.data_ptr()
+            )
+            return
+        out = bucket.ensure_grad_shard()
+        self._call(
+            "reduce_scatter_norm",
+            lambda native: native.reduce_scatter_norm(
+                grads.data_ptr(),
+                grads.numel(),
+                DTYPE_CODES[grads.dtype],
+                self._op,
+                out.data_ptr(),
+                False,
+                code,
+                words.data_ptr(),
+                self._algorithm,
+            ),
+        )
+
+    def update(self, bucket: Bucket) -> None:
+        shard = self._shard(bucket)
+        if self._comm is None:
+            self._update_alone(bucket, shard)
+            return
+        grad = bucket.ensure_grad_shard()
+        self._call(
+            "adamw_all_gather",
+            lambda native: native.adamw_all_gather(
+                shard, grad.data_ptr(), DTYPE_CODES[grad.dtype], self._algorithm
+            ),
+        )
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        shard, grads = self._shard(bucket), bucket.grads
+        if self._comm is None:
+            self._update_alone(bucket, shard)
+            return
+        self._call(
+            "reduce_scatter_adamw_all_gather",
+            lambda native: native.reduce_scatter_adamw_all_gather(
+                shard, grads.data_ptr(), DTYPE_CODES[grads.dtype], self._op, self._algorithm
+            ),
+        )
+
+    def _update_alone(self, bucket: Bucket, shard: _native.AdamWShard) -> None:
+        _native.adamw_shard(shard, bucket.grads.data_ptr(), DTYPE_CODES[bucket.grads.dtype])
+
+    def _call(self, name: str, run: Callable[[_native.Comm], int]) -> None:
+        if self._comm is not None:
+            self._comm._start(Call(name, run, []), async_op=False)
+
+    def _shard(self, bucket: Bucket) -> _native.AdamWShard:
+        shard = self._shards.get(bucket.number)
+        if shard is None:
+            shard = self._shards[bucket.number] = self._describe(bucket)
+        return shard
+
+    def _describe(self, bucket: Bucket) -> _native.AdamWShard:
+        state = bucket.state
+
+        def ptr_of(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        return _native.AdamWShard(
+            segments=bucket.segments.data_ptr(),
+            segment_count=len(bucket.segments),
+            factors=self._factors_ptr,
+            bucket_elems=bucket.layout.elems,
+            begin=bucket.chunk.begin,
+            elems=bucket.chunk.elems,
+            master=ptr_of(state.master),
+            remainder=ptr_of(state.remainder),
+            exp_avg=ptr_of(state.exp_avg),
+            exp_avg_sq=ptr_of(state.exp_avg_sq),
+            max_exp_avg_sq=ptr_of(state.max_exp_avg_sq),
+            params=bucket.params.data_ptr(),
+            param_dtype=DTYPE_CODES[bucket.layout.dtype],
+            stochastic=self._options.rounding == "stochastic",
+            seed=self._options.seed,
+            bucket=bucket.number,
+        )

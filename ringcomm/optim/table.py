@@ -1,0 +1,106 @@
+"""What changes from step to step, as tensors that the kernels read.
+
+Twins of the structures in ``kernels/include/ringcomm/adamw.h``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.errors import ArgumentError
+from ringcomm.optim.layout import ShardLayout
+
+Tensor = torch.Tensor
+
+# Columns of AdamWControl.
+INV_SCALE, CLIP, FOUND_INF, STEPS, SKIPPED = range(5)
+L2, AMSGRAD, MAXIMIZE = 2, 4, 8
+FACTORS_BYTES = 48
+
+
+class StepTable:
+    """The table of one optimizer.
+
+    Attributes:
+        control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken, skipped.
+        hyper: float64 [groups, 6]: lr, beta1, beta2, eps, weight decay, flags.
+        group: int64 [params].
+        active: float64 [params]: not 0 where the parameter takes the step.
+        step: float64 [params]: steps taken.
+        factors: uint8 [params, 48]: what the kernels make of all that.
+    """
+
+    def __init__(self, layout: ShardLayout, groups: int, place: torch.device) -> None:
+        params = len(layout.params)
+        self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=place)
+        self.hyper = torch.zeros(groups, 6, dtype=torch.float64, device=place)
+        self.group = layout.group_table(place)
+        self.active = torch.zeros(params, dtype=torch.float64, device=place)
+        self.step = torch.zeros(params, dtype=torch.float64, device=place)
+        self.factors = torch.zeros(params, FACTORS_BYTES, dtype=torch.uint8, device=place)
+        self._rows: list[list[float]] = []
+
+    def write_hyper(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
+        rows = [_row(group) for group in groups]
+        if rows != self._rows:
+            self.hyper.copy_(torch.tensor(rows, dtype=torch.float64))
+            self._rows = rows
+        for row, group in zip(self.hyper, groups, strict=True):
+            if isinstance(group["lr"], Tensor):
+                row[0].copy_(group["lr"].detach().view(()))
+
+    def write_active(self, active: list[float]) -> None:
+        """Takes which parameters have a gradient here."""
+        self.active.copy_(torch.tensor(active, dtype=torch.float64))
+
+
+def _row(group: Mapping[str, Any]) -> list[float]:
+    lr = group["lr"]
+    flags = 0 if group["decoupled_weight_decay"] else L2
+    flags |= AMSGRAD if group["amsgrad"] else 0
+    flags |= MAXIMIZE if group["maximize"] else 0
+    beta1, beta2 = group["betas"]
+    known_lr = 0.0 if isinstance(lr, Tensor) else float(lr)
+    return [known_lr, beta1, beta2, group["eps"], group["weight_decay"], float(flags)]
+
+
+def check_hyper(group: Mapping[str, Any], index: int, place: torch.device) -> None:
+    """Checks a group's hyper-parameters; a tensor lr on a GPU is not read.
+
+    Raises:
+        ArgumentError: a number is NaN, infinite or out of range, or lr lies elsewhere.
+    """
+
+    def fail(name: str, expected: str, got: Any) -> None:
+        raise ArgumentError(f"param group {index}: {name}: expected {expected}, got {got!r}")
+
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or not lr.is_floating_point():
+            fail("lr", "a tensor of one floating-point element", lr)
+        if lr.device != place:
+            fail("lr", f"a tensor on {place}, where the parameters are", f"one on {lr.device}")
+    if not isinstance(lr, Tensor) or place.type == "cpu":
+        number = lr.item() if isinstance(lr, Tensor) else lr
+        if not _in(number, 0.0, math.inf):
+            fail("lr", "a number >= 0", lr)
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        fail("betas", "two numbers", betas)
+    for beta in betas:
+        if not _in(beta, 0.0, 1.0):
+            fail("betas", "numbers from 0 to below 1", betas)
+    for name in ("eps", "weight_decay"):
+        if not _in(group[name], 0.0, math.inf):
+            fail(name, "a number >= 0", group[name])
+
+
+def _in(number: Any, low: float, below: float) -> bool:
+    try:
+        return bool(low <= number < below)
+    except (TypeError, ValueError, RuntimeError):
+        return False
