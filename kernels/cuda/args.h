@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ringcomm/exchange.h"
+#include "ringcomm/grad_norm.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -12,7 +13,7 @@ namespace device {
 constexpr int kMaxRanksPerLaunch = 8;
 // Lists (all_gather into tensors of several sizes, all-to-all, gather, scatter) of all ranks of a
 // launch; what is left of the 4 KiB that a launch may carry on every architecture.
-constexpr int kMaxSpans = 176;
+constexpr int kMaxSpans = 160;
 constexpr int kMaxWorld = 64;
 constexpr int kThreads =
     256;  // per block: half of a multiprocessor's lanes leave each 255 registers
@@ -64,6 +65,10 @@ struct CallArgs {
   Algorithm algorithm;
   int32_t dtype, redop, root;
   int32_t in_spans, out_spans;  // index of the first span of a list; -1: an even cut
+  // The optimizer's alone; in device memory.
+  const void* step;         // AdamWShard or AdamWTable
+  NormWords* words;         // added to
+  int32_t norm, accumulate;  // NormKind; 1: `out` is added to
 };
 
 struct LaunchParams {

@@ -88,6 +88,33 @@ class DeviceComm {
   void messages(const std::vector<Span>& send, uint64_t readers, const std::vector<Span>& receive,
                 uint64_t senders, int tag);
 
+  // The optimizer's: shards and tables are addresses of AdamWShard and AdamWTable on the device, and
+  // what the host knows of a shard is its sizes. The first three have no peers and are launched at
+  // once.
+  struct ShardOf {
+    uint64_t address;
+    uint64_t bucket_elems, elems;
+    DType param_dtype;
+  };
+  struct GradsOf {
+    char* ptr;
+    DType dtype;
+    RedOp op;  // kSum or kAvg
+    Algorithm algorithm;
+  };
+  struct NormOf {
+    NormWords* words;  // added to
+    NormKind kind;
+    float* out;
+    bool accumulate;
+  };
+  void prepare_adamw(uint64_t table);
+  void adamw_shard(const ShardOf& shard, const GradsOf& grad);
+  void grad_norm(const GradsOf& grad, uint64_t elems, const NormOf& norm);
+  void reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems, const NormOf& norm);
+  void adamw_all_gather(const ShardOf& shard, const GradsOf& grad);
+  void reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads);
+
   const Prepared& prepared() const { return prepared_; }
   // Launches the prepared calls of ranks on one device, all in one grid, on `stream`.
   static void launch(const std::vector<DeviceComm*>& ranks, void* stream);
@@ -103,6 +130,10 @@ class DeviceComm {
   void* kernel(const std::string& unit, const std::string& name);
   void* reduction_kernel(const char* form, const Reduction& r);
   void submit(Prepared prepared);
+  void launch_alone(void* function, uint64_t elems, const CallArgs& args) const;
+  Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
+                          uint64_t bucket_elems, DType results);
+  void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
   void copy_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
 
   std::shared_ptr<const Driver> driver_;

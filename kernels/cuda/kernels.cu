@@ -1,7 +1,7 @@
-// The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE, or the reductions of
-// RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE. grid.x: channels; grid.y:
-// ranks of this launch.
-#include "kernels/cuda/body.h"
+// The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
+// RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for gradients
+// of RINGCOMM_UNIT_GRADS. grid.x: channels; grid.y: ranks of this launch.
+#include "kernels/cuda/optimizer_body.h"
 #include "kernels/cuda/team.h"
 
 namespace {
@@ -13,8 +13,10 @@ using ringcomm::device::Workspace;
 
 }  // namespace
 
-#define RC_KERNEL(name, ...)                                                            \
-  extern "C" __global__ void __launch_bounds__(ringcomm::device::kThreads, 1)           \
+#define RC_KERNEL(name, ...) RC_KERNEL_OF(1, name, __VA_ARGS__)
+// At least `blocks` of them fit on a multiprocessor.
+#define RC_KERNEL_OF(blocks, name, ...)                                                 \
+  extern "C" __global__ void __launch_bounds__(ringcomm::device::kThreads, blocks)      \
       name(const __grid_constant__ LaunchParams p) {                                    \
     __shared__ Workspace workspace;                                                     \
     const int rank_in_launch = int(blockIdx.y);                                         \
@@ -25,6 +27,23 @@ using ringcomm::device::Workspace;
 
 RC_KERNEL(rc_move, move_kernel)
 RC_KERNEL(rc_packet_move, packet_move_kernel)
+
+#elif defined(RINGCOMM_UNIT_GRADS)
+
+using Grads = RINGCOMM_UNIT_GRADS;
+
+RC_KERNEL(rc_adamw_prepare, prepare_kernel)
+RC_KERNEL_OF(2, rc_grad_norm, grad_norm_kernel<Grads>)
+RC_KERNEL(rc_reduce_scatter_norm, reduce_scatter_norm_kernel<Grads>)
+
+// These wait for nobody, so more of them at a time hide more latency.
+#define RC_ADAMW_KERNELS(name, type)                                   \
+  RC_KERNEL_OF(2, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>) \
+  RC_KERNEL(rc_adamw_step_##name, adamw_step_kernel<Grads, type>)
+
+RC_ADAMW_KERNELS(float32, float)
+RC_ADAMW_KERNELS(bfloat16, ringcomm::BFloat16)
+RC_ADAMW_KERNELS(float16, ringcomm::Float16)
 
 #else
 

@@ -35,6 +35,25 @@ __device__ __forceinline__ void store16(void* to, const Vec16& v) {
 // Keeps four narrow values in one register, which the compiler would spread over four.
 __device__ __forceinline__ void keep_packed(uint32_t& word) { asm("" : "+r"(word)); }
 
+// One value per lane of a warp (warp_sum.h).
+struct WarpLanes {
+  int lane;
+  __device__ __forceinline__ double exchange(double x, int mask) const {
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+  }
+  __device__ __forceinline__ double pick(int bit, double zero, double one) const {
+    return ((lane >> bit) & 1) != 0 ? one : zero;
+  }
+};
+
+// Integers: the order of the additions does not show.
+__device__ __forceinline__ void add_relaxed(int64_t* word, int64_t value) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
+}
+__device__ __forceinline__ void max_relaxed(int64_t* word, int64_t value) {
+  atomicMax(reinterpret_cast<long long*>(word), static_cast<long long>(value));
+}
+
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
@@ -52,6 +71,16 @@ inline Vec16 load16(const void* from) {
 inline void store16(void* to, const Vec16& v) { memcpy(to, &v, sizeof(v)); }
 
 inline void keep_packed(uint32_t&) {}
+
+inline void add_relaxed(int64_t* word, int64_t value) {
+  __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline void max_relaxed(int64_t* word, int64_t value) {
+  int64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED,
+                                                      __ATOMIC_RELAXED)) {
+  }
+}
 
 #endif
 

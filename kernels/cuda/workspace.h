@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/args.h"
+#include "ringcomm/adamw.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -18,6 +19,9 @@ struct Workspace {
   int32_t ring[kMaxWorld];
   const void* sources[kMaxWorld];
   double factors[kMaxWorld];
+  char* results[kMaxWorld];
+  AdamWShard shard;
+  NormWords norm;
   PeerState peers[int(Stream::kCount) * kMaxWorld];
 };
 

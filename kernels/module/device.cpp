@@ -275,6 +275,7 @@ void bind_device(nb::module_& m) {
       nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"));
   bind_state(c);
   bind_calls(c);
+  bind_device_optimizer(m, c);
   m.def(
       "launch",
       [](const std::vector<DeviceComm*>& ranks, uintptr_t stream) {

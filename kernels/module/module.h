@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "kernels/cuda/device_comm.h"
 #include "kernels/host/comm.h"
 
 namespace ringcomm::host {
@@ -29,6 +30,7 @@ nanobind::dict geometry_of(const Layout& layout);
 // Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
+void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_triton(nanobind::module_& m);

@@ -1,6 +1,7 @@
 // What the Triton kernels (kernels/tl) know of the C++ structures: where their fields lie.
 #include "kernels/cuda/args.h"
 #include "kernels/module/module.h"
+#include "ringcomm/adamw.h"
 
 namespace nb = nanobind;
 using namespace ringcomm;
@@ -45,6 +46,7 @@ nb::dict structures() {
   d["header.item_bytes"] = offsetof(CallHeader, item_bytes);
   d["header.heap_offset"] = offsetof(CallHeader, heap_offset);
   d["header.factor"] = offsetof(CallHeader, factor);
+  d["header.result_offset"] = offsetof(CallHeader, result_offset);
   d["header"] = sizeof(CallHeader);
   d["host.abort_requested"] = offsetof(HostPage, abort_requested);
   d["host.fault_raised"] = offsetof(HostPage, fault_raised);
@@ -64,11 +66,52 @@ nb::dict structures() {
   return d;
 }
 
+// The same of what an AdamW step works on.
+nb::dict optimizer_structures() {
+  nb::dict d;
+  d["shard.segments"] = offsetof(AdamWShard, segments);
+  d["shard.factors"] = offsetof(AdamWShard, factors);
+  d["shard.segment_count"] = offsetof(AdamWShard, segment_count);
+  d["shard.bucket_elems"] = offsetof(AdamWShard, bucket_elems);
+  d["shard.begin"] = offsetof(AdamWShard, begin);
+  d["shard.elems"] = offsetof(AdamWShard, elems);
+  d["shard.master"] = offsetof(AdamWShard, master);
+  d["shard.remainder"] = offsetof(AdamWShard, remainder);
+  d["shard.exp_avg"] = offsetof(AdamWShard, exp_avg);
+  d["shard.exp_avg_sq"] = offsetof(AdamWShard, exp_avg_sq);
+  d["shard.max_exp_avg_sq"] = offsetof(AdamWShard, max_exp_avg_sq);
+  d["shard.params"] = offsetof(AdamWShard, params);
+  d["shard.param_dtype"] = offsetof(AdamWShard, param_dtype);
+  d["shard.rounding"] = offsetof(AdamWShard, rounding);
+  d["shard.seed"] = offsetof(AdamWShard, seed);
+  d["shard.bucket"] = offsetof(AdamWShard, bucket);
+  d["shard"] = sizeof(AdamWShard);
+  d["segment.begin"] = offsetof(AdamWSegment, begin);
+  d["segment.end"] = offsetof(AdamWSegment, end);
+  d["segment.param"] = offsetof(AdamWSegment, param);
+  d["segment"] = sizeof(AdamWSegment);
+  d["factors.flags"] = offsetof(AdamWFactors, flags);
+  d["factors.step"] = offsetof(AdamWFactors, step);
+  d["factors.decay"] = offsetof(AdamWFactors, decay);
+  d["factors.weight_decay"] = offsetof(AdamWFactors, weight_decay);
+  d["factors.one_minus_beta1"] = offsetof(AdamWFactors, one_minus_beta1);
+  d["factors.beta2"] = offsetof(AdamWFactors, beta2);
+  d["factors.one_minus_beta2"] = offsetof(AdamWFactors, one_minus_beta2);
+  d["factors.negative_step_size"] = offsetof(AdamWFactors, negative_step_size);
+  d["factors.bias_correction2_sqrt"] = offsetof(AdamWFactors, bias_correction2_sqrt);
+  d["factors.eps"] = offsetof(AdamWFactors, eps);
+  d["factors.grad_scale"] = offsetof(AdamWFactors, grad_scale);
+  d["factors.clip"] = offsetof(AdamWFactors, clip);
+  d["factors"] = sizeof(AdamWFactors);
+  return d;
+}
+
 // A call of each collective in words of 8 bytes as CallId lays them out, without its sequence: what
 // a Triton kernel writes into its headers.
-nb::tuple call_words(uint64_t match_bytes, int collective, int dtype, int redop, int algorithm) {
+nb::tuple call_words(uint64_t match_bytes, int collective, int dtype, int redop, int algorithm,
+                     int root) {
   const CallId id{0,     match_bytes, Collective(collective), dtype,
-                  redop, -1,          Algorithm(algorithm),   Kernels::kTriton};
+                  redop, root,        Algorithm(algorithm),   Kernels::kTriton};
   uint64_t words[sizeof(CallId) / 8];
   static_assert(sizeof(words) == sizeof(CallId) && sizeof(CallId) == 40);
   std::memcpy(words, &id, sizeof(id));
@@ -106,10 +149,14 @@ nb::bytes rank_table_of(const Comm& comm, uintptr_t scratch) {
 
 void bind_triton(nb::module_& m) {
   m.attr("STRUCTURES") = structures();
+  m.attr("OPTIMIZER_STRUCTURES") = optimizer_structures();
   nb::dict collectives, statuses, streams;
   collectives["all_reduce"] = int(Collective::kAllReduce);
   collectives["reduce_scatter"] = int(Collective::kReduceScatter);
   collectives["all_gather"] = int(Collective::kAllGather);
+  collectives["reduce_scatter_norm"] = int(Collective::kReduceScatterNorm);
+  collectives["adamw_all_gather"] = int(Collective::kAdamWAllGather);
+  collectives["reduce_scatter_adamw_all_gather"] = int(Collective::kReduceScatterAdamWAllGather);
   statuses["timeout"] = int(Status::kTimeout);
   statuses["peer_lost"] = int(Status::kPeerLost);
   statuses["mismatch"] = int(Status::kMismatch);
@@ -121,7 +168,14 @@ void bind_triton(nb::module_& m) {
   m.attr("STATUSES") = statuses;
   m.attr("STREAMS") = streams;
   m.def("call_words", &call_words, nb::arg("match_bytes"), nb::arg("collective"), nb::arg("dtype"),
-        nb::arg("redop"), nb::arg("algorithm"));
+        nb::arg("redop"), nb::arg("algorithm"), nb::arg("root") = -1);
+  // A shard as the kernels read it in memory.
+  m.def(
+      "shard_bytes",
+      [](const AdamWShard& shard) {
+        return nb::bytes(reinterpret_cast<const char*>(&shard), sizeof(shard));
+      },
+      nb::arg("shard"));
   // For tests, which hold the arithmetic of kernels/tl against it.
   m.def(
       "layout_offset",

@@ -40,7 +40,7 @@ from .words import PAIR, SHARED, SLOT_HEADER
 def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.constexpr):
     """Segment ``piece`` of a slice from one place to another."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    begin = piece * G.segment_bytes
+    begin = piece * G.piece_bytes
     count = (piece_bytes(size_bytes, piece, G) // ITEM).to(tl.int32)
     copy(target + begin, source + begin, count, DTYPE)
 
@@ -74,7 +74,7 @@ def collect_piece(
     """Waits for segment ``piece`` of what ``sender`` shares, and copies it to its place."""
     if piece < pieces_of(size_bytes, G):
         ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-        begin = piece * G.segment_bytes
+        begin = piece * G.piece_bytes
         bytes_here = piece_bytes(size_bytes, piece, G)
         status = receive(ws, SHARED, sender, size_bytes, begin, bytes_here, status, G)
         if status == 0:
@@ -160,20 +160,20 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
     tl.debug_barrier()
     _, longest = slice_for(ws, chunks, position * 0, G)
     rounds = pieces_of(longest, G)
-    stream_bytes = rounds * (HOPS * G.segment_bytes)
+    stream_bytes = rounds * (HOPS * G.piece_bytes)
     begin_receive(ws, PAIR, before, G)
     for j in range(rounds):
         for t in range(HOPS + 1):
             owner = ring_rank(ws, (position + 2 * G.world - t) % G.world, G)
             address, size_bytes = slice_for(ws, chunks, owner, G)
-            begin = j * G.segment_bytes
+            begin = j * G.piece_bytes
             count = (piece_bytes(size_bytes, j, G) // ITEM).to(tl.int32)
             item = j * HOPS + t
             data = mine + begin
             if t > 0:
-                at = (item - 1) * G.segment_bytes
+                at = (item - 1) * G.piece_bytes
                 status = receive(
-                    ws, PAIR, before, stream_bytes, at, at * 0 + G.segment_bytes, status, G
+                    ws, PAIR, before, stream_bytes, at, at * 0 + G.piece_bytes, status, G
                 )
                 data = of_peer(ws, before, SOURCE)
             if t < HOPS:
@@ -185,7 +185,7 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
                 if status == 0:
                     copy(address + begin, data, count, DTYPE)
                 tl.debug_barrier()
-                release_sys(ws, PAIR, before, stream_bytes, item * G.segment_bytes, status, G)
+                release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
     finish_ring(ws, before, after, rounds * HOPS, status, G)
     return status
 

@@ -7,6 +7,8 @@ chunk is a tuple (address, bytes); a slice is this channel's part of it.
 import triton
 import triton.language as tl
 
+from ringcomm._native import STRUCTURES
+
 from .moving import copy
 from .state import (
     ACKED,
@@ -47,6 +49,7 @@ LOOKAHEAD = tl.constexpr(1)
 # Below this many bytes staging is preferred to zero copy; see kZeroCopyMinBytes.
 ZERO_COPY_MIN_BYTES = tl.constexpr(16384)
 NOT_IN_HEAP = tl.constexpr(-1)
+RESULT_OFFSET = tl.constexpr(STRUCTURES["header.result_offset"])
 READY_WORD = tl.constexpr(0)
 CONSUMED_WORD = tl.constexpr(1)
 
@@ -60,24 +63,25 @@ def chunk_of(base, total_bytes, chunk_bytes, rank):
 
 @triton.jit
 def slice_of(address, size_bytes, channel, G: tl.constexpr):
-    """This channel's part of a chunk, in whole lines of 64 bytes except for its tail."""
-    lines = (size_bytes + 63) // 64
-    begin = tl.minimum(lines * channel // G.channels * 64, size_bytes)
-    end = tl.minimum(lines * (channel + 1) // G.channels * 64, size_bytes)
+    """This channel's part of a chunk, in whole lines except for its tail."""
+    LINE: tl.constexpr = G.line_bytes
+    lines = (size_bytes + (LINE - 1)) // LINE
+    begin = tl.minimum(lines * channel // G.channels * LINE, size_bytes)
+    end = tl.minimum(lines * (channel + 1) // G.channels * LINE, size_bytes)
     return address + begin, end - begin
 
 
 @triton.jit
 def pieces_of(size_bytes, G: tl.constexpr):
     """Segments of a slice; an empty one still carries its header."""
-    return tl.maximum((size_bytes + (G.segment_bytes - 1)) // G.segment_bytes, 1)
+    return tl.maximum((size_bytes + (G.piece_bytes - 1)) // G.piece_bytes, 1)
 
 
 @triton.jit
 def piece_bytes(size_bytes, piece, G: tl.constexpr):
     """Bytes of segment ``piece`` of a slice."""
-    left = size_bytes - piece * G.segment_bytes
-    return tl.maximum(tl.minimum(left, G.segment_bytes), 0)
+    left = size_bytes - piece * G.piece_bytes
+    return tl.maximum(tl.minimum(left, G.piece_bytes), 0)
 
 
 @triton.jit
@@ -107,6 +111,7 @@ def write_header(ws, slot, stream_bytes, item_bytes, heap_offset):
     tl.store(after + 1, item_bytes)
     tl.store(after + 2, heap_offset)
     tl.store(after + 3, get(ws, HEADER + 8))
+    tl.store(word64(slot + RESULT_OFFSET), heap_offset * 0 + NOT_IN_HEAP)
 
 
 # ---- sending ------------------------------------------------------------------------------------
@@ -141,11 +146,11 @@ def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.co
     zero_copy = is_zero_copy(ws, address, size_bytes)
     if item == 0:
         offset = tl.where(zero_copy, address - of_peer(ws, get(ws, RANK), HEAP), NOT_IN_HEAP)
-        item_bytes = tl.where(zero_copy, size_bytes, size_bytes * 0 + G.segment_bytes)
+        item_bytes = tl.where(zero_copy, size_bytes, size_bytes * 0 + G.piece_bytes)
         write_header(ws, slot, size_bytes, item_bytes, offset)
     if not zero_copy:
         count = (piece_bytes(size_bytes, item, G) // ITEM).to(tl.int32)
-        copy(slot + SLOT_HEADER, address + item * G.segment_bytes, count, DTYPE)
+        copy(slot + SLOT_HEADER, address + item * G.piece_bytes, count, DTYPE)
 
 
 @triton.jit

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ringcomm._native import ADAMW_BLOCK_ELEMS
 
 __all__ = ["Geometry"]
 
@@ -18,6 +20,8 @@ class Geometry:
         slots: staging slots per slot set, a power of two.
         segment_bytes: payload of a slot, a multiple of 64.
         staging_bytes: where the slots begin in a region.
+        line_bytes: channels share a chunk in units of this.
+        cut_bytes: what a piece of a slice carries; 0: a whole segment.
     """
 
     world: int
@@ -25,6 +29,18 @@ class Geometry:
     slots: int
     segment_bytes: int
     staging_bytes: int
+    line_bytes: int = 64
+    cut_bytes: int = 0
+
+    @property
+    def piece_bytes(self) -> int:
+        """What a piece of a slice carries."""
+        return self.cut_bytes or self.segment_bytes
+
+    def cut_by_blocks(self, elem_bytes: int) -> Geometry:
+        """Channels and pieces in whole blocks of the optimizer; see cut_by_blocks() of buckets.h."""
+        block = ADAMW_BLOCK_ELEMS * elem_bytes
+        return replace(self, line_bytes=block, cut_bytes=self.segment_bytes // block * block)
 
     @classmethod
     def of(cls, geometry: Mapping[str, int]) -> Geometry:

@@ -33,9 +33,22 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def widen(x):
+    """Any floating-point type to FP32, exactly.
+
+    Triton's interpreter gets bfloat16's subnormal numbers wrong, in the same function as above.
+    """
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def accumulate(total, x):
     """``total`` (FP32) plus ``x`` of any floating-point type."""
-    return total + x.to(tl.float32)
+    return total + widen(x)
 
 
 @triton.jit
@@ -84,12 +97,13 @@ def copy(target, source, count, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_of(sources, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+def sum_of(sources, here, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    """Elements ``here`` of all sources, summed in their order in FP32."""
     COUNT: tl.constexpr = len(sources)
     if MASKED:
-        total = tl.load(pointer(sources[0], DTYPE, ALIGNED) + here, mask=mask).to(tl.float32)
+        total = widen(tl.load(pointer(sources[0], DTYPE, ALIGNED) + here, mask=mask))
     else:
-        total = tl.load(pointer(sources[0], DTYPE, ALIGNED) + here).to(tl.float32)
+        total = widen(tl.load(pointer(sources[0], DTYPE, ALIGNED) + here))
     for i in tl.static_range(1, COUNT):
         if MASKED:
             x = tl.load(pointer(sources[i], DTYPE, ALIGNED) + here, mask=mask)
@@ -115,15 +129,15 @@ def _reduce(
     lanes = tl.arange(0, BLOCK)
     whole = count // BLOCK * BLOCK
     for i in range(0, whole, BLOCK):
-        total = _sum_of(sources, i + lanes, lanes < BLOCK, DTYPE, ALIGNED, False)
+        total = sum_of(sources, i + lanes, lanes < BLOCK, DTYPE, ALIGNED, False)
         tl.store(to + i + lanes, _finish(total, DTYPE, DIVISOR))
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     vectors = count // VECTOR * VECTOR
     here = whole + lanes
-    total = _sum_of(sources, here, here < vectors, DTYPE, ALIGNED, True)
+    total = sum_of(sources, here, here < vectors, DTYPE, ALIGNED, True)
     tl.store(to + here, _finish(total, DTYPE, DIVISOR), mask=here < vectors)
     last = vectors + tl.arange(0, VECTOR)
-    total = _sum_of(sources, last, last < count, DTYPE, ALIGNED, True)
+    total = sum_of(sources, last, last < count, DTYPE, ALIGNED, True)
     tl.store(to + last, _finish(total, DTYPE, DIVISOR), mask=last < count)
 
 

@@ -75,7 +75,7 @@ def reduce_piece(
 ):  # fmt: skip
     """Waits for everybody's version of segment ``piece`` of this rank's slice, and reduces it."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    begin = piece * G.segment_bytes
+    begin = piece * G.piece_bytes
     size_bytes = piece_bytes(mine_bytes, piece, G)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
@@ -126,7 +126,7 @@ def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
     status = await_slot(ws, PAIR, after, item, status, G)
     slot = my_slot(ws, PAIR, after, item, G)
     if (item == 0) & (status == 0):
-        segment = stream_bytes * 0 + G.segment_bytes
+        segment = stream_bytes * 0 + G.piece_bytes
         write_header(ws, slot, stream_bytes, segment, segment * 0 - 1)
     return slot, status
 
@@ -166,19 +166,19 @@ def reduce_scatter_ring(
     # Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
     _, longest = slice_for(ws, chunks, position * 0, G)
     rounds = pieces_of(longest, G)
-    stream_bytes = rounds * (HOPS * G.segment_bytes)
+    stream_bytes = rounds * (HOPS * G.piece_bytes)
     begin_receive(ws, PAIR, before, G)
     for j in range(rounds):
         for t in range(HOPS + 1):
             owner = ring_rank(ws, (position + 2 * G.world - 1 - t) % G.world, G)
             address, size_bytes = slice_for(ws, chunks, owner, G)
             count = (piece_bytes(size_bytes, j, G) // ITEM).to(tl.int32)
-            own = address + j * G.segment_bytes
+            own = address + j * G.piece_bytes
             item = j * HOPS + t
             if t > 0:
-                begin = (item - 1) * G.segment_bytes
+                begin = (item - 1) * G.piece_bytes
                 status = receive(
-                    ws, PAIR, before, stream_bytes, begin, begin * 0 + G.segment_bytes, status, G
+                    ws, PAIR, before, stream_bytes, begin, begin * 0 + G.piece_bytes, status, G
                 )
             if t < HOPS:
                 slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
@@ -186,11 +186,11 @@ def reduce_scatter_ring(
                 if status == 0:
                     publish_release_sys(ws, PAIR, after, item, G)
             else:
-                target = out + (mine - whole) + j * G.segment_bytes
+                target = out + (mine - whole) + j * G.piece_bytes
                 reduce_hop(ws, target, own, before, count, t, status, DTYPE, DIVISOR)
             tl.debug_barrier()
             if t > 0:
-                release_sys(ws, PAIR, before, stream_bytes, item * G.segment_bytes, status, G)
+                release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
     finish_ring(ws, before, after, rounds * HOPS, status, G)
     return status
 
@@ -201,7 +201,7 @@ def reduce_alone(ws, source, target, size_bytes, DTYPE: tl.constexpr, G: tl.cons
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     address, bytes_here = slice_of(source, size_bytes, get(ws, CHANNEL), G)
     for j in range(pieces_of(bytes_here, G)):
-        begin = j * G.segment_bytes
+        begin = j * G.piece_bytes
         count = (piece_bytes(bytes_here, j, G) // ITEM).to(tl.int32)
         reduce(target + (address - source) + begin, (address + begin,), count, DTYPE, 1)
 

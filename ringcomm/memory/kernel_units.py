@@ -1,7 +1,7 @@
 """The compilations that make up the CUDA kernels, for every compiler that makes them.
 
-A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, and one
-per element type reduces. CMake asks this module for the list (``python -m
+A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
+element type reduces, and one per type of gradients does the optimizer's step. CMake asks this module for the list (``python -m
 ringcomm.memory.kernel_units``), so it imports nothing that a build lacks.
 """
 
@@ -28,6 +28,7 @@ OPTIONS = ("-std=c++20", "--fmad=false")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARITHMETIC = ("sum", "product", "min", "max")
 _BITWISE = ("band", "bor", "bxor")
+_PARAMETERS = ("float32", "bfloat16", "float16")
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "packet")
 
 
@@ -36,7 +37,7 @@ class Unit:
     """One compilation.
 
     Attributes:
-        name: ``move``, or ``reduce_<torch's name of the dtype>``.
+        name: ``move``; or ``reduce_`` or ``adamw_`` and torch's name of the (gradient's) dtype.
         macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
     """
@@ -53,6 +54,13 @@ def _reduce_unit(dtype: str, cpp_type: str, bitwise: bool = False) -> Unit:
     return Unit(f"reduce_{dtype}", macros, kernels)
 
 
+def _optimizer_unit(dtype: str, cpp_type: str) -> Unit:
+    forms = ("shard", "step")
+    kernels = tuple(f"rc_adamw_{form}_{name}" for name in _PARAMETERS for form in forms)
+    common = ("rc_adamw_prepare", "rc_grad_norm", "rc_reduce_scatter_norm")
+    return Unit(f"adamw_{dtype}", (f"RINGCOMM_UNIT_GRADS={cpp_type}",), common + kernels)
+
+
 _ALL = (
     Unit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_packet_move")),
     _reduce_unit("float32", "float"),
@@ -65,6 +73,9 @@ _ALL = (
     _reduce_unit("int32", "int32_t", bitwise=True),
     _reduce_unit("int64", "int64_t", bitwise=True),
     _reduce_unit("bool", "ringcomm::Bool", bitwise=True),
+    _optimizer_unit("float32", "float"),
+    _optimizer_unit("bfloat16", "ringcomm::BFloat16"),
+    _optimizer_unit("float16", "ringcomm::Float16"),
 )
 UNITS: Mapping[str, Unit] = {unit.name: unit for unit in _ALL}
 

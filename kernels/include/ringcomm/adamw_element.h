@@ -94,7 +94,11 @@ RC_FN Philox philox(uint64_t seed, uint64_t counter, uint32_t step, uint32_t str
 // The random bits of element `index` of bucket `bucket` at the parameter's step: the same however
 // the bucket is cut.
 RC_FN uint32_t random_bits(uint64_t seed, uint64_t bucket, uint64_t index, uint32_t step) {
-  return philox(seed, index / 4, step, uint32_t(bucket)).word[index % 4];
+  const Philox drawn = philox(seed, index / 4, step, uint32_t(bucket));
+  // Not by index: registers have none, and a GPU would put the words in local memory.
+  const uint32_t low = (index & 1) != 0 ? drawn.word[1] : drawn.word[0],
+                 high = (index & 1) != 0 ? drawn.word[3] : drawn.word[2];
+  return (index & 2) != 0 ? high : low;
 }
 
 RC_FN BFloat16 narrow_stochastic(float x, uint32_t random, BFloat16*) {

@@ -17,6 +17,7 @@ KernelMap all_kernels() {
   add_float_kernels(kernels);
   add_half_kernels(kernels);
   add_integer_kernels(kernels);
+  add_optimizer_kernels(kernels);
   return kernels;
 }
 

@@ -11,6 +11,7 @@ using KernelMap = std::map<std::string, EmulatedKernel>;  // by "unit/name"
 void add_float_kernels(KernelMap& kernels);
 void add_half_kernels(KernelMap& kernels);
 void add_integer_kernels(KernelMap& kernels);
+void add_optimizer_kernels(KernelMap& kernels);
 
 template <class T, ringcomm::RedOp op>
 void add_reduction(KernelMap& kernels, const std::string& unit, const std::string& name) {

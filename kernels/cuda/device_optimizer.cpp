@@ -1,0 +1,117 @@
+// The optimizer's calls as launches.
+#include <algorithm>
+
+#include "kernels/cuda/device_comm.h"
+#include "ringcomm/buckets.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+namespace {
+
+// Blocks that wait for nobody: enough for each of 132 multiprocessors to have its two several times
+// over, so that none is idle at the end for long; but each with work for some turns of its lanes.
+// Choices, not swept.
+constexpr uint64_t kElemsPerBlock = 8192, kMostBlocks = 1056;
+
+const char* name_of_float(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    default:
+      throw std::invalid_argument(
+          "gradients and parameters of the fused optimizer are float32, bfloat16 or float16");
+  }
+}
+
+std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(grads); }
+
+}  // namespace
+
+void DeviceComm::launch_alone(void* function, uint64_t elems, const CallArgs& args) const {
+  LaunchParams params{};
+  params.calls[0] = args;
+  const uint64_t blocks =
+      std::clamp<uint64_t>((elems + kElemsPerBlock - 1) / kElemsPerBlock, 1, kMostBlocks);
+  driver_->launch(function, unsigned(blocks), 1, kThreads, stream_, &params);
+}
+
+void DeviceComm::prepare_adamw(uint64_t table) {
+  CallArgs args{};
+  args.step = reinterpret_cast<const void*>(table);
+  launch_alone(kernel("adamw_float32", "rc_adamw_prepare"), 0, args);
+}
+
+void DeviceComm::adamw_shard(const ShardOf& shard, const GradsOf& grad) {
+  CallArgs args{};
+  args.step = reinterpret_cast<const void*>(shard.address);
+  args.in = grad.ptr;
+  const std::string name = std::string("rc_adamw_shard_") + name_of_float(shard.param_dtype);
+  launch_alone(kernel(unit_of(grad.dtype), name), shard.elems, args);
+}
+
+void DeviceComm::grad_norm(const GradsOf& grad, uint64_t elems, const NormOf& norm) {
+  CallArgs args{};
+  args.in = grad.ptr;
+  args.total_bytes = elems * uint64_t(size_of(grad.dtype));
+  args.words = norm.words;
+  args.norm = int32_t(norm.kind);
+  launch_alone(kernel(unit_of(grad.dtype), "rc_grad_norm"), elems, args);
+}
+
+Prepared DeviceComm::optimizer_call(Collective collective, const std::string& name,
+                                    const GradsOf& grads, uint64_t bucket_elems, DType results) {
+  const int size = size_of(grads.dtype);
+  const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, config_.world};
+  const uint64_t chunk_bytes = bucket.chunk_elems() * uint64_t(size);
+  const Algorithm algorithm =
+      grads.algorithm == Algorithm::kAuto ? config_.family : grads.algorithm;
+  if (algorithm != Algorithm::kDirect && algorithm != Algorithm::kRing)
+    throw std::invalid_argument("algorithm: the optimizer's collectives are direct or ring");
+  const uint64_t least = kBlockElems * sizeof(float);
+  if (algorithm == Algorithm::kRing && config_.layout.segment_bytes < least)
+    throw std::invalid_argument("the ring forms of the optimizer's collectives need segment_bytes of " +
+                                std::to_string(least) + " or more");
+  Prepared p{kernel(unit_of(grads.dtype), name),
+             channels_for(chunk_bytes),
+             args_of(collective, algorithm, grads.dtype, bucket_elems, int(results)),
+             {},
+             {}};
+  p.args.in = grads.ptr;
+  p.args.redop = int32_t(grads.op);
+  p.args.total_bytes = bucket_elems * uint64_t(size);
+  check_pieces(chunk_bytes, p.channels);
+  return p;
+}
+
+void DeviceComm::reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems,
+                                     const NormOf& norm) {
+  Prepared p = optimizer_call(Collective::kReduceScatterNorm, "rc_reduce_scatter_norm", grads,
+                              bucket_elems, DType::kFloat32);
+  p.args.out = reinterpret_cast<char*>(norm.out);
+  p.args.words = norm.words;
+  p.args.norm = int32_t(norm.kind);
+  p.args.accumulate = norm.accumulate ? 1 : 0;
+  submit(std::move(p));
+}
+
+void DeviceComm::adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads) {
+  const std::string name = std::string("rc_adamw_step_") + name_of_float(shard.param_dtype);
+  Prepared p = optimizer_call(collective, name, grads, shard.bucket_elems, shard.param_dtype);
+  p.args.step = reinterpret_cast<const void*>(shard.address);
+  submit(std::move(p));
+}
+
+void DeviceComm::adamw_all_gather(const ShardOf& shard, const GradsOf& grad) {
+  adamw_step(Collective::kAdamWAllGather, shard, grad);
+}
+
+void DeviceComm::reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads) {
+  adamw_step(Collective::kReduceScatterAdamWAllGather, shard, grads);
+}
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,420 @@
+// What becomes of the gradients of a run on a GPU (the Ops of buckets.h): 8 elements per lane and
+// turn, so that 16-bit gradients and parameters move in 16 bytes and the FP32 state in two times
+// 16. 256 lanes with 112 bytes each keep 28 KiB in flight per block.
+#pragma once
+
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/warp_sum.h"
+#include "ringcomm/adamw_element.h"
+#include "ringcomm/buckets.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+constexpr int kTurnElems = 8;
+
+template <class T>
+struct Eight {
+  static constexpr int kVectors = kTurnElems * int(sizeof(T)) / 16;
+  static_assert(sizeof(T) >= 2);
+  Vec16 v[kVectors];
+
+  RC_TEAM_FN void load(const T* from) {
+    RC_UNROLL
+    for (int k = 0; k < kVectors; ++k) v[k] = load16(reinterpret_cast<const char*>(from) + 16 * k);
+  }
+  RC_TEAM_FN void store(T* to) const {
+    RC_UNROLL
+    for (int k = 0; k < kVectors; ++k) store16(reinterpret_cast<char*>(to) + 16 * k, v[k]);
+  }
+  RC_TEAM_FN void get(T (&x)[kTurnElems]) const { memcpy(x, v, sizeof(v)); }
+  RC_TEAM_FN void set(const T (&x)[kTurnElems]) { memcpy(v, x, sizeof(v)); }
+};
+
+// The gradient: the sum over the sources, and its divisor.
+template <class G>
+struct GradSum {
+  const void* const* ptrs;
+  int count, divide_by;
+  uint64_t first;  // of the chunk: the element that ptrs point at
+
+  RC_TEAM_FN const G* source(int s, uint64_t at) const {
+    return static_cast<const G*>(ptrs[s]) + (at - first);
+  }
+  RC_TEAM_FN bool aligned() const {
+    bool all = true;
+    for (int s = 0; s < count; ++s) all &= misalignment(ptrs[s]) == 0;
+    return all;
+  }
+  RC_TEAM_FN float finished(float sum) const {
+    return divide_by > 0 ? sum / float(divide_by) : sum;
+  }
+  RC_TEAM_FN float one(uint64_t at) const {
+    float sum = Traits<G>::load(*source(0, at));
+    for (int s = 1; s < count; ++s) sum += Traits<G>::load(*source(s, at));
+    return finished(sum);
+  }
+  // The next source's loads are under way while one is added.
+  RC_TEAM_FN void eight(uint64_t at, float (&sum)[kTurnElems]) const {
+    Eight<G> now, next;
+    now.load(source(0, at));
+    RC_ROLLED
+    for (int s = 0; s < count; ++s) {
+      if (s + 1 < count) next.load(source(s + 1, at));
+      G x[kTurnElems];
+      now.get(x);
+      RC_UNROLL
+      for (int k = 0; k < kTurnElems; ++k) {
+        const float wide = Traits<G>::load(x[k]);
+        sum[k] = s == 0 ? wide : sum[k] + wide;
+      }
+      now = next;
+    }
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) sum[k] = finished(sum[k]);
+  }
+};
+
+// ---- update -------------------------------------------------------------------------------------
+
+template <class P>
+struct Narrowed {
+  RC_TEAM_FN static P of(float master, const AdamWShard& s, uint64_t index, uint32_t step) {
+    if (s.rounding == Rounding::kStochastic)
+      return narrow_stochastic(master, random_bits(s.seed, s.bucket, index, step),
+                               static_cast<P*>(nullptr));
+    return Traits<P>::store(master);
+  }
+  // `index` is a multiple of 4: a draw of Philox serves four elements.
+  RC_TEAM_FN static void eight(const float (&master)[kTurnElems], const AdamWShard& s,
+                               uint64_t index, uint32_t step, P (&param)[kTurnElems]) {
+    if (s.rounding == Rounding::kStochastic) {
+      RC_UNROLL
+      for (int k = 0; k < kTurnElems; k += 4) {
+        const Philox drawn = philox(s.seed, index / 4 + uint64_t(k / 4), step, uint32_t(s.bucket));
+        RC_UNROLL
+        for (int i = 0; i < 4; ++i)
+          param[k + i] = narrow_stochastic(master[k + i], drawn.word[i], static_cast<P*>(nullptr));
+      }
+      return;
+    }
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) param[k] = Traits<P>::store(master[k]);
+  }
+};
+template <>
+struct Narrowed<float> {
+  RC_TEAM_FN static float of(float master, const AdamWShard&, uint64_t, uint32_t) { return master; }
+  RC_TEAM_FN static void eight(const float (&master)[kTurnElems], const AdamWShard&, uint64_t,
+                               uint32_t, float (&param)[kTurnElems]) {
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) param[k] = master[k];
+  }
+};
+
+// A parameter's elements, updated one by one or eight at a time.
+template <class G, class P>
+struct Updater {
+  const AdamWShard& s;
+  char* const* copies;
+  int copy_count;
+
+  static constexpr bool kIsMaster = sizeof(P) == sizeof(float);
+
+  RC_TEAM_FN P* own(uint64_t at) const { return reinterpret_cast<P*>(s.params) + s.begin + at; }
+  RC_TEAM_FN P* copy(int c, uint64_t at) const {
+    return reinterpret_cast<P*>(copies[c]) + s.begin + at;
+  }
+
+  RC_TEAM_FN static void update(float& p, float g, float& m, float& v, float& v_max,
+                                const AdamWFactors& f) {
+    g = adamw_gradient(g, f);
+    const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
+               from_end = !(f.one_minus_beta1 < 0.5f);
+    // Uniform branches: every lane of a block works on one parameter.
+    if (from_end) {
+      l2 ? amsgrad ? adamw_element<AdamWPath<true, true, true>>(p, g, m, v, v_max, f)
+                   : adamw_element<AdamWPath<true, false, true>>(p, g, m, v, v_max, f)
+      : amsgrad ? adamw_element<AdamWPath<false, true, true>>(p, g, m, v, v_max, f)
+                : adamw_element<AdamWPath<false, false, true>>(p, g, m, v, v_max, f);
+    } else {
+      l2 ? amsgrad ? adamw_element<AdamWPath<true, true, false>>(p, g, m, v, v_max, f)
+                   : adamw_element<AdamWPath<true, false, false>>(p, g, m, v, v_max, f)
+      : amsgrad ? adamw_element<AdamWPath<false, true, false>>(p, g, m, v, v_max, f)
+                : adamw_element<AdamWPath<false, false, false>>(p, g, m, v, v_max, f);
+    }
+  }
+
+  RC_TEAM_FN float master_of(P param, uint64_t at) const {
+    if constexpr (__is_same(P, BFloat16))
+      if (s.remainder != nullptr) return join_master(param, s.remainder[at]);
+    if constexpr (!kIsMaster)
+      if (s.master != nullptr) return s.master[at];
+    return Traits<P>::load(param);
+  }
+  RC_TEAM_FN P param_of(float master, uint64_t at, const AdamWFactors& f) const {
+    if constexpr (__is_same(P, BFloat16))
+      if (s.remainder != nullptr) {
+        BFloat16 param;
+        split_master(master, param, s.remainder[at]);
+        return param;
+      }
+    if constexpr (!kIsMaster)
+      if (s.master != nullptr) s.master[at] = master;
+    return Narrowed<P>::of(master, s, s.begin + at, f.step);
+  }
+
+  RC_TEAM_FN void one(uint64_t at, float g, const AdamWFactors& f) const {
+    const bool amsgrad = (f.flags & kAdamAmsgrad) != 0;
+    float p = master_of(*own(at), at), m = s.exp_avg[at], v = s.exp_avg_sq[at],
+          v_max = amsgrad ? s.max_exp_avg_sq[at] : 0.0f;
+    update(p, g, m, v, v_max, f);
+    s.exp_avg[at] = m;
+    s.exp_avg_sq[at] = v;
+    if (amsgrad) s.max_exp_avg_sq[at] = v_max;
+    const P param = param_of(p, at, f);
+    *own(at) = param;
+    for (int c = 0; c < copy_count; ++c)
+      if (copies[c] != nullptr) *copy(c, at) = param;
+  }
+
+  // Loads the master copies of eight elements, or makes them of the parameters.
+  RC_TEAM_FN void load_masters(uint64_t at, float (&p)[kTurnElems]) const {
+    if constexpr (!kIsMaster)
+      if (s.master != nullptr) {
+        Eight<float> held;
+        held.load(s.master + at);
+        return held.get(p);
+      }
+    Eight<P> held;
+    held.load(own(at));
+    P param[kTurnElems];
+    held.get(param);
+    if constexpr (__is_same(P, BFloat16))
+      if (s.remainder != nullptr) {
+        Eight<uint16_t> low;
+        low.load(s.remainder + at);
+        uint16_t rest[kTurnElems];
+        low.get(rest);
+        RC_UNROLL
+        for (int k = 0; k < kTurnElems; ++k) p[k] = join_master(param[k], rest[k]);
+        return;
+      }
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) p[k] = Traits<P>::load(param[k]);
+  }
+
+  RC_TEAM_FN void store_masters(uint64_t at, const float (&p)[kTurnElems], const AdamWFactors& f,
+                                P (&param)[kTurnElems]) const {
+    if constexpr (__is_same(P, BFloat16))
+      if (s.remainder != nullptr) {
+        uint16_t rest[kTurnElems];
+        RC_UNROLL
+        for (int k = 0; k < kTurnElems; ++k) split_master(p[k], param[k], rest[k]);
+        Eight<uint16_t> low;
+        low.set(rest);
+        return low.store(s.remainder + at);
+      }
+    if constexpr (!kIsMaster)
+      if (s.master != nullptr) {
+        Eight<float> held;
+        held.set(p);
+        held.store(s.master + at);
+      }
+    Narrowed<P>::eight(p, s, s.begin + at, f.step, param);
+  }
+
+  RC_TEAM_FN void eight(uint64_t at, const GradSum<G>& grads, const AdamWFactors& f) const {
+    const bool amsgrad = (f.flags & kAdamAmsgrad) != 0;
+    float p[kTurnElems], g[kTurnElems], m[kTurnElems], v[kTurnElems], v_max[kTurnElems] = {};
+    Eight<float> held_m, held_v, held_max;
+    held_m.load(s.exp_avg + at);
+    held_v.load(s.exp_avg_sq + at);
+    if (amsgrad) held_max.load(s.max_exp_avg_sq + at);
+    load_masters(at, p);
+    grads.eight(at, g);
+    held_m.get(m);
+    held_v.get(v);
+    if (amsgrad) held_max.get(v_max);
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) update(p[k], g[k], m[k], v[k], v_max[k], f);
+    held_m.set(m);
+    held_v.set(v);
+    held_m.store(s.exp_avg + at);
+    held_v.store(s.exp_avg_sq + at);
+    if (amsgrad) {
+      held_max.set(v_max);
+      held_max.store(s.max_exp_avg_sq + at);
+    }
+    P param[kTurnElems];
+    store_masters(at, p, f, param);
+    Eight<P> result;
+    result.set(param);
+    result.store(own(at));
+    for (int c = 0; c < copy_count; ++c)
+      if (copies[c] != nullptr) result.store(copy(c, at));
+  }
+};
+
+RC_TEAM_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
+  uint64_t low = 0, high = s.segment_count;
+  while (low < high) {
+    const uint64_t middle = (low + high) / 2;
+    if (s.segments[middle].end <= element)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// Elements [run.begin, run.end) of the chunk, by all lanes.
+template <class G, class P>
+RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,
+                          int copy_count, Run run, int lane, int lanes) {
+  const Updater<G, P> updater{s, copies, copy_count};
+  const bool aligned = grads.aligned();
+  const uint64_t first = s.begin + run.begin, last = s.begin + run.end;
+  for (uint64_t i = first_segment(s, first); i < s.segment_count; ++i) {
+    const AdamWSegment here = s.segments[i];
+    if (here.begin >= last) break;
+    const AdamWFactors f = s.factors[here.param];
+    if ((f.flags & kAdamActive) == 0) continue;
+    const uint64_t from = (here.begin > first ? here.begin : first) - s.begin,
+                   to = (here.end < last ? here.end : last) - s.begin;
+    // Segments and chunks begin at whole turns; where a user's layout does not, elements go singly.
+    const bool vectors = aligned && from % kTurnElems == 0;
+    const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
+    for (uint64_t at = from + uint64_t(lane) * kTurnElems; at < whole;
+         at += uint64_t(lanes) * kTurnElems)
+      updater.eight(at, grads, f);
+    for (uint64_t at = whole + uint64_t(lane); at < to; at += uint64_t(lanes))
+      updater.one(at, grads.one(at), f);
+  }
+}
+
+// ---- norm ---------------------------------------------------------------------------------------
+
+// Adds a block's sum, or its largest magnitude, to the team's words.
+RC_TEAM_FN void add_to_words(NormWords& words, double sum) {
+  add_block(sum, [&](int k, int64_t digit) { add_relaxed(&words.word[k], digit); });
+}
+
+RC_TEAM_FN void max_to_words(NormWords& words, uint32_t most) {
+  if (most >= 0x7f800000u)
+    add_relaxed(&words.word[kNonFiniteWord], 1);
+  else
+    max_relaxed(&words.word[0], int64_t(most));
+}
+
+template <class G>
+struct NormTarget {
+  GradSum<G> grads;
+  float* out;  // null: the norm only
+  bool accumulate;
+  NormKind kind;
+
+  RC_TEAM_FN float one(uint64_t at) const {
+    float g = grads.one(at);
+    if (out == nullptr) return g;
+    if (accumulate) g = out[at] + g;
+    out[at] = g;
+    return g;
+  }
+  RC_TEAM_FN void eight(uint64_t at, float (&g)[kTurnElems]) const {
+    grads.eight(at, g);
+    if (out == nullptr) return;
+    Eight<float> held;
+    if (accumulate) {
+      held.load(out + at);
+      float before[kTurnElems];
+      held.get(before);
+      RC_UNROLL
+      for (int k = 0; k < kTurnElems; ++k) g[k] = before[k] + g[k];
+    }
+    held.set(g);
+    held.store(out + at);
+  }
+};
+
+// The terms of elements [at, at + 8) of a block that ends at `end`; zeros behind it.
+template <class G>
+RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint64_t end,
+                         float (&g)[kTurnElems]) {
+  if (aligned && at + kTurnElems <= end) return t.eight(at, g);
+  RC_UNROLL
+  for (int k = 0; k < kTurnElems; ++k) g[k] = at + uint64_t(k) < end ? t.one(at + uint64_t(k)) : 0.0f;
+}
+
+RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
+
+#if RC_CUDA
+// A block of kBlockElems elements by a warp.
+template <class G>
+__device__ __forceinline__ void norm_block(const NormTarget<G>& t, bool aligned, uint64_t begin,
+                                           uint64_t end, int lane, NormWords& words) {
+  float low[kTurnElems], high[kTurnElems];
+  const uint64_t at = begin + uint64_t(lane) * kTurnElems;
+  terms_of(t, aligned, at, end, low);
+  terms_of(t, aligned, at + kBlockElems / 2, end, high);
+  if (t.kind == NormKind::kInf) {
+    uint32_t most = 0;
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) {
+      const uint32_t a = magnitude(low[k]), b = magnitude(high[k]);
+      most = a > most ? a : most;
+      most = b > most ? b : most;
+    }
+    for (int mask = 16; mask > 0; mask /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, most, mask);
+      most = other > most ? other : most;
+    }
+    if (lane == 0) max_to_words(words, most);
+    return;
+  }
+  double x[8];
+  RC_UNROLL
+  for (int k = 0; k < kTurnElems; ++k)
+    x[k] = norm_term(low[k], t.kind) + norm_term(high[k], t.kind);
+  const double sum = warp_block_sum(WarpLanes{lane}, x);
+  if (lane == 0) add_to_words(words, sum);
+}
+constexpr int kNormLanes = 32;
+#else
+// A block by one lane, which stands for a warp.
+template <class G>
+inline void norm_block(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end, int,
+                       NormWords& words) {
+  float g[kBlockElems];
+  for (uint64_t i = 0; i < kBlockElems; i += kTurnElems) {
+    float some[kTurnElems];
+    terms_of(t, aligned, begin + i, end, some);
+    memcpy(g + i, some, sizeof(some));
+  }
+  if (t.kind == NormKind::kInf) {
+    uint32_t most = 0;
+    for (float x : g) most = magnitude(x) > most ? magnitude(x) : most;
+    return max_to_words(words, most);
+  }
+  double y[kBlockElems / 2];
+  for (uint64_t i = 0; i < kBlockElems / 2; ++i)
+    y[i] = norm_term(g[i], t.kind) + norm_term(g[i + kBlockElems / 2], t.kind);
+  for (uint64_t h = kBlockElems / 4; h > 0; h /= 2)
+    for (uint64_t i = 0; i < h; ++i) y[i] += y[i + h];
+  add_to_words(words, y[0]);
+}
+constexpr int kNormLanes = 1;
+#endif
+
+// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole block.
+template <class G>
+RC_COLD void norm_lanes(NormTarget<G> t, Run run, NormWords& words, int lane, int lanes) {
+  const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;
+  const int warp = lane / kNormLanes, warps = lanes / kNormLanes;
+  for (uint64_t begin = run.begin + uint64_t(warp) * kBlockElems; begin < run.end;
+       begin += uint64_t(warps) * kBlockElems)
+    norm_block(t, aligned, begin, run.end, lane % kNormLanes, words);
+}
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END
