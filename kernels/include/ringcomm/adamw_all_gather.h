@@ -26,8 +26,7 @@ RC_TEAM_FN Status adamw_all_gather_direct(E& e, Bucket b, const char* grad) {
   RC_RETURN_IF_FAILED(offer(e, b, true));
   RC_RETURN_IF_FAILED(accept(e, b));
   update_slice(e, b, grad);
-  RC_RETURN_IF_FAILED(return_offers(e, b));
-  return settle(e);
+  return return_offers(e, b);
 }
 
 template <class E>

@@ -5,8 +5,9 @@
 //   offer    one item to each peer: "my gradients of your chunk lie here, and you may store your
 //            results there". It is also the leave to write: a rank that has offered no longer reads
 //            the parameters that its peers will now replace.
-//   settle   one item to each peer, when all is read and stored: "my chunk of your parameters is
-//            new". A rank returns when all peers have said so.
+//   return   the acknowledgement of the offer, once all is read and stored: "your gradients are yours
+//            again, and my chunk of your parameters is new". A rank is done when all its offers have
+//            come back, so no barrier ends the call.
 //
 // 2 hops of words; W ranks, B bytes of gradients and P of parameters: each rank reads (W-1)/W * B
 // and stores (W-1)/W * P bytes in its peers' memory. Nothing is staged.
@@ -112,7 +113,8 @@ RC_TEAM_FN Status accept(E& e, const Bucket& b) {
   });
 }
 
-// All lanes have read the peers' gradients: says so, and waits until they have read mine.
+// All lanes have read the peers' gradients, and stored what they store in the peers' buckets: says
+// so, and waits until the peers have done the same with mine.
 template <class E>
 RC_TEAM_FN Status return_offers(E& e, const Bucket& b) {
   const uint64_t bytes = grads_of(e, b, e.rank()).bytes;
@@ -127,28 +129,6 @@ RC_TEAM_FN Status return_offers(E& e, const Bucket& b) {
     e.commit_sent(e.pairs, p, 1);
     return Status::kOk;
   });
-}
-
-// All lanes have stored my parameters in the peers' buckets: says so, and waits for theirs in mine.
-template <class E>
-RC_TEAM_FN Status settle(E& e) {
-  const Peers all{1, e.world()};
-  char* slot = nullptr;
-  e.each_by_lanes(all, [&](int p) { e.begin_receive(Stream::kShared, p); });
-  e.team.sync();
-  RC_RETURN_IF_FAILED(e.acquire_shared(0, &slot));
-  e.publish_shared(0, slot, Span{nullptr, 0}, false, 1);
-  RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
-    const void* nothing = nullptr;
-    return e.arrive(Stream::kShared, p, 0, 0, 0, &nothing);
-  }));
-  e.each_by_lanes(all, [&](int p) {
-    e.release(Stream::kShared, p, 0, 0);
-    e.commit_seen(Stream::kShared, p);
-    e.commit_sent(Stream::kShared, p, 1);
-  });
-  e.team.sync();
-  return Status::kOk;
 }
 
 RINGCOMM_NAMESPACE_END

@@ -20,8 +20,7 @@ RC_TEAM_FN Status reduce_scatter_adamw_all_gather_direct(E& e, const Bucket& b) 
   RC_RETURN_IF_FAILED(offer(e, b, true));
   RC_RETURN_IF_FAILED(accept(e, b));
   e.ops.consume(e.team, Gradients{e.sources(), e.world()}, slice_of(e, b, e.rank()));
-  RC_RETURN_IF_FAILED(return_offers(e, b));
-  return settle(e);
+  return return_offers(e, b);
 }
 
 template <class E>
