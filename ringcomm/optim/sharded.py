@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ReduceOp
-from ringcomm.errors import RingcommError, where
+from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.optim import prepare, table
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
@@ -173,6 +173,11 @@ class ShardedStep:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         self.refuse_if_torn("step")
+        if amp.scale is not None and self._reduced is not None:
+            raise ArgumentError(
+                f"{self.setting.where('step')}: the gradient was clipped while it was still "
+                "scaled; call scaler.unscale_(optimizer) before clip_grad_norm_()"
+            )
         self.take_hyper()
         if self.two_passes and self._reduced is None:
             self._reduced = self._reduce("l2")

@@ -1,0 +1,209 @@
+"""The norm of the whole gradient: torch's value, the same bits in every world; and clipping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.reduce_ops import DTYPE_CODES
+from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim.norms import NORM_WORDS, combine, norm_of
+from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, values
+
+Tensor = torch.Tensor
+ONE = torch.ones((), dtype=torch.float64)
+SUM = replace(SMALL_BUCKETS, reduce="sum")
+
+
+def wild(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor:
+    """Rank 0 has a gradient of many magnitudes, the others none: the sum is the same everywhere."""
+    whole = values(shape, 100 * step + index) * 10.0 ** values(shape, 500 + index)
+    return whole if rank == 0 else torch.zeros(shape)
+
+
+WILD = Problem(gradient=wild)
+
+
+def words_of(grad: Tensor, kind: str) -> Tensor:
+    words = torch.empty(NORM_WORDS, dtype=torch.int64)
+    code = _native.GRAD_NORM_KINDS[kind]
+    _native.grad_norm(
+        grad.data_ptr(), DTYPE_CODES[grad.dtype], grad.numel(), code, words.data_ptr()
+    )
+    return words
+
+
+def exact_norm(grad: Tensor, kind: str) -> float:
+    """Correctly rounded sums of the very numbers."""
+    numbers = [Fraction(number) for number in grad.double().tolist()]
+    if kind == "inf":
+        return float(max(abs(number) for number in numbers))
+    total = sum(number * number if kind == "l2" else abs(number) for number in numbers)
+    return math.sqrt(total) if kind == "l2" else float(total)
+
+
+@pytest.mark.parametrize("kind", ["l2", "l1", "inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("elems", [1, 511, 512, 5000])
+def test_words_become_the_norm(kind, dtype, elems):
+    grad = (values((elems,), 3) * 2.0 ** (values((elems,), 4) * 4)).to(dtype)
+    norm = norm_of(words_of(grad, kind), kind, ONE)
+    assert norm.dtype is torch.float32 and norm.dim() == 0
+    assert norm.item() == pytest.approx(exact_norm(grad, kind), rel=2**-23)
+
+
+@pytest.mark.parametrize("kind", ["l2", "l1"])
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e19, 3e38])
+def test_extreme_magnitudes_neither_vanish_nor_overflow(kind, magnitude):
+    grad = torch.full((4,), magnitude)
+    norm = norm_of(words_of(grad, kind), kind, ONE)
+    exact = exact_norm(grad, kind)
+    assert norm.item() == (math.inf if exact > 3.4028235e38 else pytest.approx(exact, rel=2**-22))
+
+
+@pytest.mark.parametrize("kind", ["l2", "l1", "inf"])
+def test_buckets_combine_to_the_norm_of_all(kind):
+    grads = [values((700,), seed) * 10.0**seed for seed in range(3)]
+    together = combine(torch.stack([words_of(grad, kind) for grad in grads]), kind)
+    norm = norm_of(together, kind, ONE)
+    assert norm.item() == pytest.approx(exact_norm(torch.cat(grads), kind), rel=2**-23)
+    nothing = combine(torch.zeros(0, NORM_WORDS, dtype=torch.int64), kind)
+    assert norm_of(nothing, kind, ONE).item() == 0.0
+
+
+def clipped(comm, problem, options, max_norm, norm_type, steps=3):
+    """Norms and final parameters."""
+    params = problem.params()
+    optimizer = problem.ours(params, comm, options)
+    norms = []
+    for step in range(steps):
+        problem.give(params, step, 0 if comm is None else comm.rank)
+        norms.append(optimizer.clip_grad_norm_(max_norm, norm_type))
+        optimizer.step()
+    return torch.stack(norms), params
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_world_has_the_same_norm_and_clips_alike(worlds, dtype, norm_type):
+    problem = replace(WILD, dtype=dtype)
+    norms, expected = clipped(None, problem, SUM, 0.5, norm_type)
+    for world in (1, 2, 3, 4, 8):
+        for mine, params in worlds(world).run(clipped, problem, SUM, 0.5, norm_type):
+            assert torch.equal(mine, norms)
+            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_exact_gradients_have_one_norm_however_they_are_reduced(worlds, world, algorithm):
+    problem, options = Problem(), replace(SMALL_BUCKETS, algorithm=algorithm)
+    params = problem.params()
+    optimizer = problem.ours(params, None)
+    problem.give_mean(params, 0, world)
+    expected = optimizer.clip_grad_norm_(1.0)
+    for norms, _ in worlds(world).run(clipped, problem, options, 1.0, 2.0, 1):
+        assert torch.equal(norms[0], expected)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.7, 1e6])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_it_clips_as_torch_does(norm_type, max_norm):
+    # torch knows no largest element of nothing.
+    problem = replace(WILD, shapes=tuple(shape for shape in SHAPES if 0 not in shape))
+    params, theirs = problem.params(), problem.params()
+    optimizer, reference = problem.ours(params, None), problem.torch(theirs)
+    for step in range(3):
+        problem.give(params, step, 0)
+        problem.give(theirs, step, 0)
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+        other = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+        torch.testing.assert_close(norm, other, rtol=1e-5, atol=0.0)
+        optimizer.step()
+        reference.step()
+        for index, (mine, param) in enumerate(zip(params, theirs, strict=True)):
+            torch.testing.assert_close(mine, param, rtol=1e-5, atol=1e-6, msg=str(index))
+
+
+def test_the_last_of_several_steps_is_not_clipped_by_the_first():
+    problem = Problem()
+    params, plain = problem.params(), problem.params()
+    optimizer, other = problem.ours(params, None), problem.ours(plain, None)
+    for step in range(2):
+        problem.give(params, step, 0)
+        problem.give(plain, step, 0)
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_clipping_twice_counts_from_the_clipped_gradient(worlds, world):
+    def work(comm):
+        weight = torch.zeros(512).requires_grad_()
+        optimizer = AdamW([weight], comm=comm)
+        weight.grad = torch.full((512,), 3.0)
+        first = optimizer.clip_grad_norm_(10.0, math.inf)
+        second = optimizer.clip_grad_norm_(1.5, math.inf)
+        third = optimizer.clip_grad_norm_(99.0, math.inf)
+        return [norm.item() for norm in (first, second, third)]
+
+    for norms in worlds(world).run(work):
+        assert norms == [3.0, 3.0, pytest.approx(1.5, rel=1e-6)]
+
+
+def test_zero_grad_forgets_the_clipped_gradient():
+    weight = torch.zeros(5).requires_grad_()
+    optimizer = AdamW([weight])
+    weight.grad = torch.ones(5)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(weight, torch.zeros(5)), "no gradient, no step"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_a_gradient_that_is_not_finite_has_no_norm(worlds, world, bad, norm_type):
+    def work(comm):
+        weight = torch.zeros(2000).requires_grad_()
+        optimizer = AdamW([weight], comm=comm)
+        weight.grad = torch.zeros(2000)
+        weight.grad[1999] = bad if comm.rank == 0 else 1.0
+        with pytest.raises(RingcommError, match="Look for the loss that overflowed"):
+            optimizer.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+        return optimizer.clip_grad_norm_(1.0, norm_type)
+
+    assert all(norm.isnan() for norm in worlds(world).run(work))
+
+
+@pytest.mark.parametrize("norm_type", [3.0, 0.0, "two", None, math.nan])
+def test_an_unknown_norm_is_refused(norm_type):
+    optimizer = AdamW([torch.zeros(2).requires_grad_()])
+    with pytest.raises(ArgumentError, match=r"norm_type: expected 2\.0, 1\.0 or inf"):
+        optimizer.clip_grad_norm_(1.0, norm_type)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1"])
+def test_a_bad_max_norm_is_refused(max_norm):
+    optimizer = AdamW([torch.zeros(2).requires_grad_()])
+    with pytest.raises(ArgumentError, match="max_norm: expected a number >= 0"):
+        optimizer.clip_grad_norm_(max_norm)
+
+
+def test_the_norm_does_not_depend_on_the_buckets():
+    """Blocks of 512 elements are cut elsewhere, so sums round elsewhere, in double precision."""
+    norms = []
+    for elems in (512, 4096, 32 << 20):
+        options = AdamWOptions(bucket_elems=elems)
+        norms.append(clipped(None, WILD, options, 1.0, 2.0, 1)[0].item())
+    assert norms == [pytest.approx(norms[0], rel=2**-23)] * 3
+    assert sum(math.prod(shape) for shape in SHAPES) > 1024

@@ -1,0 +1,262 @@
+"""Bad input is refused before anything changes; ranks that differ are told so; faults tear."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.optim import Adam, AdamW, AdamWOptions
+from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
+
+Tensor = torch.Tensor
+NAN, INF = float("nan"), float("inf")
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*shape or (3,), dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": NAN}, "lr: expected a number >= 0, got nan"),
+        ({"lr": -1.0}, "lr: expected a number >= 0"),
+        ({"lr": INF}, "lr: expected a number >= 0"),
+        ({"lr": "fast"}, "lr: expected a number >= 0"),
+        ({"lr": torch.tensor(NAN)}, "lr: expected a number >= 0"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "lr: expected a tensor of one"),
+        ({"lr": torch.tensor(1)}, "lr: expected a tensor of one floating-point element"),
+        ({"lr": torch.tensor(0.1, device="meta")}, "lr: expected a tensor on cpu"),
+        ({"betas": (NAN, 0.9)}, "betas: expected numbers from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "betas: expected numbers"),
+        ({"betas": (-0.1, 0.9)}, "betas: expected numbers"),
+        ({"betas": 0.9}, "betas: expected two numbers"),
+        ({"betas": (0.9,)}, "betas: expected two numbers"),
+        ({"eps": -1e-8}, "eps: expected a number >= 0"),
+        ({"eps": NAN}, "eps: expected a number >= 0"),
+        ({"weight_decay": -0.1}, "weight_decay: expected a number >= 0"),
+        ({"weight_decay": NAN}, "weight_decay: expected a number >= 0"),
+    ],
+)
+def test_bad_hyper_parameters_are_refused_when_given_and_when_changed(kind, settings, message):
+    with pytest.raises(ArgumentError, match=f"param group 0: {message}"):
+        kind([weight()], **settings)
+    with pytest.raises(ArgumentError, match=f"param group 1: {message}"):
+        kind([{"params": [weight()]}, {"params": [weight()], **settings}])
+    param = weight()
+    optimizer = kind([param])
+    optimizer.param_groups[0].update(settings)
+    param.grad = torch.ones(3)
+    with pytest.raises(ArgumentError, match=f"param group 0: {message}"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(3)) and optimizer.steps_taken.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_of_other_dtypes_are_refused(dtype):
+    with pytest.raises(ArgumentError, match=r"parameter 1: expected dtype float32.*got torch\."):
+        AdamW([weight(), weight(dtype=dtype)])
+
+
+def test_integers_are_refused():
+    with pytest.raises(ArgumentError, match=r"expected dtype .* got torch\.int64"):
+        AdamW([torch.ones(3, dtype=torch.int64)])
+
+
+def test_parameters_elsewhere_are_refused():
+    elsewhere = torch.ones(3, device="meta").requires_grad_()
+    with pytest.raises(ArgumentError, match="all parameters must be on one device"):
+        AdamW([weight(), elsewhere])
+
+
+def test_sparse_parameters_are_refused():
+    with pytest.raises(ArgumentError, match="expected a dense tensor"):
+        AdamW([torch.ones(3).to_sparse().requires_grad_()])
+
+
+@pytest.mark.parametrize("params", [[], [{"params": [3]}], torch.ones(3), [{"params": {1}}]])
+def test_what_is_no_list_of_parameters_is_refused_as_torch_does(params):
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        torch.optim.AdamW(params)
+    with pytest.raises((TypeError, ValueError)) as mine:
+        AdamW(params)
+    assert str(mine.value) == str(theirs.value)
+
+
+def test_what_makes_no_sense_is_unsupported():
+    with pytest.raises(UnsupportedError, match="differentiable=True"):
+        AdamW([weight()], differentiable=True)
+    with pytest.raises(ArgumentError, match="expected one of fused and foreach"):
+        AdamW([weight()], fused=True, foreach=True)
+    optimizer = AdamW([weight()], options=AdamWOptions(kernels="triton"))
+    with pytest.raises(UnsupportedError, match="there are no triton kernels"):
+        optimizer.prepare()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match=r"save state_dict\(\)"):
+            copied(optimizer)
+
+
+def test_a_remainder_of_float16_is_refused():
+    options = AdamWOptions(master="remainder")
+    optimizer = AdamW([weight(dtype=torch.float16)], options=options)
+    with pytest.raises(ArgumentError, match=r'parameter 0: master: .* use master="fp32"'):
+        optimizer.prepare()
+
+
+def test_parameters_that_share_memory_are_refused():
+    memory = torch.zeros(10)
+    first, second = memory[:6].requires_grad_(), memory[4:].requires_grad_()
+    apart = memory[6:].requires_grad_()
+    optimizer = AdamW([("a", first), ("b", second)])
+    with pytest.raises(ArgumentError, match=r"parameter 0 \(a\) and parameter 1 \(b\) are two"):
+        optimizer.prepare()
+    AdamW([first, apart]).prepare()
+
+
+def sparse_gradient(param: Tensor) -> None:
+    param.grad = torch.ones(3).to_sparse()
+
+
+def frozen_gradient(param: Tensor) -> None:
+    param.requires_grad_(True)
+    param.grad = torch.ones(3)
+
+
+GRADIENTS: dict[str, tuple[bool, Callable[[Tensor], None], type[Exception], str]] = {
+    "sparse": (True, sparse_gradient, UnsupportedError, "expected a dense gradient"),
+    "frozen": (False, frozen_gradient, ArgumentError, "it required none when the buckets"),
+}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_bad_gradient_changes_nothing(name, clip):
+    trainable, spoil, kind, message = GRADIENTS[name]
+    good, bad = weight(), weight().detach().requires_grad_(trainable)
+    optimizer = AdamW([("good", good), ("bad", bad)])
+    good.grad = torch.ones(3)
+    if trainable:
+        bad.grad = torch.ones(3)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.full_state_dict()), good.detach().clone()
+    spoil(bad)
+    with pytest.raises(kind, match=rf"parameter 1 \(bad\): .*{message}"):
+        optimizer.clip_grad_norm_(1.0) if clip else optimizer.step()
+    assert_same_state(optimizer.full_state_dict(), before[0])
+    assert torch.equal(good, before[1])
+    bad.grad = None
+    optimizer.step()
+
+
+def test_a_sparse_gradient_is_refused_where_sums_are_in_fp32():
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = AdamW(table.parameters(), options=AdamWOptions(accumulate_dtype=torch.float32))
+    with pytest.raises(RingcommError, match="expected a dense gradient"):
+        table(torch.tensor([1])).sum().backward()
+    assert optimizer.steps_taken.item() == 0
+
+
+DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
+    "shape": ([(3,), (4,)], {}, r"Parameter 1 is .*\(5,\).* on rank 0 and .*\(4,\).* on rank 1\."),
+    "count": ([(3,)], {}, r"Parameter 1 is .*\(5,\).* on rank 0 and missing on rank 1"),
+    "hyper": ([(3,), (5,)], {"betas": (0.5, 0.5)}, "Param group 0 is .*0.9.* on rank 0 and .*0.5"),
+    "option": (
+        [(3,), (5,)],
+        {"options": AdamWOptions(reduce="sum")},
+        'Option reduce is "avg" on rank 0 and "sum" on rank 1',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_are_both_named_on_every_rank(worlds, name):
+    shapes, settings, message = DIFFERENCES[name]
+
+    def work(comm):
+        params = [weight(*shape) for shape in (shapes if comm.rank else [(3,), (5,)])]
+        before = [param.data_ptr() for param in params]
+        optimizer = AdamW(params, comm=comm, **(settings if comm.rank else {}))
+        with pytest.raises(MismatchError, match=message):
+            optimizer.prepare()
+        assert [param.data_ptr() for param in params] == before
+        # The communicator is whole, and so are the parameters.
+        tensor = torch.ones(3)
+        comm.all_reduce(tensor)
+        return tensor[0].item()
+
+    assert worlds(3).run(work) == [3.0] * 3
+
+
+def test_a_step_that_failed_halfway_tears_the_optimizer():
+    problem = Problem(shapes=((600,), (600,)))
+
+    def work(comm):
+        params = problem.params()
+        optimizer = problem.ours(params, comm)
+        problem.give(params, 0, comm.rank)
+        optimizer.step()
+        problem.give(params, 1, comm.rank)
+        sharded = optimizer._prepared()
+        update = sharded.kernels.reduce_update
+
+        def fails(bucket):
+            if bucket.number == 1:
+                comm.abort("the test said so")
+            update(bucket)
+
+        sharded.kernels.reduce_update = fails  # type: ignore[method-assign]
+        with pytest.raises(RingcommError):
+            optimizer.step()
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RingcommError, match=r"failed halfway.* Load a checkpoint"):
+                call()
+        with pytest.raises(RingcommError, match="failed halfway"):
+            optimizer.full_state_dict()
+
+    with ringcomm.local_world(2, timeout=20.0) as world:
+        world.run(work)
+
+
+def test_a_fault_before_the_update_tears_nothing():
+    stepped = threading.Barrier(2)
+
+    def work(comm):
+        param = weight(600)
+        optimizer = AdamW([param], comm=comm, options=SMALL_BUCKETS)
+        param.grad = torch.ones(600)
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        stepped.wait()
+        comm.abort("the test said so")
+        with pytest.raises(RingcommError, match="abort"):
+            optimizer.step()
+        assert not optimizer._prepared().torn
+        assert torch.equal(optimizer.state_dict()["state"]["step"], state["state"]["step"])
+
+    with ringcomm.local_world(2, timeout=20.0) as world:
+        world.run(work)
+
+
+def test_loading_mends_a_torn_optimizer():
+    param = values((600,), 1).requires_grad_()
+    optimizer = AdamW([param], options=SMALL_BUCKETS)
+    param.grad = torch.ones(600)
+    optimizer.step()
+    state, kept = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
+    optimizer._prepared().torn = True
+    with pytest.raises(RingcommError, match="failed halfway"):
+        optimizer.step()
+    with torch.no_grad():
+        param.copy_(kept)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert optimizer.steps_taken.item() == 2

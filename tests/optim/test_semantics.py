@@ -1,0 +1,236 @@
+"""What a training loop may do with torch's optimizers, it may do with these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ringcomm.errors import UnsupportedError
+from ringcomm.optim import Adam, AdamW, AdamWOptions
+from tests.optim.problems import SMALL_BUCKETS, Problem, loss_of, model, values
+
+Tensor = torch.Tensor
+FP32_SUMS = AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32)
+
+
+def follows(net: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Two trainings that rounded alike but for the last places."""
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("options", [SMALL_BUCKETS, FP32_SUMS], ids=["grads", "fp32 sums"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_training_loop_goes_as_with_torch(worlds, world, options, set_to_none):
+    theirs = model()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for step in range(8):
+        reference.zero_grad(set_to_none=set_to_none)
+        loss_of(theirs, step).backward()
+        reference.step()
+
+    def work(comm):
+        net = model()
+        optimizer = AdamW(net.parameters(), lr=1e-2, comm=comm, options=options)
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(net, step).backward()
+            optimizer.step()
+        return net
+
+    for net in worlds(world).run(work):
+        follows(net, theirs)
+
+
+SCHEDULERS = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "warm-up": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_change_lr_and_betas(worlds, name, tensor_lr):
+    def work(comm):
+        net, steps = model(), []
+        lr = torch.tensor(0.03125) if tensor_lr else 0.03125
+        optimizer = AdamW(net.parameters(), lr=lr, comm=comm)
+        scheduler = SCHEDULERS[name](optimizer)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+            scheduler.step()
+            steps.append(float(optimizer.param_groups[0]["lr"]))
+        return net, steps
+
+    theirs = model()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.03125)
+    scheduler = SCHEDULERS[name](reference)
+    expected = []
+    for step in range(8):
+        reference.zero_grad()
+        loss_of(theirs, step).backward()
+        reference.step()
+        scheduler.step()
+        expected.append(reference.param_groups[0]["lr"])
+    for net, steps in worlds(2).run(work):
+        assert steps == pytest.approx(expected, rel=1e-6)
+        follows(net, theirs)
+
+
+def test_a_tensor_lr_steps_as_the_number_and_is_read_anew():
+    problem, finals = Problem(), []
+    for lr in (0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)):
+        params = problem.params()
+        optimizer = AdamW(params, lr=lr)
+        for step in range(3):
+            problem.give(params, step, 0)
+            optimizer.step()
+            if isinstance(lr, Tensor):
+                lr.mul_(0.5)
+            else:
+                optimizer.param_groups[0]["lr"] *= 0.5
+        finals.append(params)
+    for params in finals[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(params, finals[0], strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned(worlds, world):
+    def work(comm):
+        net = model()
+        optimizer = AdamW(net.parameters(), comm=comm)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(net, 0)
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            losses = [float(optimizer.step(closure)) for _ in range(3)]
+        return losses
+
+    for losses in worlds(world).run(work):
+        assert losses[0] > losses[1] > losses[2]
+
+
+def test_hooks_are_called():
+    net, calls = model(), []
+    optimizer = AdamW(net.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("save"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["mine"]))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["pre", "post", "save", 1, "loaded"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_parameter_without_gradient_takes_no_step(worlds, world):
+    """Used on the last rank only it steps with that gradient; on none it does not."""
+
+    def gradient(shape, index, step, rank):
+        if index == 1 or (index == 4 and step == 1):
+            return None
+        if index == 5 and rank != world - 1:
+            return None
+        return torch.full(shape, 2.0 * (rank + 1))
+
+    problem = Problem(gradient=gradient)
+
+    def work(comm):
+        params = problem.params()
+        optimizer = problem.ours(params, comm)
+        for step in range(3):
+            problem.give(params, step, comm.rank)
+            optimizer.step()
+        return params, optimizer.full_state_dict()["state"]
+
+    expected = problem.params()
+    reference = problem.ours(expected, None)
+    for step in range(3):
+        problem.give_mean(expected, step, world)
+        if world == 2:  # the mean counts the rank that has none
+            expected[5].grad = torch.full((64,), 2.0)
+        reference.step()
+    for params, state in worlds(world).run(work):
+        assert torch.equal(params[1], values((700,), 1))
+        assert 1 not in state
+        assert [state[index]["step"].item() for index in (0, 4, 5)] == [3, 2, 3]
+        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_unused_zero_decays_and_steps_without_gradient(worlds, world):
+    options = AdamWOptions(unused="zero")
+
+    def gradient(shape, index, step, rank):
+        return None if index == 1 else torch.ones(shape)
+
+    problem = Problem(gradient=gradient)
+
+    def work(comm):
+        params = problem.params()
+        optimizer = problem.ours(params, comm, options)
+        problem.give(params, 0, comm.rank)
+        optimizer.step()
+        return params, optimizer.full_state_dict()["state"]
+
+    for params, state in worlds(world).run(work):
+        decay = torch.tensor(1 - 1e-3 * 1e-2, dtype=torch.float32)
+        assert torch.equal(params[1], values((700,), 1) * decay)
+        assert state[1]["step"].item() == 1
+
+
+def test_the_default_group_is_the_communicator(worlds):
+    def work(comm):
+        return AdamW([torch.ones(3).requires_grad_()]).communicator is comm
+
+    assert worlds(2).run(work) == [True, True]
+    assert AdamW([torch.ones(3).requires_grad_()]).communicator is None
+
+
+def test_groups_can_be_added_before_the_first_step_only():
+    first, second = (torch.ones(3).requires_grad_() for _ in range(2))
+    optimizer = AdamW([("first", first)], lr=0.5)
+    optimizer.add_param_group({"params": [("second", second)], "lr": 0.25})
+    first.grad, second.grad = torch.ones(3), torch.ones(3)
+    optimizer.step()
+    assert first[0].item() == pytest.approx(1 - 0.5 - 0.005)
+    assert second[0].item() == pytest.approx(1 - 0.25 - 0.0025)
+    with pytest.raises(UnsupportedError, match="add groups before it"):
+        optimizer.add_param_group({"params": [torch.ones(2).requires_grad_()]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_torchs_arguments_are_taken():
+    params = [torch.ones(2).requires_grad_()]
+    for kind, theirs in ((AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)):
+        settings: dict[str, Any] = {
+            "foreach": None,
+            "capturable": True,
+            "fused": True,
+            "maximize": True,
+        }
+        mine = kind(params, 0.1, (0.8, 0.9), 1e-7, 0.2, True, **settings)
+        other = theirs(params, 0.1, (0.8, 0.9), 1e-7, 0.2, True, **settings)
+        a, b = mine.param_groups[0], other.param_groups[0]
+        assert {k: v for k, v in a.items() if k != "params"} == {
+            k: v for k, v in b.items() if k != "params"
+        }
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    assert AdamW(params, betas=betas).param_groups[0]["betas"] == (0.5, 0.75)
