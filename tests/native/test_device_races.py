@@ -1,25 +1,33 @@
-"""What the CUDA kernels do, on host threads: under ThreadSanitizer, without it, and as mutants.
-
-All mutants are compiled into one program, which is told by its environment which one to be.
-"""
+"""What the CUDA kernels do, on host threads: under ThreadSanitizer, without it, and as mutants."""
 
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.native.mutants import (
+    ATOMICS,
+    ENDPOINT,
+    EVERYWHERE,
+    GATHER,
+    PACKET,
+    SCATTER,
+    SIGNAL,
+    SYNC,
+    VARIABLE,
+    Mutant,
+    Team,
+    without,
+    write_sources,
+)
 from tests.native.test_races import COMPILER, ROOT, compile_to, skip_without_sanitizer
 
 SOURCE = str(ROOT / "tests/native/device_race_test.cpp")
 NEAR_CLEARING = (1 << 24) - 6  # calls before the packets' flags are next cleared
 NEAR_WRAP = (1 << 32) - 6  # calls before they come around
-
-Team = tuple[int, int, int, int, int]
 
 # world, channels, lanes per block, rounds, calls so far
 TEAMS: list[Team] = [
@@ -48,36 +56,10 @@ LONG_TEAMS: list[Team] = [
 SMALL: Team = (2, 1, 2, 4, 0)
 RINGS: Team = (3, 2, 2, 4, 0)
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """`text` of a header below kernels/ becomes `replacement`, where CHOSEN: it is this mutant."""
-
-    header: str
-    text: str
-    replacement: str
-    teams: tuple[Team, ...] = (SMALL,)
-
-
-def without(header: str, sync: str, around: str, *teams: Team) -> Mutant:
-    """The mutant in which `sync` of `around` is missing."""
-    assert around.count(sync) == 1, around
-    return Mutant(header, around, around.replace(sync, f"if (!CHOSEN) {sync}"), teams or (SMALL,))
-
-
-SYNC = "e.team.sync();"
-PACKET, ENDPOINT, BODY = "include/ringcomm/packet.h", "include/ringcomm/endpoint.h", "cuda/body.h"
-ATOMICS, GATHER = "include/ringcomm/atomics.h", "include/ringcomm/all_gather.h"
-SCATTER, RING = "include/ringcomm/reduce_scatter.h", "include/ringcomm/ring.h"
-LOAD, STORE = "__atomic_load_n(word, __ATOMIC_", "__atomic_store_n(word, value, __ATOMIC_"
+BODY, RING = "cuda/body.h", "include/ringcomm/ring.h"
 
 MUTANTS = {
-    "acquire loads relaxed": Mutant(
-        ATOMICS, f"return {LOAD}ACQUIRE", f"return CHOSEN ? {LOAD}RELAXED) : {LOAD}ACQUIRE"
-    ),
-    "release stores relaxed": Mutant(
-        ATOMICS, f"{STORE}RELEASE", f"CHOSEN ? {STORE}RELAXED) : {STORE}RELEASE"
-    ),
+    **EVERYWHERE,
     "packets of the call before last": Mutant(
         PACKET,
         "return p.first_flag == flag &&",
@@ -130,9 +112,6 @@ MUTANTS = {
         "header, call.flag, sender);\n  }\n  return e.team.share(status);",
         "header, call.flag, sender);\n  }\n  return CHOSEN ? status : e.team.share(status);",
     ),
-    "sent before the team is done": without(
-        ENDPOINT, "team.sync();", "team.sync();\n    each_by_lanes(readers"
-    ),
     "shared before the team is done": without(
         ENDPOINT, "team.sync();", "team.sync();\n    each_by_lanes({1, world()}"
     ),
@@ -145,19 +124,10 @@ MUTANTS = {
     "acknowledged before all has been exchanged": without(
         "include/ringcomm/exchange.h", SYNC, f"{SYNC}\n  e.each_by_lanes(senders"
     ),
-    "acknowledged before all has been reduced": without(
-        SCATTER, SYNC, f"{SYNC}\n  e.each_by_lanes({{1, e.world()}}, [&](int p) {{ e.release("
-    ),
     "acknowledged before all went around": without(
         GATHER, SYNC, f"{SYNC}\n      if (e.team.lane() == 0) e.release(", RINGS
     ),
     "sources changed while lanes read them": without(SCATTER, SYNC, f"{SYNC}  // reduce_hop()"),
-    "slot reused before it was read": Mutant(
-        ENDPOINT, "epoch - v.layout.slots)", "epoch - (CHOSEN ? 64 : v.layout.slots))"
-    ),
-    "returned while peers read the buffer": Mutant(
-        ENDPOINT, "sent(s, reader) + items_sent;", "sent(s, reader) + (CHOSEN ? 0 : items_sent);"
-    ),
     "workspace read while it is filled": without(
         BODY, "team.sync();", "team.sync();\n  if (team.lane() == 0)\n    w.view ="
     ),
@@ -180,7 +150,7 @@ MUTANTS = {
         (RINGS,),
     ),
     "messages look at collectives": Mutant(
-        "include/ringcomm/signal.h",
+        SIGNAL,
         "if (mine.collective == Collective::kSend ||",
         "if (!CHOSEN && mine.collective == Collective::kSend ||",
         ((4, 1, 1, 20, 0), (2, 1, 2, 20, 0)),
@@ -208,11 +178,27 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the programs go; ThreadSanitizer works here."""
+def programs(tmp_path_factory):
+    """Paths of the programs by name, as futures: both cores compile, each test waits for its own.
+
+    Of the mutants' program, with number 0 none is chosen.
+    """
     folder = tmp_path_factory.mktemp("device_races")
     skip_without_sanitizer(folder)
-    return folder
+    mutants = folder / "mutants"
+    write_sources(mutants, MUTANTS, DAWDLING)
+    chosen = (f"-I{mutants}", "-include", str(mutants / "chosen.h"))
+    fast = ("-O2", "-fno-sanitize=thread")
+    with ThreadPoolExecutor(2) as pool:
+
+        def compiled(name: str, kernels: Path, *extra: str) -> Future[Path]:
+            return pool.submit(compile_to, folder / name, kernels / "include", SOURCE, extra=extra)
+
+        yield {
+            "sanitized": compiled("sanitized", ROOT / "kernels"),
+            "mutated": compiled("mutated", mutants / "kernels", *chosen),
+            "fast": compiled("fast", ROOT / "kernels", *fast),
+        }
 
 
 def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
@@ -221,7 +207,7 @@ def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProce
     environment = {
         **os.environ,
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
-        "CHOSEN_MUTANT": str(mutant),
+        VARIABLE: str(mutant),
     }
     command = [str(program), *map(str, team), str(timeout_ms)]
     return subprocess.run(
@@ -235,49 +221,24 @@ def assert_right(program: Path, teams: Sequence[Team]) -> None:
         assert (done.returncode, done.stdout) == (0, "ok\n"), f"{team}: {done.stderr[:4000]}"
 
 
-def test_no_race_and_right_results(folder):
-    program = folder / "sanitized"
-    compile_to(program, ROOT / "kernels/include", SOURCE)
+def test_no_race_and_right_results(programs):
+    program = programs["sanitized"].result()
     assert_right(program, TEAMS)
     assert_right(program, FAULT_TEAMS)
 
 
-def test_right_results_at_full_speed(folder):
-    program = folder / "fast"
-    extra = ("-O2", "-fno-sanitize=thread")
-    compile_to(program, ROOT / "kernels/include", SOURCE, extra=extra)
-    assert_right(program, LONG_TEAMS)
-
-
-def compile_mutants(folder: Path) -> Path:
-    """The program that is the mutant whose number, from 1, CHOSEN_MUTANT says; of 0, none."""
-    root = folder / "mutants"
-    for part in ("include", "cuda"):
-        shutil.copytree(ROOT / "kernels" / part, root / "kernels" / part)
-    for number, mutant in [(0, each) for each in DAWDLING] + list(enumerate(MUTANTS.values(), 1)):
-        header = root / "kernels" / mutant.header
-        source = header.read_text()
-        assert source.count(mutant.text) == 1, f"{header.name}: {mutant.text!r}, to be mutated"
-        replacement = mutant.replacement.replace("CHOSEN", f"(chosen_mutant == {number})")
-        header.write_text(source.replace(mutant.text, replacement))
-    (root / "chosen.h").write_text(
-        "#include <sched.h>\n#include <stdlib.h>\n#include <unistd.h>\n"
-        'inline const int chosen_mutant = atoi(getenv("CHOSEN_MUTANT"));\n'
-    )
-    program = root / "program"
-    extra = (f"-I{root}", "-include", str(root / "chosen.h"))
-    compile_to(program, root / "kernels/include", SOURCE, extra=extra)
-    return program
-
-
-def test_mutants_are_rejected(folder):
-    program = compile_mutants(folder)
+def test_mutants_are_rejected(programs):
+    program = programs["mutated"].result()
     assert_right(program, [SMALL, RINGS, (2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)])
 
     def survives(number: int) -> bool:
-        teams = list(MUTANTS.values())[number - 1].teams
+        teams = list(MUTANTS.values())[number - 1].teams or (SMALL,)
         return all(run(program, team, number).returncode == 0 for team in teams)
 
     with ThreadPoolExecutor(2) as pool:
         alive = list(pool.map(survives, range(1, len(MUTANTS) + 1)))
     assert [name for name, lives in zip(MUTANTS, alive, strict=True) if lives] == []
+
+
+def test_right_results_at_full_speed(programs):
+    assert_right(programs["fast"].result(), LONG_TEAMS)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.native.mutants import EVERYWHERE, SIGNAL, VARIABLE, Mutant, Team, write_sources
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 FLAGS = [
@@ -21,7 +23,7 @@ FLAGS = [
 ]
 
 # world, channels, lanes per team, rounds
-TEAMS = [
+TEAMS: list[Team] = [
     (1, 1, 2, 1),
     (2, 1, 1, 3),
     (2, 1, 2, 3),
@@ -32,61 +34,37 @@ TEAMS = [
     (8, 1, 1, 1),
 ]
 
-# What each mutant breaks: header, text, replacement, teams that show it.
+WAIT = "reached(load_acquire_sys(word_at(v, team.channel(), site)), want)"
 MUTANTS = {
-    "acquire loads relaxed": ("atomics.h", "__ATOMIC_ACQUIRE)", "__ATOMIC_RELAXED)"),
-    "release stores relaxed": ("atomics.h", "__ATOMIC_RELEASE)", "__ATOMIC_RELAXED)"),
-    "published before the team is done": (
-        "endpoint.h",
-        "team.sync();\n    each_by_lanes(readers, [&](int reader) {\n      if (gets_item(reader)) "
-        "pub",
-        "each_by_lanes(readers, [&](int reader) {\n      if (gets_item(reader)) pub",
-    ),
-    "slot reused before it was read": (
-        "endpoint.h",
-        "epoch - v.layout.slots)",
-        "epoch - 64)",
-    ),
-    "returned while peers read the buffer": (
-        "endpoint.h",
-        "const uint32_t epoch = sent(s, reader) + items_sent;",
-        "const uint32_t epoch = sent(s, reader) - 64 + 0 * items_sent;",
-    ),
-    "acknowledged before the team has read": (
-        "reduce_scatter.h",
-        "e.team.sync();\n  e.each_by_lanes({1, e.world()}, [&](int p) { e.release(",
-        "e.each_by_lanes({1, e.world()}, [&](int p) { e.release(",
-    ),
-    "data read without waiting": (
-        "signal.h",
-        "if (reached(load_acquire_sys(word_at(v, team.channel(), site)), want)) return",
-        "if (site.step <= 1 || reached(load_acquire_sys(word_at(v, team.channel(), site)), want)) "
-        "return",
+    **EVERYWHERE,
+    "data read without waiting": Mutant(
+        SIGNAL, f"if ({WAIT}) return", f"if ((CHOSEN && site.step <= 1) || {WAIT}) return"
     ),
 }
+SHOWING: list[Team] = [(2, 1, 2, 20), (4, 1, 2, 10)]
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def compile_to(output: Path, include: Path, *sources: str, extra: tuple[str, ...] = ()) -> None:
+def compile_to(output: Path, include: Path, *sources: object, extra: tuple[str, ...] = ()) -> Path:
     command = [
         str(COMPILER),
         *FLAGS,
         *extra,
         f"-I{ROOT}",
         f"-I{include}",
-        *sources,
+        *map(str, sources),
         "-o",
         str(output),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+    return output
 
 
 def skip_without_sanitizer(folder: Path) -> None:
-    probe = folder / "probe"
     (folder / "probe.cpp").write_text("int main() { return 0; }\n")
-    compile_to(probe, ROOT / "kernels/include", str(folder / "probe.cpp"))
+    probe = compile_to(folder / "probe", ROOT / "kernels/include", folder / "probe.cpp")
     if subprocess.run([str(probe)], capture_output=True, check=False).returncode != 0:
         pytest.skip("ThreadSanitizer does not run on this kernel")
 
@@ -96,53 +74,69 @@ def objects(tmp_path_factory):
     """The parts that no mutant touches."""
     folder = tmp_path_factory.mktemp("tsan")
     skip_without_sanitizer(folder)
-    include = ROOT / "kernels/include"
-    for name in ("isa_baseline", "waiter"):
-        compile_to(
-            folder / f"{name}.o", include, str(ROOT / f"kernels/host/{name}.cpp"), extra=("-c",)
-        )
+
+    def compile_part(name: str) -> None:
+        source = ROOT / f"kernels/host/{name}.cpp"
+        compile_to(folder / f"{name}.o", ROOT / "kernels/include", source, extra=("-c",))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_part, ("isa_baseline", "waiter")))
     return folder
 
 
-def build(folder: Path, name: str, include: Path) -> Path:
-    program = folder / name
-    test = str(ROOT / "tests/native/race_test.cpp")
-    compile_to(program, include, test, str(folder / "isa_baseline.o"), str(folder / "waiter.o"))
-    return program
+@pytest.fixture(scope="module")
+def programs(objects):
+    """Paths of the programs, as futures: the right one, and the one of all mutants."""
+    sources = [
+        ROOT / "tests/native/race_test.cpp",
+        objects / "isa_baseline.o",
+        objects / "waiter.o",
+    ]
+    mutants = objects / "mutants"
+    write_sources(mutants, MUTANTS)
+    chosen = ("-include", str(mutants / "chosen.h"))
+    right, mutated = ROOT / "kernels/include", mutants / "kernels/include"
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            "right": pool.submit(compile_to, objects / "right", right, *sources),
+            "mutated": pool.submit(
+                compile_to, objects / "mutated", mutated, *sources, extra=chosen
+            ),
+        }
 
 
-def run(program: Path, team: tuple[int, ...]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        VARIABLE: str(mutant),
+    }
     arguments = [str(program), *map(str, team)]
     return subprocess.run(
         arguments, capture_output=True, text=True, timeout=200, env=environment, check=False
     )
 
 
-def test_no_race_and_right_results(objects):
-    program = build(objects, "race_test", ROOT / "kernels/include")
-    for team in TEAMS:
+def assert_right(program: Path, teams: list[Team]) -> None:
+    for team in teams:
         done = run(program, team)
         assert (done.returncode, done.stdout) == (0, "ok\n"), f"{team}: {done.stderr[:4000]}"
 
 
-def mutant_survives(folder: Path, number: int, mutation: tuple[str, str, str]) -> bool:
-    header, text, replacement = mutation
-    include = folder / f"mutant{number}"
-    shutil.copytree(ROOT / "kernels/include", include)
-    source = (include / "ringcomm" / header).read_text()
-    assert source.count(text) >= 1, f"{header} no longer says {text!r}"
-    (include / "ringcomm" / header).write_text(source.replace(text, replacement))
-    program = build(folder, f"race_test_{number}", include)
-    return all(run(program, team).returncode == 0 for team in ((2, 1, 2, 20), (4, 1, 2, 10)))
+def test_no_race_and_right_results(programs):
+    assert_right(programs["right"].result(), TEAMS)
 
 
-def test_mutants_are_rejected(objects):
+def test_mutants_are_rejected(programs):
+    program = programs["mutated"].result()
+    assert_right(program, SHOWING)
+
+    def survives(number: int) -> bool:
+        return all(run(program, team, number).returncode == 0 for team in SHOWING)
+
     with ThreadPoolExecutor(2) as pool:
-        numbers = range(len(MUTANTS))
-        survives = pool.map(mutant_survives, [objects] * len(MUTANTS), numbers, MUTANTS.values())
-        survivors = [name for name, alive in zip(MUTANTS, survives, strict=True) if alive]
-    assert survivors == []
+        alive = list(pool.map(survives, range(1, len(MUTANTS) + 1)))
+    assert [name for name, lives in zip(MUTANTS, alive, strict=True) if lives] == []
 
 
 def test_schedule_compiles(tmp_path):
