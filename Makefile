@@ -15,8 +15,9 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 demo: $(VENV)/.native
 	$(BIN)/ringcomm demo
 
+# Two runs of pytest at once, of which one compiles.
 test: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tools.run_tests
 
 check: lint
 	$(BIN)/python -m pytest --ignore=tests/test_style.py
@@ -36,10 +37,10 @@ tsan: $(VENV)/.native $(VENV)/.tools
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.
-# make test takes all kernels for one architecture, and some for the others.
+# make test takes some of them, and each architecture with one at least.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/native/test_cuda_compile.py \
-	  tests/tl/test_compile.py tests/tl/test_device_compile.py
+	  tests/native/test_cuda_checks.py tests/tl/test_compile.py tests/tl/test_device_compile.py
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench

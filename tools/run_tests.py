@@ -1,0 +1,67 @@
+"""``make test``: the tests, those that mostly compile beside the others.
+
+Most tests wait: for ranks, interpreters and deadlines. What compiles would take a third of the
+time, so it runs in a pytest of its own at low priority, on what the others leave of the cores.
+``python -m pytest`` runs all tests one after the other.
+
+    python -m tools.run_tests [options of pytest]
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# None of them starts ranks, or has a deadline that a busy machine could miss.
+BESIDE = (
+    "tests/memory/test_kernel_build.py",
+    "tests/native/test_cuda_checks.py",
+    "tests/native/test_cuda_compile.py",
+    "tests/packaging/test_build.py",
+    "tests/test_style.py",
+    "tests/tl/test_compile.py",
+    "tests/tl/test_device_compile.py",
+)
+LOW_PRIORITY = ("nice", "-n", "10")
+# They may get little of the machine for as long as the others run.
+LIMIT_S = 900
+# Of pytest: no test was selected, which options like -k may mean for one part.
+NOTHING_RUN = 5
+
+
+def status_of(first: int, second: int) -> int:
+    """The exit status of both runs together."""
+    failed = [status for status in (first, second) if status not in (0, NOTHING_RUN)]
+    return failed[0] if failed else min(first, second)
+
+
+def run(beside: Sequence[str], others: Sequence[str]) -> int:
+    """Runs two commands at once, and shows the output of the first when both have ended."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        with subprocess.Popen(beside, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as started:
+            try:
+                second = subprocess.run(others, cwd=ROOT, check=False).returncode
+                first = started.wait()
+            except BaseException:
+                started.send_signal(signal.SIGINT)  # so that it ends what it has started
+                raise
+        output.seek(0)
+        print(output.read(), flush=True)
+    return status_of(first, second)
+
+
+def main(options: Sequence[str]) -> int:
+    pytest = [sys.executable, "-m", "pytest", *options]
+    return run(
+        [*LOW_PRIORITY, *pytest, f"--timeout={LIMIT_S}", *BESIDE],
+        [*pytest, *(f"--ignore={path}" for path in BESIDE)],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
