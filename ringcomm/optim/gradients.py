@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,20 @@ def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
             raise ArgumentError(f"{called}: expected a gradient of {kind} {wanted}, got {got}")
 
 
+class _Slot(NamedTuple):
+    """A parameter that has a place, and the addresses at which it and its gradient belong.
+
+    Addresses are kept, since asking a thousand views for theirs costs more than the step of small
+    parameters.
+    """
+
+    index: int
+    param: Tensor
+    param_ptr: int
+    view: Tensor
+    view_ptr: int
+
+
 class Gradients:
     """The gradients of laid-out parameters, as ``p.grad`` has them.
 
@@ -49,11 +64,17 @@ class Gradients:
         self._params = params
         self._layout = layout
         self._buckets = buckets
-        self._trainable = [
+        self._slots = [
+            _Slot(index, params[index], params[index].data_ptr(), view, view.data_ptr())
+            for index, view in buckets.grads.items()
+        ]
+        # Trainable ones without elements: they have steps, but no place.
+        self._empty = [
             index
             for index, spec in enumerate(layout.params)
-            if spec.trainable and spec.tied_to is None
+            if spec.trainable and spec.tied_to is None and not spec.elems
         ]
+        self._frozen = [index for index, spec in enumerate(layout.params) if not spec.trainable]
 
     def label(self, index: int) -> str:
         """How messages call a parameter."""
@@ -66,37 +87,38 @@ class Gradients:
             ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
                 bucket, or was frozen when the buckets were laid out.
         """
-        for index, view in self._buckets.params.items():
-            if self._params[index].data_ptr() != view.data_ptr():
+        for index, param, param_ptr, view, view_ptr in self._slots:
+            if param.data_ptr() != param_ptr:
                 raise ArgumentError(
                     f"{self.label(index)}: its memory was replaced after it had been moved to its "
                     "bucket (by .to(), .data = or the like); change values in place, with copy_()"
                 )
-        for index, spec in enumerate(self._layout.params):
-            grad = self._params[index].grad
-            if grad is None:
+            grad = param.grad
+            if grad is None or (grad is view and grad.data_ptr() == view_ptr):
                 continue
-            if not spec.trainable:
+            check_gradient(grad, param, self.label(index))
+        for index in self._frozen:
+            if self._params[index].grad is not None:
                 raise ArgumentError(
                     f"{self.label(index)}: has a gradient, but it required none when the buckets "
                     "were laid out at the first step; build a new optimizer to train it"
                 )
-            check_gradient(grad, self._params[index], self.label(index))
 
     def collect(self) -> list[float]:
         """Brings all gradients into the buckets; returns 1.0 for each parameter that has one."""
         active = [0.0] * len(self._params)
-        for index in self._trainable:
-            param, view = self._params[index], self._buckets.grads.get(index)
+        for index, param, _, view, view_ptr in self._slots:
             grad = param.grad
-            active[index] = 0.0 if grad is None else 1.0
-            if view is None:  # it has no elements
-                continue
             if grad is None:
                 view.zero_()
-            elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-                view.copy_(grad.detach())
+                continue
+            active[index] = 1.0
+            if grad is not view or grad.data_ptr() != view_ptr:
+                if grad.data_ptr() != view_ptr or grad.stride() != view.stride():
+                    view.copy_(grad.detach())
                 param.grad = view
+        for index in self._empty:
+            active[index] = 0.0 if self._params[index].grad is None else 1.0
         return active
 
     def zero(self) -> None:
@@ -120,10 +142,6 @@ class Gradients:
         """Sets all gradients to None."""
         for param in self._params:
             param.grad = None
-
-    def flats(self) -> list[Tensor]:
-        """What a check for infinities has to look at."""
-        return [param.grad for param in self._params if param.grad is not None]
 
 
 class Accumulator:
@@ -208,14 +226,14 @@ class AccumulatedGradients(Gradients):
         accumulator.settle(params, buckets.grads)
 
     def collect(self) -> list[float]:
-        for index in self._trainable:
-            # Set by hand, without a backward.
-            self._accumulator.add(self._params[index], self.label(index))
         active = [0.0] * len(self._params)
-        for index in self._trainable:
-            has = self._accumulator.has(self._params[index])
-            active[index] = 1.0 if has else 0.0
-            view = self._buckets.grads.get(index)
-            if view is not None and not has:
+        for index, param, _, view, _ in self._slots:
+            # Set by hand, without a backward.
+            self._accumulator.add(param, self.label(index))
+            if self._accumulator.has(param):
+                active[index] = 1.0
+            else:
                 view.zero_()
+        for index in self._empty:
+            active[index] = 1.0 if self._accumulator.has(self._params[index]) else 0.0
         return active

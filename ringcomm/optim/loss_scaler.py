@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -77,7 +78,7 @@ class LossScaler:
         # Clean steps in a row, and overflows to come before one lowers the scale.
         self._clean = torch.zeros((), dtype=torch.int64, device=device)
         self._credit = torch.full((), self.options.hysteresis, dtype=torch.int64, device=device)
-        self._owner: int | None = None
+        self._owner: weakref.ref[object] | None = None
 
     @property
     def current(self) -> Tensor:
@@ -94,12 +95,13 @@ class LossScaler:
         Raises:
             ArgumentError: another one owns it.
         """
-        if self._owner not in (None, id(owner)):
+        before = self._owner() if self._owner is not None else None
+        if before not in (None, owner):
             raise ArgumentError(
                 "loss_scaler: belongs to another optimizer, whose steps move its scale; give each "
                 "optimizer its own"
             )
-        self._owner = id(owner)
+        self._owner = weakref.ref(owner)
 
     def update(self, found_inf: Tensor) -> None:
         """Moves the scale after a step, with no host synchronisation.

@@ -63,6 +63,11 @@ class ShardedAdam(torch.optim.Optimizer):
         defaults["betas"] = _numbers(defaults["betas"])
         super().__init__(params, defaults)
         if loss_scaler is not None:
+            if loss_scaler.current.device != device:
+                raise ArgumentError(
+                    f"{type(self).__name__}: loss_scaler: expected one on {device}, got one on "
+                    f"{loss_scaler.current.device}; pass it device="
+                )
             loss_scaler.bind(self)
 
     @property
@@ -78,12 +83,18 @@ class ShardedAdam(torch.optim.Optimizer):
     @property
     def steps_taken(self) -> Tensor:
         """float64, a scalar on the device: steps that were not skipped."""
-        return self._prepared().table.control[table.STEPS].clone()
+        return self._count(table.STEPS)
 
     @property
     def skipped_steps(self) -> Tensor:
         """float64, a scalar on the device: steps that changed nothing, for an overflow."""
-        return self._prepared().table.control[table.SKIPPED].clone()
+        return self._count(table.SKIPPED)
+
+    def _count(self, column: int) -> Tensor:
+        # Preparing is collective, and a look at a number must not be.
+        if self._sharded is None:
+            return torch.zeros((), dtype=torch.float64, device=self._setting.device)
+        return self._sharded.table.control[column].clone()
 
     def prepare(self) -> None:
         """Lays out the buckets and moves the parameters into them; collective.
@@ -243,7 +254,10 @@ class ShardedAdam(torch.optim.Optimizer):
             bucket.refresh_master()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the state; see :mod:`ringcomm.optim.state`."""
+        """This rank's shard, of the form that :mod:`ringcomm.optim.shards` describes.
+
+        Its tensors are no copies, as in torch. Collective if the first step is still to come.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         saved = state.save(self._prepared())

@@ -131,8 +131,15 @@ def frozen_gradient(param: Tensor) -> None:
     param.grad = torch.ones(3)
 
 
+def wide_gradient(param: Tensor) -> None:
+    param.grad = None
+    param.grad_dtype = torch.float64  # torch's own leave for a gradient of another dtype
+    param.grad = torch.ones(3, dtype=torch.float64)
+
+
 GRADIENTS: dict[str, tuple[bool, Callable[[Tensor], None], type[Exception], str]] = {
     "sparse": (True, sparse_gradient, UnsupportedError, "expected a dense gradient"),
+    "dtype": (True, wide_gradient, ArgumentError, r"expected a gradient of dtype torch\.float32"),
     "frozen": (False, frozen_gradient, ArgumentError, "it required none when the buckets"),
 }
 
@@ -153,8 +160,10 @@ def test_a_bad_gradient_changes_nothing(name, clip):
         optimizer.clip_grad_norm_(1.0) if clip else optimizer.step()
     assert_same_state(optimizer.full_state_dict(), before[0])
     assert torch.equal(good, before[1])
+    # The other's gradient is still there.
     bad.grad = None
     optimizer.step()
+    assert optimizer.steps_taken.item() == 2
 
 
 def test_a_sparse_gradient_is_refused_where_sums_are_in_fp32():

@@ -119,8 +119,10 @@ def test_bad_options_are_refused(name, value):
 
 
 def test_it_belongs_to_one_optimizer():
-    scaler, first, second = LossScaler(), object(), object()
+    scaler, first, second = LossScaler(), torch.nn.Module(), torch.nn.Module()
     scaler.bind(first)
     scaler.bind(first)
     with pytest.raises(ArgumentError, match="belongs to another optimizer"):
         scaler.bind(second)
+    del first
+    scaler.bind(second)
