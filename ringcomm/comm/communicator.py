@@ -135,6 +135,11 @@ class Communicator(Coalesced, Exchanges, Messages):
         """Where the tensors of this communicator's calls are."""
         return torch.device("cpu")
 
+    @property
+    def heap_device(self) -> torch.device:
+        """What :func:`ringcomm.empty` takes for tensors that its calls move without a copy."""
+        return torch.device("cpu")
+
     @classmethod
     def _meet(cls, membership: Membership, heap_bytes: int | None = None) -> Communicator:
         """Rendezvous of the members; ``membership.heaps`` is filled in here."""

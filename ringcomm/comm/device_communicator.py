@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from ringcomm import _native
 from ringcomm.comm import device_retired
 from ringcomm.comm.calls import Membership
@@ -85,6 +87,10 @@ class DeviceCommunicator(DeviceMessages, Communicator):
     def plan(self) -> Plan:
         """The algorithm and the rings that "auto" and "ring" use, and why."""
         return self._plan
+
+    @property
+    def heap_device(self) -> torch.device:
+        return torch.device("cuda", self._device_index)
 
     @classmethod
     def _meet_on(

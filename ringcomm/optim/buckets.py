@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcomm.comm.communicator import Communicator
 from ringcomm.memory.heap import zeros
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -54,6 +55,25 @@ class ShardState:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's memory is.
+
+    Attributes:
+        plain: what torch calls the device of tensors there.
+        heap: what :func:`ringcomm.zeros` calls it.
+    """
+
+    plain: torch.device
+    heap: torch.device
+
+    @classmethod
+    def of(cls, comm: Communicator | None) -> Place:
+        """That of a communicator's tensors; None: the host's."""
+        host = torch.device("cpu")
+        return cls(host, host) if comm is None else cls(comm.device, comm.heap_device)
+
+
 class Bucket:
     """One bucket's memory on this rank.
 
@@ -75,18 +95,18 @@ class Bucket:
         layout: BucketLayout,
         chunk: Chunk,
         options: AdamWOptions,
-        place: torch.device,
+        place: Place,
     ) -> None:
         self.number = number
         self.layout = layout
         self.chunk = chunk
         # Zero the padding, which collectives move and norms read; nothing writes it later.
-        self.params = zeros(layout.elems, dtype=layout.dtype, device=place)
+        self.params = zeros(layout.elems, dtype=layout.dtype, device=place.heap)
         self.grads = zeros(
-            layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=place
+            layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=place.heap
         )
-        self.segments = layout.segment_table(place)
-        self.state = ShardState.zeros(layout, chunk, options.master, place)
+        self.segments = layout.segment_table(place.plain)
+        self.state = ShardState.zeros(layout, chunk, options.master, place.plain)
         self.grad_shard: Tensor | None = None
 
     @property
@@ -131,7 +151,7 @@ class Buckets:
         rank: int,
         world_size: int,
         options: AdamWOptions,
-        place: torch.device,
+        place: Place,
     ) -> None:
         self._buckets = [
             Bucket(number, bucket, bucket.chunk(rank, world_size), options, place)

@@ -11,7 +11,7 @@ from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.kernels import Kernels
+from ringcomm.optim.kernels import Kernels, shard_of
 from ringcomm.optim.norms import kind_code
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.table import StepTable
@@ -102,30 +102,5 @@ class HostKernels(Kernels):
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.number)
         if shard is None:
-            shard = self._shards[bucket.number] = self._describe(bucket)
+            shard = self._shards[bucket.number] = shard_of(bucket, self._factors_ptr, self._options)
         return shard
-
-    def _describe(self, bucket: Bucket) -> _native.AdamWShard:
-        state = bucket.state
-
-        def ptr_of(tensor: Tensor | None) -> int:
-            return 0 if tensor is None else tensor.data_ptr()
-
-        return _native.AdamWShard(
-            segments=bucket.segments.data_ptr(),
-            segment_count=len(bucket.segments),
-            factors=self._factors_ptr,
-            bucket_elems=bucket.layout.elems,
-            begin=bucket.chunk.begin,
-            elems=bucket.chunk.elems,
-            master=ptr_of(state.master),
-            remainder=ptr_of(state.remainder),
-            exp_avg=ptr_of(state.exp_avg),
-            exp_avg_sq=ptr_of(state.exp_avg_sq),
-            max_exp_avg_sq=ptr_of(state.max_exp_avg_sq),
-            params=bucket.params.data_ptr(),
-            param_dtype=DTYPE_CODES[bucket.layout.dtype],
-            stochastic=self._options.rounding == "stochastic",
-            seed=self._options.seed,
-            bucket=bucket.number,
-        )

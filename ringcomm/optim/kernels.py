@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.reduce_ops import DTYPE_CODES
+from ringcomm.comm.reduce_ops import DTYPE_CODES
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.options import AdamWOptions
@@ -56,13 +59,49 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
     Raises:
         UnsupportedError: there are none.
     """
-    device = table.control.device
-    if options.kernels != "native" or device.type != "cpu":
-        raise UnsupportedError(
-            f"optimizer: there are no {options.kernels} kernels for parameters on {device} yet; "
-            'use kernels="native" and parameters on the CPU'
-        )
-    # Not at the top: that module is built on this one.
+    on_device = comm is not None and comm.launches
+    # Not at the top: these modules are built on this one.
+    if options.kernels == "triton":
+        if on_device:
+            raise UnsupportedError(
+                f"optimizer: there are no triton kernels for parameters on {table.control.device} "
+                'yet; use kernels="native"'
+            )
+        from ringcomm.optim.triton_kernels import TritonKernels
+
+        return TritonKernels(comm, options, table)
+    from ringcomm.optim.device_kernels import DeviceKernels
     from ringcomm.optim.host_kernels import HostKernels
 
+    if comm is not None and on_device:
+        return DeviceKernels(comm, options, table)
     return HostKernels(comm, options, table)
+
+
+def shard_of(
+    bucket: Bucket, factors_ptr: int, options: AdamWOptions
+) -> _native.AdamWShard:
+    """What the native kernels know of a bucket and this rank's shard of it."""
+    state = bucket.state
+
+    def ptr_of(tensor: Tensor | None) -> int:
+        return 0 if tensor is None else tensor.data_ptr()
+
+    return _native.AdamWShard(
+        segments=bucket.segments.data_ptr(),
+        segment_count=len(bucket.segments),
+        factors=factors_ptr,
+        bucket_elems=bucket.layout.elems,
+        begin=bucket.chunk.begin,
+        elems=bucket.chunk.elems,
+        master=ptr_of(state.master),
+        remainder=ptr_of(state.remainder),
+        exp_avg=ptr_of(state.exp_avg),
+        exp_avg_sq=ptr_of(state.exp_avg_sq),
+        max_exp_avg_sq=ptr_of(state.max_exp_avg_sq),
+        params=bucket.params.data_ptr(),
+        param_dtype=DTYPE_CODES[bucket.layout.dtype],
+        stochastic=options.rounding == "stochastic",
+        seed=options.seed,
+        bucket=bucket.number,
+    )

@@ -13,7 +13,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.optim import prepare, table
-from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.buckets import Buckets, Place
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import make_kernels
 from ringcomm.optim.layout import ShardLayout
@@ -99,7 +99,7 @@ class ShardedStep:
         if comm is not None:
             prepare.check_ranks(comm, self.layout, groups, options)
         self.buckets = Buckets(
-            self.layout, setting.rank, setting.world_size, options, setting.device
+            self.layout, setting.rank, setting.world_size, options, Place.of(comm)
         )
         prepare.move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
         self.gradients = (

@@ -10,6 +10,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import default_communicator, is_initialized
+from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import state, table, torch_state
 from ringcomm.optim.gradients import Accumulator
@@ -54,9 +55,13 @@ class ShardedAdam(torch.optim.Optimizer):
         options = options or AdamWOptions()
         if comm is None and is_initialized():
             comm = default_communicator(type(self).__name__)
+        params = _listed(params)
+        if comm is None:
+            comm = _alone_on_device(params)
         device = torch.device("cpu") if comm is None else comm.device
         self.communicator = comm
-        alone = comm is None or comm.world_size == 1
+        # On a device a communicator launches the kernels, be it of one rank.
+        alone = comm is None or (comm.world_size == 1 and not comm.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
         self._setting = Setting(None if alone else comm, device, options, loss_scaler, accumulator)
         self._sharded: ShardedStep | None = None
@@ -315,6 +320,17 @@ class ShardedAdam(torch.optim.Optimizer):
 def _listed(params: Any) -> Any:
     """Parameters that can be read twice."""
     return params if isinstance(params, (Tensor, set, str)) else list(params)
+
+
+def _alone_on_device(params: Any) -> Communicator | None:
+    """A communicator of one rank on the GPU that the first parameter is on; None for the CPU's."""
+    first = next(iter(params), None) if isinstance(params, list) else None
+    while isinstance(first, (dict, tuple, list)):
+        inside = first["params"] if isinstance(first, dict) else first[1:]
+        first = inside if isinstance(inside, Tensor) else next(iter(inside), None)
+    if not isinstance(first, Tensor) or first.device.type != "cuda":
+        return None
+    return local_world(1, device=first.device)[0]
 
 
 def _numbers(betas: Any) -> Any:

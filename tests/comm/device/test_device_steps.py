@@ -1,0 +1,92 @@
+"""The sharded optimizer on devices steps as on the host, bit for bit, in every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm.optim import AdamW, AdamWOptions
+from tests.support.device_worlds import OPTIONS, Devices
+
+# The ring's pieces are whole blocks of 512 elements.
+COMM = OPTIONS.__class__(timeout=20.0, segment_bytes=4096, channels=2)
+SHAPES = ((700,), (3, 5), (40, 41), ())
+STEPS = 3
+
+
+def values(dtype: torch.dtype, rank: int, turn: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def train(comm, dtype, options, clip, groups=None):
+    """The parameters after some steps, in one of which a parameter has no gradient."""
+    params = [torch.nn.Parameter(each.to(comm.device)) for each in values(dtype, 99, 99)]
+    decay, no_decay = {"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}
+    optimizer = AdamW([decay, {**no_decay, **(groups or {})}], lr=1e-2, comm=comm, options=options)
+    norms = []
+    for turn in range(STEPS):
+        for param, grad in zip(params, values(dtype, comm.rank, turn), strict=True):
+            param.grad = grad.to(comm.device)
+        if turn == 1:
+            params[1].grad = None
+        if clip:
+            norms.append(optimizer.clip_grad_norm_(0.5).clone())
+        optimizer.step()
+    return [param.detach().clone() for param in params], norms
+
+
+def on_host(world_size, *arguments):
+    with ringcomm.local_world(world_size, timeout=20.0, options=COMM) as world:
+        return world.run(lambda comm: train(comm, *arguments))[0]
+
+
+def same_as_on_host(devices: Devices, world_size, dtype, options, clip=False, groups=None):
+    arguments = (dtype, options, clip, groups)
+    with devices.host_tensors():
+        wanted, norms = on_host(world_size, *arguments)
+
+    def body(comm):
+        got, found = train(comm, *arguments)
+        comm._finish_host_side()
+        return [each.cpu() for each in got], [each.cpu() for each in found]
+
+    for got, found in devices.run(devices.world(world_size, options=COMM), body):
+        assert all(map(torch.equal, got, wanted))
+        assert all(map(torch.equal, found, norms)), (found, norms)
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_form(devices, world_size, algorithm, clip):
+    same_as_on_host(
+        devices, world_size, torch.float32, AdamWOptions(algorithm=algorithm), clip=clip
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        AdamWOptions(),
+        AdamWOptions(master="remainder"),
+        AdamWOptions(master="none", rounding="stochastic", seed=7),
+        AdamWOptions(accumulate_dtype=torch.float32, check_finite=True),
+    ],
+    ids=["master", "remainder", "stochastic", "accumulated"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(devices, dtype, options):
+    if dtype is torch.float16 and options.master == "remainder":
+        pytest.skip("a remainder is the low half of an FP32 number, and float16 is not the high one")
+    same_as_on_host(devices, 2, dtype, options)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [{"amsgrad": True}, {"maximize": True, "betas": (0.3, 0.9)}],
+    ids=["amsgrad", "maximize and beta1 below a half"],
+)
+def test_branches_of_the_update(devices, groups):
+    same_as_on_host(devices, 2, torch.float32, AdamWOptions(), groups=groups)
