@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
 # One that moves; of those that reduce, the widest and the one with the most registers and
-# instructions, where spills and narrow accesses show first. What an architecture can change of the
-# protocol, the widths and the orders, shows in the one that moves.
-REPRESENTATIVES = ("move", "reduce_float16", "reduce_uint8")
+# instructions, where spills and narrow accesses show first; one optimizer. What an architecture can
+# change of the protocol, the widths and the orders, shows in the one that moves.
+REPRESENTATIVES = ("move", "reduce_float16", "reduce_uint8", "adamw_bfloat16")
 MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
 for target in OTHER_TARGETS:
     MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else ["move"])]
