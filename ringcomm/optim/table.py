@@ -43,6 +43,8 @@ class StepTable:
         self.step = torch.zeros(params, dtype=torch.float64, device=place)
         self.factors = torch.zeros(params, FACTORS_BYTES, dtype=torch.uint8, device=place)
         self._rows: list[list[float]] = []
+        self._given: list[float] = []
+        self._here = torch.zeros_like(self.active)
 
     def write_hyper(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
@@ -56,7 +58,12 @@ class StepTable:
 
     def write_active(self, active: list[float]) -> None:
         """Takes which parameters have a gradient here."""
-        self.active.copy_(torch.tensor(active, dtype=torch.float64))
+        if active != self._given:
+            self._given = active
+            self._here.copy_(torch.tensor(active, dtype=torch.float64))
+        # Anew, since the ranks reduce it in place. Usually nothing comes from the host, so that a
+        # graph can record the step.
+        self.active.copy_(self._here)
 
 
 def _row(group: Mapping[str, Any]) -> list[float]:
