@@ -25,8 +25,11 @@ STREAMS: dict[str, int]
 STRUCTURES: dict[str, int]
 """Offsets "structure.field" and sizes "structure", in bytes, of what the Triton kernels touch."""
 
+OPTIMIZER_STRUCTURES: dict[str, int]
+"""The same of what an AdamW step works on (kernels/include/ringcomm/adamw.h)."""
+
 def call_words(
-    match_bytes: int, collective: int, dtype: int, redop: int, algorithm: int
+    match_bytes: int, collective: int, dtype: int, redop: int, algorithm: int, root: int = -1
 ) -> tuple[int, int, int, int]:
     """What a header of a call of Triton kernels holds behind its sequence number."""
 

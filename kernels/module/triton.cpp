@@ -169,13 +169,6 @@ void bind_triton(nb::module_& m) {
   m.attr("STREAMS") = streams;
   m.def("call_words", &call_words, nb::arg("match_bytes"), nb::arg("collective"), nb::arg("dtype"),
         nb::arg("redop"), nb::arg("algorithm"), nb::arg("root") = -1);
-  // A shard as the kernels read it in memory.
-  m.def(
-      "shard_bytes",
-      [](const AdamWShard& shard) {
-        return nb::bytes(reinterpret_cast<const char*>(&shard), sizeof(shard));
-      },
-      nb::arg("shard"));
   // For tests, which hold the arithmetic of kernels/tl against it.
   m.def(
       "layout_offset",

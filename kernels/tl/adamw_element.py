@@ -108,8 +108,11 @@ def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
     v = fused_multiply_add(factors[6] * g, g, v * factors[5])
     root = v
     if KEEPS_MAX:
-        v_max = tl.where((v_max > v) | (v_max != v_max), v_max, v)
-        root = tl.where((flags & AMSGRAD) != 0, v_max, v)
+        # As torch.maximum: a NaN of either wins.
+        larger = tl.where((v_max > v) | (v_max != v_max), v_max, v)
+        uses_max = (flags & AMSGRAD) != 0
+        v_max = tl.where(uses_max, larger, v_max)
+        root = tl.where(uses_max, larger, v)
     denominator = tl.div_rn(tl.sqrt_rn(root), factors[8]) + factors[9]
     p = p + tl.div_rn(factors[7] * m, denominator)
     return p, m, v, v_max

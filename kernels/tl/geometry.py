@@ -37,8 +37,18 @@ class Geometry:
         """What a piece of a slice carries."""
         return self.cut_bytes or self.segment_bytes
 
-    def cut_by_blocks(self, elem_bytes: int) -> Geometry:
-        """Channels and pieces in whole blocks of the optimizer; see cut_by_blocks() of buckets.h."""
+    @property
+    def blocks_of_2(self) -> Geometry:
+        """Channels and pieces in whole blocks of the optimizer, of elements of 2 bytes; see
+        cut_by_blocks() of buckets.h. A property, since compiled kernels ask for it."""
+        return self._cut_by_blocks(2)
+
+    @property
+    def blocks_of_4(self) -> Geometry:
+        """The same of 4 bytes."""
+        return self._cut_by_blocks(4)
+
+    def _cut_by_blocks(self, elem_bytes: int) -> Geometry:
         block = ADAMW_BLOCK_ELEMS * elem_bytes
         return replace(self, line_bytes=block, cut_bytes=self.segment_bytes // block * block)
 

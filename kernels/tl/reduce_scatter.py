@@ -140,29 +140,52 @@ def finish_ring(ws, before, after, items, status, G: tl.constexpr):
 
 
 @triton.jit
-def reduce_hop(
-    ws, target, own, before, count, step, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr
-):
+def reduce_hop(ws, target, own, before, count, step, status, DTYPE: tl.constexpr):
     """The partial sum that arrived (from step 1 on) plus this rank's version, rounded."""
     if status == 0:
         if step == 0:
-            reduce(target, (own,), count, DTYPE, DIVISOR)
+            reduce(target, (own,), count, DTYPE, 1)
         else:
-            reduce(target, (of_peer(ws, before, SOURCE), own), count, DTYPE, DIVISOR)
+            reduce(target, (of_peer(ws, before, SOURCE), own), count, DTYPE, 1)
 
 
 @triton.jit
-def reduce_scatter_ring(
-    ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
-):
-    """The schedule of the ring form; ``out`` is the address of this rank's result."""
+def store_sum(kept, out, sources, begin, size_bytes, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
+    """The last hop of a reduce-scatter: the sum goes to its place."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    reduce(out + begin, sources, (size_bytes // ITEM).to(tl.int32), DTYPE, DIVISOR)
+    return kept
+
+
+@triton.jit
+def reduce_ring(
+    ws, chunks, out, kept, status, DTYPE: tl.constexpr, FINISH: tl.constexpr, KIND: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """The schedule of the ring form, whatever becomes of the sums.
+
+    Args:
+        ws: the block's state.
+        chunks: an even cut.
+        out: for FINISH.
+        kept: a value that FINISH takes and returns, from piece to piece.
+        status: of the call so far.
+        DTYPE: of the elements, and of the partial sums that travel.
+        FINISH: of the last hop: FINISH(kept, out, sources, begin, size_bytes, DTYPE, KIND), with
+            the addresses of a partial sum and of this rank's version of ``size_bytes`` bytes that
+            begin ``begin`` bytes behind its chunk.
+        KIND: for FINISH.
+        G: the communicator's Geometry.
+
+    Returns:
+        kept and the status.
+    """
     HOPS: tl.constexpr = G.world - 1
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     position = ring_position(ws, G)
     after = ring_rank(ws, (position + 1) % G.world, G)
     before = ring_rank(ws, (position + HOPS) % G.world, G)
     whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], get(ws, RANK))
-    mine, _ = slice_for(ws, chunks, get(ws, RANK), G)
     # Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
     _, longest = slice_for(ws, chunks, position * 0, G)
     rounds = pieces_of(longest, G)
@@ -172,7 +195,7 @@ def reduce_scatter_ring(
         for t in range(HOPS + 1):
             owner = ring_rank(ws, (position + 2 * G.world - 1 - t) % G.world, G)
             address, size_bytes = slice_for(ws, chunks, owner, G)
-            count = (piece_bytes(size_bytes, j, G) // ITEM).to(tl.int32)
+            here = piece_bytes(size_bytes, j, G)
             own = address + j * G.piece_bytes
             item = j * HOPS + t
             if t > 0:
@@ -182,16 +205,27 @@ def reduce_scatter_ring(
                 )
             if t < HOPS:
                 slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
-                reduce_hop(ws, slot + SLOT_HEADER, own, before, count, t, status, DTYPE, 1)
+                count = (here // ITEM).to(tl.int32)
+                reduce_hop(ws, slot + SLOT_HEADER, own, before, count, t, status, DTYPE)
                 if status == 0:
                     publish_release_sys(ws, PAIR, after, item, G)
             else:
-                target = out + (mine - whole) + j * G.piece_bytes
-                reduce_hop(ws, target, own, before, count, t, status, DTYPE, DIVISOR)
+                if status == 0:
+                    sources = (of_peer(ws, before, SOURCE), own)
+                    kept = FINISH(kept, out, sources, own - whole, here, DTYPE, KIND)
             tl.debug_barrier()
             if t > 0:
                 release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
     finish_ring(ws, before, after, rounds * HOPS, status, G)
+    return kept, status
+
+
+@triton.jit
+def reduce_scatter_ring(
+    ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
+):
+    """The ring form; ``out`` is the address of this rank's result."""
+    _, status = reduce_ring(ws, chunks, out, status, status, DTYPE, store_sum, DIVISOR, G)
     return status
 
 

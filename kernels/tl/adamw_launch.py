@@ -1,0 +1,150 @@
+"""What of the optimizer's kernels the host decides: what they are compiled for, and launches.
+
+The collectives are plans for :func:`ringcomm._tl.launch.launch`. Their ``out_ptr`` is the address
+of a record that the device reads: an AdamWShard, or for a reduce-scatter two addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from ringcomm import _native
+
+from .adamw_all_gather import adamw_all_gather_kernel
+from .adamw_kind import NormKind, ShardKind
+from .adamw_shard import adamw_shard_kernel
+from .grad_norm import grad_norm_kernel
+from .hooks import IS_INTERPRETED, interpreting, lives
+from .launch import DTYPES, Plan
+from .moving import NUM_WARPS
+from .reduce_scatter_adamw_all_gather import reduce_scatter_adamw_all_gather_kernel
+from .reduce_scatter_norm import reduce_scatter_norm_kernel
+
+__all__ = [
+    "launch_adamw_shard",
+    "launch_grad_norm",
+    "plan_adamw_all_gather",
+    "plan_one_pass",
+    "plan_reduce_scatter_norm",
+    "shard_kind",
+]
+
+# A product and a sum must not become one operation where the kernels do not say so.
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+# Of the kernels of one rank, a choice, not swept: four for each multiprocessor of the largest GPUs.
+# In the interpreter blocks run one after another.
+PROGRAMS = 2 if IS_INTERPRETED else 528
+# Elements for which another program pays.
+_PROGRAM_ELEMS = 1024
+
+
+def shard_kind(
+    grad: str, param: str, op: str, world: int, *, master: str, keeps_max: bool, stochastic: bool
+) -> ShardKind:
+    """What the kernels of a shard are compiled for.
+
+    Args:
+        grad: dtype of the gradients, as the native module names it.
+        param: of the parameters.
+        op: "SUM" or "AVG".
+        world: size.
+        master: "fp32", "remainder" or "none"; FP32 parameters are their own.
+        keeps_max: the shard has max_exp_avg_sq.
+        stochastic: how 16-bit parameters are rounded.
+    """
+    own = param == "float32"
+    return ShardKind(
+        DTYPES[grad],
+        DTYPES[param],
+        "own" if own else master,
+        keeps_max,
+        stochastic and not own,
+        world if op == "AVG" else 1,
+    )
+
+
+def _is_ring(algorithm: int) -> bool:
+    return algorithm == _native.ALGORITHMS["ring"]
+
+
+def _name_of(dtype: Any) -> str:
+    return next(name for name, known in DTYPES.items() if known is dtype)
+
+
+def _words(
+    collective: str, elems: int, grad: str, op: str, result: str, algorithm: int
+) -> tuple[int, int, int, int]:
+    return _native.call_words(
+        match_bytes=elems,
+        collective=_native.COLLECTIVES[collective],
+        dtype=_native.DTYPES[grad],
+        redop=_native.OPS[op],
+        algorithm=algorithm,
+        root=_native.DTYPES[result],
+    )
+
+
+def plan_reduce_scatter_norm(
+    elems: int, grad: str, op: str, kind: int, accumulates: bool, algorithm: int, world: int
+) -> Plan:
+    """A reduce-scatter of a bucket of ``elems`` gradients, with a norm of native code ``kind``."""
+    norm = NormKind(DTYPES[grad], kind, world if op == "AVG" else 1, True, accumulates)
+    return Plan(
+        reduce_scatter_norm_kernel,
+        (elems,),
+        _words("reduce_scatter_norm", elems, grad, op, "float32", algorithm),
+        {"RING": _is_ring(algorithm), "NORM": norm, "enable_fp_fusion": False},
+    )
+
+
+def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> Plan:
+    """The update of a bucket of ``elems`` parameters from gradient shards."""
+    grad, param = _name_of(kind.grad), _name_of(kind.param)
+    return Plan(
+        adamw_all_gather_kernel,
+        (elems,),
+        _words("adamw_all_gather", elems, grad, "SUM", param, algorithm),
+        {"RING": _is_ring(algorithm), "KIND": kind, "enable_fp_fusion": False},
+    )
+
+
+def plan_one_pass(elems: int, kind: ShardKind, op: str, algorithm: int) -> Plan:
+    """A whole step of a bucket of ``elems`` parameters."""
+    grad, param = _name_of(kind.grad), _name_of(kind.param)
+    return Plan(
+        reduce_scatter_adamw_all_gather_kernel,
+        (elems,),
+        _words("reduce_scatter_adamw_all_gather", elems, grad, op, param, algorithm),
+        {"RING": _is_ring(algorithm), "KIND": kind, "enable_fp_fusion": False},
+    )
+
+
+def launch_adamw_shard(shard_ptr: int, grad_ptr: int, elems: int, kind: ShardKind) -> None:
+    """Updates a shard of ``elems`` elements from its chunk's gradient, on the current stream.
+
+    Args:
+        shard_ptr: address of the AdamWShard.
+        grad_ptr: address of the gradient.
+        elems: of the shard.
+        kind: whose divisor is 1.
+    """
+    _launch(
+        lambda grid: adamw_shard_kernel[grid](shard_ptr, grad_ptr, elems, KIND=kind, **OPTIONS),
+        elems,
+    )
+
+
+def launch_grad_norm(grad_ptr: int, grad: str, elems: int, kind: int, words_ptr: int) -> None:
+    """Adds the norm of a gradient to words, on the current stream."""
+    norm = NormKind(DTYPES[grad], kind, 1, False, False)
+    _launch(
+        lambda grid: grad_norm_kernel[grid](grad_ptr, words_ptr, elems, NORM=norm, **OPTIONS), elems
+    )
+
+
+def _launch(run: Callable[[tuple[int]], object], elems: int) -> None:
+    programs = max(1, min(PROGRAMS, elems // _PROGRAM_ELEMS))
+    with interpreting(lives) if IS_INTERPRETED else nullcontext():
+        run((programs,))
