@@ -115,8 +115,13 @@ class TritonEnd:
         self._world_size = world_size
         self._family = family
 
-    def _chosen(self, algorithm: int) -> int:
+    def chosen(self, algorithm: int) -> int:
+        """The code of the algorithm that a call with this code runs."""
         return self._family if algorithm == _AUTO else algorithm
+
+    def run(self, plan: Plan, in_ptr: int, out_ptr: int) -> int:
+        """Runs a plan that this class does not know how to make; returns a native status."""
+        return self._run(plan, in_ptr, out_ptr)
 
     def all_reduce(
         self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
@@ -126,7 +131,7 @@ class TritonEnd:
 
         name = _DTYPE_OF[dtype]
         size_bytes = elems * getattr(torch, name).itemsize
-        plan = plan_all_reduce(size_bytes, name, _OP_OF[op], self._chosen(algo), self._world_size)
+        plan = plan_all_reduce(size_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size)
         return self._run(plan, in_ptr, out_ptr)
 
     def reduce_scatter(
@@ -137,7 +142,7 @@ class TritonEnd:
         name = _DTYPE_OF[dtype]
         chunk_bytes = elems * getattr(torch, name).itemsize
         plan = plan_reduce_scatter(
-            chunk_bytes, name, _OP_OF[op], self._chosen(algo), self._world_size
+            chunk_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size
         )
         return self._run(plan, in_ptr, out_ptr)
 
@@ -145,7 +150,7 @@ class TritonEnd:
         from ringcomm._tl.launch import plan_all_gather
 
         itemsize = getattr(torch, _DTYPE_OF[dtype]).itemsize
-        plan = plan_all_gather(in_bytes, dtype, itemsize, self._chosen(algo), self._world_size)
+        plan = plan_all_gather(in_bytes, dtype, itemsize, self.chosen(algo), self._world_size)
         return self._run(plan, in_ptr, out_ptr)
 
     def of(self, native: Any) -> Any:
