@@ -31,13 +31,13 @@ def compile_kernel(
         kernel: a ``triton.jit`` function.
         signature: type of each argument that is no constant.
         target: compute capability, 10 * major + minor.
-        constants: compile-time arguments.
+        constants: compile-time arguments, and of a launch's options ``enable_fp_fusion``.
     """
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": constants.pop("enable_fp_fusion", True)}
     full = {**signature, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
         fn=kernel, signature={name: full[name] for name in kernel.arg_names}, constexprs=constants
     )
-    options = {"num_warps": NUM_WARPS}
     made = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=options)
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 

@@ -108,7 +108,9 @@ def _collectives(store, rank, world):
     _quiet()
     wrong = []
     with connect(store, rank, world, kernels="native") as comm:
-        for elems, kind, op, norm, accumulate, algorithm in COLLECTIVES:
+        # The interpreter is slow: all cases where the ranks have a core each.
+        cases = COLLECTIVES if world == 2 else COLLECTIVES[:4]
+        for elems, kind, op, norm, accumulate, algorithm in cases:
             case = Case(elems, *kind, op=op)
             steps = Steps(comm, algorithm)
             for form in ("two passes", "one pass"):
