@@ -46,7 +46,7 @@ class _Slot(NamedTuple):
     parameters.
     """
 
-    index: int
+    number: int
     param: Tensor
     param_ptr: int
     view: Tensor

@@ -9,7 +9,6 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import DTYPE_CODES
-from ringcomm.comm.reduce_ops import DTYPE_CODES
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.options import AdamWOptions
@@ -78,9 +77,7 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
     return HostKernels(comm, options, table)
 
 
-def shard_of(
-    bucket: Bucket, factors_ptr: int, options: AdamWOptions
-) -> _native.AdamWShard:
+def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native.AdamWShard:
     """What the native kernels know of a bucket and this rank's shard of it."""
     state = bucket.state
 

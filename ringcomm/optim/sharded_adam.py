@@ -10,14 +10,13 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import default_communicator, is_initialized
-from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import state, table, torch_state
+from ringcomm.optim.arguments import alone_on_device, check_param, listed, numbers
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.norms import norm_kind
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.params import DTYPE_NAMES, DTYPES
 from ringcomm.optim.sharded import Amp, Setting, ShardedStep
 
 Tensor = torch.Tensor
@@ -55,9 +54,9 @@ class ShardedAdam(torch.optim.Optimizer):
         options = options or AdamWOptions()
         if comm is None and is_initialized():
             comm = default_communicator(type(self).__name__)
-        params = _listed(params)
+        params = listed(params)
         if comm is None:
-            comm = _alone_on_device(params)
+            comm = alone_on_device(params)
         device = torch.device("cpu") if comm is None else comm.device
         self.communicator = comm
         # On a device a communicator launches the kernels, be it of one rank.
@@ -65,7 +64,7 @@ class ShardedAdam(torch.optim.Optimizer):
         accumulator = None if options.accumulate_dtype is None else Accumulator()
         self._setting = Setting(None if alone else comm, device, options, loss_scaler, accumulator)
         self._sharded: ShardedStep | None = None
-        defaults["betas"] = _numbers(defaults["betas"])
+        defaults["betas"] = numbers(defaults["betas"])
         super().__init__(params, defaults)
         if loss_scaler is not None:
             if loss_scaler.current.device != device:
@@ -134,13 +133,14 @@ class ShardedAdam(torch.optim.Optimizer):
                 "step; add groups before it, or build a new optimizer"
             )
         if isinstance(param_group, dict) and "params" in param_group:
-            param_group = {**param_group, "params": _listed(param_group["params"])}
+            param_group = {**param_group, "params": listed(param_group["params"])}
             group = {**self.defaults, **param_group}
             index = len(self.param_groups)
-            group["betas"] = param_group["betas"] = _numbers(group["betas"])
+            group["betas"] = param_group["betas"] = numbers(group["betas"])
             table.check_hyper(group, index, self._setting.device)
             for number, param in enumerate(param_group["params"]):
-                self._check_param(param, f"param group {index}, parameter {number}")
+                called = f"param group {index}, parameter {number}"
+                check_param(param, called, self._setting.device)
         super().add_param_group(param_group)
         accumulator = self._setting.accumulator
         if accumulator is not None:
@@ -148,24 +148,6 @@ class ShardedAdam(torch.optim.Optimizer):
                 if param.requires_grad:
                     called = f"param group {len(self.param_groups) - 1}, parameter {number}"
                     accumulator.watch(param, called)
-
-    def _check_param(self, entry: Any, called: str) -> None:
-        param = entry[1] if isinstance(entry, tuple) else entry
-        if not isinstance(param, Tensor):
-            return  # torch words it
-        if param.dtype not in DTYPE_NAMES:
-            raise ArgumentError(
-                f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; use torch.optim "
-                "for it"
-            )
-        if param.layout is not torch.strided:
-            raise ArgumentError(f"{called}: expected a dense tensor, got layout {param.layout}")
-        if param.device != self._setting.device:
-            source = "without a communicator" if self.communicator is None else "its communicator's"
-            raise ArgumentError(
-                f"{called}: expected a tensor on {self._setting.device} ({source}), got one on "
-                f"{param.device}; all parameters must be on one device"
-            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -315,26 +297,3 @@ class ShardedAdam(torch.optim.Optimizer):
             f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
             "process's heap; save state_dict()"
         )
-
-
-def _listed(params: Any) -> Any:
-    """Parameters that can be read twice."""
-    return params if isinstance(params, (Tensor, set, str)) else list(params)
-
-
-def _alone_on_device(params: Any) -> Communicator | None:
-    """A communicator of one rank on the GPU that the first parameter is on; None for the CPU's."""
-    first = next(iter(params), None) if isinstance(params, list) else None
-    while isinstance(first, (dict, tuple, list)):
-        inside = first["params"] if isinstance(first, dict) else first[1:]
-        first = inside if isinstance(inside, Tensor) else next(iter(inside), None)
-    if not isinstance(first, Tensor) or first.device.type != "cuda":
-        return None
-    return local_world(1, device=first.device)[0]
-
-
-def _numbers(betas: Any) -> Any:
-    """Betas as numbers, where they are tensors of one element."""
-    if not isinstance(betas, (tuple, list)):
-        return betas
-    return tuple(float(beta) if isinstance(beta, Tensor) else beta for beta in betas)

@@ -97,9 +97,7 @@ def test_what_makes_no_sense_is_unsupported():
         AdamW([weight()], differentiable=True)
     with pytest.raises(ArgumentError, match="expected one of fused and foreach"):
         AdamW([weight()], fused=True, foreach=True)
-    optimizer = AdamW([weight()], options=AdamWOptions(kernels="triton"))
-    with pytest.raises(UnsupportedError, match="there are no triton kernels"):
-        optimizer.prepare()
+    optimizer = AdamW([weight()])
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match=r"save state_dict\(\)"):
             copied(optimizer)

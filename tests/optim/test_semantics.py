@@ -204,6 +204,13 @@ def test_the_default_group_is_the_communicator(worlds):
     assert AdamW([torch.ones(3).requires_grad_()]).communicator is None
 
 
+def test_groups_may_be_generators():
+    net = model()
+    optimizer = AdamW({"params": layer.parameters()} for layer in net.children())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0, 2]
+    assert len(AdamW(net.parameters()).param_groups[0]["params"]) == 4
+
+
 def test_groups_can_be_added_before_the_first_step_only():
     first, second = (torch.ones(3).requires_grad_() for _ in range(2))
     optimizer = AdamW([("first", first)], lr=0.5)
