@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import default_communicator, is_initialized
+from ringcomm.comm.groups import communicator_of, is_initialized
 from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.optim.sharded_adam import ShardedAdam
 
@@ -30,8 +30,8 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self, device: str | None = None, *, comm: Communicator | None = None, **settings: Any
     ) -> None:
-        if comm is None and is_initialized():
-            comm = default_communicator("GradScaler")
+        if comm is not None or is_initialized():
+            comm = communicator_of(comm, "GradScaler")
         self._comm = comm
         super().__init__(device or (comm.device.type if comm is not None else "cpu"), **settings)
 

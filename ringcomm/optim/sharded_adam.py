@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import default_communicator, is_initialized
+from ringcomm.comm.groups import communicator_of, is_initialized
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import state, table, torch_state
 from ringcomm.optim.arguments import alone_on_device, check_param, listed, numbers
@@ -52,8 +52,8 @@ class ShardedAdam(torch.optim.Optimizer):
         if defaults["fused"] and defaults["foreach"]:
             raise ArgumentError(f"{type(self).__name__}: expected one of fused and foreach")
         options = options or AdamWOptions()
-        if comm is None and is_initialized():
-            comm = default_communicator(type(self).__name__)
+        if comm is not None or is_initialized():
+            comm = communicator_of(comm, type(self).__name__)
         params = listed(params)
         if comm is None:
             comm = alone_on_device(params)

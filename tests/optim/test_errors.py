@@ -13,7 +13,7 @@ import torch
 
 import ringcomm
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.optim import Adam, AdamW, AdamWOptions
+from ringcomm.optim import Adam, AdamW, AdamWOptions, GradScaler
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
 
 Tensor = torch.Tensor
@@ -97,6 +97,9 @@ def test_what_makes_no_sense_is_unsupported():
         AdamW([weight()], differentiable=True)
     with pytest.raises(ArgumentError, match="expected one of fused and foreach"):
         AdamW([weight()], fused=True, foreach=True)
+    for kind in (lambda comm: AdamW([weight()], comm=comm), lambda comm: GradScaler(comm=comm)):
+        with pytest.raises(ArgumentError, match=r"expected a ringcomm\.Communicator as the group"):
+            kind("world")
     optimizer = AdamW([weight()])
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match=r"save state_dict\(\)"):

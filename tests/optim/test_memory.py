@@ -152,6 +152,34 @@ def test_hooks_do_not_outlive_the_optimizer():
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "options", "heap_bytes", "state_bytes"),
+    [
+        (torch.float32, AdamWOptions(), 8, 8),
+        (torch.bfloat16, AdamWOptions(), 4, 12),
+        (torch.float16, AdamWOptions(), 4, 12),
+        (torch.bfloat16, AdamWOptions(master="remainder"), 4, 10),
+        (torch.bfloat16, AdamWOptions(master="none", rounding="stochastic"), 4, 8),
+        (torch.bfloat16, FP32_SUMS, 6, 12),
+    ],
+)
+def test_it_takes_the_memory_that_it_says(worlds, world, dtype, options, heap_bytes, state_bytes):
+    elems = 1 << 20
+
+    def work(comm):
+        return AdamW([torch.zeros(elems, dtype=dtype).requires_grad_()], comm=comm, options=options)
+
+    made = worlds(world).run(work)
+    before = ringcomm.heap_stats()["used_bytes"]
+    worlds(world).run(lambda comm: made[comm.rank].prepare())
+    assert ringcomm.heap_stats()["used_bytes"] - before == world * heap_bytes * elems
+    for optimizer in made:
+        (bucket,) = optimizer._prepared().buckets
+        own = sum(tensor.nbytes for tensor in bucket.state.tensors().values())
+        assert own == state_bytes * elems // world
+
+
 def test_the_memory_comes_back(worlds):
     before = ringcomm.heap_stats()["used_bytes"]
 
