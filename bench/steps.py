@@ -194,7 +194,9 @@ def _run_rank(cases: list[Case], pace: Pace, output: Path | None, arguments: lis
     rank, world = int(os.environ[_RANK]), int(os.environ[_WORLD])
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ[_STORE], world)
-    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world
+    )
     comm = ringcomm.Communicator.from_store(dist.PrefixStore("ringcomm", store), rank, world)
     board = Board(store, rank, world)
     clock: Clock = HostClock()

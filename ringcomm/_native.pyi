@@ -176,6 +176,14 @@ def prepare_adamw(
 ) -> None:
     """Begins a step: advances the step numbers, or counts a skipped step, and fills the factors."""
 
+def adamw_shard_bytes(shard: AdamWShard) -> bytes:
+    """A shard's description, for a copy in device memory."""
+
+def adamw_table_bytes(
+    *, control: int, hyper: int, group: int, active: int, step: int, factors: int, params: int
+) -> bytes:
+    """What `prepare_adamw` takes, for a copy in device memory."""
+
 def adamw_shard(shard: AdamWShard, grad: int, grad_dtype: int) -> None:
     """Updates a shard from its chunk's gradient."""
 
@@ -450,6 +458,31 @@ class DeviceComm:
         dtype: int,
         op: int,
         factor: float,
+    ) -> int: ...
+    def prepare_adamw(self, table: int) -> int:
+        """As the host's; `table` is the device's address of `adamw_table_bytes`."""
+    def adamw_shard(self, shard: AdamWShard, address: int, grad: int, grad_dtype: int) -> int:
+        """As the host's; `address` is the device's of `adamw_shard_bytes`."""
+    def grad_norm(self, grad: int, dtype: int, elems: int, kind: int, words: int) -> int:
+        """Adds to the words, which the caller has zeroed."""
+    def reduce_scatter_norm(
+        self,
+        grads: int,
+        bucket_elems: int,
+        dtype: int,
+        op: int,
+        out: int,
+        accumulate: bool,
+        kind: int,
+        words: int,
+        algorithm: int,
+    ) -> int:
+        """As the host's, but adds to the words, which the caller has zeroed."""
+    def adamw_all_gather(
+        self, shard: AdamWShard, address: int, grad: int, grad_dtype: int, algorithm: int
+    ) -> int: ...
+    def reduce_scatter_adamw_all_gather(
+        self, shard: AdamWShard, address: int, grads: int, grad_dtype: int, op: int, algorithm: int
     ) -> int: ...
     def all_gather(
         self, in_ptr: int, out_ptr: int, size_bytes: int, dtype: int, algorithm: int

@@ -66,8 +66,8 @@ struct CallArgs {
   int32_t dtype, redop, root;
   int32_t in_spans, out_spans;  // index of the first span of a list; -1: an even cut
   // The optimizer's alone; in device memory.
-  const void* step;         // AdamWShard or AdamWTable
-  NormWords* words;         // added to
+  const void* step;          // AdamWShard or AdamWTable
+  NormWords* words;          // added to
   int32_t norm, accumulate;  // NormKind; 1: `out` is added to
 };
 

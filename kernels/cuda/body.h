@@ -36,7 +36,7 @@ RC_TEAM_FN void load_table(Team& team, const CallArgs& args, const Span* spans, 
   team.sync();
   if (team.lane() == 0)
     w.view =
-        View{t.rank,  t.world,   t.layout,  w.regions, w.heaps, t.heap_bytes,   args.timeout_ns,
+        View{t.rank,  t.world,   t.layout,  w.regions, w.heaps, t.heap_bytes,    args.timeout_ns,
              w.peers, w.sources, w.factors, &w.mine,   w.ring,  w.ring_position, w.results};
 }
 
@@ -52,7 +52,11 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
     if (counts) sequence = ++v.channel_line(team.channel())->sequence;
     w.mine = CallHeader{CallId{sequence, args.match_bytes, args.collective, args.dtype, args.redop,
                                args.root, args.algorithm},
-                        0, 0, kNotInHeap, args.factor, kNotInHeap};
+                        0,
+                        0,
+                        kNotInHeap,
+                        args.factor,
+                        kNotInHeap};
     if (aborted(v, v.rank)) status = Status::kAborted;
   }
   return team.share(status);

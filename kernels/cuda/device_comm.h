@@ -88,9 +88,9 @@ class DeviceComm {
   void messages(const std::vector<Span>& send, uint64_t readers, const std::vector<Span>& receive,
                 uint64_t senders, int tag);
 
-  // The optimizer's: shards and tables are addresses of AdamWShard and AdamWTable on the device, and
-  // what the host knows of a shard is its sizes. The first three have no peers and are launched at
-  // once.
+  // The optimizer's: shards and tables are addresses of AdamWShard and AdamWTable on the device,
+  // and what the host knows of a shard is its sizes. The first three have no peers and are launched
+  // at once.
   struct ShardOf {
     uint64_t address;
     uint64_t bucket_elems, elems;

@@ -73,8 +73,9 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
     throw std::invalid_argument("algorithm: the optimizer's collectives are direct or ring");
   const uint64_t least = kBlockElems * sizeof(float);
   if (algorithm == Algorithm::kRing && config_.layout.segment_bytes < least)
-    throw std::invalid_argument("the ring forms of the optimizer's collectives need segment_bytes of " +
-                                std::to_string(least) + " or more");
+    throw std::invalid_argument(
+        "the ring forms of the optimizer's collectives need segment_bytes of " +
+        std::to_string(least) + " or more");
   Prepared p{kernel(unit_of(grads.dtype), name),
              channels_for(chunk_bytes),
              args_of(collective, algorithm, grads.dtype, bucket_elems, int(results)),

@@ -1,6 +1,6 @@
 // The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
-// RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for gradients
-// of RINGCOMM_UNIT_GRADS. grid.x: channels; grid.y: ranks of this launch.
+// RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for
+// gradients of RINGCOMM_UNIT_GRADS. grid.x: channels; grid.y: ranks of this launch.
 #include "kernels/cuda/optimizer_body.h"
 #include "kernels/cuda/team.h"
 
@@ -37,7 +37,7 @@ RC_KERNEL_OF(2, rc_grad_norm, grad_norm_kernel<Grads>)
 RC_KERNEL(rc_reduce_scatter_norm, reduce_scatter_norm_kernel<Grads>)
 
 // These wait for nobody, so more of them at a time hide more latency.
-#define RC_ADAMW_KERNELS(name, type)                                   \
+#define RC_ADAMW_KERNELS(name, type)                                      \
   RC_KERNEL_OF(2, rc_adamw_shard_##name, adamw_shard_kernel<Grads, type>) \
   RC_KERNEL(rc_adamw_step_##name, adamw_step_kernel<Grads, type>)
 

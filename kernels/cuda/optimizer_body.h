@@ -73,8 +73,7 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
   const CallArgs& args = p.calls[rank_in_launch];
   if (team.lane() == 0) w.sources[0] = args.in;
   begin_norm(team, w);
-  const NormTarget<G> target{
-      GradSum<G>{w.sources, 1, 0, 0}, nullptr, false, NormKind(args.norm)};
+  const NormTarget<G> target{GradSum<G>{w.sources, 1, 0, 0}, nullptr, false, NormKind(args.norm)};
   norm_lanes(target, part_of_chunk(team, args.total_bytes / sizeof(G)), w.norm, team.lane(),
              team.num_lanes());
   end_norm(team, args, w);
@@ -144,8 +143,8 @@ RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_
   const int world = args.table->world;
   const bool ring = args.algorithm == Algorithm::kRing,
              whole = args.collective == Collective::kReduceScatterAdamWAllGather;
-  const Bucket bucket{args.in,        shard.params, shard.bucket_elems, int32_t(sizeof(G)),
-                      int32_t(sizeof(P)), world};
+  const Bucket bucket{
+      args.in, shard.params, shard.bucket_elems, int32_t(sizeof(G)), int32_t(sizeof(P)), world};
   const UpdateFinish<G, P> finish{&shard, divisor_of(args, world), w.results, ring ? 0 : world};
   const OptimizerOps<G, UpdateFinish<G, P>> ops{finish, bucket.grads().get(args.table->rank).ptr};
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {

@@ -133,13 +133,13 @@ struct Updater {
                from_end = !(f.one_minus_beta1 < 0.5f);
     // Uniform branches: every lane of a block works on one parameter.
     if (from_end) {
-      l2 ? amsgrad ? adamw_element<AdamWPath<true, true, true>>(p, g, m, v, v_max, f)
-                   : adamw_element<AdamWPath<true, false, true>>(p, g, m, v, v_max, f)
+      l2        ? amsgrad ? adamw_element<AdamWPath<true, true, true>>(p, g, m, v, v_max, f)
+                          : adamw_element<AdamWPath<true, false, true>>(p, g, m, v, v_max, f)
       : amsgrad ? adamw_element<AdamWPath<false, true, true>>(p, g, m, v, v_max, f)
                 : adamw_element<AdamWPath<false, false, true>>(p, g, m, v, v_max, f);
     } else {
-      l2 ? amsgrad ? adamw_element<AdamWPath<true, true, false>>(p, g, m, v, v_max, f)
-                   : adamw_element<AdamWPath<true, false, false>>(p, g, m, v, v_max, f)
+      l2        ? amsgrad ? adamw_element<AdamWPath<true, true, false>>(p, g, m, v, v_max, f)
+                          : adamw_element<AdamWPath<true, false, false>>(p, g, m, v, v_max, f)
       : amsgrad ? adamw_element<AdamWPath<false, true, false>>(p, g, m, v, v_max, f)
                 : adamw_element<AdamWPath<false, false, false>>(p, g, m, v, v_max, f);
     }
@@ -343,7 +343,8 @@ RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint
                          float (&g)[kTurnElems]) {
   if (aligned && at + kTurnElems <= end) return t.eight(at, g);
   RC_UNROLL
-  for (int k = 0; k < kTurnElems; ++k) g[k] = at + uint64_t(k) < end ? t.one(at + uint64_t(k)) : 0.0f;
+  for (int k = 0; k < kTurnElems; ++k)
+    g[k] = at + uint64_t(k) < end ? t.one(at + uint64_t(k)) : 0.0f;
 }
 
 RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }

@@ -2,8 +2,8 @@
 // the same additions as block_sum() of kernels/host/isa_adamw.h, so the same bits.
 //
 // Lane t holds the terms 8t .. 8t+7 of the lower half of the block and those of the upper. Adding
-// the halves (elements i and i + 256) takes no exchange. Then elements i and i + 128 are lanes t and
-// t + 16, and so on: at each of the next three steps a pair of lanes shares the work, so that 7
+// the halves (elements i and i + 256) takes no exchange. Then elements i and i + 128 are lanes t
+// and t + 16, and so on: at each of the next three steps a pair of lanes shares the work, so that 7
 // values are exchanged, not 24. A Warp is a value per lane: one register on a GPU, and an array of
 // 32 in the test that holds this against block_sum().
 //
@@ -31,9 +31,9 @@ RC_TEAM_FN void share_sums(const Warp& warp, W (&x)[8], int bit) {
 // x: the sums of halves; the result is the same in all lanes.
 template <class Warp, class W>
 RC_TEAM_FN W warp_block_sum(const Warp& warp, W (&x)[8]) {
-  share_sums<8>(warp, x, 4);  // elements i and i + 128
-  share_sums<4>(warp, x, 3);  // + 64
-  share_sums<2>(warp, x, 2);  // + 32
+  share_sums<8>(warp, x, 4);              // elements i and i + 128
+  share_sums<4>(warp, x, 3);              // + 64
+  share_sums<2>(warp, x, 2);              // + 32
   W sum = x[0] + warp.exchange(x[0], 2);  // + 16
   sum = sum + warp.exchange(sum, 1);      // + 8
   sum = sum + warp.exchange(sum, 16);     // + 4: the pair that shared the eight

@@ -48,8 +48,8 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   const int size = size_of(grads.dtype);
   const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, view_.world};
   *norm.words = NormWords{};
-  const NormFinish finish{&kernels(),      kind_of(grads, view_.world), norm.out,
-                          norm.accumulate, norm.kind,                   norm.words};
+  const NormFinish finish{
+      &kernels(), kind_of(grads, view_.world), norm.out, norm.accumulate, norm.kind, norm.words};
   const OptimizerOps<NormFinish> ops{ops_for(partial_sum(grads), 0), finish, bucket,
                                      bucket.grads().get(view_.rank).ptr};
   const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
@@ -62,8 +62,8 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
 template <class Body>
 Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grads, Body body) {
   const int size = size_of(shard.param_dtype);
-  const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype), size,
-                      view_.world};
+  const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype),
+                      size,      view_.world};
   // The direct forms store in the peers' buckets, whose lines other cores have read; the ring's
   // results go no further than this rank's own.
   const bool streaming = shard.bucket_elems * uint64_t(size) >= kStreamingMinBytes;
@@ -81,8 +81,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
 }
 
 Status Comm::adamw_all_gather(const AdamWShard& shard, const GradCall& grad) {
-  const CallId id =
-      id_of(Collective::kAdamWAllGather, grad, shard.bucket_elems, shard.param_dtype);
+  const CallId id = id_of(Collective::kAdamWAllGather, grad, shard.bucket_elems, shard.param_dtype);
   return run_update(id, shard, grad, [&](auto& e, const Bucket& bucket) {
     return is_ring(grad) ? adamw_all_gather_ring(e, bucket, grad.ptr)
                          : adamw_all_gather_direct(e, bucket, grad.ptr);

@@ -79,8 +79,8 @@ inline void update_run(float* RC_RESTRICT p, const float* RC_RESTRICT g, float* 
                                    // know
   for (uint64_t i = 0; i < n; ++i) {
     float unused = 0.0f;
-    adamw_element<Path>(p[i], adamw_gradient(g[i], f), m[i], v[i],
-                        Path::kMax ? v_max[i] : unused, f);
+    adamw_element<Path>(p[i], adamw_gradient(g[i], f), m[i], v[i], Path::kMax ? v_max[i] : unused,
+                        f);
   }
 }
 
@@ -92,10 +92,12 @@ inline void update(float* p, const float* g, const AdamWShard& s, uint64_t at,
   float* const v_max = amsgrad ? s.max_exp_avg_sq + at : nullptr;
   const auto run = [&](auto path) { update_run<decltype(path)>(p, g, m, v, v_max, f, n); };
   if (from_end) {
-    if (l2) return amsgrad ? run(AdamWPath<true, true, true>{}) : run(AdamWPath<true, false, true>{});
+    if (l2)
+      return amsgrad ? run(AdamWPath<true, true, true>{}) : run(AdamWPath<true, false, true>{});
     return amsgrad ? run(AdamWPath<false, true, true>{}) : run(AdamWPath<false, false, true>{});
   }
-  if (l2) return amsgrad ? run(AdamWPath<true, true, false>{}) : run(AdamWPath<true, false, false>{});
+  if (l2)
+    return amsgrad ? run(AdamWPath<true, true, false>{}) : run(AdamWPath<true, false, false>{});
   return amsgrad ? run(AdamWPath<false, true, false>{}) : run(AdamWPath<false, false, false>{});
 }
 
@@ -109,8 +111,8 @@ inline void narrow_random(T* RC_RESTRICT out, const float* RC_RESTRICT src, cons
   }
 }
 
-// Elements [at, at + n) of the chunk, all of one parameter; T is the parameter's type. Returns where
-// the new parameters lie: in `fresh`, or (FP32) in place.
+// Elements [at, at + n) of the chunk, all of one parameter; T is the parameter's type. Returns
+// where the new parameters lie: in `fresh`, or (FP32) in place.
 template <class T>
 inline const T* step_run(const AdamWShard& s, const float* g, uint64_t at, uint64_t n,
                          const AdamWFactors& f, float* wide, T* fresh) {

@@ -14,8 +14,8 @@ CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
   // The tag travels where a collective has its root.
   const CallId id{0, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kDirect};
   const uint64_t item_bytes = in_heap ? std::max<uint64_t>(r.bytes, 1) : v.layout.segment_bytes;
-  return {id, r.bytes, item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap, 1.0,
-          kNotInHeap};
+  return {id,  r.bytes,   item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap,
+          1.0, kNotInHeap};
 }
 
 RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype) {

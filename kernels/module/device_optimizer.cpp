@@ -1,5 +1,5 @@
-// The optimizer's calls of a DeviceComm, with the names and parameters of the host's Comm where they
-// have one; ringcomm/_native.pyi documents them.
+// The optimizer's calls of a DeviceComm, with the names and parameters of the host's Comm where
+// they have one; ringcomm/_native.pyi documents them.
 #include "kernels/cuda/device_comm.h"
 #include "kernels/module/module.h"
 #include "ringcomm/adamw.h"
@@ -40,12 +40,10 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
       "adamw_table_bytes",
       [](uintptr_t control, uintptr_t hyper, uintptr_t group, uintptr_t active, uintptr_t step,
          uintptr_t factors, uint64_t params) {
-        return bytes_of(AdamWTable{reinterpret_cast<AdamWControl*>(control),
-                                   reinterpret_cast<const AdamWHyper*>(hyper),
-                                   reinterpret_cast<const int64_t*>(group),
-                                   reinterpret_cast<const double*>(active),
-                                   reinterpret_cast<double*>(step),
-                                   reinterpret_cast<AdamWFactors*>(factors), params});
+        return bytes_of(AdamWTable{
+            reinterpret_cast<AdamWControl*>(control), reinterpret_cast<const AdamWHyper*>(hyper),
+            reinterpret_cast<const int64_t*>(group), reinterpret_cast<const double*>(active),
+            reinterpret_cast<double*>(step), reinterpret_cast<AdamWFactors*>(factors), params});
       },
       nb::kw_only(), nb::arg("control"), nb::arg("hyper"), nb::arg("group"), nb::arg("active"),
       nb::arg("step"), nb::arg("factors"), nb::arg("params"));
@@ -74,8 +72,7 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
       .def("adamw_all_gather",
            [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype,
               int algorithm) {
-             d.adamw_all_gather(shard_of(shard, address),
-                                grads_of(grad, dtype, kSumOp, algorithm));
+             d.adamw_all_gather(shard_of(shard, address), grads_of(grad, dtype, kSumOp, algorithm));
              return 0;
            })
       .def("reduce_scatter_adamw_all_gather",

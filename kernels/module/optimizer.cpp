@@ -122,14 +122,14 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
                    shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm));
              });
            })
-      .def("reduce_scatter_adamw_all_gather", [](NativeComm& n, const AdamWShard& shard,
-                                                 uintptr_t grads, int grad_dtype, int op,
-                                                 int algorithm) {
-        return blocking([&] {
-          return n.comm.reduce_scatter_adamw_all_gather(
-              shard, grad_call(grads, grad_dtype, op, algorithm));
-        });
-      });
+      .def("reduce_scatter_adamw_all_gather",
+           [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
+              int algorithm) {
+             return blocking([&] {
+               return n.comm.reduce_scatter_adamw_all_gather(
+                   shard, grad_call(grads, grad_dtype, op, algorithm));
+             });
+           });
 }
 
 }  // namespace ringcomm::host

@@ -1,8 +1,9 @@
 """The compilations that make up the CUDA kernels, for every compiler that makes them.
 
 A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
-element type reduces, and one per type of gradients does the optimizer's step. CMake asks this module for the list (``python -m
-ringcomm.memory.kernel_units``), so it imports nothing that a build lacks.
+element type reduces, and one per type of gradients does the optimizer's step. CMake asks this
+module for the list (``python -m ringcomm.memory.kernel_units``), so it imports nothing that a build
+lacks.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ struct World {
       regions.push_back(base + share * uint64_t(r));
       heaps.push_back(base);
       grads.push_back(reinterpret_cast<float*>(regions.back() + layout.region_bytes()));
-      params.push_back(
-          reinterpret_cast<float*>(regions.back() + layout.region_bytes() + tensor));
+      params.push_back(reinterpret_cast<float*>(regions.back() + layout.region_bytes() + tensor));
       optimizers.push_back(std::make_unique<Optimizer>());
       for (uint64_t i = 0; i < kElems; ++i) params.back()[i] = float(i % 13) - 6;
       optimizers.back()->own(bucket(r).chunk(r), params.back());
@@ -112,15 +111,26 @@ struct World {
 
   Bucket bucket(int rank) const {
     return {reinterpret_cast<char*>(grads[size_t(rank)]),
-            reinterpret_cast<char*>(params[size_t(rank)]), kElems, 4, 4, world};
+            reinterpret_cast<char*>(params[size_t(rank)]),
+            kElems,
+            4,
+            4,
+            world};
   }
 
   View view(int rank, int channel) {
     const size_t r = size_t(rank * channels + channel);
-    View v{rank,          world,           layout,
-           regions.data(), heaps.data(),    arena.size() - 4096,
-           120'000'000'000, in[r].data(),    sources[r].data(),
-           factors[r].data(), mine[r].get()};
+    View v{rank,
+           world,
+           layout,
+           regions.data(),
+           heaps.data(),
+           arena.size() - 4096,
+           120'000'000'000,
+           in[r].data(),
+           sources[r].data(),
+           factors[r].data(),
+           mine[r].get()};
     v.results = results[r].data();
     return v;
   }
@@ -134,9 +144,12 @@ Status call(World& w, ThreadTeam& team, const View& v, uint64_t sequence, Finish
   const OptimizerOps<Finish> ops{
       {&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)], false,
        &path},
-      finish, bucket, bucket.grads().get(v.rank).ptr};
-  const CallId id{sequence, 0, Collective::kReduceScatterAdamWAllGather, int(DType::kFloat32), 0,
-                  -1, Algorithm::kDirect};
+      finish,
+      bucket,
+      bucket.grads().get(v.rank).ptr};
+  const CallId id{
+      sequence,          0, Collective::kReduceScatterAdamWAllGather, int(DType::kFloat32), 0, -1,
+      Algorithm::kDirect};
   team.sync();  // the lanes may still compare the header of the call before
   if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
   team.sync();  // as begin_call() does
@@ -150,8 +163,8 @@ Status step(World& w, ThreadTeam& team, const View& v, int round) {
   Optimizer& o = *w.optimizers[size_t(v.rank)];
   const bool ring = round % 2 != 0;
   const GradKind sum{DType::kFloat32, 0};
-  const UpdateFinish update{&kBaselineKernels, &o.shard, sum, ring ? nullptr : v.results,
-                            ring ? 0 : w.world, false};
+  const UpdateFinish update{&kBaselineKernels,          &o.shard,           sum,
+                            ring ? nullptr : v.results, ring ? 0 : w.world, false};
   uint64_t sequence = uint64_t(round) * 2 + 1;
   if (round % 4 < 2)
     return call(w, team, v, sequence, update, [&](auto& e, const Bucket& b) {
@@ -185,8 +198,8 @@ struct Reference {
     }
     o.begin();
     const void* source = grads.data();
-    kBaselineKernels.adamw(AdamWJob{
-        &o.shard, {&source, 1, DType::kFloat32, 0, 0}, nullptr, 0, 0, kElems, false});
+    kBaselineKernels.adamw(
+        AdamWJob{&o.shard, {&source, 1, DType::kFloat32, 0, 0}, nullptr, 0, 0, kElems, false});
   }
 };
 

@@ -1,4 +1,4 @@
-"""The optimizer's collectives under ThreadSanitizer, and mutants that it, or the result, rejects."""
+"""The optimizer's collectives under ThreadSanitizer, and mutants that must be rejected."""
 
 import shutil
 

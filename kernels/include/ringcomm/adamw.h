@@ -14,14 +14,15 @@ RINGCOMM_NAMESPACE_BEGIN
 // this size (grad_norm.h), so that no block lies on two ranks, however many ranks there are.
 constexpr uint64_t kBlockElems = 512;
 
-// The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a tensor.
+// The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a
+// tensor.
 struct AdamWHyper {
   double lr, beta1, beta2, eps, weight_decay;
   double flags;  // kAdamL2 | kAdamAmsgrad | kAdamMaximize
 };
 
-constexpr uint32_t kAdamActive = 1;    // the parameter takes this step
-constexpr uint32_t kAdamL2 = 2;        // weight decay is added to the gradient (Adam), not decoupled
+constexpr uint32_t kAdamActive = 1;  // the parameter takes this step
+constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (Adam), not decoupled
 constexpr uint32_t kAdamAmsgrad = 4;
 constexpr uint32_t kAdamMaximize = 8;
 
@@ -41,7 +42,7 @@ struct AdamWFactors {
   float decay;     // 1 - lr * weight_decay
   float weight_decay;
   float one_minus_beta1, beta2, one_minus_beta2;
-  float negative_step_size;    // -lr / (1 - beta1^step)
+  float negative_step_size;     // -lr / (1 - beta1^step)
   float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
   float eps;
   float grad_scale, clip;  // the gradient is multiplied by one, then by the other
@@ -64,13 +65,13 @@ struct AdamWShard {
   uint64_t begin, elems;  // this rank's chunk
   // FP32 parameters are their own master copy. Parameters of 16 bits have one of: `master`;
   // `remainder` (bfloat16: the master's low halves); neither (with stochastic rounding).
-  float* master;            // [elems] or null
-  uint16_t* remainder;      // [elems] or null
-  float* exp_avg;           // [elems]
-  float* exp_avg_sq;        // [elems]
-  float* max_exp_avg_sq;    // [elems]; null: no group uses amsgrad
-  char* params;             // [bucket_elems] of param_dtype
-  DType param_dtype;        // kFloat32, kBFloat16 or kFloat16
+  float* master;          // [elems] or null
+  uint16_t* remainder;    // [elems] or null
+  float* exp_avg;         // [elems]
+  float* exp_avg_sq;      // [elems]
+  float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad
+  char* params;           // [bucket_elems] of param_dtype
+  DType param_dtype;      // kFloat32, kBFloat16 or kFloat16
   Rounding rounding;
   uint64_t seed;    // of stochastic rounding
   uint64_t bucket;  // its number, so that two buckets draw different numbers
@@ -79,11 +80,11 @@ struct AdamWShard {
 // What prepare_adamw() works on; all by parameter but `hyper` and `control`.
 struct AdamWTable {
   AdamWControl* control;
-  const AdamWHyper* hyper;     // [groups]
-  const int64_t* group;        // [params]
-  const double* active;        // [params] 0: no rank has a gradient for it, it takes no step
-  double* step;                // [params] steps taken
-  AdamWFactors* factors;       // [params]
+  const AdamWHyper* hyper;  // [groups]
+  const int64_t* group;     // [params]
+  const double* active;     // [params] 0: no rank has a gradient for it, it takes no step
+  double* step;             // [params] steps taken
+  AdamWFactors* factors;    // [params]
   uint64_t params;
 };
 

@@ -1,7 +1,8 @@
 // The second pass of a step: each rank updates its shard, and the new parameters go straight to
 // every rank's bucket.
 //
-//   direct   each rank stores its results in its own bucket and in the peers': W stores of P/W bytes
+//   direct   each rank stores its results in its own bucket and in the peers': W stores of P/W
+//   bytes
 //            and no read.
 //   ring     each rank updates its chunk, then ring all-gather of the parameters.
 #pragma once

@@ -1,12 +1,12 @@
 // The update of one element, and how the result is stored.
 //
-// AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) and Adam (Kingma
-// and Ba, ICLR 2015; amsgrad: Reddi, Kale and Kumar, ICLR 2018), operation by operation as
-// torch.optim.AdamW(foreach=False, fused=False) does them in FP32 on a CPU with AVX2 or more: a fused
-// multiply-add where torch's compiler makes one (lerp, addcmul, add with alpha) and nowhere else, and
-// a correctly rounded square root, which torch's is not. So every instruction set and the GPU give
-// the same bits, the moments are torch's own, and the parameter differs by what the square root
-// does; docs/optimizer.md derives by how much.
+// AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019) and Adam
+// (Kingma and Ba, ICLR 2015; amsgrad: Reddi, Kale and Kumar, ICLR 2018), operation by operation as
+// torch.optim.AdamW(foreach=False, fused=False) does them in FP32 on a CPU with AVX2 or more: a
+// fused multiply-add where torch's compiler makes one (lerp, addcmul, add with alpha) and nowhere
+// else, and a correctly rounded square root, which torch's is not. So every instruction set and the
+// GPU give the same bits, the moments are torch's own, and the parameter differs by what the square
+// root does; docs/optimizer.md derives by how much.
 #pragma once
 
 #include "ringcomm/adamw.h"

@@ -29,8 +29,8 @@ RC_FN AdamWFactors adamw_factors(const AdamWHyper& h, double step, double inv_sc
   return f;
 }
 
-// Lane `lane` of `lanes` does its share of the parameters. `control` is advanced by advance_control()
-// afterwards, when all lanes have read it.
+// Lane `lane` of `lanes` does its share of the parameters. `control` is advanced by
+// advance_control() afterwards, when all lanes have read it.
 RC_FN void prepare_adamw(const AdamWTable& t, int lane, int lanes) {
   const bool skip = t.control->found_inf != 0.0;
   const double inv_scale = t.control->inv_scale, clip = t.control->clip;

@@ -5,9 +5,10 @@
 //   offer    one item to each peer: "my gradients of your chunk lie here, and you may store your
 //            results there". It is also the leave to write: a rank that has offered no longer reads
 //            the parameters that its peers will now replace.
-//   return   the acknowledgement of the offer, once all is read and stored: "your gradients are yours
-//            again, and my chunk of your parameters is new". A rank is done when all its offers have
-//            come back, so no barrier ends the call.
+//   return   the acknowledgement of the offer, once all is read and stored: "your gradients are
+//   yours
+//            again, and my chunk of your parameters is new". A rank is done when all its offers
+//            have come back, so no barrier ends the call.
 //
 // 2 hops of words; W ranks, B bytes of gradients and P of parameters: each rank reads (W-1)/W * B
 // and stores (W-1)/W * P bytes in its peers' memory. Nothing is staged.
@@ -66,8 +67,8 @@ RC_FN Cut cut_by_blocks(const Layout& layout, int32_t elem_bytes) {
 template <class E>
 RC_TEAM_FN Run slice_of(const E& e, const Bucket& b, int rank) {
   const Run chunk = b.chunk(rank);
-  const Extent part = part_of(chunk.end - chunk.begin, e.team.channel(), e.team.num_channels(),
-                              kBlockElems);
+  const Extent part =
+      part_of(chunk.end - chunk.begin, e.team.channel(), e.team.num_channels(), kBlockElems);
   return {part.begin_bytes, part.end_bytes};
 }
 
@@ -90,14 +91,13 @@ RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
                    results ? e.heap_offset(b.params) : kNotInHeap);
     return Status::kOk;
   }));
-  e.each_by_lanes(all, [&](int reader) {
-    publish(e.team, e.v, e.pairs, reader, e.sent(e.pairs, reader) + 1);
-  });
+  e.each_by_lanes(
+      all, [&](int reader) { publish(e.team, e.v, e.pairs, reader, e.sent(e.pairs, reader) + 1); });
   return Status::kOk;
 }
 
-// Waits for all offers. Afterwards sources()[rank] is where the rank's version of my slice lies, and
-// results[rank] its bucket of parameters.
+// Waits for all offers. Afterwards sources()[rank] is where the rank's version of my slice lies,
+// and results[rank] its bucket of parameters.
 template <class E>
 RC_TEAM_FN Status accept(E& e, const Bucket& b) {
   const Span mine = grads_of(e, b, e.rank());
@@ -108,9 +108,8 @@ RC_TEAM_FN Status accept(E& e, const Bucket& b) {
     e.v.results[e.rank()] = nullptr;
   }
   e.team.sync();
-  return e.wait_by_lanes(all, [&](int p) {
-    return e.arrive(e.pairs, p, mine.bytes, 0, mine.bytes, &e.sources()[p]);
-  });
+  return e.wait_by_lanes(
+      all, [&](int p) { return e.arrive(e.pairs, p, mine.bytes, 0, mine.bytes, &e.sources()[p]); });
 }
 
 // All lanes have read the peers' gradients, and stored what they store in the peers' buckets: says

@@ -51,10 +51,10 @@ RC_FN bool same_call(const CallId& a, const CallId& b) {
 // Travels with the first item of a call on every stream.
 struct CallHeader {
   CallId id;
-  uint64_t stream_bytes;  // what this stream carries to the reader in this call
-  uint64_t item_bytes;    // what one item carries (the last may carry less)
-  uint64_t heap_offset;   // zero copy: where the data lie in the sender's heap; else kNotInHeap
-  double factor;          // PREMUL_SUM: the sender's factor
+  uint64_t stream_bytes;   // what this stream carries to the reader in this call
+  uint64_t item_bytes;     // what one item carries (the last may carry less)
+  uint64_t heap_offset;    // zero copy: where the data lie in the sender's heap; else kNotInHeap
+  double factor;           // PREMUL_SUM: the sender's factor
   uint64_t result_offset;  // where the reader puts its result in the sender's heap; else kNotInHeap
 };
 static_assert(sizeof(CallHeader) <= kHeaderBytes);

@@ -50,7 +50,7 @@ struct Peers {
 
 // How buffers are cut where whole lines of 64 bytes and the layout's segments do not do.
 struct Cut {
-  uint64_t line_bytes = 64;   // channels share a chunk in units of this
+  uint64_t line_bytes = 64;    // channels share a chunk in units of this
   uint64_t segment_bytes = 0;  // 0: the layout's
 };
 

@@ -1,12 +1,12 @@
 // Norms of gradients that do not depend on how the gradient is cut into shards.
 //
-// A floating-point sum depends on its order, and the order on the number of ranks. Here it does not:
-// a block of kBlockElems elements, which always lies on one rank, is summed in double precision by
-// halves in a fixed order; and the sums of blocks are added exactly, as integers. A double is cut
-// into digits of 32 bits at fixed places, as in an accumulator after Kulisch ("Computer Arithmetic
-// and Validity", 2008), each kept in a word of 64 bits, which takes 2^31 digits before it could
-// overflow. So the words of all ranks may be added in any order, by atomics or by an all-reduce,
-// and the norm is the same number on 1 rank or on 1000.
+// A floating-point sum depends on its order, and the order on the number of ranks. Here it does
+// not: a block of kBlockElems elements, which always lies on one rank, is summed in double
+// precision by halves in a fixed order; and the sums of blocks are added exactly, as integers. A
+// double is cut into digits of 32 bits at fixed places, as in an accumulator after Kulisch
+// ("Computer Arithmetic and Validity", 2008), each kept in a word of 64 bits, which takes 2^31
+// digits before it could overflow. So the words of all ranks may be added in any order, by atomics
+// or by an all-reduce, and the norm is the same number on 1 rank or on 1000.
 //
 // Within a block the error is that of double precision: the squares of FP32 numbers are exact, and
 // nine rounded additions give a relative error of at most 9 * 2^-53.

@@ -1,6 +1,6 @@
 // Reduce-scatter of gradients into FP32 shards, with the norm of the result on the way out: the
-// first of the two passes that a step takes when it must know the norm, or whether all gradients are
-// finite, before it changes anything.
+// first of the two passes that a step takes when it must know the norm, or whether all gradients
+// are finite, before it changes anything.
 //
 //   direct   1 hop, as reduce_scatter_direct: the sum in rank order in FP32, and not rounded again.
 //   ring     W-1 hops, as reduce_scatter_ring, with partial sums in the gradients' type; the last
