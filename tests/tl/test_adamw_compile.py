@@ -84,9 +84,10 @@ PLAN_CASES = [
 
 def _check_arithmetic(ptx, updates):
     """Nothing approximate, and nothing that could be contracted further down."""
-    assert not re.search(r"\b(?:mul|add|sub)\.f32\b", ptx)
+    assert not re.search(r"\b(?:mul|add|sub)\.f32(?:x2)?\b", ptx)
     assert not re.search(r"\.(?:approx|full)\b|\.ftz\b", ptx)
     counts = Counter(re.findall(r"\b(fma|sqrt|div)\.rn\.f32\b", ptx))
+    counts["fma"] += 2 * len(re.findall(r"\bfma\.rn\.f32x2\b", ptx))  # from sm_100 on
     if updates:
         elems = 2 * ELEMS_PER_LANE  # in turns of vectors, and of single elements
         assert (counts["fma"], counts["sqrt"]) == (FUSED_PER_ELEM * elems, elems)
