@@ -87,10 +87,19 @@ def _words(
 
 
 def plan_reduce_scatter_norm(
-    elems: int, grad: str, op: str, kind: int, accumulates: bool, algorithm: int, world: int
+    elems: int,
+    grad: str,
+    op: str,
+    kind: int,
+    accumulates: bool,
+    algorithm: int,
+    world: int,
+    *,
+    stores: bool = True,
 ) -> Plan:
-    """A reduce-scatter of a bucket of ``elems`` gradients, with a norm of native code ``kind``."""
-    norm = NormKind(DTYPES[grad], kind, world if op == "AVG" else 1, True, accumulates)
+    """A reduce-scatter of a bucket of ``elems`` gradients, with a norm of native code ``kind``;
+    without ``stores``, of one rank, only the norm."""
+    norm = NormKind(DTYPES[grad], kind, world if op == "AVG" else 1, stores, accumulates)
     return Plan(
         reduce_scatter_norm_kernel,
         (elems,),

@@ -9,7 +9,6 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import DTYPE_CODES
-from ringcomm.errors import UnsupportedError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.table import StepTable
@@ -56,25 +55,22 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
         table: what :meth:`Kernels.begin` will be called with.
 
     Raises:
-        UnsupportedError: there are none.
+        UnsupportedError: Triton's cannot run here.
     """
-    on_device = comm is not None and comm.launches
     # Not at the top: these modules are built on this one.
-    if options.kernels == "triton":
-        if on_device:
-            raise UnsupportedError(
-                f"optimizer: there are no triton kernels for parameters on {table.control.device} "
-                'yet; use kernels="native"'
-            )
-        from ringcomm.optim.triton_kernels import TritonKernels
-
-        return TritonKernels(comm, options, table)
     from ringcomm.optim.device_kernels import DeviceKernels
     from ringcomm.optim.host_kernels import HostKernels
 
-    if comm is not None and on_device:
-        return DeviceKernels(comm, options, table)
-    return HostKernels(comm, options, table)
+    native: Kernels
+    if comm is not None and comm.launches:
+        native = DeviceKernels(comm, options, table)
+    else:
+        native = HostKernels(comm, options, table)
+    if options.kernels == "native":
+        return native
+    from ringcomm.optim.triton_kernels import TritonKernels
+
+    return TritonKernels(comm, options, table, native)
 
 
 def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native.AdamWShard:

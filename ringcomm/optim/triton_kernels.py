@@ -14,11 +14,12 @@ from ringcomm import _native
 from ringcomm.comm.calls import Call
 from ringcomm.comm.checks import Site
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device_engine import DeviceEngine
 from ringcomm.comm.reduce_ops import ALGORITHMS, DTYPE_NAMES
 from ringcomm.comm.triton_calls import TritonEnd, require_triton
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.host_kernels import HostKernels
+from ringcomm.optim.kernels import Kernels, shard_of
 from ringcomm.optim.norms import kind_code
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.table import StepTable
@@ -33,17 +34,55 @@ Tensor = torch.Tensor
 _abandoned: list[Tensor] = []
 
 
-class TritonKernels(HostKernels):
-    """Alone they run on the caller's thread; else in the communicator's order of calls.
+def _check_ring(comm: Communicator, site: Site) -> None:
+    core = comm._device_core.native if isinstance(comm, DeviceEngine) else comm._core
+    segment_bytes, least = core.geometry["segment_bytes"], _native.ADAMW_BLOCK_ELEMS * 4
+    if segment_bytes < least:
+        raise UnsupportedError(
+            f"{site}: the ring forms move whole blocks of {_native.ADAMW_BLOCK_ELEMS} elements, so "
+            f"they expect segment_bytes >= {least}, got {segment_bytes}"
+        )
+
+
+class TritonKernels(Kernels):
+    """Without a communicator they run on the caller's thread; else in its order of calls.
+
+    Args:
+        comm: None for a world of one on the host.
+        options: what to use.
+        table: of the optimizer.
+        native: what begins a step.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
     """
 
-    def __init__(self, comm: Communicator | None, options: AdamWOptions, table: StepTable) -> None:
-        super().__init__(comm, options, table)
+    def __init__(
+        self,
+        comm: Communicator | None,
+        options: AdamWOptions,
+        table: StepTable,
+        native: Kernels,
+    ) -> None:
+        self._comm = comm
+        self._options = options
+        self._native = native
+        self._factors_ptr = table.factors.data_ptr()
+        self._op = options.reduce.upper()
+        self._place = table.control.device if comm is None else comm.device
         self._site = Site("optimizer", comm.rank if comm else 0, comm.world_size if comm else 1)
         require_triton(self._site)
+        if comm is None:
+            self._check_interpreted()
+        else:
+            self._use = comm._use(self._site, "triton", options.algorithm, torch.float32)
+            if options.algorithm == "ring":
+                _check_ring(comm, self._site)
+        # What kernels read beside their arguments, by what it holds.
+        self._records: dict[bytes, Tensor] = {}
+        self._shards: dict[int, Tensor] = {}
+
+    def _check_interpreted(self) -> None:
         from ringcomm._tl.hooks import IS_INTERPRETED
 
         if not IS_INTERPRETED:
@@ -51,88 +90,76 @@ class TritonKernels(HostKernels):
                 f'{self._site}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
                 'TRITON_INTERPRET=1 before Triton is imported, or use kernels="native"'
             )
-        if comm is not None and options.algorithm == "ring":
-            self._check_ring(comm)
-        # What kernels read beside their arguments; alive as long as its bucket is not replaced.
-        self._records: dict[tuple[int, ...], Tensor] = {}
-
-    def _check_ring(self, comm: Communicator) -> None:
-        segment_bytes = comm._core.geometry["segment_bytes"]
-        least = _native.ADAMW_BLOCK_ELEMS * 4
-        if segment_bytes < least:
-            raise UnsupportedError(
-                f"{self._site}: the ring forms move whole blocks of {_native.ADAMW_BLOCK_ELEMS} "
-                f"elements, so they expect segment_bytes >= {least}, got {segment_bytes}"
-            )
 
     def forget(self) -> None:
-        super().forget()
+        self._native.forget()
         self._records.clear()
+        self._shards.clear()
+
+    def begin(self, table: StepTable) -> None:
+        self._native.begin(table)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._site.world_size == 1
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         from ringcomm._tl.adamw_launch import launch_grad_norm, plan_reduce_scatter_norm
 
         grads, code = bucket.grads, kind_code(kind)
         dtype = DTYPE_NAMES[grads.dtype]
-        words.zero_()
+        words.zero_()  # blocks add to it
         if self._comm is None:
             launch_grad_norm(grads.data_ptr(), dtype, grads.numel(), code, words.data_ptr())
             return
-        world = self._comm.world_size
-        out = bucket.ensure_grad_shard()
-        record = self._record(out.data_ptr(), words.data_ptr())
+        out = grads if self._is_alone else bucket.ensure_grad_shard()
+        addresses = out.data_ptr().to_bytes(8, "little") + words.data_ptr().to_bytes(8, "little")
         self._plan(
             "reduce_scatter_norm",
             lambda algorithm: plan_reduce_scatter_norm(
-                grads.numel(), dtype, self._op_name, code, False, algorithm, world
+                grads.numel(),
+                dtype,
+                self._op,
+                code,
+                False,
+                algorithm,
+                self._site.world_size,
+                stores=not self._is_alone,
             ),
             grads,
-            record,
+            self._record(addresses),
         )
 
     def update(self, bucket: Bucket) -> None:
-        if self._comm is None:
-            self._update_shard(bucket)
-            return
-        from ringcomm._tl.adamw_launch import plan_adamw_all_gather
+        grad = bucket.grads if self._is_alone else bucket.ensure_grad_shard()
+        kind, record = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
+        from ringcomm._tl.adamw_launch import launch_adamw_shard, plan_adamw_all_gather
 
-        grad = bucket.ensure_grad_shard()
-        kind = self._kind(bucket, grad.dtype, "SUM")
+        if self._comm is None:
+            launch_adamw_shard(record.data_ptr(), grad.data_ptr(), bucket.chunk.elems, kind)
+            return
         self._plan(
             "adamw_all_gather",
             lambda algorithm: plan_adamw_all_gather(bucket.layout.elems, kind, algorithm),
             grad,
-            self._shard_record(bucket),
+            record,
             bucket.params,
         )
 
     def reduce_update(self, bucket: Bucket) -> None:
-        if self._comm is None:
-            self._update_shard(bucket)
+        if self._is_alone:
+            self.update(bucket)
             return
         from ringcomm._tl.adamw_launch import plan_one_pass
 
-        op, elems = self._op_name, bucket.layout.elems
+        op, elems = self._op, bucket.layout.elems
         kind = self._kind(bucket, bucket.grads.dtype, op)
         self._plan(
             "reduce_scatter_adamw_all_gather",
             lambda algorithm: plan_one_pass(elems, kind, op, algorithm),
             bucket.grads,
-            self._shard_record(bucket),
+            self._shard(bucket),
             bucket.params,
-        )
-
-    @property
-    def _op_name(self) -> str:
-        return self._options.reduce.upper()
-
-    def _update_shard(self, bucket: Bucket) -> None:
-        from ringcomm._tl.adamw_launch import launch_adamw_shard
-
-        grads = bucket.grads
-        kind = self._kind(bucket, grads.dtype, "SUM")
-        launch_adamw_shard(
-            self._shard_record(bucket).data_ptr(), grads.data_ptr(), bucket.chunk.elems, kind
         )
 
     def _kind(self, bucket: Bucket, grad: torch.dtype, op: str) -> ShardKind:
@@ -162,10 +189,9 @@ class TritonKernels(HostKernels):
         comm = self._comm
         if comm is None:
             return
-        use = comm._use(self._site, "triton", self._options.algorithm, source.dtype)
 
         def run(native: _native.Comm) -> int:
-            end: TritonEnd = use(native)
+            end: TritonEnd = self._use(native)
             plan = make(end.chosen(ALGORITHMS[self._options.algorithm]))
             return end.run(plan, source.data_ptr(), record.data_ptr())
 
@@ -176,14 +202,15 @@ class TritonKernels(HostKernels):
                 _abandoned.append(stored)
             raise
 
-    def _shard_record(self, bucket: Bucket) -> Tensor:
-        key = (bucket.number,)
-        if key not in self._records:
-            words = bytearray(_native.adamw_shard_bytes(self._shard(bucket)))
-            self._records[key] = torch.frombuffer(words, dtype=torch.int64).clone()
-        return self._records[key]
+    def _shard(self, bucket: Bucket) -> Tensor:
+        if bucket.number not in self._shards:
+            shard = shard_of(bucket, self._factors_ptr, self._options)
+            self._shards[bucket.number] = self._record(_native.adamw_shard_bytes(shard))
+        return self._shards[bucket.number]
 
-    def _record(self, *addresses: int) -> Tensor:
-        if addresses not in self._records:
-            self._records[addresses] = torch.tensor(addresses)
-        return self._records[addresses]
+    def _record(self, words: bytes) -> Tensor:
+        """The words where the kernels can read them."""
+        if words not in self._records:
+            data = list(words)
+            self._records[words] = torch.tensor(data, dtype=torch.uint8, device=self._place)
+        return self._records[words]

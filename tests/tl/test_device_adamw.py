@@ -1,0 +1,81 @@
+"""The optimizer's Triton kernels on devices, emulated here and real with ``-m gpu``: several
+channels and processes, against the native kernels of the device."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ringcomm import Communicator
+from ringcomm.optim import AdamW, AdamWOptions
+from tests.support.device_worlds import Devices, on_host, with_options
+from tests.support.ranks import run_ranks
+from tests.tl.interpreter import interpreted
+
+# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+LIMIT_S = 120.0
+SHAPES = ((1300,), (3, 5), (40, 41))
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request):
+    """Where the kernels run; those of emulated devices in Triton's interpreter."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param
+
+
+def _train(comm, dtype, options, clip):
+    """Parameters and norms after two steps."""
+    torch.manual_seed(0)
+    params = [
+        torch.randn(shape).to(dtype).to(comm.device).detach().requires_grad_() for shape in SHAPES
+    ]
+    optimizer = AdamW(params, lr=0.1, amsgrad=True, comm=comm, options=options)
+    torch.manual_seed(1 + comm.rank)
+    found = []
+    for _ in range(2):
+        for param, shape in zip(params, SHAPES, strict=True):
+            param.grad = torch.randn(shape).to(dtype).to(comm.device)
+        if clip:
+            found.append(on_host(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+    return [*found, *(on_host(param.detach()) for param in params)]
+
+
+def _rank(store, rank, world, kind):
+    if kind == "emulated":
+        with interpreted():
+            from ringcomm._tl import adamw_launch  # noqa: F401
+        devices = Devices(kind, devices=1, physical=(0,))
+    else:
+        devices = Devices(kind)
+    options = with_options(segment_bytes=4096, slots=2)
+    wrong = []
+    with (
+        Communicator.from_store(
+            store, rank, world, device="cuda:0", options=options, heap_bytes=64 << 20
+        ) as comm,
+        devices.as_on_gpu(comm),
+    ):
+        for dtype, algorithm, clip in (
+            (torch.float32, "direct", False),
+            (torch.bfloat16, "ring", False),
+            (torch.bfloat16, "direct", True),
+            (torch.float32, "ring", True),
+        ):
+            ends = [
+                _train(comm, dtype, AdamWOptions(algorithm=algorithm, kernels=kernels), clip)
+                for kernels in ("native", "triton")
+            ]
+            if not all(map(torch.equal, *ends)):
+                wrong.append((dtype, algorithm, clip))
+    return wrong
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_steps_alike_on_both(kind, world):
+    assert run_ranks(_rank, world, kind, timeout_s=LIMIT_S) == [[]] * world
