@@ -20,7 +20,7 @@ from ringcomm.comm.triton_calls import TritonEnd, require_triton
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.kernels import Kernels, shard_of
-from ringcomm.optim.norms import kind_code
+from ringcomm.optim.norms import NORM_WORDS, kind_code
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.table import StepTable
 
@@ -34,10 +34,14 @@ Tensor = torch.Tensor
 _abandoned: list[Tensor] = []
 
 
-def _check_ring(comm: Communicator, site: Site) -> None:
-    core = comm._device_core.native if isinstance(comm, DeviceEngine) else comm._core
+def _check_segments(comm: Communicator, algorithm: int, site: Site) -> None:
+    """Refuses a ring whose segments hold no whole block, of which norms are sums."""
+    core: _native.Comm | _native.DeviceComm = comm._core
+    if isinstance(comm, DeviceEngine):
+        core = comm._device_core.native
+        algorithm = algorithm or core.family  # what "auto" means there
     segment_bytes, least = core.geometry["segment_bytes"], _native.ADAMW_BLOCK_ELEMS * 4
-    if segment_bytes < least:
+    if algorithm == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
             f"{site}: the ring forms move whole blocks of {_native.ADAMW_BLOCK_ELEMS} elements, so "
             f"they expect segment_bytes >= {least}, got {segment_bytes}"
@@ -76,11 +80,11 @@ class TritonKernels(Kernels):
             self._check_interpreted()
         else:
             self._use = comm._use(self._site, "triton", options.algorithm, torch.float32)
-            if options.algorithm == "ring":
-                _check_ring(comm, self._site)
-        # What kernels read beside their arguments, by what it holds.
-        self._records: dict[bytes, Tensor] = {}
+            _check_segments(comm, ALGORITHMS[options.algorithm], self._site)
+        # By bucket, what kernels read beside their arguments: its shard; and where a
+        # reduce-scatter puts its results, with words that keep their address from step to step.
         self._shards: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
 
     def _check_interpreted(self) -> None:
         from ringcomm._tl.hooks import IS_INTERPRETED
@@ -93,8 +97,8 @@ class TritonKernels(Kernels):
 
     def forget(self) -> None:
         self._native.forget()
-        self._records.clear()
         self._shards.clear()
+        self._norms.clear()
 
     def begin(self, table: StepTable) -> None:
         self._native.begin(table)
@@ -108,12 +112,13 @@ class TritonKernels(Kernels):
 
         grads, code = bucket.grads, kind_code(kind)
         dtype = DTYPE_NAMES[grads.dtype]
-        words.zero_()  # blocks add to it
         if self._comm is None:
+            words.zero_()
             launch_grad_norm(grads.data_ptr(), dtype, grads.numel(), code, words.data_ptr())
             return
-        out = grads if self._is_alone else bucket.ensure_grad_shard()
-        addresses = out.data_ptr().to_bytes(8, "little") + words.data_ptr().to_bytes(8, "little")
+        record = self._norm(bucket)
+        found = record[2:]
+        found.zero_()  # blocks add to it
         self._plan(
             "reduce_scatter_norm",
             lambda algorithm: plan_reduce_scatter_norm(
@@ -127,8 +132,9 @@ class TritonKernels(Kernels):
                 stores=not self._is_alone,
             ),
             grads,
-            self._record(addresses),
+            record,
         )
+        words.copy_(found)
 
     def update(self, bucket: Bucket) -> None:
         grad = bucket.grads if self._is_alone else bucket.ensure_grad_shard()
@@ -205,12 +211,15 @@ class TritonKernels(Kernels):
     def _shard(self, bucket: Bucket) -> Tensor:
         if bucket.number not in self._shards:
             shard = shard_of(bucket, self._factors_ptr, self._options)
-            self._shards[bucket.number] = self._record(_native.adamw_shard_bytes(shard))
+            data = list(_native.adamw_shard_bytes(shard))
+            record = torch.tensor(data, dtype=torch.uint8, device=self._place)
+            self._shards[bucket.number] = record
         return self._shards[bucket.number]
 
-    def _record(self, words: bytes) -> Tensor:
-        """The words where the kernels can read them."""
-        if words not in self._records:
-            data = list(words)
-            self._records[words] = torch.tensor(data, dtype=torch.uint8, device=self._place)
-        return self._records[words]
+    def _norm(self, bucket: Bucket) -> Tensor:
+        if bucket.number not in self._norms:
+            out = bucket.grads if self._is_alone else bucket.ensure_grad_shard()
+            record = torch.zeros(2 + NORM_WORDS, dtype=torch.int64, device=self._place)
+            record[:2].copy_(torch.tensor([out.data_ptr(), record[2:].data_ptr()]))
+            self._norms[bucket.number] = record
+        return self._norms[bucket.number]
