@@ -40,7 +40,8 @@ tsan: $(VENV)/.native $(VENV)/.tools
 # make test takes some of them, and each architecture with one at least.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/native/test_cuda_compile.py \
-	  tests/native/test_cuda_checks.py tests/tl/test_compile.py tests/tl/test_device_compile.py
+	  tests/native/test_cuda_checks.py tests/tl/test_compile.py tests/tl/test_device_compile.py \
+	  tests/tl/test_adamw_compile.py
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench

@@ -24,6 +24,7 @@ BESIDE = (
     "tests/native/test_cuda_compile.py",
     "tests/packaging/test_build.py",
     "tests/test_style.py",
+    "tests/tl/test_adamw_compile.py",
     "tests/tl/test_compile.py",
     "tests/tl/test_device_compile.py",
 )
