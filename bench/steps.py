@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm import _native
-from ringcomm.optim import AdamW, AdamWOptions
 
 from . import provenance
 from .board import Board
@@ -69,9 +67,11 @@ def _leaf(case: Case, seed: int) -> torch.nn.Parameter:
     return param
 
 
-def _ringcomm(case: Case, comm: ringcomm.Communicator | None, options: AdamWOptions) -> Step:
+def _ringcomm(
+    case: Case, comm: ringcomm.Communicator | None, options: ringcomm.optim.AdamWOptions
+) -> Step:
     param = _leaf(case, 1)
-    optimizer = AdamW([param], comm=comm, options=options)
+    optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
     optimizer.step()  # lays the bucket out; from here on p.grad is its view
     return optimizer.step
 
@@ -105,7 +105,7 @@ def _deepspeed(case: Case) -> Step | None:
 
 def _shard_entrants(case: Case, _: ringcomm.Communicator | None) -> dict[str, Step]:
     steps = {
-        SUBJECT: _ringcomm(case, None, AdamWOptions(bucket_elems=case.elems)),
+        SUBJECT: _ringcomm(case, None, ringcomm.optim.AdamWOptions(bucket_elems=case.elems)),
         "torch fused": _torch_fused(case),
     }
     other = _deepspeed(case) if case.dtype == torch.float32 else None
@@ -125,8 +125,8 @@ def _separate(case: Case, comm: ringcomm.Communicator) -> Step:
     own = torch.nn.Parameter(params[rank * chunk : (rank + 1) * chunk])
     reduced = torch.empty(chunk, dtype=case.dtype)
     own.grad = reduced
-    options = AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
-    update = AdamW([own], options=options)
+    options = ringcomm.optim.AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
+    update = ringcomm.optim.AdamW([own], options=options)
     update.step()  # its bucket takes the shard over: parameters are gathered from there
     shard, grad = own.data, own.grad
 
@@ -154,9 +154,9 @@ def _gloo(case: Case) -> Step:
 
 def _step_entrants(case: Case, comm: ringcomm.Communicator | None) -> dict[str, Step]:
     assert comm is not None
-    options = AdamWOptions(bucket_elems=case.elems)
-    two = AdamWOptions(bucket_elems=case.elems, check_finite=True)
-    ring = AdamWOptions(bucket_elems=case.elems, algorithm="ring")
+    options = ringcomm.optim.AdamWOptions(bucket_elems=case.elems)
+    two = ringcomm.optim.AdamWOptions(bucket_elems=case.elems, check_finite=True)
+    ring = ringcomm.optim.AdamWOptions(bucket_elems=case.elems, algorithm="ring")
     return {
         SUBJECT: _ringcomm(case, comm, options),
         "two passes": _ringcomm(case, comm, two),
@@ -214,7 +214,7 @@ def _run_rank(cases: list[Case], pace: Pace, output: Path | None, arguments: lis
 
 
 def _write(rows: list[dict[str, str]], output: Path | None, arguments: list[str]) -> None:
-    facts = provenance.collect(arguments, {SUBJECT: f"{ringcomm.__version__}, {_native.isa()}"}, {})
+    facts = provenance.collect(arguments, {SUBJECT: ringcomm.__version__}, {})
     facts["command"] = " ".join(["python -m bench.steps", *arguments])
     for row in rows:
         print("  ".join(f"{value:>12}" for value in row.values()))

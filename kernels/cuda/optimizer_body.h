@@ -1,8 +1,9 @@
 // What the optimizer's kernels do, for any Team, as body.h is for the collectives.
 #pragma once
 
+#include "kernels/cuda/adamw_lanes.h"
 #include "kernels/cuda/body.h"
-#include "kernels/cuda/optimizer_ops.h"
+#include "kernels/cuda/norm_lanes.h"
 #include "ringcomm/adamw_prepare.h"
 #include "ringcomm/reduce_scatter_adamw_all_gather.h"
 
@@ -60,9 +61,9 @@ RC_TEAM_FN void end_norm(Team& team, const CallArgs& args, Workspace& w) {
   for (int k = team.lane(); k < kNormWords; k += team.num_lanes()) {
     const bool largest = NormKind(args.norm) == NormKind::kInf && k == 0;
     if (largest)
-      max_relaxed(&args.words->word[k], w.norm.word[k]);
+      max_relaxed_sys(&args.words->word[k], w.norm.word[k]);
     else if (w.norm.word[k] != 0)
-      add_relaxed(&args.words->word[k], w.norm.word[k]);
+      add_relaxed_sys(&args.words->word[k], w.norm.word[k]);
   }
 }
 

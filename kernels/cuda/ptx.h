@@ -46,14 +46,6 @@ struct WarpLanes {
   }
 };
 
-// Integers: the order of the additions does not show.
-__device__ __forceinline__ void add_relaxed(int64_t* word, int64_t value) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
-}
-__device__ __forceinline__ void max_relaxed(int64_t* word, int64_t value) {
-  atomicMax(reinterpret_cast<long long*>(word), static_cast<long long>(value));
-}
-
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
@@ -71,16 +63,6 @@ inline Vec16 load16(const void* from) {
 inline void store16(void* to, const Vec16& v) { memcpy(to, &v, sizeof(v)); }
 
 inline void keep_packed(uint32_t&) {}
-
-inline void add_relaxed(int64_t* word, int64_t value) {
-  __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
-}
-inline void max_relaxed(int64_t* word, int64_t value) {
-  int64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED,
-                                                      __ATOMIC_RELAXED)) {
-  }
-}
 
 #endif
 

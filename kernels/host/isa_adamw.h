@@ -35,7 +35,7 @@ inline void narrow_result(T* RC_RESTRICT out, const float* RC_RESTRICT src, uint
 template <class T>
 inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
   const auto source = [&](int s) { return static_cast<const T*>(g.ptrs[s]) + (begin - g.first); };
-  if constexpr (__is_same(T, float)) {
+  if constexpr (kSame<T, float>) {
     if (g.count == 1 && g.divide_by == 0) return source(0);
   }
   int first = 1;
@@ -117,12 +117,12 @@ template <class T>
 inline const T* step_run(const AdamWShard& s, const float* g, uint64_t at, uint64_t n,
                          const AdamWFactors& f, float* wide, T* fresh) {
   T* const own = reinterpret_cast<T*>(s.params) + s.begin + at;
-  if constexpr (__is_same(T, float)) {
+  if constexpr (kSame<T, float>) {
     update(own, g, s, at, f, n);
     return own;
   } else {
     float* const master = s.master != nullptr ? s.master + at : wide;
-    if constexpr (__is_same(T, BFloat16)) {
+    if constexpr (kSame<T, BFloat16>) {
       if (s.remainder != nullptr) {
         uint16_t* const low = s.remainder + at;
         for (uint64_t i = 0; i < n; ++i) wide[i] = join_master(own[i], low[i]);
@@ -180,7 +180,7 @@ inline void adamw_turns(const AdamWJob& job) {
       if ((f.flags & kAdamActive) != 0 && to > from) {
         const T* const result = step_run<T>(s, g + (from - first), at, to - from, f, wide, fresh);
         const uint64_t bytes = (to - from) * sizeof(T);
-        if constexpr (!__is_same(T, float))
+        if constexpr (!kSame<T, float>)
           store_params(s.params + from * sizeof(T), result, bytes, job.streaming);
         for (int c = 0; c < job.copy_count; ++c)
           if (job.copies[c] != nullptr)

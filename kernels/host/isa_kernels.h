@@ -224,7 +224,7 @@ void reduce_kernel(const ReduceJob& job) {
   alignas(64) T bounce[block];  // streamed results gather here, in the first-level cache
   uint64_t first = 0;
 #if RC_HAS_STREAMING_STORES
-  if constexpr (op == RedOp::kSum && (__is_same(T, float) || __is_same(T, double))) {
+  if constexpr (op == RedOp::kSum && (kSame<T, float> || kSame<T, double>)) {
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % RC_VECTOR_BYTES == 0;
     if (job.streaming && job.count == 2 && also == nullptr && aligned)
       first = stream_sum_of_two(dst, static_cast<const T*>(job.sources[0]),

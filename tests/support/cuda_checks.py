@@ -192,3 +192,11 @@ def reduce_loop(kernel: Kernel) -> list[str]:
     if any(each.stores >= LOADS_IN_FLIGHT and not each.narrow for each in results):
         return []
     return [f"{kernel.name}: no loop stores its results 16 bytes at a time: {results}"]
+
+
+def update_loop(kernel: Kernel) -> list[str]:
+    """What the loop that updates the optimizer's state lacks: it loads and stores three arrays."""
+    found = [traffic(loop) for loop in data_loops(kernel)]
+    if any(each.in_flight >= 7 and each.stores >= 7 and not each.narrow for each in found):
+        return []
+    return [f"{kernel.name}: no loop updates the state 16 bytes at a time: {found}"]

@@ -69,6 +69,15 @@ __device__ __forceinline__ Packet load_packet_sys(const Packet* from) {
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 
+// Integers that many lanes add to, within one launch: no order shows, and nobody waits for them.
+__device__ __forceinline__ void add_relaxed_sys(int64_t* word, int64_t value) {
+  atomicAdd_system(reinterpret_cast<unsigned long long*>(word),
+                   static_cast<unsigned long long>(value));
+}
+__device__ __forceinline__ void max_relaxed_sys(int64_t* word, int64_t value) {
+  atomicMax_system(reinterpret_cast<long long*>(word), static_cast<long long>(value));
+}
+
 #else
 
 RC_FN uint32_t load_acquire_sys(const uint32_t* word) {
@@ -106,6 +115,16 @@ RC_FN Packet load_packet_sys(const Packet* from) {
   const uint64_t low = __atomic_load_n(halves, __ATOMIC_RELAXED);
   const uint64_t high = __atomic_load_n(halves + 1, __ATOMIC_RELAXED);
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+}
+
+inline void add_relaxed_sys(int64_t* word, int64_t value) {
+  __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline void max_relaxed_sys(int64_t* word, int64_t value) {
+  int64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED,
+                                                      __ATOMIC_RELAXED)) {
+  }
 }
 
 #endif

@@ -68,6 +68,12 @@ struct Complex {
   R re, im;
 };
 
+// NVRTC has neither the standard library nor the compilers' own __is_same.
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
 RC_FN uint32_t bits_of(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);

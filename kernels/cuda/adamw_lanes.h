@@ -1,81 +1,13 @@
-// What becomes of the gradients of a run on a GPU (the Ops of buckets.h): 8 elements per lane and
-// turn, so that 16-bit gradients and parameters move in 16 bytes and the FP32 state in two times
-// 16. 256 lanes with 112 bytes each keep 28 KiB in flight per block.
+// The update of a run of a shard by the lanes of a block. 256 lanes with 112 bytes each keep 28 KiB
+// in flight.
 #pragma once
 
-#include "kernels/cuda/ops.h"
-#include "kernels/cuda/warp_sum.h"
+#include "kernels/cuda/grad_sum.h"
 #include "ringcomm/adamw_element.h"
 #include "ringcomm/buckets.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
-
-constexpr int kTurnElems = 8;
-
-template <class T>
-struct Eight {
-  static constexpr int kVectors = kTurnElems * int(sizeof(T)) / 16;
-  static_assert(sizeof(T) >= 2);
-  Vec16 v[kVectors];
-
-  RC_TEAM_FN void load(const T* from) {
-    RC_UNROLL
-    for (int k = 0; k < kVectors; ++k) v[k] = load16(reinterpret_cast<const char*>(from) + 16 * k);
-  }
-  RC_TEAM_FN void store(T* to) const {
-    RC_UNROLL
-    for (int k = 0; k < kVectors; ++k) store16(reinterpret_cast<char*>(to) + 16 * k, v[k]);
-  }
-  RC_TEAM_FN void get(T (&x)[kTurnElems]) const { memcpy(x, v, sizeof(v)); }
-  RC_TEAM_FN void set(const T (&x)[kTurnElems]) { memcpy(v, x, sizeof(v)); }
-};
-
-// The gradient: the sum over the sources, and its divisor.
-template <class G>
-struct GradSum {
-  const void* const* ptrs;
-  int count, divide_by;
-  uint64_t first;  // of the chunk: the element that ptrs point at
-
-  RC_TEAM_FN const G* source(int s, uint64_t at) const {
-    return static_cast<const G*>(ptrs[s]) + (at - first);
-  }
-  RC_TEAM_FN bool aligned() const {
-    bool all = true;
-    for (int s = 0; s < count; ++s) all &= misalignment(ptrs[s]) == 0;
-    return all;
-  }
-  RC_TEAM_FN float finished(float sum) const {
-    return divide_by > 0 ? sum / float(divide_by) : sum;
-  }
-  RC_TEAM_FN float one(uint64_t at) const {
-    float sum = Traits<G>::load(*source(0, at));
-    for (int s = 1; s < count; ++s) sum += Traits<G>::load(*source(s, at));
-    return finished(sum);
-  }
-  // The next source's loads are under way while one is added.
-  RC_TEAM_FN void eight(uint64_t at, float (&sum)[kTurnElems]) const {
-    Eight<G> now, next;
-    now.load(source(0, at));
-    RC_ROLLED
-    for (int s = 0; s < count; ++s) {
-      if (s + 1 < count) next.load(source(s + 1, at));
-      G x[kTurnElems];
-      now.get(x);
-      RC_UNROLL
-      for (int k = 0; k < kTurnElems; ++k) {
-        const float wide = Traits<G>::load(x[k]);
-        sum[k] = s == 0 ? wide : sum[k] + wide;
-      }
-      now = next;
-    }
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) sum[k] = finished(sum[k]);
-  }
-};
-
-// ---- update -------------------------------------------------------------------------------------
 
 template <class P>
 struct Narrowed {
@@ -146,14 +78,14 @@ struct Updater {
   }
 
   RC_TEAM_FN float master_of(P param, uint64_t at) const {
-    if constexpr (__is_same(P, BFloat16))
+    if constexpr (kSame<P, BFloat16>)
       if (s.remainder != nullptr) return join_master(param, s.remainder[at]);
     if constexpr (!kIsMaster)
       if (s.master != nullptr) return s.master[at];
     return Traits<P>::load(param);
   }
   RC_TEAM_FN P param_of(float master, uint64_t at, const AdamWFactors& f) const {
-    if constexpr (__is_same(P, BFloat16))
+    if constexpr (kSame<P, BFloat16>)
       if (s.remainder != nullptr) {
         BFloat16 param;
         split_master(master, param, s.remainder[at]);
@@ -190,7 +122,7 @@ struct Updater {
     held.load(own(at));
     P param[kTurnElems];
     held.get(param);
-    if constexpr (__is_same(P, BFloat16))
+    if constexpr (kSame<P, BFloat16>)
       if (s.remainder != nullptr) {
         Eight<uint16_t> low;
         low.load(s.remainder + at);
@@ -206,7 +138,7 @@ struct Updater {
 
   RC_TEAM_FN void store_masters(uint64_t at, const float (&p)[kTurnElems], const AdamWFactors& f,
                                 P (&param)[kTurnElems]) const {
-    if constexpr (__is_same(P, BFloat16))
+    if constexpr (kSame<P, BFloat16>)
       if (s.remainder != nullptr) {
         uint16_t rest[kTurnElems];
         RC_UNROLL
@@ -291,130 +223,6 @@ RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* co
     for (uint64_t at = whole + uint64_t(lane); at < to; at += uint64_t(lanes))
       updater.one(at, grads.one(at), f);
   }
-}
-
-// ---- norm ---------------------------------------------------------------------------------------
-
-// Adds a block's sum, or its largest magnitude, to the team's words.
-RC_TEAM_FN void add_to_words(NormWords& words, double sum) {
-  add_block(sum, [&](int k, int64_t digit) { add_relaxed(&words.word[k], digit); });
-}
-
-RC_TEAM_FN void max_to_words(NormWords& words, uint32_t most) {
-  if (most >= 0x7f800000u)
-    add_relaxed(&words.word[kNonFiniteWord], 1);
-  else
-    max_relaxed(&words.word[0], int64_t(most));
-}
-
-template <class G>
-struct NormTarget {
-  GradSum<G> grads;
-  float* out;  // null: the norm only
-  bool accumulate;
-  NormKind kind;
-
-  RC_TEAM_FN float one(uint64_t at) const {
-    float g = grads.one(at);
-    if (out == nullptr) return g;
-    if (accumulate) g = out[at] + g;
-    out[at] = g;
-    return g;
-  }
-  RC_TEAM_FN void eight(uint64_t at, float (&g)[kTurnElems]) const {
-    grads.eight(at, g);
-    if (out == nullptr) return;
-    Eight<float> held;
-    if (accumulate) {
-      held.load(out + at);
-      float before[kTurnElems];
-      held.get(before);
-      RC_UNROLL
-      for (int k = 0; k < kTurnElems; ++k) g[k] = before[k] + g[k];
-    }
-    held.set(g);
-    held.store(out + at);
-  }
-};
-
-// The terms of elements [at, at + 8) of a block that ends at `end`; zeros behind it.
-template <class G>
-RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint64_t end,
-                         float (&g)[kTurnElems]) {
-  if (aligned && at + kTurnElems <= end) return t.eight(at, g);
-  RC_UNROLL
-  for (int k = 0; k < kTurnElems; ++k)
-    g[k] = at + uint64_t(k) < end ? t.one(at + uint64_t(k)) : 0.0f;
-}
-
-RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
-
-#if RC_CUDA
-// A block of kBlockElems elements by a warp.
-template <class G>
-__device__ __forceinline__ void norm_block(const NormTarget<G>& t, bool aligned, uint64_t begin,
-                                           uint64_t end, int lane, NormWords& words) {
-  float low[kTurnElems], high[kTurnElems];
-  const uint64_t at = begin + uint64_t(lane) * kTurnElems;
-  terms_of(t, aligned, at, end, low);
-  terms_of(t, aligned, at + kBlockElems / 2, end, high);
-  if (t.kind == NormKind::kInf) {
-    uint32_t most = 0;
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) {
-      const uint32_t a = magnitude(low[k]), b = magnitude(high[k]);
-      most = a > most ? a : most;
-      most = b > most ? b : most;
-    }
-    for (int mask = 16; mask > 0; mask /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, most, mask);
-      most = other > most ? other : most;
-    }
-    if (lane == 0) max_to_words(words, most);
-    return;
-  }
-  double x[8];
-  RC_UNROLL
-  for (int k = 0; k < kTurnElems; ++k)
-    x[k] = norm_term(low[k], t.kind) + norm_term(high[k], t.kind);
-  const double sum = warp_block_sum(WarpLanes{lane}, x);
-  if (lane == 0) add_to_words(words, sum);
-}
-constexpr int kNormLanes = 32;
-#else
-// A block by one lane, which stands for a warp.
-template <class G>
-inline void norm_block(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end, int,
-                       NormWords& words) {
-  float g[kBlockElems];
-  for (uint64_t i = 0; i < kBlockElems; i += kTurnElems) {
-    float some[kTurnElems];
-    terms_of(t, aligned, begin + i, end, some);
-    memcpy(g + i, some, sizeof(some));
-  }
-  if (t.kind == NormKind::kInf) {
-    uint32_t most = 0;
-    for (float x : g) most = magnitude(x) > most ? magnitude(x) : most;
-    return max_to_words(words, most);
-  }
-  double y[kBlockElems / 2];
-  for (uint64_t i = 0; i < kBlockElems / 2; ++i)
-    y[i] = norm_term(g[i], t.kind) + norm_term(g[i + kBlockElems / 2], t.kind);
-  for (uint64_t h = kBlockElems / 4; h > 0; h /= 2)
-    for (uint64_t i = 0; i < h; ++i) y[i] += y[i + h];
-  add_to_words(words, y[0]);
-}
-constexpr int kNormLanes = 1;
-#endif
-
-// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole block.
-template <class G>
-RC_COLD void norm_lanes(NormTarget<G> t, Run run, NormWords& words, int lane, int lanes) {
-  const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;
-  const int warp = lane / kNormLanes, warps = lanes / kNormLanes;
-  for (uint64_t begin = run.begin + uint64_t(warp) * kBlockElems; begin < run.end;
-       begin += uint64_t(warps) * kBlockElems)
-    norm_block(t, aligned, begin, run.end, lane % kNormLanes, words);
 }
 
 }  // namespace device
