@@ -1,4 +1,6 @@
 // The optimizer's collectives of a communicator, and what they do when there is none.
+#include <stdexcept>
+
 #include "kernels/host/comm.h"
 #include "kernels/host/optimizer.h"
 #include "ringcomm/adamw_prepare.h"
@@ -21,6 +23,13 @@ CallId id_of(Collective collective, const GradCall& grads, uint64_t elems, DType
 }
 
 bool is_ring(const GradCall& grads) { return grads.algorithm == Algorithm::kRing; }
+
+// Peers are told where these bytes lie in the heap, and would read or write there.
+void check_in_heap(const View& v, const char* what, const char* ptr, uint64_t bytes) {
+  if (v.world == 1 || v.in_my_heap(ptr, bytes)) return;
+  throw std::invalid_argument(std::string(what) +
+                              " must lie in the heap (ringcomm.empty), where peers can reach them");
+}
 
 }  // namespace
 
@@ -47,6 +56,7 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
                                  const NormCall& norm) {
   const int size = size_of(grads.dtype);
   const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, view_.world};
+  if (!is_ring(grads)) check_in_heap(view_, "gradients", grads.ptr, bucket_elems * uint64_t(size));
   *norm.words = NormWords{};
   const NormFinish finish{
       &kernels(), kind_of(grads, view_.world), norm.out, norm.accumulate, norm.kind, norm.words};
@@ -64,6 +74,11 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
   const int size = size_of(shard.param_dtype);
   const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype),
                       size,      view_.world};
+  if (!is_ring(grads)) {
+    check_in_heap(view_, "parameters", shard.params, shard.bucket_elems * uint64_t(size));
+    if (id.collective == Collective::kReduceScatterAdamWAllGather)
+      check_in_heap(view_, "gradients", grads.ptr, bucket.grads().total_bytes);
+  }
   // The direct forms store in the peers' buckets, whose lines other cores have read; the ring's
   // results go no further than this rank's own.
   const bool streaming = shard.bucket_elems * uint64_t(size) >= kStreamingMinBytes;

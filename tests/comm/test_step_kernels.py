@@ -275,3 +275,16 @@ def test_different_forms_are_a_mismatch():
         assert "reduce_scatter_adamw_all_gather" in text
         assert "adamw_all_gather" in text.replace("reduce_scatter_adamw_all_gather", "")
     world.close()
+
+
+def test_memory_that_peers_cannot_reach_is_refused():
+    with ringcomm.local_world(2, timeout=5) as world:
+        shard = Shard(BLOCK, torch.float32, 0, 2, in_heap=True)
+        step = Step(world[0], shard, torch.zeros(BLOCK), "direct")
+        with pytest.raises(ValueError, match="gradients must lie in the heap"):
+            step.one_pass()
+        with pytest.raises(ValueError, match="gradients must lie in the heap"):
+            step.reduce()
+        plain = Shard(BLOCK, torch.float32, 0, 2)
+        with pytest.raises(ValueError, match="parameters must lie in the heap"):
+            Step(world[0], plain, ringcomm.zeros(BLOCK), "direct").one_pass()
