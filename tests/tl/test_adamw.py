@@ -8,7 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from ringcomm import MismatchError, RingcommError, UnsupportedError, _native
+from ringcomm import (
+    CollectiveTimeout,
+    MismatchError,
+    RingcommError,
+    UnsupportedError,
+    _native,
+)
 from ringcomm.comm.reduce_ops import DTYPE_CODES, DTYPE_NAMES
 from tests.support.ranks import run_ranks
 from tests.tl.interpreter import connect, interpreted
@@ -180,6 +186,27 @@ def _other_kernels(store, rank, world):
 def test_ranks_that_run_other_kernels_are_told_so():
     for text in run_ranks(_other_kernels, 2, timeout_s=LIMIT_S):
         assert "Triton kernels" in text and text.count("reduce_scatter_norm(") == 2
+
+
+def _late(store, rank, world):
+    with connect(store, rank, world, kernels="native", timeout=1.0) as comm:
+        memory = Memory(Case(600, *KINDS[0]), rank, world)
+        before = {name: tensor.clone() for name, tensor in memory.tensors.items()}
+        steps = Steps(comm, "direct")
+        comm.barrier()
+        if rank == 1:
+            time.sleep(4)
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            steps.one_pass(memory, "triton")
+        assert all(torch.equal(memory.tensors[name], was) for name, was in before.items())
+    return str(caught.value)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_step_that_a_peer_does_not_join_changes_nothing():
+    text, _ = run_ranks(_late, 2, timeout_s=LIMIT_S)
+    assert "rank 1" in text and "reduce_scatter_adamw_all_gather(" in text
 
 
 def _optimizer(store, rank, world):
