@@ -102,8 +102,10 @@ class Memory:
         grads = wide_range(n, 20 if hostile else 2).to(case.grad)
         if hostile:
             grads[3], grads[400], grads[20:30] = float("nan"), float("inf"), 0.0
-        self.params = ringcomm.empty(n, dtype=case.param).copy_(params)
-        self.grads = ringcomm.empty(n, dtype=case.grad).copy_(grads)
+        # An empty tensor has no address, but an empty bucket lies somewhere.
+        self.params = ringcomm.empty(max(n, 1), dtype=case.param)[:n].copy_(params)
+        self.grads = ringcomm.empty(max(n, 1), dtype=case.grad)[:n].copy_(grads)
+        self.grads_ptr = self.grads.untyped_storage().data_ptr()
         self.tensors = {
             "exp_avg": state[0][here].clone(),
             "exp_avg_sq": state[1][here].clone(),
@@ -139,7 +141,7 @@ class Memory:
             exp_avg=self.ptr("exp_avg"),
             exp_avg_sq=self.ptr("exp_avg_sq"),
             max_exp_avg_sq=self.ptr("max_exp_avg_sq"),
-            params=self.ptr("params"),
+            params=self.params.untyped_storage().data_ptr(),
             param_dtype=DTYPE_CODES[self.case.param],
             stochastic=self.case.stochastic,
             seed=2**64 - 12345,
@@ -190,7 +192,7 @@ class Steps:
     def norm(self, of: Memory, kernels: str, kind: str, accumulate: bool) -> None:
         """reduce_scatter_norm into ``out`` and ``words``."""
         case, code = of.case, _native.GRAD_NORM_KINDS[kind]
-        grads = of.grads.data_ptr()
+        grads = of.grads_ptr
         if kernels == "native":
             sizes = case.elems, DTYPE_CODES[case.grad], _native.OPS[case.op]
             results = of.ptr("out"), accumulate, code, of.ptr("words")
@@ -226,7 +228,7 @@ class Steps:
 
     def one_pass(self, of: Memory, kernels: str) -> None:
         """reduce_scatter_adamw_all_gather."""
-        case, grads = of.case, of.grads.data_ptr()
+        case, grads = of.case, of.grads_ptr
         if kernels == "native":
             codes = DTYPE_CODES[case.grad], _native.OPS[case.op], self._code
             self._run(
