@@ -1,0 +1,88 @@
+"""The optimizer's step on a GPU as the harness times it, on the host as far as that goes."""
+
+import pytest
+import torch
+
+from bench.device_steps import fitting, main, rows_of, run_case
+from bench.device_systems import (
+    COPY,
+    SEPARATE,
+    SHARD,
+    STEP,
+    SUBJECT,
+    TORCH,
+    TWO_PASSES,
+    Case,
+    Systems,
+)
+from bench.devices import Host
+from bench.timing import Timing
+
+ELEMS = 8192
+STEPS = 3
+
+
+def stepped(case):
+    """By system: the parameters of all ranks after some steps."""
+    systems = Systems(case, Host())
+    try:
+        for call in systems.calls.values():
+            for _ in range(STEPS - 1):  # one was made while it was built
+                call()
+        return {name: [each.clone() for each in params] for name, params in systems.params.items()}
+    finally:
+        systems.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_systems_do_the_same_step(dtype, world):
+    params = stepped(Case(STEP, dtype, ELEMS, world))
+    assert list(params) == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
+    first = params[SUBJECT][0]
+    for name, of_ranks in params.items():
+        assert len(of_ranks) == world
+        assert all(torch.equal(each, of_ranks[0]) for each in of_ranks), name
+        # Separate kernels and torch round 16-bit sums, and torch's order of sums is its own.
+        close = 0.0 if name == TWO_PASSES else 2e-6 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(of_ranks[0], first, rtol=close, atol=close, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_is_updated_as_torch_does(dtype):
+    params = stepped(Case(SHARD, dtype, ELEMS))
+    assert list(params) == [SUBJECT, TORCH, COPY]
+    close = 2e-7 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(params[SUBJECT][0], params[TORCH][0], rtol=close, atol=close)
+
+
+def test_rows_of_a_run():
+    rows = run_case(Case(STEP, torch.bfloat16, ELEMS, 2), Host(), Host(), rounds=2)
+    assert [row.system for row in rows] == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
+    assert {(row.ranks, row.count, row.rounds, row.batch) for row in rows} == {(2, ELEMS, 2, 3)}
+    assert rows[0].ratio == 1.0 and all(row.ratio and row.note == "" for row in rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bandwidth_counts_28_bytes_per_parameter(dtype):
+    case = Case(SHARD, dtype, 1000)
+    timings = {SUBJECT: Timing((28.0, 28.0), 1), COPY: Timing((14.0, 21.0), 1)}
+    ours, copy = rows_of(case, timings, "why")
+    assert case.bytes_per_parameter == 28
+    assert (ours.algbw_gbps, ours.ratio, ours.note) == (1.0, 1.0, "why")
+    assert copy.ratio == pytest.approx(0.625)
+
+
+def test_the_size_follows_the_memory():
+    case = Case(STEP, torch.bfloat16, 256 << 20, 8)
+    assert fitting(case, 139 << 30) is case
+    smaller = fitting(case, 40 << 30)
+    assert smaller.elems in (64 << 20, 128 << 20) and smaller.world == 8
+    with pytest.raises(RuntimeError, match="too few"):
+        fitting(case, 1 << 20)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert main(["shard"]) == 2
+    assert "sees no usable CUDA device" in capsys.readouterr().out
