@@ -92,3 +92,30 @@ def test_float16(devices, way):
 )
 def test_branches_of_the_update(devices, groups):
     same_as_on_host(devices, 2, torch.float32, AdamWOptions(), groups=groups)
+
+
+def test_torchs_grad_scaler_drives_one_rank(devices):
+    """Its communicator is there for the launches only: no other rank could overflow."""
+
+    def body(comm):
+        params = [torch.nn.Parameter(each.to(comm.device)) for each in values(torch.float32, 9, 9)]
+        plain = [torch.nn.Parameter(param.detach().clone()) for param in params]
+        optimizer, reference = AdamW(params, comm=comm), AdamW(plain, comm=comm)
+        scaler = torch.amp.GradScaler(comm.device.type, init_scale=256.0)
+        for turn in range(STEPS):
+            for scaled, param, grad in zip(
+                params, plain, values(torch.float32, 0, turn), strict=True
+            ):
+                param.grad = grad.to(comm.device)
+                scaled.grad = scaler.scale(param.grad)
+                if turn == 1:
+                    scaled.grad = scaled.grad / 0.0
+            scaler.step(optimizer)
+            scaler.update()
+            if turn != 1:
+                reference.step()
+        comm._finish_host_side()
+        assert optimizer.skipped_steps.item() == 1.0 and scaler.get_scale() == 128.0
+        return all(map(torch.equal, params, plain))
+
+    assert all(devices.run(devices.world(1, options=COMM), body))
