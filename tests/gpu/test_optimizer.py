@@ -1,0 +1,247 @@
+"""The sharded optimizer on a GPU: the host's bits, graphs, loss scaling, processes."""
+
+import math
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
+from tests.gpu.worlds import DEVICE, connect
+from tests.support.ranks import run_ranks
+
+SHAPES = ((700,), (3, 5), (40, 41), ())
+STEPS = 4
+# Several launches' worth of blocks, and a tail.
+LARGE = (3_000_017,)
+LIMIT_S = 100.0
+DIRECT = AdamWOptions(algorithm="direct")
+
+
+def values(dtype, seed, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def leaves(dtype, device, shapes=SHAPES):
+    """Parameters that are the same wherever they are."""
+    return [torch.nn.Parameter(each.to(device)) for each in values(dtype, 99, shapes)]
+
+
+def give(params, turn, rank=0):
+    """Gradients, as a backward would leave them: in what ``p.grad`` is, if it is anything."""
+    shapes = [tuple(param.shape) for param in params]
+    for param, grad in zip(
+        params, values(params[0].dtype, 1000 * turn + rank, shapes), strict=True
+    ):
+        if param.grad is None:
+            param.grad = grad.to(param.device)
+        else:
+            param.grad.copy_(grad)
+
+
+def train(device, dtype, options=None, clip=None, comm=None, shapes=SHAPES):
+    """Parameters after some steps, and the norms that were clipped."""
+    params = leaves(dtype, device, shapes)
+    groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0}]
+    optimizer = AdamW(
+        [each for each in groups if each["params"]], lr=1e-2, comm=comm, options=options
+    )
+    norms = []
+    for turn in range(STEPS):
+        give(params, turn, 0 if comm is None else comm.rank)
+        if clip is not None:
+            norms.append(optimizer.clip_grad_norm_(0.5, clip).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().cpu() for param in params], [norm.cpu() for norm in norms]
+
+
+def same(ours, others):
+    return all(torch.equal(one, other) for one, other in zip(ours, others, strict=True))
+
+
+OPTIONS = {
+    "usual": AdamWOptions(),
+    "checked": AdamWOptions(check_finite=True),
+    "stochastic": AdamWOptions(master="none", rounding="stochastic", seed=7),
+    "remainder": AdamWOptions(master="remainder"),
+}
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, (LARGE,)], ids=["several", "large"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_alone_it_gives_the_bits_of_the_host(dtype, name, shapes):
+    if name == "remainder" and dtype is torch.float16:
+        pytest.skip("a float16 has no remainder")
+    options = OPTIONS[name]
+    assert same(
+        train(DEVICE, dtype, options, shapes=shapes)[0],
+        train("cpu", dtype, options, shapes=shapes)[0],
+    )
+
+
+@pytest.mark.parametrize("kind", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_have_the_bits_of_the_host(dtype, kind):
+    params, norms = train(DEVICE, dtype, clip=kind)
+    host_params, host_norms = train("cpu", dtype, clip=kind)
+    # The words are exact; what torch makes of them in double precision may differ by far less than
+    # what the rounding to FP32 leaves.
+    assert same(norms, host_norms) and same(params, host_params)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("clip", [None, 2.0], ids=["one pass", "two passes"])
+def test_ranks_in_one_launch_give_the_bits_of_the_host(gpu_worlds, n, algorithm, clip):
+    options = AdamWOptions(algorithm=algorithm)
+    with ringcomm.local_world(n) as world:
+        wanted = world.run(lambda comm: train("cpu", torch.float32, options, clip, comm))[0]
+    for found in gpu_worlds(n).run(lambda comm: train(DEVICE, torch.float32, options, clip, comm)):
+        # Partial sums of the ring depend on its pieces, which the host cuts otherwise.
+        close = 1e-5 if algorithm == "ring" else 0.0
+        torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+
+
+def step_once(optimizer, clip):
+    if clip:
+        optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+@pytest.mark.parametrize("clip", [False, True], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
+    """Nothing in a step waits for the device or depends on the host: step, lr and scale are there.
+
+    Two steps are recorded, and replayed three times with other gradients and learning rates.
+    """
+
+    def build():
+        params = leaves(dtype, DEVICE)
+        scaler = LossScaler(LossScaleOptions(growth_interval=2), DEVICE) if scaled else None
+        lr = torch.tensor(1e-2, device=DEVICE)
+        optimizer = AdamW(params, lr=lr, loss_scaler=scaler)
+        give(params, 0)
+        step_once(optimizer, clip)  # what is made at a first step must not be made in a capture
+        return params, lr, optimizer
+
+    eager_params, eager_lr, eager = build()
+    params, lr, optimizer = build()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step_once(optimizer, clip)
+        step_once(optimizer, clip)
+    torch.cuda.synchronize()
+    for turn in range(1, 4):
+        for each in (eager_lr, lr):
+            each.fill_(1e-2 / turn)
+        give(eager_params, turn)
+        give(params, turn)
+        graph.replay()
+        for _ in range(2):
+            step_once(eager, clip)
+    torch.cuda.synchronize()
+    assert optimizer.steps_taken.item() == 7.0 == eager.steps_taken.item()
+    assert same(params, eager_params)
+
+
+def test_a_step_does_not_wait_for_the_device():
+    params = leaves(torch.bfloat16, DEVICE)
+    optimizer = AdamW(params, options=AdamWOptions(check_finite=True))
+    give(params, 0)
+    step_once(optimizer, True)
+    give(params, 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # torch raises where it would wait
+    try:
+        torch.cuda._sleep(400_000_000)
+        step_once(optimizer, True)
+        optimizer.zero_grad(set_to_none=False)
+        ahead = not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert ahead
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ringcomm's"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled first"])
+def test_grad_scalers_skip_what_overflows(make, unscale):
+    params, plain = leaves(torch.float32, DEVICE), leaves(torch.float32, DEVICE)
+    optimizer, reference = AdamW(params, lr=1e-2), AdamW(plain, lr=1e-2)
+    scaler = make("cuda", init_scale=256.0, growth_interval=100)
+    for turn in range(4):
+        factor = math.inf if turn == 1 else float(turn + 1)
+        optimizer.zero_grad()
+        scaler.scale(sum((param.float() * factor).sum() for param in params)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if turn != 1:
+            reference.zero_grad()
+            sum((param.float() * factor).sum() for param in plain).backward()
+            reference.step()
+    assert scaler.get_scale() == 128.0
+    assert same(params, plain)
+
+
+def test_a_loss_scaler_skips_and_counts():
+    params = leaves(torch.float16, DEVICE)
+    before = [param.detach().clone() for param in params]
+    scaler = LossScaler(LossScaleOptions(init_scale=1024.0), DEVICE)
+    optimizer = AdamW(params, loss_scaler=scaler)
+    for factor in (math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(sum((param.float() * factor).sum() for param in params)).backward()
+        optimizer.step()
+        if math.isinf(factor):
+            assert same(params, before)
+    assert scaler.current.item() == 512.0
+    assert (optimizer.skipped_steps.item(), optimizer.steps_taken.item()) == (1.0, 1.0)
+    assert not same(params, before)
+
+
+def test_state_goes_to_the_host_and_back():
+    def half(device, state):
+        params = leaves(torch.bfloat16, device)
+        optimizer = AdamW(params, lr=1e-2)
+        if state is not None:
+            optimizer.load_torch_state_dict(state)
+        give(params, 1)
+        optimizer.step()
+        return [param.detach().cpu() for param in params], optimizer.full_state_dict()
+
+    _, of_host = half("cpu", None)
+    _, of_device = half(DEVICE, None)
+    results = [
+        half(device, state)[0] for device in ("cpu", DEVICE) for state in (of_host, of_device)
+    ]
+    assert all(same(result, results[0]) for result in results)
+
+
+def in_processes(store, rank, world, clip):
+    with connect(store, rank, world) as comm:
+        assert comm.world_size == world
+        params, norms = train(DEVICE, torch.bfloat16, DIRECT, clip, comm)
+    return [param.float().numpy().tobytes() for param in [*params, *norms]]
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("clip", [None, 2.0], ids=["one pass", "two passes"])
+def test_processes_train_as_threads_on_the_host(clip):
+    """A loop without DDP, on 2 ranks that share the GPU by CUDA IPC."""
+    with ringcomm.local_world(2) as world:
+        params, norms = world.run(lambda comm: train("cpu", torch.bfloat16, clip=clip, comm=comm))[
+            0
+        ]
+    wanted = [param.float().numpy().tobytes() for param in [*params, *norms]]
+    for found in run_ranks(in_processes, 2, clip, timeout_s=LIMIT_S - 10):
+        assert found == wanted
