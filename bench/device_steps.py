@@ -145,7 +145,8 @@ def _line(row: Row) -> str:
     )
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line: ``what``, ``ranks``, ``millions``, ``dtype``, ``rounds`` and files."""
     parser = argparse.ArgumentParser(prog="python -m bench.device_steps", description=__doc__)
     parser.add_argument("what", choices=tuple(_WHAT))
     parser.add_argument("-n", "--ranks", type=int, default=2, choices=(2, 4, 8), help="of a step")
@@ -161,7 +162,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 without a usable GPU."""
-    asked = _parse(arguments)
+    asked = parse(arguments)
     world = asked.ranks if asked.what == "step" else 1
     case = Case(_WHAT[asked.what], _DTYPES[asked.dtype], asked.millions << 20, world)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import device_steps
 from bench.options import parse
 from bench.report import Row
 from tests.bench.programs import ROOT, run_program
@@ -48,7 +49,8 @@ def test_without_a_gpu_it_says_so_in_one_line():
 
 def test_the_stages_fit_into_eight_minutes():
     assert sum(stage.budget_s for stage in STAGES) < 480
-    assert [stage.name for stage in STAGES] == ["build", "test", "sanitize", "bench", "record"]
+    names = [stage.name for stage in STAGES]
+    assert names == ["build", "test", "sanitize", "bench", "steps", "record"]
     assert {stage.name for stage in STAGES} == {*stages.RUN, "record"}
 
 
@@ -111,7 +113,7 @@ def test_a_stage_that_raises_stops_no_other(place, capsys):
         ("build", FAILED),
         ("test", OK),
     ]
-    assert results[1].detail == "255 s"
+    assert results[1].detail == "245 s"
     assert "RuntimeError: no disk" in results[0].detail
     # What went before is taken off.
     assert "gpu-check: build, 90 s at most" in capsys.readouterr().out
@@ -237,6 +239,19 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
     assert worlds == {2, 4, 8}
 
 
+def test_every_measurement_of_the_optimizer_is_a_command_too():
+    plan = benches.optimizer_plan()
+    assert [one.name for one in plan] == [
+        "adamw_shard",
+        *(f"adamw_step, {world} ranks" for world in (2, 8, 4)),
+    ]
+    for one in plan:
+        asked = device_steps.parse(list(one.arguments))
+        assert (asked.dtype, asked.millions) == ("bfloat16", 256)
+        assert one.module == "bench.device_steps" and one.limit_s <= 30
+        assert asked.what == "shard" or f"{asked.ranks} ranks" in one.name
+
+
 HARNESS = """
 import pathlib, shutil, sys
 path = sys.argv[sys.argv.index("--json") + 1]
@@ -265,6 +280,24 @@ def test_the_bench_stage_goes_on_after_a_run_that_fails(place, monkeypatch):
     monkeypatch.setattr(benches, "plan", lambda version: [benches.small()])
     (place.folder / "bench-0.json").unlink()
     assert stages.bench(place, 60.0).verdict == FAILED
+
+
+def test_the_steps_stage_runs_the_optimizers_program(place, monkeypatch):
+    (place.folder / "bench").mkdir()
+    (place.folder / "bench" / "__init__.py").touch()
+    script = place.folder / "bench" / "device_steps.py"
+    script.write_text(HARNESS.format(status=0))
+    report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": []}
+    (place.folder / "report.json").write_text(json.dumps(report))
+    result = stages.steps(place, 60.0)
+    assert (result.name, result.verdict, len(result.data["reports"])) == ("steps", OK, 4)
+    # What one of them has cost is not left for the next ones.
+    assert "no time left" in stages.steps(place, 0.5).detail
+    script.write_text("import sys; sys.exit('too little memory')")
+    for file in place.folder.glob("steps-*.json"):
+        file.unlink()
+    result = stages.steps(place, 60.0)
+    assert result.verdict == FAILED and "adamw_shard: too little memory" in result.detail
 
 
 def test_the_makefile_has_the_target():

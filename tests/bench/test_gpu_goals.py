@@ -118,8 +118,64 @@ def test_triton_is_held_against_the_cuda_kernels(ratio, answer):
     assert (found.answer, len(found.cells)) == (answer, 2)
 
 
+SHARD_BYTES = 512 << 20  # 256 Mi bfloat16 parameters
+
+
+def optimizer_row(system, ratio, collective="adamw_shard", ranks=1, **changes):
+    changes = {"count": 256 << 20, "dtype": "bfloat16", "algbw_gbps": 900.0, **changes}
+    return row(
+        system, SHARD_BYTES, 9.0, collective, ranks=ranks, ratio=ratio, placement="in", **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "system", "ratio", "answer"),
+    [
+        (6, "copy", 0.921, "yes"),
+        (6, "copy", 0.919, "no"),
+        (7, "torch fused", 1.01, "yes"),
+        (7, "torch fused", 1.0, "no"),
+    ],
+)
+def test_the_update_of_a_shard(number, system, ratio, answer):
+    cells = (
+        optimizer_row("ringcomm", 1.0, algbw_gbps=950.0),
+        optimizer_row(system, ratio, note="3 turns"),
+        optimizer_row(system, 0.1, count=64 << 20),  # too few parameters
+        optimizer_row(system, 0.1, dtype="float32"),
+        optimizer_row(system, 0.1, "adamw_step", 2),
+        optimizer_row("two passes", 0.1),
+    )
+    found = goal(number, *cells)
+    assert (found.answer, len(found.cells)) == (answer, 1)
+    assert found.worst is not None and found.worst.measured == ratio
+    assert found.worst.label == "adamw_shard, 1 ranks, 256 Mi parameters"
+    assert found.worst.remark == f"950 GB/s, {system} 900 GB/s; 3 turns"
+
+
+@pytest.mark.parametrize("slower", [0.99, 1.0])
+@pytest.mark.parametrize(
+    ("number", "system", "least"), [(8, "separate kernels", 1.3), (9, "torch fused", 1.5)]
+)
+def test_one_pass_is_ahead_in_every_world(number, system, least, slower):
+    cells = [
+        optimizer_row(system, least * factor, "adamw_step", ranks)
+        for ranks, factor in ((2, 2.0), (4, slower), (8, 1.1))
+    ]
+    cells += [optimizer_row("two passes", 0.1, "adamw_step", 2), optimizer_row(system, 0.1)]
+    found = goal(number, *cells)
+    assert found.reached is (slower == 1.0) and len(found.cells) == 3
+    assert found.worst is not None
+    assert found.worst.label == "adamw_step, 4 ranks, 256 Mi parameters"
+
+
+def test_goals_of_collectives_are_none_of_the_optimizers():
+    found = evaluate([report_of(optimizer_row("torch fused", 0.1), optimizer_row("copy", 0.1))])
+    assert [each.reached for each in found] == [None] * 6 + [False] * 2 + [None] * 2
+
+
 def test_a_run_without_figures_reaches_nothing():
-    assert [goal.answer for goal in evaluate([])] == ["not measured"] * 6
+    assert [goal.answer for goal in evaluate([])] == ["not measured"] * 10
 
 
 @pytest.fixture
@@ -161,6 +217,7 @@ def test_what_is_written(record, tmp_path):
         True,
         None,
         None,
+        *[None] * 4,
     ]
 
 

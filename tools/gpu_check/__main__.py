@@ -1,4 +1,4 @@
-"""The command: ``python -m tools.gpu_check [--stages build,test,sanitize,bench,record]``."""
+"""The command: ``python -m tools.gpu_check [--stages build,test,sanitize,bench,steps,record]``."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _record(place: Workplace, results: Sequence[Result], out: Path | None) -> Re
 def summary(place: Workplace, results: Sequence[Result]) -> list[str]:
     """The short table that a run ends with."""
     lines = ["", f"gpu-check: {place.facts['gpu']}, commit {place.facts['commit']}"]
-    if any(result.name == "bench" for result in results):
+    if any(result.name in ("bench", "steps") for result in results):
         lines += goal_lines(evaluate(reports_of(results)))
     lines += [
         f"{result.name:<9} {result.verdict:<12} {result.seconds:>5.0f} s  {result.detail}"

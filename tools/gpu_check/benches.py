@@ -11,12 +11,13 @@ _DEVICE = ("--device", "cuda", "--tensors", "heap")
 
 @dataclass(frozen=True)
 class Bench:
-    """One run of the harness. ``limit_s`` bounds it; what is optional may fail to end."""
+    """One run of ``module``. ``limit_s`` bounds it; what is optional may fail to end."""
 
     name: str
     arguments: tuple[str, ...]
     limit_s: float
     optional: bool = False
+    module: str = "bench.collectives"
 
 
 def sweep(world: int) -> Bench:
@@ -44,6 +45,26 @@ def processes(world: int) -> Bench:
     how = ("--mode", "processes-on-one-gpu", "--ranks", str(world), "--placement", "usual")
     arguments = (*_DEVICE, *how, "--peers", "nccl", *sizes)
     return Bench(f"processes on one GPU, {world} ranks", arguments, 40.0, optional=True)
+
+
+def shard() -> Bench:
+    """The optimizer's update alone, against torch's and a copy."""
+    return _steps("adamw_shard", "shard", "-m", "256")
+
+
+def step(world: int) -> Bench:
+    """The optimizer's whole step, in all its forms."""
+    return _steps(f"adamw_step, {world} ranks", "step", "-m", "256", "-n", str(world))
+
+
+def _steps(name: str, *arguments: str) -> Bench:
+    return Bench(name, arguments, 25.0, module="bench.device_steps")
+
+
+def optimizer_plan() -> list[Bench]:
+    """As :func:`plan`, for the optimizer."""
+    most, *others = sorted(WORLDS, reverse=True)
+    return [shard(), step(2), step(most), *(step(world) for world in others if world != 2)]
 
 
 def plan(nccl_version: Sequence[int]) -> list[Bench]:

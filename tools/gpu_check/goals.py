@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from bench.device_systems import COPY, SEPARATE, SHARD, STEP, TORCH
 from bench.devices import COPY_FACT
 from bench.modes import ONE_LAUNCH, PROCESSES_ON_ONE_GPU
 from bench.plot import size_label
@@ -19,6 +20,11 @@ RING_SHARE = 0.70
 SMALL_US = 6.0
 TRITON_FROM_BYTES = 16 << 20
 TRITON_RATIO = 1.10
+# The parameters that the goals for a shard speak of: all 256 Mi.
+SHARD_ELEMS = 256 << 20
+SHARD_SHARE = 0.92
+SEPARATE_RATIO = 1.3
+TORCH_STEP_RATIO = 1.5
 
 _HALVES = ("reduce_scatter", "all_gather")
 
@@ -76,7 +82,60 @@ def evaluate(reports: Sequence[Report]) -> list[Goal]:
             _why_missing(reports, "nccl"),
         ),
         Goal("Triton's kernels, from 16 MiB", f"<= {TRITON_RATIO:g} times the CUDA ones", triton),
+        *_optimizer_goals(reports),
     ]
+
+
+def _optimizer_goals(reports: Sequence[Report]) -> list[Goal]:
+    def goal(name: str, wanted: str, what: str, system: str, least: float) -> Goal:
+        def chosen(row: Row) -> bool:
+            return (
+                row.collective == what
+                and row.system == system
+                and row.dtype == "bfloat16"
+                and (what == STEP or row.count >= SHARD_ELEMS)
+            )
+
+        def judge(report: Report, row: Row) -> Cell | None:
+            if row.ratio is None:
+                return None
+            reached = row.ratio > least if least == 1.0 else row.ratio >= least
+            label = f"{row.collective}, {row.ranks} ranks, {row.count / 2**20:g} Mi parameters"
+            remark = _speed_of_subject(report, row) if what == SHARD else ""
+            remark = "; ".join(text for text in (remark, row.note) if text)
+            unit = "of the copy" if system == COPY else "times our time"
+            return Cell(label, row.ratio, unit, row.ratio / least, reached, remark)
+
+        return Goal(name, wanted, _cells(reports, chosen, judge))
+
+    shard, step = f"{SHARD}, 256 Mi bfloat16 parameters", f"{STEP} in one pass"
+    times = "its time >= {:g} times ours, at 2, 4 and 8 ranks"
+    return [
+        goal(shard, f">= {SHARD_SHARE:.0%} of the copy of 28 bytes each", SHARD, COPY, SHARD_SHARE),
+        goal(f"{shard}, against torch's fused AdamW", "ahead", SHARD, TORCH, 1.0),
+        goal(
+            f"{step}, against our separate kernels",
+            times.format(SEPARATE_RATIO),
+            STEP,
+            SEPARATE,
+            SEPARATE_RATIO,
+        ),
+        goal(
+            f"{step}, against torch's sum, fused AdamW and copies",
+            times.format(TORCH_STEP_RATIO),
+            STEP,
+            TORCH,
+            TORCH_STEP_RATIO,
+        ),
+    ]
+
+
+def _speed_of_subject(report: Report, row: Row) -> str:
+    """What ringcomm moves beside ``row``, and what the row's own system does."""
+    ours = next((each.algbw_gbps for each in report.rows if each.system == "ringcomm"), None)
+    if ours is None or row.algbw_gbps is None:
+        return ""
+    return f"{ours:.0f} GB/s, {row.system} {row.algbw_gbps:.0f} GB/s"
 
 
 def _cells(

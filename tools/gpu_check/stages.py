@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,18 +104,29 @@ def sanitize(place: Workplace, limit_s: float) -> Result:
 
 def bench(place: Workplace, limit_s: float) -> Result:
     """The runs of the harness, heaviest first, as far as the time goes."""
-    end = time.monotonic() + limit_s
     version = tuple(int(part) for part in place.facts["NCCL"].split(".") if part.isdigit())
+    return _run_benches("bench", benches.plan(version), place, limit_s)
+
+
+def steps(place: Workplace, limit_s: float) -> Result:
+    """The optimizer's step, in the same way."""
+    return _run_benches("steps", benches.optimizer_plan(), place, limit_s)
+
+
+def _run_benches(
+    stage: str, plan: Sequence[benches.Bench], place: Workplace, limit_s: float
+) -> Result:
+    end = time.monotonic() + limit_s
     reports: list[Report] = []
     notes: list[str] = []
     failed, tail = False, ""
-    for number, one in enumerate(benches.plan(version)):
+    for number, one in enumerate(plan):
         left_s = end - time.monotonic()
         if left_s < 1.0:
             notes.append(f"{one.name}: no time left")
             continue
-        file = place.folder / f"bench-{number}.json"
-        command = [sys.executable, "-m", "bench.collectives", *one.arguments, "--json", str(file)]
+        file = place.folder / f"{stage}-{number}.json"
+        command = [sys.executable, "-m", one.module, *one.arguments, "--json", str(file)]
         done = place.runner.run(command, min(one.limit_s, left_s))
         if file.exists():
             reports.append(read_report(file))
@@ -128,7 +139,7 @@ def bench(place: Workplace, limit_s: float) -> Result:
     wrong = sum(report.wrong for report in reports)
     detail = "; ".join([f"{len(reports)} runs, {rows} rows, {wrong} wrong elements", *notes])
     verdict = FAILED if failed or wrong or not reports else OK
-    return Result("bench", verdict, detail, tail, data={"reports": reports})
+    return Result(stage, verdict, detail, tail, data={"reports": reports})
 
 
 RUN: dict[str, Callable[[Workplace, float], Result]] = {
@@ -136,4 +147,5 @@ RUN: dict[str, Callable[[Workplace, float], Result]] = {
     "test": test,
     "sanitize": sanitize,
     "bench": bench,
+    "steps": steps,
 }
