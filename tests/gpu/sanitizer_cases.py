@@ -1,4 +1,4 @@
-"""Each collective once, at small sizes, for compute-sanitizer: two ranks, one launch.
+"""Each collective once, and a step, at small sizes, for compute-sanitizer: two ranks, one launch.
 
 Run by ``make gpu-check`` under memcheck, racecheck and synccheck. Exits with 1 when a result is
 wrong.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import ringcomm
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.gpu.worlds import DEVICE, one_launch_world, ramp
 
 # A tail only, and whole vectors with a tail behind them.
@@ -104,6 +105,31 @@ def messages(world: Any, count: int, in_heap: bool) -> None:
     check("send and recv", world.run(body), [inputs[1], inputs[0]])
 
 
+def trained(comm: Any, grad: Tensor, algorithm: str, clip: bool) -> Tensor:
+    """A parameter of ones after two steps."""
+    param = torch.nn.Parameter(torch.ones_like(grad))
+    param.grad = grad.clone()
+    optimizer = AdamW([param], lr=0.1, comm=comm, options=AdamWOptions(algorithm=algorithm))
+    for _ in range(2):
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return param.detach()
+
+
+def steps(world: Any, alone: Any, count: int) -> None:
+    """The optimizer in one pass and in two, against one rank that has the mean gradient."""
+    grads = given(count, False)
+    mean = (grads[0] + grads[1]) / RANKS
+    for clip in (False, True):
+        expected = trained(alone[0], mean, "direct", clip)
+        for algorithm in ("direct", "ring"):
+            found = world.run(
+                lambda comm, *how: trained(comm, grads[comm.rank], *how), algorithm, clip
+            )
+            check(f"step, {algorithm}, clip: {clip}", found, [expected] * RANKS)
+
+
 def main() -> int:
     parts: list[Callable[[Any, int, bool], None]] = [reductions, gathers, others, messages]
     with one_launch_world(RANKS, timeout=TIMEOUT_S) as world:
@@ -111,6 +137,9 @@ def main() -> int:
             for count in COUNTS:
                 for in_heap in (False, True):
                     part(world, count, in_heap)
+        with one_launch_world(1, timeout=TIMEOUT_S) as alone:
+            for count in COUNTS:
+                steps(world, alone, count)
         torch.cuda.synchronize()
     return 0
 
