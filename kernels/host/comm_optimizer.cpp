@@ -26,9 +26,17 @@ bool is_ring(const GradCall& grads) { return grads.algorithm == Algorithm::kRing
 
 // Peers are told where these bytes lie in the heap, and would read or write there.
 void check_in_heap(const View& v, const char* what, const char* ptr, uint64_t bytes) {
-  if (v.world == 1 || v.in_my_heap(ptr, bytes)) return;
+  if (v.world == 1 || bytes == 0 || v.in_my_heap(ptr, bytes)) return;
   throw std::invalid_argument(std::string(what) +
                               " must lie in the heap (ringcomm.empty), where peers can reach them");
+}
+
+// Norms need blocks that no segment cuts.
+void check_segments(const View& v, const GradCall& grads) {
+  constexpr uint64_t least = kBlockElems * sizeof(float);
+  if (is_ring(grads) && v.world > 1 && v.layout.segment_bytes < least)
+    throw std::invalid_argument("the ring forms need segments of " + std::to_string(least) +
+                                " bytes or more (CommOptions.segment_bytes)");
 }
 
 }  // namespace
@@ -56,6 +64,7 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
                                  const NormCall& norm) {
   const int size = size_of(grads.dtype);
   const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, view_.world};
+  check_segments(view_, grads);
   if (!is_ring(grads)) check_in_heap(view_, "gradients", grads.ptr, bucket_elems * uint64_t(size));
   *norm.words = NormWords{};
   const NormFinish finish{
@@ -74,6 +83,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
   const int size = size_of(shard.param_dtype);
   const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype),
                       size,      view_.world};
+  check_segments(view_, grads);
   if (!is_ring(grads)) {
     check_in_heap(view_, "parameters", shard.params, shard.bucket_elems * uint64_t(size));
     if (id.collective == Collective::kReduceScatterAdamWAllGather)

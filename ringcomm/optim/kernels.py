@@ -8,8 +8,11 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.reduce_ops import DTYPE_CODES
+from ringcomm.comm.device_engine import DeviceEngine
+from ringcomm.comm.reduce_ops import ALGORITHMS, DTYPE_CODES
+from ringcomm.errors import UnsupportedError
 from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.table import StepTable
 
@@ -55,8 +58,10 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
         table: what :meth:`Kernels.begin` will be called with.
 
     Raises:
-        UnsupportedError: Triton's cannot run here.
+        UnsupportedError: Triton's cannot run here, or the ring's segments are too small.
     """
+    if comm is not None and comm.world_size > 1:
+        _check_segments(comm, ALGORITHMS[options.algorithm])
     # Not at the top: these modules are built on this one.
     from ringcomm.optim.device_kernels import DeviceKernels
     from ringcomm.optim.host_kernels import HostKernels
@@ -71,6 +76,20 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
     from ringcomm.optim.triton_kernels import TritonKernels
 
     return TritonKernels(comm, options, table, native)
+
+
+def _check_segments(comm: Communicator, algorithm: int) -> None:
+    """Refuses a ring whose segments hold no whole block, of which norms are sums."""
+    core: _native.Comm | _native.DeviceComm = comm._core
+    if isinstance(comm, DeviceEngine):
+        core = comm._device_core.native
+        algorithm = algorithm or core.family  # what "auto" means there
+    segment_bytes, least = core.geometry["segment_bytes"], BLOCK_ELEMS * 4
+    if algorithm == ALGORITHMS["ring"] and segment_bytes < least:
+        raise UnsupportedError(
+            f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
+            f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
+        )
 
 
 def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native.AdamWShard:

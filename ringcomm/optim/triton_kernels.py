@@ -14,7 +14,6 @@ from ringcomm import _native
 from ringcomm.comm.calls import Call
 from ringcomm.comm.checks import Site
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device_engine import DeviceEngine
 from ringcomm.comm.reduce_ops import ALGORITHMS, DTYPE_NAMES
 from ringcomm.comm.triton_calls import TritonEnd, require_triton
 from ringcomm.errors import RingcommError, UnsupportedError
@@ -32,20 +31,6 @@ Tensor = torch.Tensor
 
 # Parameters of steps that failed: a peer that has not heard of it may still store there.
 _abandoned: list[Tensor] = []
-
-
-def _check_segments(comm: Communicator, algorithm: int, site: Site) -> None:
-    """Refuses a ring whose segments hold no whole block, of which norms are sums."""
-    core: _native.Comm | _native.DeviceComm = comm._core
-    if isinstance(comm, DeviceEngine):
-        core = comm._device_core.native
-        algorithm = algorithm or core.family  # what "auto" means there
-    segment_bytes, least = core.geometry["segment_bytes"], _native.ADAMW_BLOCK_ELEMS * 4
-    if algorithm == ALGORITHMS["ring"] and segment_bytes < least:
-        raise UnsupportedError(
-            f"{site}: the ring forms move whole blocks of {_native.ADAMW_BLOCK_ELEMS} elements, so "
-            f"they expect segment_bytes >= {least}, got {segment_bytes}"
-        )
 
 
 class TritonKernels(Kernels):
@@ -80,7 +65,6 @@ class TritonKernels(Kernels):
             self._check_interpreted()
         else:
             self._use = comm._use(self._site, "triton", options.algorithm, torch.float32)
-            _check_segments(comm, ALGORITHMS[options.algorithm], self._site)
         # By bucket, what kernels read beside their arguments: its shard; and where a
         # reduce-scatter puts its results, with words that keep their address from step to step.
         self._shards: dict[int, Tensor] = {}

@@ -270,3 +270,21 @@ def test_loading_mends_a_torn_optimizer():
     optimizer.load_state_dict(state)
     optimizer.step()
     assert optimizer.steps_taken.item() == 2
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_a_ring_needs_segments_of_whole_blocks(algorithm):
+    def body(comm):
+        param = torch.nn.Parameter(torch.ones(600))
+        param.grad = torch.ones(600)
+        options = AdamWOptions(algorithm=algorithm)
+        optimizer = AdamW([param], comm=comm, options=options)
+        if algorithm == "direct":  # it stages nothing
+            optimizer.step()
+            return
+        with pytest.raises(UnsupportedError, match="segment_bytes >= 2048, got 1024"):
+            optimizer.step()
+
+    small = ringcomm.CommOptions(segment_bytes=1024, timeout=20.0)
+    with ringcomm.local_world(2, options=small) as world:
+        world.run(body)
