@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ReduceOp
-from ringcomm.errors import MismatchError, where
+from ringcomm.errors import CheckpointError, MismatchError, where
 from ringcomm.optim.layout import digest_of
 
 
@@ -30,19 +31,57 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
     digests = _all_gather_bytes(comm, digest, len(digest))
     if len(set(digests)) == 1:
         return
-    text = json.dumps(mine).encode()
-    size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
-    comm.all_reduce(size, ReduceOp.MAX)
-    comm._finish_host_side()
-    texts = _all_gather_bytes(comm, text, int(size.item()))
+    everyone = exchange(comm, mine)
     other = next(rank for rank, each in enumerate(digests) if each != digests[0])
-    difference = first_difference(_parse(texts[0]), _parse(texts[other]))
+    difference = first_difference(everyone[0], everyone[other])
     head = where(operation, comm.rank, comm.world_size)
     said = _worded(difference, "rank 0", f"rank {other}")
     raise MismatchError(
         f"{head}: the ranks differ. {said}. Give all ranks the same parameters, in the same order, "
         "and the same options"
     )
+
+
+def exchange(comm: Communicator, mine: Any) -> list[Any]:
+    """Plain JSON data of every rank, by rank; collective."""
+    text = json.dumps(mine).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(size, ReduceOp.MAX)
+    comm._finish_host_side()
+    return [json.loads(each) for each in _all_gather_bytes(comm, text, int(size.item()))]
+
+
+@contextmanager
+def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[object]]:
+    """Inside a load is checked; at the end all ranks go on, or none; collective.
+
+    Yields:
+        a list for what must be equal on all ranks.
+
+    Raises:
+        CheckpointError: this rank's own, or another rank's failure, or the ranks differ.
+    """
+    same: list[object] = []
+    error: Exception | None = None
+    try:
+        yield same
+    except CheckpointError as raised:
+        error = raised
+    if comm is not None:
+        told = {"error": None if error is None else str(error), "same": same}
+        for rank, each in enumerate(exchange(comm, told)):
+            if error is None and each["error"] is not None:
+                error = CheckpointError(
+                    f"{operation}: rank {rank} cannot load its state, so no rank does: "
+                    f"{each['error']}"
+                )
+            if error is None and each["same"] != same:
+                error = CheckpointError(
+                    f"{operation}: ranks {comm.rank} and {rank} load states of different steps, "
+                    f"{same} and {each['same']}; pass shards that were saved together"
+                )
+    if error is not None:
+        raise error
 
 
 def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes]:
@@ -53,10 +92,6 @@ def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[
     comm._finish_host_side()
     # Not numpy(): torch runs without it. One copy per rank is nothing at this size.
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads(text))
 
 
 Difference = tuple[str, Any, Any]

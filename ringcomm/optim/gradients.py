@@ -121,6 +121,13 @@ class Gradients:
             active[index] = 0.0 if self._params[index].grad is None else 1.0
         return active
 
+    def mark(self) -> object:
+        """What is equal again only while nobody has touched the gradients."""
+        return [
+            None if grad is None else (grad.data_ptr(), grad._version)
+            for grad in (param.grad for param in self._params)
+        ]
+
     def zero(self) -> None:
         """Zeroes gradients that are in the buckets, by one memset per bucket, and the others."""
         for param in self._params:
@@ -201,6 +208,10 @@ class Accumulator:
         """The sums that have begun."""
         return [self._sums[key] for key in self._written]
 
+    def mark(self) -> object:
+        """What is equal again only while nothing was added."""
+        return [(key, self._sums[key]._version) for key in sorted(self._written)]
+
 
 def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tensor], None]:
     def hook(param: Tensor) -> None:
@@ -237,3 +248,6 @@ class AccumulatedGradients(Gradients):
         for index in self._empty:
             active[index] = 1.0 if self._accumulator.has(self._params[index]) else 0.0
         return active
+
+    def mark(self) -> object:
+        return super().mark(), self._accumulator.mark()

@@ -73,11 +73,13 @@ class _Reduced:
         words: int64 [24], the norm of all buckets and ranks.
         kind: which norm.
         clip: float64, a scalar: the coefficient so far.
+        mark: of the gradients that were reduced.
     """
 
     words: Tensor
     kind: str
     clip: Tensor
+    mark: object
 
 
 class ShardedStep:
@@ -116,6 +118,13 @@ class ShardedStep:
         """Whether every step must look at the whole gradient before it changes anything."""
         return self.setting.options.check_finite or self.setting.loss_scaler is not None
 
+    def _still_reduced(self) -> _Reduced | None:
+        """What the first pass found, if the gradients are still those that it looked at."""
+        reduced = self._reduced
+        if reduced is not None and reduced.mark != self.gradients.mark():
+            reduced = self._reduced = None
+        return reduced
+
     def forget_reduced(self) -> None:
         """The gradients are new: what :meth:`clip` reduced is old."""
         self._reduced = None
@@ -148,7 +157,7 @@ class ShardedStep:
     def clip(self, max_norm: float, kind: str, error_if_nonfinite: bool) -> Tensor:
         """The first pass of a step, and the coefficient for the second; returns the norm."""
         self.refuse_if_torn("clip_grad_norm_")
-        before = self._reduced
+        before = self._still_reduced()
         reduced = self._reduce(kind)
         coefficient = reduced.clip if before is None else before.clip
         norm = norm_of(reduced.words, kind, self._inv_scale() * coefficient)
@@ -173,7 +182,8 @@ class ShardedStep:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         self.refuse_if_torn("step")
-        if amp.scale is not None and self._reduced is not None:
+        clipped = self._still_reduced() is not None
+        if amp.scale is not None and clipped:
             raise ArgumentError(
                 f"{self.setting.where('step')}: the gradient was clipped while it was still "
                 "scaled; call scaler.unscale_(optimizer) before clip_grad_norm_()"
@@ -194,6 +204,9 @@ class ShardedStep:
                 self.kernels.update(bucket)
         self.torn = False
         self._reduced = None
+        if self.setting.accumulator is not None:
+            # p.grad is None throughout, so nobody but the step can tell when a new sum begins.
+            self.setting.accumulator.clear()
         if self.setting.loss_scaler is not None:
             self.setting.loss_scaler.update(self.table.control[table.FOUND_INF])
         self._report()
@@ -231,7 +244,8 @@ class ShardedStep:
         total = combine(words, kind)
         if comm is not None:
             comm.all_reduce(total, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
-        return _Reduced(total, kind, torch.ones((), dtype=torch.float64, device=place))
+        one = torch.ones((), dtype=torch.float64, device=place)
+        return _Reduced(total, kind, one, self.gradients.mark())
 
     def _inv_scale(self) -> Tensor:
         scaler = self.setting.loss_scaler

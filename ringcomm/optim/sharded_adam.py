@@ -51,7 +51,11 @@ class ShardedAdam(torch.optim.Optimizer):
             )
         if defaults["fused"] and defaults["foreach"]:
             raise ArgumentError(f"{type(self).__name__}: expected one of fused and foreach")
-        options = options or AdamWOptions()
+        options = AdamWOptions() if options is None else options
+        if not isinstance(options, AdamWOptions):
+            raise ArgumentError(
+                f"{type(self).__name__}: options: expected AdamWOptions, got {options!r}"
+            )
         if comm is not None or is_initialized():
             comm = communicator_of(comm, type(self).__name__)
         params = listed(params)
@@ -73,6 +77,9 @@ class ShardedAdam(torch.optim.Optimizer):
                     f"{loss_scaler.current.device}; pass it device="
                 )
             loss_scaler.bind(self)
+        # Not empty: torch.distributed.checkpoint takes a step to fill the state of an optimizer
+        # that has none, and would find none afterwards.
+        self.state[self.param_groups[0]["params"][0]] = {}
 
     @property
     def options(self) -> AdamWOptions:
@@ -195,8 +202,8 @@ class ShardedAdam(torch.optim.Optimizer):
     ) -> Tensor:
         """Has the next step scale the gradient down to a norm of ``max_norm``; collective.
 
-        The gradients of all ranks are reduced now, so what changes in ``p.grad`` until the step
-        does not count; ``p.grad`` itself is not scaled.
+        The gradients of all ranks are reduced now; ``p.grad`` itself is not scaled. If gradients
+        change afterwards, by whatever means, what was clipped is forgotten.
 
         Args:
             max_norm: of the reduced gradient of all parameters, after unscaling.
@@ -253,7 +260,7 @@ class ShardedAdam(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continues from :meth:`state_dict`; collective if the first step is still to come.
+        """Continues from :meth:`state_dict`; collective: all ranks load, or none.
 
         Args:
             state_dict: of this rank and an equal world; or of all ranks of any world, in any order.
@@ -263,7 +270,8 @@ class ShardedAdam(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict  # type: ignore[arg-type]
-        shards = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        several = isinstance(state_dict, Sequence)
+        shards: list[Any] = list(state_dict) if several else [state_dict]
         with torch.no_grad():
             state.load(self._prepared(), shards)
         for post in self._optimizer_load_state_dict_post_hooks.values():
@@ -284,8 +292,7 @@ class ShardedAdam(torch.optim.Optimizer):
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from :meth:`full_state_dict`, or ``torch.optim.AdamW.state_dict()``.
 
-        Without masters, they become what the parameters are. Collective if the first step is still
-        to come.
+        Without masters, they become what the parameters are. Collective: all ranks load, or none.
 
         Raises:
             CheckpointError: it does not fit the parameters; nothing was changed.

@@ -8,6 +8,7 @@ and the layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,9 @@ class SavedShard:
             self.fail("there is no such rank")
         if self.step.shape != (len(self.layout.params),) or self.step.dtype != torch.float64:
             self.fail(f"step: expected float64 of {len(self.layout.params)} parameters")
+        counts = [*self.step.tolist(), *self.scalars.values()]
+        if not all(0 <= count < math.inf for count in counts):
+            self.fail(f"expected step numbers from 0 on, got {counts}")
         if len(self.buckets) != len(self.layout.buckets):
             self.fail(f"expected {len(self.layout.buckets)} buckets, got {len(self.buckets)}")
         for number, tensors in enumerate(self.buckets):

@@ -10,6 +10,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import table
+from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.groups import check_groups, pack_groups, take_groups
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.sharded import ShardedStep
@@ -21,6 +22,7 @@ _LOAD = "load_state_dict"
 
 def save(sharded: ShardedStep) -> dict[str, Any]:
     """This rank's shard as in :mod:`ringcomm.optim.shards`; its tensors are no copies."""
+    sharded.refuse_if_torn("state_dict")
     setting, control = sharded.setting, sharded.table.control
     return {
         "state": {
@@ -42,11 +44,13 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
     """
     setting = sharded.setting
     operation = setting.where(_LOAD)
-    saved = SavedShards(shards, operation)
-    check_same_params(sharded.layout, saved.layout, operation)
-    groups = check_groups(sharded.groups, saved.first.param_groups, setting.device, operation)
-    tensors = _own(sharded, saved, operation)
-    _check_kinds(sharded, tensors, operation)
+    with agreed_load(setting.comm, operation) as agreement:
+        saved = SavedShards(shards, operation)
+        check_same_params(sharded.layout, saved.layout, operation)
+        groups = check_groups(sharded.groups, saved.first.param_groups, setting.device, operation)
+        tensors = _own(sharded, saved, operation)
+        _check_kinds(sharded, tensors, operation)
+        agreement.append([saved.first.step.tolist(), saved.first.scalars])
     take_state(sharded, tensors)
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(saved.first.step)

@@ -72,7 +72,8 @@ def _row(group: Mapping[str, Any]) -> list[float]:
     flags |= AMSGRAD if group["amsgrad"] else 0
     flags |= MAXIMIZE if group["maximize"] else 0
     beta1, beta2 = group["betas"]
-    known_lr = 0.0 if isinstance(lr, Tensor) else float(lr)
+    # No number that a float could be: a float after a tensor must show as a change.
+    known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
     return [known_lr, beta1, beta2, group["eps"], group["weight_decay"], float(flags)]
 
 

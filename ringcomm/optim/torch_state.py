@@ -9,6 +9,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import table
+from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.groups import check_groups, pack_groups, take_groups
 from ringcomm.optim.sharded import ShardedStep
@@ -114,18 +115,21 @@ def load(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         CheckpointError: it does not fit the parameters; nothing was changed.
     """
     operation = sharded.setting.where(_LOAD)
-    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
-        raise CheckpointError(f'{operation}: expected a dict with "state" and "param_groups"')
-    groups = check_groups(
-        sharded.groups, given.get("param_groups"), sharded.setting.device, operation
-    )
-    entries = _by_index(sharded, given)
-    amsgrad = [{**mine, **new}["amsgrad"] for mine, new in zip(sharded.groups, groups, strict=True)]
-    steps = [
-        _check_entry(sharded, index, entries.get(index), amsgrad, operation)
-        for index in range(len(sharded.layout.params))
-    ]
-    masters = _check_masters(sharded, given, operation)
+    with agreed_load(sharded.setting.comm, operation) as agreement:
+        if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+            raise CheckpointError(f'{operation}: expected a dict with "state" and "param_groups"')
+        groups = check_groups(
+            sharded.groups, given.get("param_groups"), sharded.setting.device, operation
+        )
+        entries = _by_index(sharded, given)
+        both = zip(sharded.groups, groups, strict=True)
+        amsgrad = [{**mine, **new}["amsgrad"] for mine, new in both]
+        steps = [
+            _check_entry(sharded, index, entries.get(index), amsgrad, operation)
+            for index in range(len(sharded.layout.params))
+        ]
+        masters = _check_masters(sharded, given, operation)
+        agreement.append(steps)
     _take(sharded, entries, masters, any(amsgrad))
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -16,12 +17,12 @@ SMALL_SEGMENT_BYTES = 256
 Worlds = Callable[..., LocalWorld]
 
 
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    """``worlds(n)`` is a world of n rank threads with small segments."""
+@contextmanager
+def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
+    """What the fixtures ``worlds`` hand out; closes all at the end."""
     built: dict[tuple[int, int], LocalWorld] = {}
 
-    def get(n: int, segment_bytes: int = SMALL_SEGMENT_BYTES) -> LocalWorld:
+    def get(n: int, segment_bytes: int = usual_segment_bytes) -> LocalWorld:
         world = built.get((n, segment_bytes))
         if world is None or any(each.aborted for each in world):
             options = CommOptions(timeout=TIMEOUT_S, segment_bytes=segment_bytes)
@@ -31,3 +32,10 @@ def worlds() -> Iterator[Worlds]:
     yield get
     for world in built.values():
         world.close()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """``worlds(n)`` is a world of n rank threads with small segments."""
+    with shared_worlds(SMALL_SEGMENT_BYTES) as get:
+        yield get

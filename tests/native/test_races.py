@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProce
     )
 
 
-def assert_right(program: Path, teams: list[Team]) -> None:
+def assert_right(program: Path, teams: Sequence[Team]) -> None:
     for team in teams:
         done = run(program, team)
         assert (done.returncode, done.stdout) == (0, "ok\n"), f"{team}: {done.stderr[:4000]}"

@@ -1,5 +1,17 @@
-"""The in-place functions' worlds."""
+"""The in-place functions' worlds, with segments that hold whole blocks of 512 elements."""
 
-from tests.comm.conftest import worlds
+from collections.abc import Iterator
 
-__all__ = ["worlds"]
+import pytest
+
+from tests.comm import conftest
+
+# The least that the ring forms take.
+SMALL_SEGMENT_BYTES = 2048
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[conftest.Worlds]:
+    """``worlds(n)`` is a world of n rank threads with small segments."""
+    with conftest.shared_worlds(SMALL_SEGMENT_BYTES) as get:
+        yield get
