@@ -168,6 +168,9 @@ class AdamWShard:
         bucket: int,
     ) -> None: ...
 
+def advise_huge_pages(ptr: int, size_bytes: int) -> None:
+    """Asks for huge pages under memory that is not touched yet; a hint."""
+
 def chunk_elems(bucket_elems: int, world: int) -> int:
     """Elements of a rank's chunk; the last chunks may be shorter, or empty."""
 

@@ -1,6 +1,8 @@
 // The optimizer's kernels as Python sees them; ringcomm/_native.pyi documents every name.
 #include "kernels/host/optimizer.h"
 
+#include <sys/mman.h>
+
 #include "kernels/module/native_comm.h"
 #include "ringcomm/buckets.h"
 
@@ -53,7 +55,15 @@ void bind_shard(nb::module_& m) {
           nb::arg("stochastic"), nb::arg("seed"), nb::arg("bucket"));
 }
 
+// The pages that lie wholly inside; where the system has no huge ones, small ones do.
+void advise_huge_pages(uintptr_t begin, uint64_t bytes) {
+  constexpr uintptr_t page = 4096;
+  const uintptr_t first = (begin + page - 1) / page * page, last = (begin + bytes) / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
 void bind_local(nb::module_& m) {
+  m.def("advise_huge_pages", &advise_huge_pages, nb::arg("ptr"), nb::arg("size_bytes"));
   m.def(
       "chunk_elems",
       [](uint64_t bucket_elems, int world) {
