@@ -3,8 +3,8 @@
 //
 //   direct   each rank reads its chunk of all ranks' gradients, updates, and stores the parameters
 //            in all ranks' buckets. 2 hops of words; (W-1)/W * B bytes read and (W-1)/W * P stored
-//            in peers' memory, against 2 (W-1)/W * B + ... and a gradient shard of 4 bytes per
-//            element written and read again, when the three parts run one after the other.
+//            in peers' memory. Three calls in its place move as much between ranks, and write and
+//            read a gradient shard of 4 bytes per element on top.
 //   ring     partial sums go around the ring; the owner's last hop updates; ring all-gather.
 //
 // The arithmetic is that of reduce_scatter_norm, then adamw_all_gather: the same bits.
