@@ -188,18 +188,6 @@ struct Updater {
   }
 };
 
-RC_TEAM_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
-  uint64_t low = 0, high = s.segment_count;
-  while (low < high) {
-    const uint64_t middle = (low + high) / 2;
-    if (s.segments[middle].end <= element)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 // Elements [run.begin, run.end) of the chunk, by all lanes.
 template <class G, class P>
 RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,

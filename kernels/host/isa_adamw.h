@@ -151,26 +151,13 @@ inline void store_params(char* dst, const void* src, uint64_t bytes, bool stream
     memcpy(dst, src, bytes);
 }
 
-// The segment that holds element `element` of the bucket, or the first behind it.
-inline uint64_t segment_at(const AdamWShard& s, uint64_t element) {
-  uint64_t low = 0, high = s.segment_count;
-  while (low < high) {
-    const uint64_t middle = (low + high) / 2;
-    if (s.segments[middle].end <= element)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 template <class T>
 inline void adamw_turns(const AdamWJob& job) {
   const AdamWShard& s = *job.shard;
   alignas(64) float grads[kTurnElems];
   alignas(64) float wide[kTurnElems];
   alignas(64) T fresh[kTurnElems];
-  uint64_t segment = segment_at(s, s.begin + job.begin);
+  uint64_t segment = first_segment(s, s.begin + job.begin);
   for (uint64_t begin = job.begin; begin < job.end; begin += kTurnElems) {
     const uint64_t n = job.end - begin < kTurnElems ? job.end - begin : kTurnElems;
     const uint64_t first = s.begin + begin, last = first + n;  // in the bucket

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringcomm import _native
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.optim.params import DTYPE_NAMES, DTYPES, ParamSpec
 
@@ -26,7 +27,7 @@ Tensor = torch.Tensor
 # vector loads and cache lines are aligned.
 ALIGN_ELEMS = 64
 # kBlockElems of kernels/include/ringcomm/adamw.h; chunks begin at multiples of it.
-BLOCK_ELEMS = 512
+BLOCK_ELEMS = _native.ADAMW_BLOCK_ELEMS
 DEFAULT_BUCKET_ELEMS = 32 << 20
 LAYOUT_VERSION = 1
 
@@ -68,7 +69,7 @@ class BucketLayout:
 
     def chunk(self, rank: int, world_size: int) -> Chunk:
         """What rank ``rank`` of ``world_size`` keeps state for."""
-        size = round_up(-(-self.elems // world_size), BLOCK_ELEMS)
+        size = _native.chunk_elems(self.elems, world_size)
         return Chunk(min(rank * size, self.elems), min((rank + 1) * size, self.elems))
 
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 # kernels/include/ringcomm/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth 2^-352, and
 # how many blocks hold an infinity or a NaN.
-NORM_WORDS = 24
+NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20
 BIAS = 352
 NON_FINITE_WORD = 23

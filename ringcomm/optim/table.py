@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ringcomm import _native
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import ShardLayout
 
@@ -18,8 +19,8 @@ Tensor = torch.Tensor
 
 # Columns of AdamWControl.
 INV_SCALE, CLIP, FOUND_INF, STEPS, SKIPPED = range(5)
-L2, AMSGRAD, MAXIMIZE = 2, 4, 8
-FACTORS_BYTES = 48
+L2, AMSGRAD, MAXIMIZE = (_native.ADAMW_FLAGS[name] for name in ("l2", "amsgrad", "maximize"))
+FACTORS_BYTES = _native.OPTIMIZER_STRUCTURES["factors"]
 
 
 class StepTable:

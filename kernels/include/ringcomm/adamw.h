@@ -77,6 +77,19 @@ struct AdamWShard {
   uint64_t bucket;  // its number, so that two buckets draw different numbers
 };
 
+// The segment that holds element `element` of the bucket, or the first behind it.
+RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
+  uint64_t low = 0, high = s.segment_count;
+  while (low < high) {
+    const uint64_t middle = (low + high) / 2;
+    if (s.segments[middle].end <= element)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 // What prepare_adamw() works on; all by parameter but `hyper` and `control`.
 struct AdamWTable {
   AdamWControl* control;
