@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ringcomm.cli.estimate_report import Report, total_bytes
 from ringcomm.cli.estimate_table import GB, count
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.cli.picture import new_figure, write_figure
 
 # Colours of the Okabe-Ito palette, told apart by all readers.
 _PARTS = {
@@ -31,28 +30,13 @@ def draw(report: Report, path: str) -> None:
         UnsupportedError: matplotlib is not installed.
         ArgumentError: the file cannot be written, or its ending names no format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"--plot: expected matplotlib, got {error}; pip install matplotlib, or leave --plot out"
-        ) from error
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    figure = new_figure(_SIZE_INCHES, path)
     by_stage, over_world = figure.subplots(1, 2)
     _draw_bars(by_stage, report)
     _draw_lines(over_world, report)
-    for panel in (by_stage, over_world):
-        panel.grid(True, axis="y", color="#dddddd", linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=8, framealpha=0.9, edgecolor="none")
     request = report.request
     title = f"{count(request.model.total)} parameters, {request.precision}"
-    figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(Path(path), dpi=150)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--plot {path}: cannot be written: {error}") from error
+    write_figure(figure, (by_stage, over_world), title, path)
 
 
 def _draw_bars(panel: Any, report: Report) -> None:

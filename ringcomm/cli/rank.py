@@ -9,8 +9,6 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,7 +17,6 @@ from ringcomm.cli.launch import (
     INTERRUPTED,
     STORE_FD_VARIABLE,
     STORE_PORT_VARIABLE,
-    threads_per_rank,
 )
 from ringcomm.errors import RingcommError
 
@@ -39,40 +36,8 @@ class World:
     threads: int
 
 
-@contextmanager
-def joined_world(backend: str) -> Iterator[World]:
-    """Join the default process group on ``backend`` for the length of the block.
-
-    Also sets torch's threads so that the ranks of this machine share its cores.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from ringcomm.c10d import register
-
-    register()  # torch does this itself for an installed ringcomm, not for a bare source tree
-    threads = threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(threads)
-    world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), threads)
-    if STORE_PORT_VARIABLE in os.environ:
-        dist.init_process_group(
-            backend,
-            store=_launch_store(),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=TIMEOUT,
-        )
-    else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        yield world
-        # Rank 0 holds the store: it must not leave while others still talk to it.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def _launch_store() -> Store:
+def launch_store() -> Store:
+    """The store of ranks that ``launch.py`` started."""
     from torch.distributed import TCPStore
 
     listen_fd = os.environ.get(STORE_FD_VARIABLE)

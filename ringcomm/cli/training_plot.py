@@ -6,12 +6,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from ringcomm.cli.picture import new_figure, write_figure
 from ringcomm.cli.training_memory import MB
 from ringcomm.cli.training_outcome import Outcome
-from ringcomm.errors import ArgumentError, UnsupportedError
 
 COLUMNS = 60
 LOSS_LINES = 8
@@ -29,27 +28,11 @@ def draw(outcome: Outcome, title: str, path: str) -> None:
         UnsupportedError: matplotlib is not installed.
         ArgumentError: the file cannot be written, or its ending names no format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"--plot {path}: expected matplotlib, got {error}; install it with pip install "
-            "'ringcomm[bench]'"
-        ) from error
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    figure = new_figure(SIZE_INCHES, path)
     loss, memory = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     _draw_loss(loss, outcome)
     _draw_memory(memory, outcome)
-    for panel in (loss, memory):
-        panel.grid(True, axis="y", color="#dddddd", linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=8, framealpha=0.9, edgecolor="none")
-    figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(Path(path), dpi=150)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--plot {path}: cannot be written: {error}") from error
+    write_figure(figure, (loss, memory), title, path)
 
 
 def _draw_loss(panel: Any, outcome: Outcome) -> None:

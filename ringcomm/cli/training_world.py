@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from ringcomm.c10d import register
-from ringcomm.cli.launch import threads_per_rank
-from ringcomm.cli.rank import TIMEOUT, World, joined_world
-from ringcomm.comm.environment import read_environment
+from ringcomm.cli.launch import STORE_PORT_VARIABLE, threads_per_rank
+from ringcomm.cli.rank import TIMEOUT, World, launch_store
+from ringcomm.comm.environment import Placement, read_environment
 
 
 @contextmanager
 def joined_ranks(backend: str) -> Iterator[World]:
     """Joins torch's default group on ``backend`` for the length of the block.
 
-    As ``joined_world``, which knows ranks that torchrun or ``launch.py`` started, and for those of
-    mpirun and Slurm, too.
+    The ranks may be those of ``launch.py``, torchrun, mpirun or Slurm. Also sets torch's threads,
+    so that the ranks of this machine share its cores.
 
     NOTE [Groups end last]
     C++ that drops the last reference to a group of Gloo's, as DDP does when it goes, holds Python's
@@ -33,25 +33,30 @@ def joined_ranks(backend: str) -> Iterator[World]:
         UnsupportedError: mpirun or Slurm spread them over several machines.
     """
     placement = read_environment()
-    if placement.launcher == "torchrun":
-        with joined_world(backend) as world:
-            yield world
-        return
-    register()
+    register()  # torch does this itself for an installed ringcomm, not for a bare source tree
     threads = threads_per_rank(placement.local_world_size)
     torch.set_num_threads(threads)
-    # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend,
-        store=placement.store(TIMEOUT.total_seconds()),
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=TIMEOUT,
-    )
+    if STORE_PORT_VARIABLE in os.environ:
+        _join(backend, placement, launch_store())
+    elif placement.launcher == "torchrun":
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        _join(backend, placement, placement.store(TIMEOUT.total_seconds()))
     try:
         yield World(placement.rank, placement.world_size, threads)
         # Rank 0 holds the store: it must not leave while others still talk to it.
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _join(backend: str, placement: Placement, store: dist.Store) -> None:
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=TIMEOUT,
+    )

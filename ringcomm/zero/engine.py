@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +68,6 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.module = weakref.ref(parts.module)
         self.stage, self.comm, self.options = parts.stage, parts.comm, parts.options
         self.plan, self.stored = parts.plan, parts.stored
         self.trace = Trace()
@@ -255,7 +254,6 @@ class Engine:
 
 
 def _gradient_arrived(engine: weakref.ref[Engine], number: int, index: int, param: Tensor) -> None:
-    found: Callable[[], Engine | None] = engine
-    alive = found()
+    alive = engine()
     if alive is not None:
         alive.gradient_arrived(number, index)

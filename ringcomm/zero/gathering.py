@@ -104,9 +104,7 @@ class Gatherer:
         trace: Trace,
     ) -> None:
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
-        self._units = {id(unit): unit for unit, _ in units}
         self._prefetch = prefetch
-        self._trace = trace
         self._copier: Copier = (
             DeviceCopier(comm) if isinstance(comm, DeviceEngine) else HostCopier(trace)
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError, where
 from ringcomm.optim.agreement import agreed_load
+from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.sharded import ShardedStep
 from ringcomm.optim.sharded_adam import ShardedAdam
 from ringcomm.zero import contents
@@ -19,7 +20,7 @@ from ringcomm.zero.checkpoint import Checkpoints, Reader
 from ringcomm.zero.contents import Part
 from ringcomm.zero.engine import Engine
 from ringcomm.zero.facts import VERSION, check_names, check_optimizer, take_optimizer
-from ringcomm.zero.random_state import load_generators
+from ringcomm.zero.random_state import check_generators, load_generators
 from ringcomm.zero.sharding import engine_of
 
 Tensor = torch.Tensor
@@ -100,6 +101,8 @@ class _Loading:
         self.exact = self.saved["world_size"] == engine.comm.world_size
         self.names = set(reader.names())
         self.groups: list[dict[str, Any]] = []
+        self.own: dict[str, Tensor] = {}
+        self.generators: Any = None
 
     def _fail(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.operation}: {self.reader.folder}: {text}")
@@ -132,6 +135,25 @@ class _Loading:
             for part in self._state_parts(self.step):
                 self._check_part(part)
         self._verify()
+        self._check_own()
+
+    def _check_own(self) -> None:
+        """What ranks have each for themselves, and what is read last."""
+        rank = self.engine.comm.rank if self.exact else 0
+        self.own = self.reader.rank_tensors(rank)
+        for name, buffer in contents.buffers_of(self.engine.parts.module).items():
+            saved = self.own.get(f"buffer.{name}")
+            if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
+                got = "none" if saved is None else f"{saved.dtype} of shape {tuple(saved.shape)}"
+                raise self._fail(
+                    f"buffer {name} of rank {rank}: expected {buffer.dtype} of shape "
+                    f"{tuple(buffer.shape)}, got {got}"
+                )
+        if self.exact:
+            self.generators = self.reader.rank_data(rank)["generators"]
+            check_generators(self.own, self.generators)
+        if self.step is not None and self.step.setting.loss_scaler is not None:
+            LossScaler().load_state_dict(self.saved["optimizer"]["loss_scaler"])
 
     def _check_part(self, part: Part) -> None:
         if part.name not in self.names:
@@ -176,9 +198,7 @@ class _Loading:
         else:
             self.engine.placement.refresh_masters()
         if self.exact:
-            rank = self.engine.comm.rank
-            generators = self.reader.rank_data(rank)["generators"]
-            load_generators(self.reader.rank_tensors(rank), generators, self.engine.comm.device)
+            load_generators(self.own, self.generators, self.engine.comm.device)
 
     def _read(self, parts: Iterator[Part]) -> None:
         for part in parts:
@@ -186,6 +206,5 @@ class _Loading:
                 self.reader.read(part.name, part.begin, part.local)
 
     def _take_buffers(self) -> None:
-        own = self.reader.rank_tensors(self.engine.comm.rank if self.exact else 0)
         for name, buffer in contents.buffers_of(self.engine.parts.module).items():
-            buffer.copy_(own[f"buffer.{name}"])
+            buffer.copy_(self.own[f"buffer.{name}"])

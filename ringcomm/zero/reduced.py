@@ -22,6 +22,7 @@ class Reduced:
         shard: [chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm of what was reduced last.
         holds: whether anything was reduced into the shard.
+        active: by parameter: whether a gradient was reduced since :meth:`Reduction.drop`.
         missing: indices of parameters whose gradient this backward has not brought yet.
         taken: those whose gradient is in ``buffer``.
         buffer: [elements], in the heap, while the bucket is filled.
@@ -33,11 +34,15 @@ class Reduced:
     shard: Tensor
     words: Tensor
     holds: bool = False
+    active: list[bool] = field(init=False)
     missing: set[int] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
     buffer: Tensor | None = None
     gone: bool = False
     version: int = -1
+
+    def __post_init__(self) -> None:
+        self.active = [False] * len(self.stored.params)
 
     def take(self, index: int) -> None:
         """Moves a parameter's gradient, if it has one, into the buffer."""

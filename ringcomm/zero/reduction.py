@@ -64,7 +64,6 @@ class Reduction:
         self._learned = False
         self._filled: list[int] = []
         self._position = 0
-        self._active = [[False] * len(each.params) for each in stored]
         #: See NOTE [What is left over].
         self.has_left_over = False
         self._flying: deque[tuple[Reduced, Tensor, Work | None]] = deque()
@@ -139,9 +138,8 @@ class Reduction:
         """Starts one reduction; collective."""
         buffer = bucket.buffer if bucket.buffer is not None else self._buffer_for(bucket)
         bucket.fill_up(buffer)
-        active = self._active[self.buckets.index(bucket)]
         for index in bucket.taken:
-            active[index] = True
+            bucket.active[index] = True
         bucket.buffer, accumulate = None, bucket.holds
         bucket.taken.clear()
         bucket.holds = True
@@ -170,7 +168,9 @@ class Reduction:
         if bucket.shard.dtype is torch.float32:
             self.reducer.reduce(buffer, bucket.shard, "l2", bucket.words, accumulate)
             return
-        exact = bucket.shard.float() if accumulate else torch.empty_like(bucket.shard).float()
+        exact = torch.empty_like(bucket.shard, dtype=torch.float32)
+        if accumulate:
+            exact.copy_(bucket.shard)
         self.reducer.reduce(buffer, exact, "l2", bucket.words, accumulate)
         bucket.shard.copy_(exact)
 
@@ -208,7 +208,7 @@ class Reduction:
         for bucket in self.buckets:
             if not bucket.holds:
                 bucket.shard.zero_()
-        return self._active
+        return [bucket.active for bucket in self.buckets]
 
     def _left_over(self) -> list[int]:
         """The buckets that some rank has unreduced gradients of."""
@@ -230,10 +230,10 @@ class Reduction:
 
     def drop(self) -> None:
         """Forgets all gradients."""
-        for bucket, active in zip(self.buckets, self._active, strict=True):
+        for bucket in self.buckets:
             bucket.holds = False
             bucket.drop()
-            active[:] = [False] * len(active)
+            bucket.active = [False] * len(bucket.stored.params)
         self.generation += 1
 
     def zero(self) -> None:

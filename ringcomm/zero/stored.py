@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Placed:
         return self.spec.view(flat[self.begin : self.end])
 
 
-class Stored:
+class Stored(ABC):
     """What whole and split buckets share.
 
     Attributes:
@@ -63,6 +64,7 @@ class Stored:
         self.size_elems = layout.chunk(0, comm.world_size).elems
         self.wide: Tensor | None = None
 
+    @abstractmethod
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
         """Moves parameters in.
 
@@ -70,7 +72,6 @@ class Stored:
             values: one per parameter, of its shape and any floating-point dtype.
             keeps_wide: keep what rounding to the bucket's dtype loses.
         """
-        raise NotImplementedError
 
     def _round(self, values: Sequence[Tensor], flat: Tensor, keeps_wide: bool) -> None:
         """Writes ``values`` to ``flat`` [bucket elements], which holds zeros."""
@@ -82,13 +83,8 @@ class Stored:
             placed.view(flat).copy_(value)
             low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
             if self.wide is not None and low < high:
-                # In the order of the bucket, whatever the strides of the parameter.
-                whole = torch.empty(
-                    placed.end - placed.begin, dtype=torch.float32, device=flat.device
-                )
-                placed.spec.view(whole).copy_(value)
                 part = self.wide[low - chunk.begin : high - chunk.begin]
-                part.copy_(whole[low - placed.begin : high - placed.begin])
+                part.copy_(value.reshape(-1)[low - placed.begin : high - placed.begin])
 
     def _moved(self, placed: Placed) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
@@ -97,9 +93,9 @@ class Stored:
             "(by .to(), .data = or the like). Do that before shard(), and change values in place"
         )
 
+    @abstractmethod
     def check(self) -> None:
         """Raises ArgumentError when a parameter was moved away."""
-        raise NotImplementedError
 
 
 class WholeBucket(Stored):

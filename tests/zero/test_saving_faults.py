@@ -15,6 +15,7 @@ from torch import nn
 from ringcomm import Communicator, zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW
+from ringcomm.zero.random_state import save_generators
 from tests.support.ranks import Ranks, run_ranks
 from tests.zero.job import Job
 from tests.zero.models import assert_same_bits, new_model
@@ -137,3 +138,26 @@ def test_killed_while_it_saves_the_last_checkpoint_loads(tmp_path):
                 os.kill(pid, signal.SIGKILL)
         last = run_ranks(_load_after, 2, root)[0]
         assert last >= 1
+
+
+def test_generators_that_cannot_be_restored_stop_all_ranks_before_anything_changes(
+    worlds, tmp_path, monkeypatch
+):
+    base = new_model("mlp")
+
+    def damaged(device):
+        tensors, python = save_generators(device)
+        return {**tensors, "rng.cpu": tensors["rng.cpu"][:7]}, python
+
+    def work(comm):
+        job = Job(comm, base, 3)
+        job.train("mlp", 1)
+        job.save(tmp_path)
+        job.train("mlp", 1)
+        before = job.state()
+        with pytest.raises(CheckpointError, match="random generators: cannot be restored"):
+            job.load(tmp_path)
+        assert_same_bits(job.state(), before)
+
+    monkeypatch.setattr("ringcomm.zero.saving.save_generators", damaged)
+    worlds(2).run(work)

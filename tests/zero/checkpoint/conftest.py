@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from ringcomm.zero.checkpoint import Checkpoints
+from ringcomm.zero.saving import CommRanks
+from tests.c10d.conftest import two_ranks
 from tests.c10d.rank_pool import RankPool
 from tests.comm import conftest
-from tests.zero.checkpoint.states import CommRanks, in_world, save_step
+from tests.zero.checkpoint.states import in_world, save_step
+
+__all__ = ["folder", "three_ranks", "two_ranks", "worlds"]
 
 
 @pytest.fixture(scope="session")
@@ -16,13 +20,6 @@ def worlds() -> Iterator[conftest.Worlds]:
     """``worlds(n)`` is a world of n rank threads."""
     with conftest.shared_worlds(conftest.SMALL_SEGMENT_BYTES) as get:
         yield get
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="session")

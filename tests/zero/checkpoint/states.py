@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ringcomm import Communicator
-from ringcomm.optim.agreement import exchange
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
+from ringcomm.zero.saving import CommRanks
 from tests.comm.conftest import Worlds
 
 Tensor = torch.Tensor
@@ -22,17 +21,6 @@ SHAPES: dict[str, tuple[int, ...]] = {"model.weight": (7, 11), "model.bias": (5,
 
 FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 MANIFEST = "checkpoint.json"
-
-
-class CommRanks:
-    """A communicator's ranks."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.rank, self.world_size = comm.rank, comm.world_size
-
-    def exchange(self, mine: Any) -> list[Any]:
-        return exchange(self._comm, mine)
 
 
 def values(name: str, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
