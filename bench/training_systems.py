@@ -19,6 +19,8 @@ Tensor = torch.Tensor
 Step = Callable[[], object]
 DDP, FSDP2, FSDP2_HERE = "ddp on gloo", "fsdp2 on gloo", "fsdp2 on ringcomm"
 PLAIN = "torch alone"
+# What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
+ARITHMETIC = "forward and backward"
 # What reports call a training step.
 TRAINING = "training_step"
 TRACED_STEPS = 5
@@ -148,12 +150,24 @@ def _plain(shape: Shape, batch: Tensor) -> Step:
     return _step(module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), batch)
 
 
+def _arithmetic(shape: Shape, batch: Tensor) -> Step:
+    module = _model(shape, batch.device)
+
+    def step() -> None:
+        module(batch).backward()
+        module.zero_grad()
+
+    step()
+    return step
+
+
 def entrants(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Step]:
     """A step of each system: on CPUs against Gloo, on a GPU against torch without communication."""
     batch = batch_of(shape, comm)
     steps = {f"stage {stage}": _zero(shape, stage, comm, batch) for stage in range(4)}
     if batch.is_cuda:
         return {**steps, PLAIN: _plain(shape, batch)}
+    steps[ARITHMETIC] = _arithmetic(shape, batch)
     steps[DDP] = _ddp(shape, batch)
     steps[FSDP2] = _fsdp2(shape, batch, "gloo")
     steps[FSDP2_HERE] = _fsdp2(shape, batch, "ringcomm")

@@ -204,6 +204,7 @@ bool Messenger::progress_receives(int peer) {
 }
 
 void Messenger::fail_all(Status status) {
+  fence_seq_cst_sys();  // behind the abort word, before buffers are their users' again: run_with()
   for (PeerQueue& q : peers_) {
     for (const RequestPtr& r : q.sends) complete(r, status);
     for (const auto& [r, epoch] : q.unacknowledged) complete(r, status);

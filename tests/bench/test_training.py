@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ringcomm
 from bench.report import read
-from bench.training_systems import DDP, FSDP2, FSDP2_HERE, GPT, TRACED_STEPS, Shape
+from bench.training_systems import ARITHMETIC, DDP, FSDP2, FSDP2_HERE, GPT, TRACED_STEPS, Shape
 
 TINY = ("--width", "32", "--depth", "2", "--heads", "2", "--context", "8", "-r", "2")
 
@@ -55,7 +55,8 @@ def test_the_command(tmp_path):
             assert sum(each["name"] == "step" for each in trace["traceEvents"]) == TRACED_STEPS
     report = read(file)
     systems = [row.system for row in report.rows]
-    assert systems == [*(f"stage {stage}" for stage in range(4)), DDP, FSDP2, FSDP2_HERE]
+    stages = [f"stage {stage}" for stage in range(4)]
+    assert systems == [*stages, ARITHMETIC, DDP, FSDP2, FSDP2_HERE]
     assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in report.rows)
     assert report.provenance["command"] == f"python -m bench.training {' '.join(TINY)}"
     assert not dist.is_initialized()
