@@ -31,9 +31,11 @@ native: $(VENV)/.package
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $(VENV)/.native
 
-# The templates under ThreadSanitizer, and mutants that it must reject. make test runs it, too.
+# The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
+# mutants that they must reject. make test runs it, too.
 tsan: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest -v tests/native/test_races.py
+	$(BIN)/python -m pytest -v tests/native/test_races.py tests/native/test_comm_races.py \
+	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.

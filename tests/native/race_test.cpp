@@ -40,7 +40,7 @@ float sum_at(int world, uint64_t i, int round) {
 struct Buffers {
   std::vector<float> in, all_reduced, scattered, gathered, ring_reduced, ring_scattered,
       ring_gathered;
-  std::vector<float> small, broadcast, exchanged, reduced;
+  std::vector<float> small, broadcast, exchanged, reduced, collected, dealt;
   std::vector<float> heap_reduced;
   float* heap_in;  // zero copy, reduced in place
 };
@@ -95,9 +95,10 @@ void fill(World& w, int rank, int round) {
   Buffers& b = w.buffers[size_t(rank)];
   const uint64_t elems = kChunkElems * uint64_t(w.world);
   for (auto* v : {&b.in, &b.all_reduced, &b.gathered, &b.ring_reduced, &b.ring_gathered,
-                  &b.exchanged, &b.reduced, &b.heap_reduced})
+                  &b.exchanged, &b.reduced, &b.collected, &b.heap_reduced})
     v->assign(elems, 99);
-  for (auto* v : {&b.scattered, &b.ring_scattered, &b.broadcast}) v->assign(kChunkElems, 99);
+  for (auto* v : {&b.scattered, &b.ring_scattered, &b.broadcast, &b.dealt})
+    v->assign(kChunkElems, 99);
   b.small.resize(kSmallElems);
   for (uint64_t i = 0; i < elems; ++i) b.in[i] = b.heap_in[i] = value(rank, i, round);
   for (uint64_t i = 0; i < kSmallElems; ++i) b.small[i] = value(rank, i, round);
@@ -116,12 +117,13 @@ bool check(World& w, int rank, int round) {
     ok &= b.gathered[i] == value(owner, uint64_t(owner) * kChunkElems + i % kChunkElems, round);
     ok &= b.ring_gathered[i] == b.gathered[i];
     ok &= b.exchanged[i] == value(owner, uint64_t(rank) * kChunkElems + i % kChunkElems, round);
-    ok &= rank != w.world - 1 || b.reduced[i] == sum;
+    ok &= rank != w.world - 1 || (b.reduced[i] == sum && b.collected[i] == b.gathered[i]);
   }
   for (uint64_t i = 0; i < kChunkElems; ++i) {
     const float sum = sum_at(w.world, uint64_t(rank) * kChunkElems + i, round);
     ok &=
         b.scattered[i] == sum && b.ring_scattered[i] == sum && b.broadcast[i] == value(0, i, round);
+    ok &= b.dealt[i] == value(0, uint64_t(rank) * kChunkElems + i, round);
   }
   for (uint64_t i = 0; i < kSmallElems; ++i) ok &= b.small[i] == sum_at(w.world, i, round);
   return ok;
@@ -185,6 +187,14 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
   to_root.back().bytes = total;
   RC_RETURN_IF_FAILED(reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()},
                                             bytes_of(b.reduced), w.world - 1));
+  start(Collective::kGather);
+  std::vector<Span> mine(size_t(w.world), own), dealt(size_t(w.world), {bytes_of(b.dealt), chunk});
+  RC_RETURN_IF_FAILED(exchange_direct(e, Chunks{nullptr, 0, 0, mine.data()},
+                                      Chunks{bytes_of(b.collected), total, chunk, nullptr},
+                                      Edges{.only_reader = w.world - 1}));
+  start(Collective::kScatter);
+  RC_RETURN_IF_FAILED(
+      exchange_direct(e, in, Chunks{nullptr, 0, 0, dealt.data()}, Edges{.only_sender = 0}));
   start(Collective::kBarrier);
   const Chunks nothing{nullptr, 0, 0, nullptr};
   return exchange_direct(e, nothing, nothing, Edges{});

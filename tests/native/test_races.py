@@ -32,7 +32,9 @@ TEAMS: list[Team] = [
     (3, 1, 2, 2),
     (4, 2, 1, 2),
     (5, 1, 2, 1),
-    (8, 1, 1, 1),
+    (6, 1, 2, 1),
+    (7, 1, 2, 1),
+    (8, 1, 2, 1),
 ]
 
 WAIT = "reached(load_acquire_sys(word_at(v, team.channel(), site)), want)"

@@ -1,0 +1,96 @@
+"""Communicators and messengers of the host under ThreadSanitizer, and mutants of them."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.native.mutants import VARIABLE, Mutant
+from tests.native.test_races import COMPILER, ROOT, compile_to, run, skip_without_sanitizer
+
+# world, generations, rounds
+WORLDS = [(2, 6, 4), (3, 6, 2), (4, 2, 2)]
+SHOWING = (2, 20, 12)
+RUNS = 10
+HOST = ROOT / "kernels/host"
+# What is compiled once, and what is compiled again with the mutants in it.
+STEADY = ("comm", "comm_optimizer", "heap", "isa_baseline", "waiter")
+MUTATED = ("messenger", "messenger_wait", "retired")
+MUTANTS = {
+    "acknowledged before it was copied": Mutant(
+        "messenger.cpp",
+        "  if (bytes > 0) std::memcpy(dst, m.",
+        "  if (CHOSEN) { SoloTeam early{{&comm_.waiter()}}; "
+        "acknowledge(early, v, Stream::kMessage, peer, epoch); sched_yield(); }\n"
+        "  if (bytes > 0) std::memcpy(dst, m.",
+    ),
+    "completed without the lock": Mutant(
+        "messenger_wait.cpp",
+        "  std::unique_lock lock(mutex_);\n  const uint64_t started_ns = Waiter::now_ns();\n",
+        "  std::unique_lock lock(mutex_);\n  if (CHOSEN) lock.unlock(), progress(), lock.lock();\n"
+        "  const uint64_t started_ns = Waiter::now_ns();\n",
+    ),
+    "region returned without a farewell": Mutant(
+        "retired.cpp",
+        "if (load_acquire_sys(&line->farewell) != 0) continue;",
+        "if (CHOSEN || load_acquire_sys(&line->farewell) != 0) continue;",
+    ),
+    "region never returned": Mutant(
+        "retired.cpp",
+        "    if (!free_of_peers(region)) return false;",
+        "    if (CHOSEN || !free_of_peers(region)) return false;",
+    ),
+}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The right program, and the one of all mutants."""
+    folder = tmp_path_factory.mktemp("tsan")
+    skip_without_sanitizer(folder)
+    include = ROOT / "kernels/include"
+    mutants = folder / "mutants"
+    mutants.mkdir()
+    for name in MUTATED:
+        shutil.copy(HOST / f"{name}.cpp", mutants)
+    for number, mutant in enumerate(MUTANTS.values(), 1):
+        source = mutants / mutant.header
+        text = source.read_text()
+        assert text.count(mutant.text) == 1, mutant.text
+        replacement = mutant.replacement.replace("CHOSEN", f"(chosen_mutant == {number})")
+        source.write_text(text.replace(mutant.text, replacement))
+    (mutants / "chosen.h").write_text(
+        "#include <sched.h>\n#include <stdlib.h>\n"
+        f'inline const int chosen_mutant = atoi(getenv("{VARIABLE}"));\n'
+    )
+    chosen = ("-c", "-include", str(mutants / "chosen.h"))
+    jobs = [(HOST / f"{name}.cpp", folder / f"{name}.o", ("-c",)) for name in (*STEADY, *MUTATED)]
+    jobs += [(mutants / f"{name}.cpp", mutants / f"{name}.o", chosen) for name in MUTATED]
+    jobs += [(ROOT / "tests/native/comm_race_test.cpp", folder / "main.o", ("-c",))]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda job: compile_to(job[1], include, job[0], extra=job[2]), jobs))
+    steady = [folder / "main.o", *(folder / f"{name}.o" for name in STEADY)]
+    return [
+        compile_to(folder / name, include, *steady, *(place / f"{each}.o" for each in MUTATED))
+        for name, place in (("right", folder), ("mutated", mutants))
+    ]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_race_and_nothing_left(programs, world):
+    done = run(programs[0], world)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_rejected(programs, name):
+    number = list(MUTANTS).index(name) + 1
+    # What two threads do at the same time is not the same in every run.
+    assert any(run(programs[1], SHOWING, number).returncode != 0 for _ in range(RUNS))
+
+
+def test_without_a_mutant_the_other_program_is_right(programs):
+    done = run(programs[1], SHOWING)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
