@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test check lint native tsan cuda-compile bench gpu-check c10d-conformance clean
+.PHONY: demo test check lint native tsan soak cuda-compile bench gpu-check c10d-conformance clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
@@ -36,6 +36,10 @@ native: $(VENV)/.package
 tsan: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -v tests/native/test_races.py tests/native/test_comm_races.py \
 	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py
+
+# An hour of mixed collectives on four ranks: no wrong element, and nothing that grows.
+soak: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),60)
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.

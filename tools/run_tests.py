@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # other for half an hour.
 BESIDE = (
     "tests/bench/test_training.py",
+    "tests/cli/test_demo.py",
     "tests/cli/test_estimate.py",
     "tests/cli/test_estimate_options.py",
+    "tests/cli/test_train.py",
     "tests/cli/test_train_outputs.py",
     "tests/cli/test_train_plot.py",
     "tests/cli/test_train_resume.py",
@@ -30,8 +32,12 @@ BESIDE = (
     "tests/fsdp2/test_examples.py",
     "tests/functional/test_compile_calls.py",
     "tests/memory/test_kernel_build.py",
+    "tests/native/test_comm_races.py",
     "tests/native/test_cuda_checks.py",
     "tests/native/test_cuda_compile.py",
+    "tests/native/test_litmus.py",
+    "tests/native/test_races.py",
+    "tests/native/test_step_races.py",
     "tests/packaging/test_build.py",
     "tests/test_style.py",
     "tests/tl/test_adamw_compile.py",
