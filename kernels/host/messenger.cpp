@@ -194,7 +194,8 @@ bool Messenger::progress_receives(int peer) {
     moved = true;
     if (m->next_item < m->items) continue;
     q.incoming = nullptr;
-    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers()).
+    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers();
+    // the fence between the reads and this look is that of the acknowledgement).
     const bool doubtful = m->zero_copy != nullptr && abort_seen(v);
     if (m->request != nullptr && doubtful)
       complete(m->request, Status::kAborted);
