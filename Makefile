@@ -9,7 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test check lint native tsan soak cuda-compile bench gpu-check c10d-conformance clean
+.PHONY: demo test check lint native tsan model-check soak cuda-compile bench gpu-check
+.PHONY: c10d-conformance clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
@@ -40,6 +41,11 @@ tsan: $(VENV)/.native $(VENV)/.tools
 # An hour of mixed collectives on four ranks: no wrong element, and nothing that grows.
 soak: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),60)
+
+# The models of the signal protocol under SPIN (apt-get install spin), with larger bounds than in make
+# test: up to eight minutes.
+model-check: $(VENV)/.native $(VENV)/.tools
+	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/model
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.

@@ -32,6 +32,7 @@ BESIDE = (
     "tests/fsdp2/test_examples.py",
     "tests/functional/test_compile_calls.py",
     "tests/memory/test_kernel_build.py",
+    "tests/model/test_model_check.py",
     "tests/native/test_comm_races.py",
     "tests/native/test_cuda_checks.py",
     "tests/native/test_cuda_compile.py",

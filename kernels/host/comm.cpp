@@ -70,6 +70,7 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.
+// model: say_farewell (tests/model/retired.pml)
 void Comm::say_farewell() {
   for (int p = 0; p < view_.world; ++p) {
     if (p == view_.rank || !connected_) continue;
@@ -199,15 +200,16 @@ Status Comm::barrier() {
 
 void Comm::abort(const std::string& reason) {
   if (regions_[view_.rank] == nullptr) return;
+  Fault* record = claim_fault(view_);
+  if (record == nullptr) return;
   ControlPage* mine = view_.control(view_.rank);
-  if (exchange_acq_rel_sys(&mine->claimed, 1) != 0) return;
   std::snprintf(mine->reason, sizeof(mine->reason), "%s", reason.c_str());
-  mine->fault = Fault{};
-  mine->fault.status = Status::kAborted;
-  mine->fault.rank = view_.rank;
-  mine->fault.peer = -1;
-  // Pairs with the acquire in abort_seen() on every rank.
-  store_release_sys(&mine->aborted, 1);
+  *record = Fault{};
+  record->status = Status::kAborted;
+  record->rank = view_.rank;
+  record->peer = -1;
+  SoloTeam team{{&waiter_}};
+  raise_fault(team, view_);
 }
 
 bool Comm::aborted() const {

@@ -148,12 +148,7 @@ Status Comm::run_with(CallId id, double factor, Ops ops, Body body) {
   Endpoint<SoloTeam, Ops> e{team, view_, ops};
   RC_RETURN_IF_FAILED(e.verify_streams());
   const Status status = body(e);
-  if (status == Status::kOk) return e.verify_peer_buffers();
-  // This rank's abort word is up, and its user may change the buffer that peers still read: the
-  // word must be seen first, and a release orders only what comes before it. Pairs with the fence
-  // in verify_peer_buffers().
-  fence_seq_cst_sys();
-  return status;
+  return status == Status::kOk ? e.verify_peer_buffers() : status;
 }
 
 // The staging segment that suits a world, if the user names none.

@@ -194,7 +194,8 @@ bool Messenger::progress_receives(int peer) {
     moved = true;
     if (m->next_item < m->items) continue;
     q.incoming = nullptr;
-    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers()).
+    // Zero copy: a sender that gave up may have changed its buffer (see verify_peer_buffers();
+    // the fence between the reads and this look is that of the acknowledgement).
     const bool doubtful = m->zero_copy != nullptr && abort_seen(v);
     if (m->request != nullptr && doubtful)
       complete(m->request, Status::kAborted);
@@ -204,7 +205,6 @@ bool Messenger::progress_receives(int peer) {
 }
 
 void Messenger::fail_all(Status status) {
-  fence_seq_cst_sys();  // behind the abort word, before buffers are their users' again: run_with()
   for (PeerQueue& q : peers_) {
     for (const RequestPtr& r : q.sends) complete(r, status);
     for (const auto& [r, epoch] : q.unacknowledged) complete(r, status);

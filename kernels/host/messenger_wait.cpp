@@ -197,6 +197,10 @@ void Messenger::stop() {
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;
+    // A buffer that a peer may still read returns to its user now: see verify_peer_buffers().
+    const bool lends = std::any_of(peers_.begin(), peers_.end(),
+                                   [](const PeerQueue& q) { return !q.unacknowledged.empty(); });
+    if (lends) comm_.abort("closed before a peer had read a message");
     fail_all(Status::kAborted);
     kick();
     changed_.notify_all();

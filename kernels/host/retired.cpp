@@ -14,6 +14,7 @@ RetiredRegions& RetiredRegions::instance() {
   return *regions;
 }
 
+// model: free_of_peers (tests/model/retired.pml)
 bool RetiredRegions::free_of_peers(const Region& region) {
   for (size_t p = 0; p < region.pids.size(); ++p) {
     if (int(p) == region.rank) continue;
@@ -36,6 +37,7 @@ void RetiredRegions::retire(Region region) {
   reclaim();
 }
 
+// model: reclaim (tests/model/retired.pml)
 void RetiredRegions::reclaim() {
   const std::lock_guard lock(mutex_);
   std::erase_if(regions_, [](const Region& region) {

@@ -86,6 +86,7 @@ void Waiter::watch(int peer, int pid) {
   watched_[size_t(peer)] = {pid, fd};
 }
 
+// model: pause (tests/model/sleep.pml)
 bool Waiter::pause(const Pause& pause) const {
   const PausePolicy& policy = in_background ? kBackgroundPolicy : policy_;
   if (pause.polls < policy.spins) {

@@ -204,6 +204,25 @@ def test_close_while_a_thread_receives():
     assert len(errors) == 1
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_that_closes_takes_back_what_it_lent(waits):
+    """A message from the heap is read where it lies: nobody may trust it after its sender left."""
+    with ringcomm.local_world(2, timeout=30) as world:
+        lent = put(torch.full((20_000,), 7.0), "heap", 0)
+        got = torch.zeros(20_000)
+        sent = world[0].isend(lent, dst=1)
+        if waits:
+            receiver = world[1].irecv(got, src=0)
+            sent.wait()
+            world[0].close()
+            receiver.wait()
+            assert torch.equal(got, torch.full((20_000,), 7.0))
+        else:
+            world[0].close()
+            with pytest.raises(ringcomm.AbortedError, match="closed before a peer had read"):
+                world[1].recv(got, src=0)
+
+
 def test_wait_with_a_timeout_leaves_the_message_under_way():
     def rank(communicator):
         if communicator.rank == 0:

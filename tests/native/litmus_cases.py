@@ -194,7 +194,7 @@ SLEEP = Litmus(
 # A sender that gives up raises its abort word, and its user changes the buffer. The reader's last
 # look at the word tells whether what it read before was what the sender meant: 1.
 BUFFER = Litmus(
-    {"verify_peer_buffers": "endpoint.h", "run_with": "../../host/comm.h"},
+    {"verify_peer_buffers": "endpoint.h", "raise_fault": "signal.h"},
     [
         [store_release_sys("aborted", 1), fence_seq_cst_sys(), store_relaxed_sys("buffer", 2)],
         [peek("taken", "buffer"), fence_seq_cst_sys(), load_acquire_sys("up", "aborted")],

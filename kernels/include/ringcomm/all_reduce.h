@@ -45,6 +45,7 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
 }
 
 // Reduces piece `i` of my chunk and shares the result with every peer.
+// model: reduce_and_share (tests/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
   const uint64_t begin = uint64_t(i) * e.segment_bytes();
@@ -64,6 +65,7 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
 
 // In place is safe without a copy: rank r overwrites its chunk p only with rank p's published
 // result, and rank p published it after it had read r's version of that piece.
+// model: all_reduce_two_hops (tests/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
   const Peers all{1, e.world()};

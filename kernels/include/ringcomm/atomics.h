@@ -96,6 +96,7 @@ RC_FN void store_relaxed_sys(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
+// model: fence_seq_cst_sys (tests/model/lend.pml, sleep.pml)
 RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {

@@ -38,20 +38,31 @@ RC_FN uint32_t* sleep_flag_at(const View& v, int channel, const Site& site) {
   return site.on_consumed ? &line->on_consumed : &line->on_ready;
 }
 
-// This rank's fault record, for the one lane or thread that may fill it; null when it is taken.
+// This rank's fault record, for the one lane or thread that may fill it. Null when it is taken; the
+// abort word is up then, so that the caller may return a buffer that it has lent.
+// model: claim_fault (tests/model/lend.pml)
 RC_TEAM_FN Fault* claim_fault(const View& v) {
   ControlPage* mine = v.control(v.rank);
   // Lanes, channels and threads of one rank race for the record (collectives and send/recv have
   // their own); no other rank touches the claim, so its ordering pairs with nothing but itself.
-  return exchange_acq_rel_sys(&mine->claimed, 1) != 0 ? nullptr : &mine->fault;
+  if (exchange_acq_rel_sys(&mine->claimed, 1) == 0) return &mine->fault;
+  // Pairs with the release in raise_fault(). Whoever has the record waits for nobody until then.
+  while (load_acquire_sys(&mine->aborted) == 0) {
+  }
+  fence_seq_cst_sys();  // as in raise_fault()
+  return nullptr;
 }
 
 // After the record was filled.
+// model: raise_fault (tests/model/lend.pml, signal.pml)
 template <class Team>
 RC_TEAM_FN void raise_fault(Team& team, const View& v) {
   // Pairs with the acquire in abort_seen() on every other rank: the record is whole when the word
   // is.
   store_release_sys(&v.control(v.rank)->aborted, 1);
+  // The word comes before what the user will store in a buffer that was lent, and a release orders
+  // only what stands before it. Pairs with the fence in verify_peer_buffers().
+  fence_seq_cst_sys();
   team.tell_host(v.control(v.rank)->fault);
 }
 
@@ -83,6 +94,7 @@ RC_TEAM_FN bool aborted(const View& v, int rank) {
   return load_acquire_sys(&v.control(rank)->aborted) != 0;
 }
 
+// model: abort_seen (tests/model/signal.pml)
 RC_TEAM_FN bool abort_seen(const View& v) {
   for (int r = 0; r < v.world; ++r)
     if (aborted(v, r)) return true;
@@ -90,12 +102,14 @@ RC_TEAM_FN bool abort_seen(const View& v) {
 }
 
 // The peer closed the communicator: it will publish and acknowledge nothing more.
+// model: farewell_seen (tests/model/signal.pml)
 RC_TEAM_FN bool farewell_seen(const View& v, int peer) {
   // Pairs with the release with which the peer says farewell (kernels/host/comm.cpp).
   return load_acquire_sys(&v.signals(v.rank, Stream::kPair, 0, peer)->farewell) != 0;
 }
 
 // Why a wait for `peer` that began `waited_ns` ago must end, or kOk.
+// model: reason_to_give_up (tests/model/signal.pml)
 template <class Team>
 RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns) {
   if (abort_seen(v)) return Status::kAborted;
@@ -139,6 +153,7 @@ RC_TEAM_FN int end_of_waiting(const View& v, int peer) {
   return peer;
 }
 
+// model: give_up (tests/model/lend.pml, signal.pml)
 template <class Team>
 RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint32_t want,
                        uint32_t seen, uint64_t waited_ns, const CallHeader* theirs) {
@@ -157,6 +172,7 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
   return status;
 }
 
+// model: await_slowly (tests/model/sleep.pml)
 template <class Team>
 RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) {
   const uint32_t* word = word_at(v, team.channel(), site);
@@ -186,6 +202,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
 }
 
 // One lane waits until the word at `site` reaches `want`.
+// model: await_alone (tests/model/signal.pml)
 template <class Team>
 RC_TEAM_FN Status await_alone(Team& team, const View& v, const Site& site, uint32_t want) {
   // Pairs with the release in publish() or acknowledge() of the peer.
@@ -202,6 +219,7 @@ RC_TEAM_FN Status await(Team& team, const View& v, const Site& site, uint32_t wa
 }
 
 // Wakes the reader if it sleeps on `word`. Called after the store to `word`.
+// model: wake (tests/model/sleep.pml)
 template <class Team>
 RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
   if constexpr (!Team::kSleeps) return;  // nobody sleeps, so nobody needs the fence
@@ -210,6 +228,7 @@ RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
 }
 
 // One lane, after a team.sync(): item `epoch` of mine is complete.
+// model: publish (tests/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_t epoch) {
   uint32_t* word = &v.signals(reader, s, team.channel(), v.rank)->ready;
@@ -218,6 +237,7 @@ RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_
 }
 
 // One lane, after a team.sync(): I have read the sender's items up to `epoch` to the end.
+// model: acknowledge (tests/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void acknowledge(Team& team, const View& v, Stream s, int sender, uint32_t epoch) {
   uint32_t* word = &v.signals(sender, s, team.channel(), v.rank)->consumed;

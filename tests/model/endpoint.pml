@@ -1,0 +1,170 @@
+// The endpoint of the direct collectives: items in slots and lent buffers, and the verbs on them.
+// Part of direct.pml, which says what a call is.
+
+// Which item lies in a slot: never 0.
+#if COMMUNICATORS > 1
+#define FIRST_ITEM (communicator * CALLS * SEGMENTS)
+#else
+#define FIRST_ITEM 0
+#endif
+#define ITEM(call, segment) (1 + FIRST_ITEM + (call) * SEGMENTS + (segment))
+#define pair_slot(sender, reader, epoch) \
+  pair_slots[((REGION * WORLD + (sender)) * WORLD + (reader)) * SLOTS + slot((epoch) % EPOCHS)]
+#define shared_slot(sender, epoch) \
+  shared_slots[(REGION * WORLD + (sender)) * SLOTS + slot((epoch) % EPOCHS)]
+byte pair_slots[COMMUNICATORS * WORLD * WORLD * SLOTS];
+byte shared_slots[COMMUNICATORS * WORLD * SLOTS];
+
+// What a rank's user buffer holds: 1 + the call that lends it, or 0, anything.
+byte lenders;
+#define lends(rank) ((lenders >> (rank)) & 1)
+byte buffers[COMMUNICATORS * WORLD];
+#define buffer(rank) buffers[REGION * WORLD + (rank)]
+
+// A lent chunk is one item, but for the results of an all-reduce, which are shared piece by piece.
+#define one_item(stream, rank) (lends(rank) && (kind != ALL_REDUCE || stream == PAIR))
+#define items_on(stream, rank) (one_item(stream, rank) -> 1 : SEGMENTS)
+
+// All-reduce is in place: which segments of which chunks of a lent buffer are results by now.
+#if may_be(ALL_REDUCE) && defined(LEND)
+bool results[COMMUNICATORS * WORLD * WORLD * SEGMENTS];
+#define result(rank, chunk, segment) \
+  results[((REGION * WORLD + (rank)) * WORLD + (chunk)) * SEGMENTS + (segment)]
+#define reads_wrong_half(stream, sender, segment) \
+  (kind == ALL_REDUCE && ((stream == PAIR && result(sender, me, segment)) || \
+                          (stream == SHARED && !result(sender, sender, segment))))
+#define store_result(chunk, segment) \
+  result(me, chunk, segment) = lends(me) && kind == ALL_REDUCE
+#else
+#define reads_wrong_half(stream, sender, segment) false
+#define store_result(chunk, segment) skip
+#endif
+
+// endpoint.h: send
+inline send(reader, segment) {
+  if
+  :: segment < items_on(PAIR, me) ->
+     atomic {
+       slot_is_free(PAIR, reader, segment);
+#ifdef MUTANT_PUBLISHED_BEFORE_WRITTEN
+       publish(PAIR, reader, sent_to(PAIR, reader) + 1 + segment)
+     };
+     atomic {
+       pair_slot(me, reader, sent_to(PAIR, reader) + 1 + segment) = ITEM(call, segment)
+#else
+       pair_slot(me, reader, sent_to(PAIR, reader) + 1 + segment) = ITEM(call, segment);
+       publish(PAIR, reader, sent_to(PAIR, reader) + 1 + segment)
+#endif
+     }
+  :: else
+  fi
+}
+
+inline read_item(stream, sender, segment) {
+  if
+  :: lends(sender) ->
+     torn = torn || buffer(sender) != 1 + call || reads_wrong_half(stream, sender, segment)
+  :: !lends(sender) && stream == PAIR ->
+     assert(pair_slot(sender, me, seen_of(PAIR, sender) + 1 + segment) == ITEM(call, segment))
+  :: !lends(sender) && stream == SHARED ->
+     assert(shared_slot(sender, seen_of(SHARED, sender) + 1 + segment) == ITEM(call, segment))
+  fi
+}
+
+// endpoint.h: arrive
+inline arrive(stream, sender, segment) {
+  atomic {
+    if
+    :: !one_item(stream, sender) || segment == 0 ->
+       await_item(stream, sender, segment);
+       if
+       :: lends(sender) && segment == 0 ->  // the header, which says where the buffer lies
+          if
+          :: stream == PAIR ->
+             assert(pair_slot(sender, me, seen_of(PAIR, sender) + 1) == ITEM(call, 0))
+          :: else -> assert(shared_slot(sender, seen_of(SHARED, sender) + 1) == ITEM(call, 0))
+          fi
+       :: else
+       fi
+    :: else
+    fi;
+    read_item(stream, sender, segment);
+    assert(!(arrived & (1 << sender)));
+    arrived = arrived | (1 << sender)
+#ifdef MUTANT_ACKNOWLEDGED_BEFORE_READ
+    ; acknowledge(stream, sender, seen_of(stream, sender) + 1 + segment)
+#endif
+  }
+}
+
+// endpoint.h: release
+inline release(stream, sender, segment) {
+  atomic {
+    proceed();
+    read_item(stream, sender, segment);
+    if
+    :: !one_item(stream, sender) ->
+       acknowledge(stream, sender, seen_of(stream, sender) + 1 + segment)
+    :: one_item(stream, sender) && segment + 1 == SEGMENTS ->
+       acknowledge(stream, sender, seen_of(stream, sender) + 1)
+    :: else
+    fi
+  }
+}
+
+// endpoint.h: acquire_shared
+inline acquire_shared(segment) {
+#ifdef MUTANT_ONE_READER_AWAITED
+  p = rotated_peer(me, 1);
+  atomic { slot_is_free(SHARED, p, segment) }
+#else
+  each_peer(atomic { slot_is_free(SHARED, p, segment) })
+#endif
+}
+
+// endpoint.h: publish_shared
+inline publish_shared(segment) {
+  d_step { shared_slot(me, sent_to(SHARED, rotated_peer(me, 1)) + 1 + segment) =
+      ITEM(call, segment) };
+  each_peer(atomic { proceed(); publish(SHARED, p, sent_to(SHARED, p) + 1 + segment) })
+}
+
+#define item_waits(stream) \
+  (reached(ready[link(stream, me, p)], (seen_of(stream, p) + 1) % EPOCHS) && \
+   !reached(consumed[link(stream, p, me)], (seen_of(stream, p) + 1) % EPOCHS))
+
+// What lies unread before a call is the beginning of this call or of a later one: no mismatch is
+// reported where there is none.
+// endpoint.h: verify_streams
+inline verify_streams() {
+  each_peer(d_step {
+    if
+    :: item_waits(PAIR) -> found = pair_slot(p, me, seen_of(PAIR, p) + 1);
+       assert(found >= ITEM(call, 0) && (found - ITEM(0, 0)) % SEGMENTS == 0)
+    :: else
+    fi;
+    if
+    :: item_waits(SHARED) -> found = shared_slot(p, seen_of(SHARED, p) + 1);
+       assert(found >= ITEM(call, 0) && (found - ITEM(0, 0)) % SEGMENTS == 0)
+    :: else
+    fi;
+    found = 0
+  })
+}
+
+// endpoint.h: verify_peer_buffers
+inline verify_peer_buffers() {
+#ifndef MUTANT_NO_LOOK_AFTER_THE_LAST_READ
+  if
+  :: lenders != 0 ->
+     each_peer(atomic {
+       if
+       :: aborted[p] -> give_up()
+       :: else
+       fi
+     })
+  :: else
+  fi;
+#endif
+  assert(!torn)
+}

@@ -1,0 +1,137 @@
+// The packet collectives: two sets of buffers by turns, flags in place of epochs, and the clearing
+// of the sets before the flags come around.
+//
+// -D: those of signal.pml; CALLS, more than there are flags. Every call is short or long, on
+// all ranks alike: what a long one leaves behind the place of the short ones lies there for long.
+#include "signal.pml"
+
+#define PLACES 2  // of each sender in a set: the second is for long calls
+#define CLEARED 0
+#define place(owner, parity, sender, at) \
+  ((((owner) * 2 + (parity)) * WORLD + (sender)) * PLACES + (at))
+
+// A packet: its flag, and the call that its payload is of. One access moves both.
+byte flags[WORLD * 2 * WORLD * PLACES];
+byte calls[WORLD * 2 * WORLD * PLACES];
+
+// How many places the call of a flag has. The first rank to begin it decides.
+byte lengths[2];
+byte begun[2];
+
+#ifdef MUTANT_ONE_SET
+#define parity_of(flag) 0
+#else
+#define parity_of(flag) ((flag) & 1)
+#endif
+
+// packet.h: packet_arrived
+#define packet_arrived(at, flag) (flags[at] == flag)
+
+// packet.h: begin_packets
+inline begin_packets() {
+#ifdef MUTANT_FLAG_ZERO_USED
+  flag = (flag + 1) % FLAG_COUNT;
+#else
+  flag = next_flag(flag);
+#endif
+#ifndef MUTANT_NOT_CLEARED
+  if
+  :: clears_other_set(flag) ->
+     for (p : 0 .. WORLD - 1) {
+       for (at : 0 .. PLACES - 1) {
+#ifdef MUTANT_OWN_SET_CLEARED
+         here = place(me, parity_of(flag), p, at);
+#else
+         here = place(me, parity_of(flag + 1), p, at);
+#endif
+         d_step { flags[here] = CLEARED; calls[here] = 0 }
+       }
+     }
+  :: else
+  fi;
+#endif
+  atomic {
+    if
+    :: begun[call & 1] != call + 1 ->
+       begun[call & 1] = call + 1;
+       if
+       :: lengths[call & 1] = 1
+       :: lengths[call & 1] = 2
+       fi
+    :: else
+    fi;
+    length = lengths[call & 1]
+  }
+}
+
+// packet.h: send_payload
+inline send_payload(reader) {
+  for (at : 0 .. length - 1) {
+    atomic {
+      proceed();
+      here = place(reader, parity_of(flag), me, at);
+      flags[here] = flag;
+      calls[here] = call
+    }
+  }
+}
+
+// packet.h: await_packet_slowly
+inline await_packet_slowly(sender) {
+#ifndef MUTANT_PACKETS_NOT_AWAITED
+  if
+  :: packet_arrived(here, flag)
+  :: reason_to_give_up(!packet_arrived(here, flag), sender); give_up()
+#ifdef FAULTS
+  :: may_fail -> faults++; die()
+#endif
+  fi
+#else
+  skip
+#endif
+}
+
+// The packet is loaded again when it has been awaited.
+// packet.h: take_payload
+inline take_payload(sender) {
+  for (at : 0 .. length - 1) {
+    atomic {
+      here = place(me, parity_of(flag), sender, at);
+      await_packet_slowly(sender);
+      assert(calls[here] == call)
+    };
+    atomic { proceed(); assert(packet_arrived(here, flag) && calls[here] == call) }
+  }
+}
+
+proctype rank(byte me) {
+  byte call, d, p, at, here, flag, length;
+  for (call : 0 .. CALLS - 1) {
+    begin_packets();
+    for (d : 1 .. WORLD - 1) {
+      p = rotated_peer(me, d);
+      send_payload(p)
+    };
+    for (d : 1 .. WORLD - 1) {
+      p = rotated_peer(me, d);
+#ifdef MUTANT_ONE_PEER_AWAITED
+      if
+      :: d > 1 -> break
+      :: else
+      fi;
+#endif
+      take_payload(p)
+    }
+  };
+  farewell_seen(me) = true;
+gave_up:
+died:
+  skip
+}
+
+init {
+  atomic {
+    byte i;
+    for (i : 0 .. WORLD - 1) { run rank(i) }
+  }
+}

@@ -1,0 +1,196 @@
+// Regions after their communicator: farewell, and reuse for the next communicator of the rank.
+//
+// The ranks make communicators one after the other. In each, every rank publishes an item to every
+// peer, takes theirs, acknowledges them, and closes without waiting for acknowledgements: a peer
+// may store into a region long after its owner has closed it. A rank may fail before it connects
+// to its peers or die at any time.
+//
+// -D: WORLD; COMMUNICATORS; FAULTS=n; MUTANT_*: a mistake.
+#include "schedule.pml"
+
+#define PLACES 2  // where a heap has room for a region
+#define NOBODY 255
+#define at(owner, place) ((owner) * PLACES + (place))
+
+// Whose region a place of a heap is, 0: free; else 1 + the number of the communicator.
+byte region[WORLD * PLACES];
+bool connected_region[WORLD * PLACES];  // peers know it: it waits for their farewells
+bool retired[WORLD * PLACES];
+bool farewell[WORLD * PLACES * WORLD];  // by the peer that said it
+bool ready[WORLD * PLACES * WORLD];
+bool consumed[WORLD * PLACES * WORLD];
+bool ended[WORLD];
+
+// The rendezvous of each communicator: where each rank's region lies, and who has connected.
+byte offered[COMMUNICATORS * WORLD] = NOBODY;
+byte connected[COMMUNICATORS];
+bool lost[COMMUNICATORS];  // a rank failed or ended: the others give up
+
+#ifdef FAULTS
+byte faults;
+#define may_fail (faults < FAULTS)
+#else
+#define may_fail false
+#endif
+
+// Each store into a region must find it still that of the writer's communicator.
+#define store(word, owner, place) \
+  assert(region[at(owner, place)] == 1 + communicator); \
+  word[at(owner, place) * WORLD + me] = true
+
+// retired.cpp: free_of_peers
+inline free_of_peers(place) {
+  is_free = true;
+#ifndef MUTANT_REUSED_WITHOUT_FAREWELL
+  p = 0;
+  do
+  :: p < WORLD && connected_region[at(me, place)] ->
+#ifdef MUTANT_ONE_FAREWELL_IS_ENOUGH
+     is_free = false;
+     if
+     :: p != me && farewell[at(me, place) * WORLD + p] -> is_free = true; break
+     :: else
+     fi;
+#else
+     is_free = is_free && (p == me || farewell[at(me, place) * WORLD + p] || ended[p]);
+#endif
+     p++
+  :: else -> break
+  od
+#endif
+}
+
+// retired.cpp: reclaim
+inline reclaim() {
+  for (i : 0 .. PLACES - 1) {
+    if
+    :: region[at(me, i)] != 0 && retired[at(me, i)] ->
+       free_of_peers(i);
+       if
+       :: is_free -> region[at(me, i)] = 0; retired[at(me, i)] = false
+       :: else
+       fi
+    :: else
+    fi
+  };
+  is_free = false
+}
+
+// The constructor in comm.cpp: takes a place and clears its words. A heap without room ends the
+// rank.
+inline allocate() {
+  mine = 0;
+  do
+  :: mine < PLACES && region[at(me, mine)] != 0 -> mine++
+  :: else -> break
+  od;
+  if
+  :: mine == PLACES -> goto over
+  :: else
+  fi;
+  region[at(me, mine)] = 1 + communicator;
+  connected_region[at(me, mine)] = false;
+  for (i : 0 .. WORLD - 1) {
+    farewell[at(me, mine) * WORLD + i] = false;
+    ready[at(me, mine) * WORLD + i] = false;
+    consumed[at(me, mine) * WORLD + i] = false
+  }
+}
+
+// comm.cpp: say_farewell
+inline say_farewell() {
+  for (d : 1 .. WORLD - 1) {
+    p = rotated_peer(me, d);
+    atomic { store(farewell, p, offered[communicator * WORLD + p]); may_die() }
+  }
+}
+
+inline may_die() {
+  if
+  :: true
+#ifdef FAULTS
+  :: may_fail -> faults++; goto over
+#endif
+  fi
+}
+
+// Waits for something of `peer`, unless the communicator is lost.
+inline await(condition) {
+  if
+  :: condition
+  :: lost[communicator] -> goto close
+  fi
+}
+
+proctype rank(byte me) {
+  byte communicator, mine, d, p, i;
+  bool is_free;
+  for (communicator : 0 .. COMMUNICATORS - 1) {
+    atomic { reclaim(); allocate(); offered[communicator * WORLD + me] = mine; may_die() };
+    // Waits until all have offered, then connects.
+    atomic {
+      i = 0;
+      do
+      :: i < WORLD ->
+         if
+         :: offered[communicator * WORLD + i] != NOBODY -> i++
+         :: lost[communicator] -> i = 0; goto close_unconnected
+         fi
+      :: else -> break
+      od;
+      i = 0;
+#ifdef FAULTS
+      if
+      :: true
+      :: may_fail -> faults++; lost[communicator] = true; goto close_unconnected
+      fi;
+#endif
+      connected_region[at(me, mine)] = true;
+      connected[communicator]++
+    };
+    // activate() in comm.cpp: only when all have connected.
+    atomic {
+      if
+#ifndef MUTANT_WRITTEN_BEFORE_ALL_CONNECTED
+      :: connected[communicator] == WORLD
+#else
+      :: true
+#endif
+      :: lost[communicator] -> goto close_unactivated
+#ifdef FAULTS
+      :: may_fail -> faults++; lost[communicator] = true; goto close_unactivated
+#endif
+      fi
+    };
+    for (d : 1 .. WORLD - 1) {
+      p = rotated_peer(me, d);
+      atomic { store(ready, p, offered[communicator * WORLD + p]); may_die() }
+    };
+    for (d : 1 .. WORLD - 1) {
+      p = rotated_peer(me, d);
+      atomic { await(ready[at(me, mine) * WORLD + p]); may_die() };
+      atomic { store(consumed, p, offered[communicator * WORLD + p]); may_die() }
+    };
+close:
+    say_farewell();
+close_unactivated:
+    atomic { retired[at(me, mine)] = true; reclaim(); may_die() };
+    goto next;
+close_unconnected:  // nobody knows the region, and nobody is told
+    atomic { retired[at(me, mine)] = true; reclaim(); may_die() };
+next:
+    skip
+  };
+over:
+  atomic {
+    ended[me] = true;
+    for (i : 0 .. COMMUNICATORS - 1) { lost[i] = true }
+  }
+}
+
+init {
+  atomic {
+    byte r;
+    for (r : 0 .. WORLD - 1) { run rank(r) }
+  }
+}

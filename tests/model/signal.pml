@@ -1,0 +1,197 @@
+// The words of the signal protocol and the steps on them: what direct.pml and ring.pml share.
+//
+// A comment `file: function` before a step names the code that it models, which names the step in
+// turn. Words are read and written one after the other, as release and acquire order them. An item
+// is written and published in one step: nobody may read it before. It is read in two steps, when
+// it arrives and when it is released: an item that changes between the two is noticed.
+//
+// -D: WORLD and START, the epoch before the first item; COMMUNICATORS, which run at once, each in a
+// thread of its own on every rank; FAULTS=n: up to n times a rank dies or a wait passes its
+// deadline; MUTANT_*: a mistake.
+#include "schedule.pml"
+
+#define PAIR 0
+#define SHARED 1
+#ifndef COMMUNICATORS
+#define COMMUNICATORS 1
+#endif
+#if COMMUNICATORS == 1 || defined(MUTANT_ONE_REGION)
+#define REGION 0
+#else
+#define REGION communicator
+#endif
+#if COMMUNICATORS > 1 && defined(FAULTS)
+#error "the words of faults are those of one communicator"
+#endif
+
+#define LINKS (COMMUNICATORS * 2 * WORLD * WORLD)
+#define link(stream, owner, peer) (((REGION * 2 + (stream)) * WORLD + (owner)) * WORLD + (peer))
+
+byte ready[LINKS] = START;     // of `owner`, written by `peer`
+byte consumed[LINKS] = START;  // of `owner`, written by `peer`
+byte sent[LINKS] = START;
+byte seen[LINKS] = START;
+
+bool aborted[WORLD];
+bool farewell[COMMUNICATORS * WORLD];
+bool dead[WORLD];
+#ifdef FAULTS
+byte faults;
+#define may_fail (faults < FAULTS)
+#define faults_happened (faults > 0)
+#else
+#define faults_happened false
+#endif
+
+#if WORLD == 2
+#define any_aborted (aborted[0] || aborted[1])
+#elif WORLD == 3
+#define any_aborted (aborted[0] || aborted[1] || aborted[2])
+#else
+#define any_aborted (aborted[0] || aborted[1] || aborted[2] || aborted[3])
+#endif
+
+// signal.h: abort_seen
+#ifdef MUTANT_NO_LOOK_AT_ABORT_WORDS
+#define abort_seen() aborted[me]
+#else
+#define abort_seen() any_aborted
+#endif
+
+// signal.h: farewell_seen
+#define farewell_seen(peer) farewell[REGION * WORLD + (peer)]
+
+// signal.h: raise_fault
+inline raise_fault() {
+#ifndef MUTANT_NO_ABORT_RAISED
+  aborted[me] = true
+#else
+  skip
+#endif
+}
+
+// signal.h: give_up
+inline give_up() {
+  raise_fault();
+  goto gave_up
+}
+
+inline die() {
+  dead[me] = true;
+  goto died
+}
+
+// What may happen at any step.
+inline proceed() {
+  if
+  :: true
+#ifdef FAULTS
+  :: may_fail -> faults++; die()
+#endif
+  fi
+}
+
+// The word is looked at once more after the farewell: what was published before it counts.
+#ifdef MUTANT_FAREWELL_COUNTS_MORE
+#define in_vain(word, want) true
+#else
+#define in_vain(word, want) (!reached(word, want))
+#endif
+
+// signal.h: reason_to_give_up
+inline reason_to_give_up(vain, peer) {
+  if
+  :: vain && farewell_seen(peer) -> assert(faults_happened)
+#ifdef FAULTS
+  :: abort_seen()
+  :: vain && dead[peer]
+  :: vain && may_fail -> faults++  // the deadline
+#endif
+  fi
+}
+
+// signal.h: await_alone
+inline await_alone(word, want, peer) {
+  if
+  :: reached(word, want)
+  :: reason_to_give_up(in_vain(word, want), peer); give_up()
+#ifdef FAULTS
+  :: may_fail -> faults++; die()
+#endif
+  fi
+}
+
+// signal.h: publish
+inline publish(stream, reader, epoch) {
+  ready[link(stream, reader, me)] = (epoch) % EPOCHS
+}
+
+// signal.h: acknowledge
+inline acknowledge(stream, sender, epoch) {
+  consumed[link(stream, sender, me)] = (epoch) % EPOCHS
+}
+
+#define sent_to(stream, reader) sent[link(stream, me, reader)]
+#define seen_of(stream, sender) seen[link(stream, me, sender)]
+
+#if defined(MUTANT_SLOT_REUSED_EARLY)
+#define HELD (SLOTS + 1)
+#elif defined(MUTANT_SLOT_AWAITED_LONGER)
+#define HELD (SLOTS - 1)
+#else
+#define HELD SLOTS
+#endif
+
+// endpoint.h: slot_is_free
+inline slot_is_free(stream, reader, item) {
+#ifndef MUTANT_CONSUMED_NOT_AWAITED
+  await_alone(consumed[link(stream, me, reader)],
+              (sent_to(stream, reader) + 1 + (item) + EPOCHS - HELD) % EPOCHS, reader)
+#else
+  skip
+#endif
+}
+
+// endpoint.h: drained
+inline drained(stream, reader, items_sent) {
+#ifndef MUTANT_BUFFER_RETURNED_EARLY
+  await_alone(consumed[link(stream, me, reader)],
+              (sent_to(stream, reader) + (items_sent)) % EPOCHS, reader)
+#else
+  skip
+#endif
+}
+
+// endpoint.h: commit_sent
+inline commit_sent(stream, reader, items_sent) {
+  sent_to(stream, reader) = (sent_to(stream, reader) + (items_sent)) % EPOCHS
+}
+
+// endpoint.h: commit_seen
+inline commit_seen(stream, sender, items_seen) {
+  seen_of(stream, sender) = (seen_of(stream, sender) + (items_seen)) % EPOCHS
+}
+
+#ifdef MUTANT_WRONG_EPOCH
+#define FIRST 0
+#else
+#define FIRST 1
+#endif
+
+// The waiting half of endpoint.h's arrive().
+inline await_item(stream, sender, item) {
+#ifndef MUTANT_READY_NOT_AWAITED
+  await_alone(ready[link(stream, me, sender)],
+              (seen_of(stream, sender) + FIRST + (item)) % EPOCHS, sender)
+#else
+  skip
+#endif
+}
+
+// Visits the peers in the code's order.
+#define each_peer(visit) \
+  d = 1; \
+  do \
+  :: d < WORLD -> p = rotated_peer(me, d); visit; d++ \
+  :: else -> break \
+  od
