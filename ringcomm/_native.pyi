@@ -46,6 +46,22 @@ def layout_offset(
     `sizes` are world, channels, slots and segment_bytes.
     """
 
+RECORD_NAMES: dict[str, list[str]]
+"""Names by code, as records carry them: collectives, dtypes, ops, algorithms."""
+MAX_RECORDS: int
+
+def clock_pair() -> tuple[int, int]:
+    """Now, in ticks of the records' clock and in ns of CLOCK_MONOTONIC."""
+
+def set_library_folders(library: list[str], programs: list[str]) -> None:
+    """Frames of files whose paths begin so are no call sites, but for those of `programs`."""
+
+def call_site() -> int:
+    """The innermost frame outside the library, for `hold_call_site`; 0: there is none."""
+
+def hold_call_site(site: int) -> None:
+    """From here on calls of this thread count as made there; 0: where they are made."""
+
 MISMATCH: int
 """Status of a receive whose message had another size; the communicator stays usable."""
 
@@ -207,7 +223,10 @@ class Comm:
         segment_bytes: int = 0,
         slots: int = 4,
         timeout_ms: int = 1_800_000,
-    ) -> None: ...
+        records: int = 0,
+        name: str = "",
+    ) -> None:
+        """`records`: how many calls the flight recorder keeps, under `name`."""
     @property
     def region_offset_bytes(self) -> int: ...
     @property
@@ -333,7 +352,16 @@ class Comm:
 
         kind ("timeout", "peer_lost", "peer_closed", "mismatch", "aborted", "interrupted"), op,
         rank (who reports), peer (about whom; -1: none), step, wanted, seen, waiting_for,
-        waited_ms, mine, theirs, reason.
+        waited_ms, mine, theirs, reason; sequence and their_sequence, the numbers of the two calls
+        (0: none), and message, whether they count messages.
+        """
+    def record_begin(self, words: tuple[int, int, int, int]) -> None:
+        """Records a collective of another engine, which it is about to number; see `call_words`."""
+    def record_end(self, status: int) -> None: ...
+    def recorded(self, rank: int) -> bytes:
+        """The flight recorder of a rank as it is now (ringcomm/comm/recorder_block.py reads it).
+
+        Empty when nothing is recorded, the rank is not connected, or this one has closed.
         """
     def abort(self, reason: str) -> None: ...
     @property

@@ -39,6 +39,10 @@ struct BlockTeam {
     if (load_relaxed_sys(&w->host->abort_requested) != 0) return Status::kAborted;
     return load_relaxed_sys(&w->host->lost[peer]) != 0 ? Status::kPeerLost : Status::kOk;
   }
+  // Devices keep no flight recorder.
+  __device__ __forceinline__ const CallHeader* other_call_recorded(const CallId&, int) const {
+    return nullptr;
+  }
   __device__ __forceinline__ void wake(uint32_t*) const {}
 
   __device__ __forceinline__ void tell_host(const Fault& fault) const {

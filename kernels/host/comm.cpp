@@ -33,13 +33,23 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
       layout_{config.world, 1, config.slots, config.segment_bytes, 0, 0},
       waiter_(pause_policy(config.world)) {
   RetiredRegions::instance().reclaim();
-  region_ = heap_->allocate(layout_.region_bytes(), Heap::Purpose::kRegion);
+  const uint64_t region_bytes = layout_.region_bytes();
+  region_ =
+      heap_->allocate(region_bytes + Recorder::block_bytes(config.records), Heap::Purpose::kRegion);
   char* mine = heap_->base() + region_;
   // The block may have held a tensor. Slots need no clearing: no epoch points at them yet.
   std::memset(mine, 0, layout_.staging_offset());
   auto* control = reinterpret_cast<ControlPage*>(mine);
   control->rank = config.rank;
   control->world = config.world;
+  recorder_.open(mine + region_bytes, config.records, config.rank, config.world, region_bytes,
+                 config.name);
+  if (recorder_.on()) {
+    heap_->list_recorder(region_ + region_bytes);
+    waiter_.ask_of_calls([](void* of, const CallId& id,
+                            int peer) { return static_cast<Comm*>(of)->other_call(id, peer); },
+                         this);
+  }
   regions_.assign(config.world, nullptr);
   heaps_.assign(config.world, nullptr);
   pids_.assign(config.world, 0);
@@ -67,6 +77,12 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
     owners_.push_back(peers[p].owner);
     waiter_.watch(p, peers[p].pid);
   }
+  if (!recorder_.on()) return;
+  // Rank 0 knew its heap, its region and the time before any peer could know of it.
+  uint64_t token;
+  std::memcpy(&token, peers[0].heap_base, sizeof(token));
+  const auto* first = reinterpret_cast<const RecorderHeader*>(recorder_of(0));
+  recorder_.set_world_id((token ^ first->created_ns) * 0x9e3779b97f4a7c15 ^ peers[0].region_offset);
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.
@@ -83,6 +99,7 @@ void Comm::close() {
   const std::lock_guard lock(mutex_);
   if (regions_[view_.rank] == nullptr) return;
   say_farewell();
+  if (recorder_.on()) heap_->unlist_recorder(region_ + layout_.region_bytes());
   // A rank that never connected is known to nobody: its region is free at once.
   RetiredRegions::instance().retire({heap_, region_, layout_, view_.rank,
                                      owners_.empty() ? std::vector<int>{} : pids_,
@@ -95,7 +112,7 @@ void Comm::close() {
 
 template <class Body>
 Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body) {
-  return run_with(id, factor, ops_for(fn, total_bytes), body);
+  return run_with(id, total_bytes, factor, ops_for(fn, total_bytes), body);
 }
 
 Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {
@@ -196,6 +213,37 @@ Status Comm::barrier() {
   const Chunks nothing{nullptr, 0, 0, nullptr};
   return run(id, 1.0, nullptr, 0,
              [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{}); });
+}
+
+// The peer's call of this number when it is another than mine: its record is older than anything
+// that it publishes for the call, so a difference is one for good.
+const CallHeader* Comm::other_call(const CallId& mine, int peer) {
+  Record theirs;
+  if (!Recorder::find(recorder_of(peer), recorder_.capacity(), Track::kCollectives, mine.sequence,
+                      &theirs) ||
+      same_call(theirs.id, mine))
+    return nullptr;
+  other_ = CallHeader{theirs.id, theirs.bytes, 0, kNotInHeap, 1.0, kNotInHeap};
+  return &other_;
+}
+
+void Comm::record_begin(CallId id) {
+  const std::lock_guard lock(mutex_);
+  if (!connected_) return;
+  outside_call_ = id.sequence = view_.channel_line(0)->sequence + 1;
+  recorder_.begin(Track::kCollectives, id, id.match_bytes, -1);
+}
+
+void Comm::record_end(Status status) {
+  const std::lock_guard lock(mutex_);
+  if (connected_) recorder_.end(Track::kCollectives, outside_call_, status, awaited());
+}
+
+// Without the lock, which a call that hangs holds.
+std::vector<char> Comm::recorded(int rank) const {
+  if (!recorder_.on() || regions_[rank] == nullptr) return {};
+  const uint32_t waits_for = load_relaxed_sys(&view_.control(rank)->waits_for);
+  return Recorder::snapshot(recorder_of(rank), recorder_.capacity(), waits_for);
 }
 
 void Comm::abort(const std::string& reason) {

@@ -10,6 +10,7 @@
 
 #include "kernels/host/heap.h"
 #include "kernels/host/optimizer_ops.h"
+#include "kernels/host/recorder.h"
 #include "kernels/host/team.h"
 #include "ringcomm/all_reduce.h"
 #include "ringcomm/exchange.h"
@@ -21,6 +22,8 @@ struct CommConfig {
   int slots;               // a power of two, at least 2
   uint32_t segment_bytes;  // a multiple of 64
   uint64_t timeout_ns;
+  uint32_t records;  // of the flight recorder; 0: none
+  std::string name;
 };
 
 struct PeerAddress {
@@ -72,7 +75,9 @@ class Comm {
   Comm& operator=(const Comm&) = delete;
 
   uint64_t region_offset() const { return region_; }
-  uint64_t region_bytes() const { return layout_.region_bytes(); }
+  uint64_t region_bytes() const {
+    return layout_.region_bytes() + Recorder::block_bytes(recorder_.capacity());
+  }
   // Peers know this region from here on; it returns to the heap only with their farewells.
   void connect(const std::vector<PeerAddress>& peers);
   // All peers are connected: from here on this rank may write into their regions.
@@ -102,6 +107,13 @@ class Comm {
   void set_timeout_ns(uint64_t timeout_ns) { view_.timeout_ns = timeout_ns; }
   uint64_t timeout_ns() const { return view_.timeout_ns; }
 
+  Recorder& recorder() { return recorder_; }
+  // A call that another engine runs on this region: the rest of its CallId; its number is the next.
+  void record_begin(CallId id);
+  void record_end(Status status);
+  // What `rank` recorded, see Recorder::snapshot(); empty: nothing is, or it is not connected.
+  std::vector<char> recorded(int rank) const;
+
   const View& view() const { return view_; }
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
@@ -111,13 +123,17 @@ class Comm {
   template <class Body>
   Status run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body);
   template <class Ops, class Body>
-  Status run_with(CallId id, double factor, Ops ops, Body body);
+  Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
   template <class Body>
   Status run_update(CallId id, const AdamWShard& shard, const GradCall& grads, Body body);
   HostOps ops_for(ReduceFn fn, uint64_t total_bytes) {
     return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   }
   void say_farewell();
+  const char* recorder_of(int rank) const { return regions_[rank] + layout_.region_bytes(); }
+  const CallHeader* other_call(const CallId& mine, int peer);
+  // Only a hint for people: the rank that this one has waited for; -1: none.
+  int awaited() const { return int(load_relaxed_sys(&view_.control(view_.rank)->waits_for)) - 1; }
 
   std::shared_ptr<Heap> heap_;
   Layout layout_;
@@ -133,22 +149,28 @@ class Comm {
   CallHeader mine_{};
   Waiter waiter_;
   StorePath store_path_;
+  Recorder recorder_;
+  CallHeader other_{};         // what other_call() found
+  uint64_t outside_call_ = 0;  // the number of record_begin()'s call
   View view_;
   std::mutex mutex_;
   bool connected_ = false;
 };
 
 template <class Ops, class Body>
-Status Comm::run_with(CallId id, double factor, Ops ops, Body body) {
+Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body) {
   const std::lock_guard lock(mutex_);
   if (!connected_ || aborted()) return Status::kAborted;
   id.sequence = ++view_.channel_line(0)->sequence;
   SoloTeam team{{&waiter_}};
   mine_ = CallHeader{id, 0, 0, kNotInHeap, factor, kNotInHeap};
   Endpoint<SoloTeam, Ops> e{team, view_, ops};
-  RC_RETURN_IF_FAILED(e.verify_streams());
-  const Status status = body(e);
-  return status == Status::kOk ? e.verify_peer_buffers() : status;
+  recorder_.begin(Track::kCollectives, id, bytes, -1);
+  Status status = e.verify_streams();
+  if (status == Status::kOk) status = body(e);
+  if (status == Status::kOk) status = e.verify_peer_buffers();
+  recorder_.end(Track::kCollectives, id.sequence, status, awaited());
+  return status;
 }
 
 // The staging segment that suits a world, if the user names none.

@@ -72,7 +72,7 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   const OptimizerOps<NormFinish> ops{ops_for(partial_sum(grads), 0), finish, bucket,
                                      bucket.grads().get(view_.rank).ptr};
   const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
-  return run_with(id, 1.0, ops, [&](auto& e) {
+  return run_with(id, bucket_elems * uint64_t(size), 1.0, ops, [&](auto& e) {
     return is_ring(grads) ? reduce_scatter_norm_ring(e, bucket)
                           : reduce_scatter_norm_direct(e, bucket);
   });
@@ -100,7 +100,8 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
                             streaming};
   const OptimizerOps<UpdateFinish> ops{ops_for(partial_sum(grads), bucket.elems * uint64_t(size)),
                                        finish, bucket, bucket.grads().get(view_.rank).ptr};
-  const Status status = run_with(id, 1.0, ops, [&](auto& e) { return body(e, bucket); });
+  const Status status = run_with(id, shard.bucket_elems * uint64_t(size), 1.0, ops,
+                                 [&](auto& e) { return body(e, bucket); });
   if (status != Status::kOk && !is_ring(grads)) held_.push_back(heap_->hold(shard.params));
   return status;
 }

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <fstream>
 
+#include "ringcomm/atomics.h"
+
 namespace ringcomm::host {
 namespace {
 
@@ -173,8 +175,9 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory)
   if (getrandom(&token_, sizeof(token_), 0) != sizeof(token_))
     throw HeapError(errno, "getrandom failed");
   token_ >>= 1;
-  allocate(sizeof(token_), Purpose::kRegion);  // the first block, never freed: offset 0
-  std::memcpy(base(), &token_, sizeof(token_));
+  allocate(sizeof(HeapHeader), Purpose::kRegion);  // the first block, never freed: offset 0
+  const HeapHeader header{token_, kHeapMagic, 1, HeapHeader::kRecorders, {}};
+  std::memcpy(base(), &header, sizeof(header));
 }
 
 // Makes sure that [0, end) can be touched. A full tmpfs answers a touch with SIGBUS and a full
@@ -255,6 +258,15 @@ void Heap::release(uint64_t block) {
   if (held == held_.end() || --held->second.times > 0) return;
   if (held->second.freed) allocator_.free(block);
   held_.erase(held);
+}
+
+void Heap::replace_recorder(uint64_t from, uint64_t to) {
+  const std::lock_guard lock(mutex_);
+  for (uint64_t& entry : reinterpret_cast<HeapHeader*>(base())->recorders) {
+    if (entry != from) continue;
+    store_relaxed_sys(&entry, to);  // a hint: what lies there says itself whether it is a recorder
+    return;
+  }
 }
 
 uint64_t Heap::committed_bytes() const {

@@ -61,6 +61,18 @@ class Allocator {
   std::map<uint64_t, uint64_t> live_;                // offset -> bytes
 };
 
+// At the beginning of every heap.
+struct HeapHeader {
+  uint64_t token;  // proves that it is the heap that was meant
+  uint64_t magic;
+  uint32_t version, count;
+  // Where flight recorders lie in the heap, for `ringcomm trace --pid`; 0: none. Written by the
+  // heap's process alone.
+  static constexpr int kRecorders = 250;
+  uint64_t recorders[kRecorders];
+};
+constexpr uint64_t kHeapMagic = 0x3150414548474e52;  // "RNGHEAP1"
+
 class Heap {
  public:
   // directory "": anonymous memory (memfd). Else a tmpfs or hugetlbfs directory, in which the heap
@@ -76,6 +88,10 @@ class Heap {
   uint64_t hold(const void* ptr);
   void release(uint64_t held);
 
+  // Lists a flight recorder in the header while there is room, and takes it off again.
+  void list_recorder(uint64_t offset) { replace_recorder(0, offset); }
+  void unlist_recorder(uint64_t offset) { replace_recorder(offset, 0); }
+
   char* base() const { return mapping_->base(); }
   int fd() const { return mapping_->fd(); }
   uint64_t capacity_bytes() const { return mapping_->bytes(); }
@@ -87,6 +103,7 @@ class Heap {
   bool contains(const void* ptr, uint64_t bytes) const;
 
  private:
+  void replace_recorder(uint64_t from, uint64_t to);
   void commit(uint64_t end);
   void take_huge_pages(uint64_t begin, uint64_t end);
   std::string directory_;

@@ -12,7 +12,7 @@ CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
   const View& v = comm_.view();
   const auto collective = r.is_send ? Collective::kSend : Collective::kReceive;
   // The tag travels where a collective has its root.
-  const CallId id{0, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kDirect};
+  const CallId id{r.number, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kDirect};
   const uint64_t item_bytes = in_heap ? std::max<uint64_t>(r.bytes, 1) : v.layout.segment_bytes;
   return {id,  r.bytes,   item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap,
           1.0, kNotInHeap};
@@ -25,6 +25,7 @@ RequestPtr Messenger::post_send(const char* ptr, uint64_t bytes, int peer, int t
     complete(r, Status::kAborted);
     return r;
   }
+  record(*r);
   peers_[size_t(peer)].sends.push_back(r);
   progress_sends(peer);
   if (!r->done()) kick();
@@ -38,6 +39,7 @@ RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag,
     complete(r, Status::kAborted);
     return r;
   }
+  record(*r);
   if (!match_unexpected(r)) {
     posted_.push_back(r);
     progress();
@@ -45,8 +47,15 @@ RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag,
   return r;
 }
 
+void Messenger::record(Request& r) {
+  r.number = ++messages_;
+  comm_.recorder().begin(Track::kMessages, header_of(r, false).id, r.bytes, r.peer);
+}
+
 void Messenger::complete(const RequestPtr& r, Status status) {
   r->status = status;
+  const int peer = r->source >= 0 ? r->source : r->peer;
+  if (r->number != 0) comm_.recorder().end(Track::kMessages, r->number, status, peer);
   r->set_done();
   changed_.notify_all();
 }

@@ -32,6 +32,7 @@ struct Request {
   int source = -1;             // a finished receive: who sent it
   uint64_t message_bytes = 0;  // how long the message was
   DType message_dtype = DType::kCount;
+  uint64_t number = 0;  // of the message among this rank's; 0: it was never recorded
   uint32_t done_word = 0;
 
   Request(bool is_send, char* ptr, uint64_t bytes, int peer, int tag, DType dtype)
@@ -79,6 +80,7 @@ class Messenger {
   RequestPtr match_posted(int peer, int tag);
   bool match_unexpected(const RequestPtr& request);
   void deliver(Message& message, const RequestPtr& request);
+  void record(Request& request);
   void complete(const RequestPtr& request, Status status);
   void fail_all(Status status);
   bool idle_peer(int peer) const;
@@ -99,10 +101,11 @@ class Messenger {
   std::list<MessagePtr> unexpected_;  // messages that no receive has matched, in order of arrival
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool driving_ = false;  // a thread polls; the others sleep on changed_
-  int looking_ = 0;       // threads in look_at_clock() without the lock
-  int waiters_ = 0;       // threads in wait(): the background thread leaves the driving to them
-  uint32_t kick_ = 0;     // changes when the driver shall wake up and look around
+  bool driving_ = false;   // a thread polls; the others sleep on changed_
+  uint64_t messages_ = 0;  // posted so far
+  int looking_ = 0;        // threads in look_at_clock() without the lock
+  int waiters_ = 0;        // threads in wait(): the background thread leaves the driving to them
+  uint32_t kick_ = 0;      // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;
   std::thread thread_;
 };

@@ -19,6 +19,9 @@ struct HostTeam {
   bool pause(Pause& p) const { return waiter->pause(p); }
   static uint64_t now_ns() { return Waiter::now_ns(); }
   Status health(int peer) const { return waiter->health(peer); }
+  const CallHeader* other_call_recorded(const CallId& mine, int peer) const {
+    return waiter->other_call(mine, peer);
+  }
   static void wake(uint32_t* word) { Waiter::wake(word); }
   static void tell_host(const Fault&) {}  // the host reads the record where it lies
 };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ringcomm/call.h"
 #include "ringcomm/team.h"
 
 namespace ringcomm::host {
@@ -38,11 +39,23 @@ class Waiter {
   static uint64_t now_ns();
   Status health(int peer) const;
 
+  // What other_call() asks; both null: nobody.
+  using OtherCall = const CallHeader* (*)(void* of, const CallId& mine, int peer);
+  void ask_of_calls(OtherCall ask, void* of) {
+    ask_ = ask;
+    of_ = of;
+  }
+  const CallHeader* other_call(const CallId& mine, int peer) const {
+    return ask_ == nullptr ? nullptr : ask_(of_, mine, peer);
+  }
+
   // Called on the process's main thread only; nonzero means "a signal handler raised".
   static int (*interrupt_hook)();
 
  private:
   PausePolicy policy_;
+  OtherCall ask_ = nullptr;
+  void* of_ = nullptr;
   struct Watched {
     int pid = 0;     // 0: a thread of this process, or nobody
     int pidfd = -1;  // -1: this kernel or sandbox has none, and the pid must do

@@ -66,7 +66,7 @@ void bind_reductions(nb::class_<NativeComm>& c) {
   c.def("all_reduce",
         [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
            double factor, int algorithm) {
-          return blocking([&] {
+          return recorded(n, [&] {
             return n.comm.all_reduce(at(in), at(out), elems,
                                      reduction(dtype, op, factor, algorithm));
           });
@@ -74,14 +74,14 @@ void bind_reductions(nb::class_<NativeComm>& c) {
       .def("reduce",
            [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
               double factor, int root) {
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.reduce(at(in), at(out), elems, reduction(dtype, op, factor, 0), root);
              });
            })
       .def("reduce_scatter",
            [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
               double factor, int algorithm) {
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.reduce_scatter(at(in), at(out), elems,
                                             reduction(dtype, op, factor, algorithm));
              });
@@ -89,7 +89,7 @@ void bind_reductions(nb::class_<NativeComm>& c) {
       .def("reduce_scatter_list", [](NativeComm& n, const Addresses& in, Sizes elems, uintptr_t out,
                                      int dtype, int op, double factor) {
         for (uint64_t& e : elems) e *= uint64_t(size_of(DType(dtype)));
-        return blocking([&] {
+        return recorded(n, [&] {
           return n.comm.reduce_scatter_list(spans(in, elems), at(out),
                                             reduction(dtype, op, factor, 0));
         });
@@ -100,52 +100,56 @@ void bind_movement(nb::class_<NativeComm>& c) {
   c.def("all_gather",
         [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t bytes, int dtype, int algorithm) {
           const Algorithm chosen = reduction(dtype, 0, 1.0, algorithm).algorithm;
-          return blocking(
-              [&] { return n.comm.all_gather(at(in), at(out), bytes, DType(dtype), chosen); });
+          return recorded(
+              n, [&] { return n.comm.all_gather(at(in), at(out), bytes, DType(dtype), chosen); });
         })
       .def("all_gather_list",
            [](NativeComm& n, uintptr_t in, const Addresses& out, const Sizes& bytes, int dtype) {
-             return blocking(
-                 [&] { return n.comm.all_gather_list(at(in), spans(out, bytes), DType(dtype)); });
+             return recorded(n, [&] {
+               return n.comm.all_gather_list(at(in), spans(out, bytes), DType(dtype));
+             });
            })
       .def("broadcast",
            [](NativeComm& n, uintptr_t ptr, uint64_t bytes, int dtype, int root) {
-             return blocking([&] { return n.comm.broadcast(at(ptr), bytes, DType(dtype), root); });
+             return recorded(n,
+                             [&] { return n.comm.broadcast(at(ptr), bytes, DType(dtype), root); });
            })
       .def("gather",
            [](NativeComm& n, uintptr_t in, uint64_t bytes, Addresses out, int dtype, int root) {
              out.resize(size_t(
                  n.comm.view().world));  // empty on all ranks but the root, which alone reads it
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.gather(at(in), bytes, spans(out, bytes), DType(dtype), root);
              });
            })
       .def("scatter",
            [](NativeComm& n, Addresses in, uintptr_t out, uint64_t bytes, int dtype, int root) {
              in.resize(size_t(n.comm.view().world));
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.scatter(spans(in, bytes), at(out), bytes, DType(dtype), root);
              });
            })
       .def("all_to_all",
            [](NativeComm& n, const Addresses& in, const Sizes& in_bytes, const Addresses& out,
               const Sizes& out_bytes, int dtype) {
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.all_to_all(spans(in, in_bytes), spans(out, out_bytes), DType(dtype));
              });
            })
-      .def("barrier", [](NativeComm& n) { return blocking([&] { return n.comm.barrier(); }); });
+      .def("barrier", [](NativeComm& n) { return recorded(n, [&] { return n.comm.barrier(); }); });
 }
 
 void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
   using Shared = std::shared_ptr<NativeComm>;
   c.def("post_send",
         [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
+          if (n->comm.recorder().on()) take_call_site();
           const nb::gil_scoped_release nogil;
           return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag, DType(dtype))};
         })
       .def("post_recv",
            [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
+             if (n->comm.recorder().on()) take_call_site();
              const nb::gil_scoped_release nogil;
              return NativeRequest{
                  n, n->messenger.post_receive(at(ptr), bytes, peer, tag, DType(dtype))};
@@ -174,22 +178,25 @@ void bind_comm(nb::module_& m) {
   c.def(
        "__init__",
        [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
-          uint32_t segment_bytes, int slots, uint64_t timeout_ms) {
+          uint32_t segment_bytes, int slots, uint64_t timeout_ms, uint32_t records,
+          const std::string& name) {
          const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
          if (world < 1 || rank < 0 || rank >= world)
            throw nb::value_error("rank must be in [0, world)");
          if (segment % 64 != 0) throw nb::value_error("segment_bytes must be a multiple of 64");
          if (slots < 2 || (slots & (slots - 1)) != 0)
            throw nb::value_error("slots must be a power of two, at least 2");
+         if (records > kMaxRecords) throw nb::value_error("records must be at most MAX_RECORDS");
          try {
-           new (self)
-               NativeComm(heap, CommConfig{rank, world, slots, segment, timeout_ms * 1'000'000});
+           new (self) NativeComm(heap, CommConfig{rank, world, slots, segment,
+                                                  timeout_ms * 1'000'000, records, name});
          } catch (const HeapError& e) {
            raise_os_error(e);
          }
        },
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
-       nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000)
+       nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
+       nb::arg("name") = "")
       .def_prop_ro("region_offset_bytes",
                    [](const NativeComm& n) { return n.comm.region_offset(); })
       .def_prop_ro("region_bytes", [](const NativeComm& n) { return n.comm.region_bytes(); })
@@ -241,6 +248,7 @@ void bind_comm(nb::module_& m) {
   bind_movement(c);
   bind_messages(m, c);
   bind_optimizer(m, c);
+  bind_recorder(m, c);
 }
 
 }  // namespace
@@ -249,6 +257,9 @@ nb::dict ringcomm::host::fault_dict(const Fault& f, const std::string& reason) {
   nb::dict d;
   d["kind"] = kind_of(f.status);
   d["op"] = name_of(f.mine.id.collective);
+  d["sequence"] = f.mine.id.sequence;
+  d["their_sequence"] = f.status == Status::kMismatch ? f.theirs.id.sequence : 0;
+  d["message"] = f.stream == Stream::kMessage;
   d["rank"] = f.rank;
   d["peer"] = f.peer;
   d["step"] = f.step;

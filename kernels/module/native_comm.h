@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "kernels/host/messenger.h"
+#include "kernels/module/call_site.h"
 #include "kernels/module/module.h"
 
 namespace ringcomm::host {
@@ -51,6 +52,14 @@ int blocking(Call call) {
   return int(status);
 }
 
+// The same for a call that the flight recorder keeps.
+template <class Call>
+int recorded(NativeComm& n, Call call) {
+  if (n.comm.recorder().on()) take_call_site();
+  return blocking(call);
+}
+
 void bind_optimizer(nanobind::module_& m, nanobind::class_<NativeComm>& c);
+void bind_recorder(nanobind::module_& m, nanobind::class_<NativeComm>& c);
 
 }  // namespace ringcomm::host

@@ -119,7 +119,7 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
            bool accumulate, int kind, uintptr_t words, int algorithm) {
           const NormCall norm{pointer<float>(out), accumulate, NormKind(kind),
                               pointer<NormWords>(words)};
-          return blocking([&] {
+          return recorded(n, [&] {
             return n.comm.reduce_scatter_norm(grad_call(grads, dtype, op, algorithm), bucket_elems,
                                               norm);
           });
@@ -127,7 +127,7 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
       .def("adamw_all_gather",
            [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype,
               int algorithm) {
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.adamw_all_gather(
                    shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm));
              });
@@ -135,7 +135,7 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
       .def("reduce_scatter_adamw_all_gather",
            [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
               int algorithm) {
-             return blocking([&] {
+             return recorded(n, [&] {
                return n.comm.reduce_scatter_adamw_all_gather(
                    shard, grad_call(grads, grad_dtype, op, algorithm));
              });

@@ -5,4 +5,6 @@
 the calls; ``communicator`` joins them and knows how to find the peers (``environment``,
 ``node_store``). ``groups``, ``functions``, ``objects`` and ``peer_to_peer`` give the same the names
 and semantics of ``torch.distributed``; ``local_world`` makes ranks of threads.
+``flight_recorder`` reads what all ranks did last (``recording``) and leaves it in a file at a fault
+(``trace_file``).
 """

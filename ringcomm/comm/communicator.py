@@ -297,6 +297,8 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             segment_bytes=options.segment_bytes,
             slots=options.slots,
             timeout_ms=round(options.timeout_s * 1000),
+            records=options.records,
+            name=membership.name,
         )
     except OSError as error:
         operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
@@ -317,7 +319,10 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         token=heap.token,
         region_offset_bytes=core.region_offset_bytes,
         region_bytes=core.region_bytes,
-        layout=f"segment_bytes={core.segment_bytes}, slots={core.slots}",
+        layout=(
+            f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
+            f"records={membership.options.records}"
+        ),
     )
 
 

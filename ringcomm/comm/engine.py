@@ -16,7 +16,9 @@ from ringcomm import _native
 from ringcomm.comm.call_queue import CallQueue
 from ringcomm.comm.calls import Call, Membership, Turn, Unusable
 from ringcomm.comm.checks import Site
+from ringcomm.comm.flight_recorder import FlightRecorder, at_this_call_site
 from ringcomm.comm.options import CommOptions, seconds_of
+from ringcomm.comm.recording import Recording
 from ringcomm.comm.reduce_ops import Reduction
 from ringcomm.comm.triton_calls import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
 from ringcomm.comm.work import Outputs, Work
@@ -61,6 +63,7 @@ class Engine:
         self._rank = membership.rank
         self._world_size = len(membership.ranks)
         self._queue = CallQueue(f"ringcomm-{membership.name}")
+        self._recorder = FlightRecorder(core, membership.name, (self._rank, self._world_size))
         self._guard = threading.Lock()
         self._refuse: Callable[[str], RingcommError] | None = None
         self._closed = False
@@ -116,6 +119,20 @@ class Engine:
         What happened on a peer shows in this rank's next call.
         """
         return self._refuse is not None or self._core.aborted
+
+    def recording(self) -> Recording:
+        """What the flight recorders of all ranks hold now: their last calls, and where they wait.
+
+        Local, and at any time before :meth:`close`: also while calls are under way, and after a
+        fault. Empty with ``CommOptions(records=0)``, and of a communicator on a device.
+
+        Raises:
+            AbortedError: the communicator is closed.
+            ForkError: it is the parent's.
+        """
+        if self._closed and self._refuse is not None:
+            raise self._refuse("recording")
+        return self._recorder.recording()
 
     def __repr__(self) -> str:
         state = " (unusable)" if self._refuse is not None else ""
@@ -183,7 +200,7 @@ class Engine:
             # itself in the queue it would wait for ever.
             self._queue.run_now(run, work)
             return work
-        return self._queue.submit(run, work)
+        return self._queue.submit(at_this_call_site(run), work)
 
     def submit(
         self,
@@ -227,6 +244,7 @@ class Engine:
         if fault is None:
             error = RingcommError(f"{head}: the native call failed without a fault record")
         else:
+            self._recorder.explain(fault, lambda told: from_fault(head, told))
             error = from_fault(head, fault)
             error.repeats = fault["rank"] != self._rank
         self._disable(_refusal(self._rank, self._world_size, error))

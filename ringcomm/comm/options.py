@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from ringcomm import _native
 from ringcomm.errors import ArgumentError
 
 # torch.distributed's own default, so that a program behaves alike on both.
@@ -40,6 +41,8 @@ class CommOptions:
             multiple of 64, or 0 for none.
         copy_bytes: of a communicator on a device: what the copy engines stage at a time; a
             multiple of 64, or 0 to do without ``algorithm="copy"``.
+        records: how many collectives, and how many messages, the flight recorder keeps of each
+            rank; 0 for none. Of a communicator on a device nothing is kept.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` goes before it. On the host they run in Triton's interpreter.
@@ -51,6 +54,7 @@ class CommOptions:
     channels: int = 0
     packet_bytes: int = 32 << 10
     copy_bytes: int = 0
+    records: int = 256
     kernels: str = "native"
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class CommOptions:
             raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
         if self.channels < 0:
             raise ArgumentError(f"channels: expected 0 or more, got {self.channels}")
+        if not 0 <= self.records <= _native.MAX_RECORDS:
+            raise ArgumentError(f"records: expected 0 to {_native.MAX_RECORDS}, got {self.records}")
         if self.slots < 2 or self.slots & (self.slots - 1):
             raise ArgumentError(f"slots: expected a power of two >= 2, got {self.slots}")
 

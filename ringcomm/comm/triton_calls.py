@@ -196,13 +196,17 @@ class HostTriton:
 
         core = self._core
         part = Part(ctypes.addressof(self._table), in_ptr, out_ptr)
+        core.record_begin(plan.call)
         try:
             launch(plan, [part], core.timeout_ms * 1_000_000, self._geometry, core.health)
         except BaseException as error:
             # Peers wait for what this rank was about to publish.
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
+            core.record_end(_native.STATUSES["aborted"])
             raise
-        return _native.STATUSES["aborted"] if core.aborted else 0
+        status = _native.STATUSES["aborted"] if core.aborted else 0
+        core.record_end(status)
+        return status
 
 
 Use = Callable[[Any], Any]

@@ -1,10 +1,17 @@
 """Two ranks that make different calls: both are named, on every rank."""
 
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import ringcomm
 from ringcomm import ArgumentError, MismatchError
+from tests.support.ranks import run_ranks
 
 ReduceOp = torch.distributed.ReduceOp
 T = torch.ones
@@ -48,12 +55,63 @@ CASES = {
         lambda c: c.all_reduce(T(64), algorithm="direct"),
         ("ring", "direct"),
     ),
+    "order": (
+        lambda c: (c.barrier(), c.all_reduce(T(64))),
+        lambda c: (c.all_reduce(T(64)), c.barrier()),
+        ("barrier(call 1", "all_reduce"),
+    ),
+    # Both wait for what the other never sends: only their flight recorders tell.
+    "gathers to themselves": (
+        lambda c: c.gather(T(64), [T(64), T(64)], 0),
+        lambda c: c.gather(T(64), [T(64), T(64)], 1),
+        ("gather(float32, root 0", "gather(float32, root 1"),
+    ),
+    "reductions to themselves": (
+        lambda c: c.reduce(T(64), 0),
+        lambda c: c.reduce(T(64), 1),
+        ("reduce(float32, SUM, root 0", "reduce(float32, SUM, root 1"),
+    ),
+    "async": (
+        lambda c: c.all_reduce(T(64), async_op=True).wait(),
+        lambda c: c.all_reduce(T(32), async_op=True).wait(),
+        ("256", "128"),
+    ),
+    "coalesced": (
+        lambda c: c.all_reduce_coalesced([T(64), T(8)]),
+        lambda c: c.all_reduce_coalesced([T(64), T(9)]),
+        ("32", "36", "call 2 "),
+    ),
     "all_to_all sizes": (
         lambda c: c.all_to_all_single(T(6), T(5), [1, 5], [1, 4]),
         lambda c: c.all_to_all_single(T(6), T(6), [3, 3], [3, 3]),
         ("all_to_all", "rank"),
     ),
 }
+
+
+Calls = Callable[[Any], object]
+
+
+def site_of(call: Calls) -> str:
+    """Where a function of one line was written, as errors name it."""
+    return f"{Path(__file__)}:{call.__code__.co_firstlineno}"
+
+
+def errors_of(
+    first: Calls, second: Calls, error: type[BaseException], timeout: float = 30
+) -> list[str]:
+    """What two ranks are told that make these calls."""
+    told = ["", ""]
+
+    def body(comm: Any) -> None:
+        with pytest.raises(error) as raised:
+            (first, second)[comm.rank](comm)
+        told[comm.rank] = str(raised.value)
+
+    world = ringcomm.local_world(2, timeout=timeout)
+    world.run(body)
+    world.close()
+    return told
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,6 +134,8 @@ def test_both_calls_are_named(case):
     for text in seen:
         assert all(word in text for word in words), text
         assert "Rank 0 called" in text or "Rank 1 called" in text
+        assert f" at {site_of(first)}" in text, text
+        assert f" at {site_of(second)}" in text, text
         assert "build a new one" in text
     with ringcomm.local_world(2, timeout=30) as fresh:
         fresh.run(lambda comm: comm.barrier())
@@ -127,3 +187,158 @@ def test_messages_of_another_dtype():
 
     with ringcomm.local_world(2, timeout=20) as world:
         world.run(rank)
+
+
+def test_without_a_recorder_calls_are_named_without_their_places():
+    """The control of what names the places: the recorder, and nothing else."""
+    options = ringcomm.CommOptions(timeout=30, records=0)
+    told = ["", ""]
+
+    def body(comm):
+        with pytest.raises(MismatchError) as raised:
+            comm.all_reduce(T(64 + comm.rank))
+        told[comm.rank] = str(raised.value)
+        assert comm.recording().ranks == ()
+
+    world = ringcomm.local_world(2, options=options)
+    world.run(body)
+    world.close()
+    assert all("256" in text and "260" in text and __file__ not in text for text in told), told
+
+
+def test_a_call_that_the_other_never_makes():
+    """Nobody can tell it from a rank that is late, but what the late one did last is told."""
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        comm.all_reduce(T(16))
+        if comm.rank == 1:
+            assert done.wait(60)
+            return
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            comm.barrier()
+        told.append(str(raised.value))
+        done.set()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    line = body.__code__.co_firstlineno
+    assert f"barrier(call 2 of this communicator) at {__file__}:{line + 6} waited" in told[0]
+    expected = (
+        "Rank 1 has not made this call. Rank 1's last call: all_reduce(float32, SUM, 64 bytes"
+    )
+    assert expected in told[0], told[0]
+    assert f"(call 1) at {__file__}:{line + 1}, done" in told[0], told[0]
+
+
+def test_a_rank_that_refused_its_arguments_has_made_no_call():
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        if comm.rank == 1:
+            with pytest.raises(ArgumentError):
+                comm.all_reduce(T(4), algorithm="none")
+            assert done.wait(60)
+            return
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            comm.all_reduce(T(4))
+        told.append(str(raised.value))
+        done.set()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    assert "Rank 1 has made no call yet. " in told[0], told[0]
+
+
+def test_calls_on_different_communicators():
+    """Of one set of ranks: each waits in a call that the other has not made."""
+    groups: dict[int, list[Any]] = {}
+
+    def first(c):
+        groups[0][0].barrier()
+
+    def second(c):
+        groups[1][1].barrier()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    told = ["", ""]
+
+    def body(comm):
+        groups[comm.rank] = [comm.new_group([0, 1], name=name) for name in ("a", "b")]
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            (first, second)[comm.rank](comm)
+        told[comm.rank] = str(raised.value)
+
+    world.run(body)
+    world.close()
+    for rank, call in enumerate((first, second)):
+        assert f"{__file__}:{call.__code__.co_firstlineno + 1} waited" in told[rank], told[rank]
+        assert f"Rank {1 - rank} has made no call yet" in told[rank], told[rank]
+
+
+def test_a_receive_that_nobody_sends():
+    recv, other = (lambda c: c.recv(T(4), 1)), (lambda c: c.recv(T(4), 0, tag=3))
+    told = errors_of(recv, other, ringcomm.RingcommError, timeout=0.5)
+    for text in told:
+        named = recv if "tag 0) at" in text else other
+        assert f" at {site_of(named)} waited" in text, text
+        assert re.search(r"Rank [01]'s last call: recv\(.*under way for", text), text
+
+
+def test_a_send_that_nobody_receives():
+    """It is more than fits into the slots, so the sender waits."""
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            assert done.wait(60)
+            return
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            comm.send(T(1_000_000), 1)
+        told.append(str(raised.value))
+        done.set()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    line = body.__code__.co_firstlineno
+    assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 6} waited" in told[0], told
+    assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
+
+
+PROCESS_CASE = CASES["gathers to themselves"][:2]
+
+
+def in_processes(store, rank, world):
+    comm = ringcomm.Communicator.from_store(store, rank, world, timeout=30)
+    with pytest.raises(MismatchError) as raised:
+        PROCESS_CASE[rank](comm)
+    return str(raised.value)
+
+
+def test_both_calls_are_named_across_processes():
+    for text in run_ranks(in_processes, 2):
+        for call in PROCESS_CASE:
+            assert f" at {site_of(call)}" in text, text
+
+
+def in_c10d(store, rank, world):
+    torch.distributed.init_process_group("ringcomm", store=store, rank=rank, world_size=world)
+    try:
+        with pytest.raises(MismatchError) as raised:
+            torch.distributed.all_reduce(T(8 + rank))
+        return str(raised.value)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_both_calls_are_named_under_torch_distributed():
+    line = in_c10d.__code__.co_firstlineno + 4
+    for text in run_ranks(in_c10d, 2):
+        assert text.count(f" at {__file__}:{line}") == 2, text

@@ -176,6 +176,8 @@ def _other_kernels(store, rank, world):
 def test_ranks_that_run_other_kernels_are_told_so():
     for text in run_ranks(_other_kernels, 2, timeout_s=LIMIT_S):
         assert "Triton kernels" in text and text.count("all_reduce(float32, SUM, 1200 bytes") == 2
+        line = _other_kernels.__code__.co_firstlineno + 3
+        assert text.count(f" at {__file__}:{line}") == 2, text
 
 
 def _late(store, rank, world):

@@ -96,6 +96,14 @@ RC_FN void store_relaxed_sys(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
+// Words of the flight recorder, which hosts alone keep.
+RC_FN uint64_t load_relaxed_sys(const uint64_t* word) {
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+}
+
 // model: fence_seq_cst_sys (tests/model/lend.pml, sleep.pml)
 RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 

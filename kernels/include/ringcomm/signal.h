@@ -190,6 +190,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
     const CallHeader* theirs = nullptr;
     if (status != Status::kAborted && status != Status::kInterrupted) {
       theirs = other_call_seen(v, team.channel(), site.peer);
+      if (theirs == nullptr) theirs = team.other_call_recorded(v.mine->id, site.peer);
       if (theirs != nullptr) status = Status::kMismatch;
     }
     if (status == Status::kOk) continue;

@@ -16,6 +16,9 @@
 //   uint64_t now_ns()                a monotonic clock
 //   Status health(int peer)          a waiting lane, at clock time: kOk, kPeerLost, kAborted or
 //                                    kInterrupted
+//   const CallHeader* other_call_recorded(const CallId& mine, int peer)
+//                                    at clock time: what the peer's flight recorder says that it
+//                                    called in place of mine; null: nothing
 //   void wake(uint32_t* word)        wakes who sleeps on the word
 //   void tell_host(const Fault&)     this rank's fault record is complete
 //

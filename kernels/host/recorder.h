@@ -1,0 +1,99 @@
+// The flight recorder of one rank of a communicator: its last collectives and messages, in a block
+// of the heap behind the region, where peers and `ringcomm trace --pid` read them, also after the
+// rank was killed. docs/protocol.md has the words, docs/trace.md the use.
+//
+// Only the owner writes. A record is whole when its version was even and the same before and after
+// it was read; ringcomm/comm/recorder_block.py reads the same bytes in Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ringcomm/call.h"
+
+namespace ringcomm::host {
+
+// "file.py:12", where the user made a call; cut at its left end to fit, and ended by a zero byte.
+struct CallSite {
+  static constexpr int kBytes = 112;
+  uint32_t words = 0;  // of 8 bytes, up to and with the zero byte
+  alignas(8) char text[kBytes] = {};
+};
+// Of the call that this thread is about to make; null: unknown.
+extern thread_local constinit const CallSite* call_site;
+
+enum class RecordState : uint32_t { kNone = 0, kRunning = 1, kDone = 2, kFailed = 3 };
+
+// Collectives and messages keep no order with each other, so each kind has records of its own.
+enum class Track : uint32_t { kCollectives = 0, kMessages = 1, kCount = 2 };
+
+struct Record {
+  uint32_t version;  // odd while the owner writes
+  RecordState state;
+  CallId id;  // of a message: its number as the sequence, its tag as the root
+  uint64_t bytes;
+  uint64_t begin_ticks, end_ticks;  // of clock_pair()
+  int32_t status, peer;             // of a message, or awaited by a collective that failed; else -1
+  char site[CallSite::kBytes];
+};
+static_assert(sizeof(Record) == 192 && offsetof(Record, site) == 80);
+
+// Before the records; filled before peers know the region, but for world_id and, in a snapshot,
+// waits_for.
+struct RecorderHeader {
+  uint64_t magic;
+  uint32_t version, record_bytes;
+  uint32_t capacity;  // records per track
+  int32_t rank, world, pid;
+  uint64_t created_ns;     // CLOCK_MONOTONIC; and in ticks, below
+  uint64_t world_id;       // equal on all ranks and of no other communicator; 0: not connected yet
+  uint64_t control_bytes;  // the control page lies this far before
+  int32_t waits_for;       // in a snapshot: 1 + the awaited rank, 0: none
+  uint32_t reserved;
+  uint64_t created_ticks;
+  char name[184];
+};
+static_assert(sizeof(RecorderHeader) == 256);
+
+constexpr uint64_t kRecorderMagic = 0x31434552474e4952;  // "RINGREC1"
+constexpr uint32_t kRecorderVersion = 1;
+constexpr uint32_t kMaxRecords = 1 << 16;
+
+// One moment on the clock of the records and on CLOCK_MONOTONIC, in ns. Two such moments, with time
+// between them, turn ticks into ns.
+struct ClockPair {
+  uint64_t ticks, ns;
+};
+ClockPair clock_pair();
+
+class Recorder {
+ public:
+  static uint64_t block_bytes(uint32_t capacity);
+
+  // `capacity` 0: records nothing, and has no block. The memory need not be cleared.
+  void open(char* block, uint32_t capacity, int rank, int world, uint64_t control_bytes,
+            const std::string& name);
+  void set_world_id(uint64_t id);
+  bool on() const { return capacity_ != 0; }
+  uint32_t capacity() const { return capacity_; }
+
+  // One thread at a time per track. `id.sequence` counts the calls of the track.
+  void begin(Track track, const CallId& id, uint64_t bytes, int peer);
+  void end(Track track, uint64_t sequence, Status status, int peer);
+
+  // The call of `track` with this number in a block of this capacity; false: never made, or
+  // overwritten meanwhile.
+  static bool find(const char* block, uint32_t capacity, Track track, uint64_t sequence,
+                   Record* out);
+  // Header and records as they are now, each whole; a record that is being written throughout is
+  // left with an odd version.
+  static std::vector<char> snapshot(const char* block, uint32_t capacity, uint32_t waits_for);
+
+ private:
+  Record* at(Track track, uint64_t sequence) const;
+  char* block_ = nullptr;
+  uint32_t capacity_ = 0;
+};
+
+}  // namespace ringcomm::host

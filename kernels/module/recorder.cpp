@@ -1,0 +1,77 @@
+// The flight recorder as Python sees it.
+#include "kernels/host/recorder.h"
+
+#include <cstring>
+
+#include "kernels/host/describe.h"
+#include "kernels/module/call_site.h"
+#include "kernels/module/native_comm.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+// What call_words() gave, and no sequence number.
+CallId id_of(const CallWords& words) {
+  const int64_t all[] = {0, std::get<0>(words), std::get<1>(words), std::get<2>(words),
+                         std::get<3>(words)};
+  CallId id;
+  static_assert(sizeof(all) == sizeof(id));
+  std::memcpy(&id, all, sizeof(id));
+  return id;
+}
+
+template <class Name>
+nb::list names(int count, Name name) {
+  nb::list all;
+  for (int i = 0; i < count; ++i) all.append(name(i));
+  return all;
+}
+
+}  // namespace
+
+void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
+  nb::dict codes;
+  codes["collectives"] = names(int(Collective::kReduceScatterAdamWAllGather) + 1,
+                               [](int i) { return name_of(Collective(i)); });
+  codes["dtypes"] = names(int(DType::kCount), [](int i) { return name_of(DType(i)); });
+  codes["ops"] = names(int(RedOp::kCount), [](int i) { return name_of(RedOp(i)); });
+  codes["algorithms"] =
+      names(int(Algorithm::kCopy) + 1, [](int i) { return name_of(Algorithm(i)); });
+  m.attr("RECORD_NAMES") = codes;
+  m.attr("MAX_RECORDS") = kMaxRecords;
+  m.def("clock_pair", [] {
+    const ClockPair now = clock_pair();
+    return std::pair(now.ticks, now.ns);
+  });
+  m.def("set_library_folders", &set_library_folders, nb::arg("library"), nb::arg("programs"));
+  m.def("call_site", [] { return reinterpret_cast<uintptr_t>(find_call_site()); });
+  m.def(
+      "hold_call_site",
+      [](uintptr_t site) { hold_call_site(reinterpret_cast<const CallSite*>(site)); },
+      nb::arg("site"));
+  c.def(
+       "record_begin",
+       [](NativeComm& n, const CallWords& words) {
+         take_call_site();
+         n.comm.record_begin(id_of(words));
+       },
+       nb::arg("words"))
+      .def(
+          "record_end", [](NativeComm& n, int status) { n.comm.record_end(Status(status)); },
+          nb::arg("status"))
+      .def(
+          "recorded",
+          [](const NativeComm& n, int rank) {
+            if (rank < 0 || rank >= n.comm.view().world)
+              throw nb::value_error("rank must be in [0, world)");
+            const std::vector<char> bytes = n.comm.recorded(rank);
+            return nb::bytes(bytes.data(), bytes.size());
+          },
+          nb::arg("rank"));
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,148 @@
+"""Recordings as text: the ranks one after the other, what each does now, and where they part."""
+
+from __future__ import annotations
+
+from ringcomm.comm.recording import (
+    RUNNING,
+    RankRecording,
+    Record,
+    Recording,
+    describe,
+    divergence,
+)
+
+__all__ = ["report"]
+
+HERE = ">"
+
+
+def report(recording: Recording, last: int) -> list[str]:
+    """The lines of a report.
+
+    Args:
+        recording: of one communicator.
+        last: how many collectives, and how many messages, to show of each rank; 0: all.
+    """
+    lines = [
+        f"communicator {recording.communicator}, {recording.world_size} "
+        f"rank{'s' if recording.world_size > 1 else ''}"
+    ]
+    missing = [rank for rank in range(recording.world_size) if recording.rank(rank) is None]
+    if missing:
+        lines.append(f"no recorder of rank {', '.join(map(str, missing))} could be read")
+    if not recording.ranks:
+        return lines
+    lines += ["", *(f"  {_now(each, recording.taken_ns)}" for each in recording.ranks)]
+    lines += ["", *_verdict(recording)]
+    parted = divergence(recording) or _not_made_by_all(recording)
+    for each in recording.ranks:
+        lines += ["", *_table(each, recording.taken_ns, last, parted)]
+    return lines
+
+
+def _now(rank: RankRecording, taken_ns: int) -> str:
+    """What a rank does at the moment, in a line."""
+    who = f"rank {rank.rank} (pid {rank.pid})"
+    running = [each for each in (*rank.collectives, *rank.messages) if each.state == RUNNING]
+    if running:
+        record = max(running, key=lambda each: each.begin_ns)
+        text = f"is in {_call(record)} for {_seconds(taken_ns - record.begin_ns)}"
+        if record.track == "collectives" and rank.waits_for >= 0:
+            text += f", waits for rank {rank.waits_for}"
+        return f"{who} {text}{_at(record)}"
+    done = [track[-1] for track in (rank.collectives, rank.messages) if track]
+    if not done:
+        return f"{who} has made no call"
+    record = max(done, key=lambda each: each.end_ns)
+    how = "done" if not record.status else f"failed ({record.status})"
+    if record.status and record.peer >= 0:
+        how += f", waiting for rank {record.peer},"
+    return (
+        f"{who} is in no call; last: {_call(record)}, {how} "
+        f"{_seconds(taken_ns - record.end_ns)} ago{_at(record)}"
+    )
+
+
+def _verdict(recording: Recording) -> list[str]:
+    """Where the ranks part, and who has come how far."""
+    lines = []
+    parted = divergence(recording)
+    if parted is not None:
+        lines.append(f"the ranks part at call {parted}:")
+        for each in recording.ranks:
+            record = each.collective(parted)
+            what = "not called, or forgotten" if record is None else describe(record) + _at(record)
+            lines.append(f"  rank {each.rank}: {what}")
+    else:
+        lines.append("as far as the records go, all ranks made the same collective calls")
+    number = _not_made_by_all(recording)
+    if number is not None:
+        made = [rank for rank, count in _counts(recording).items() if count >= number]
+        late = [rank for rank, count in _counts(recording).items() if count < number]
+        lines.append(f"call {number} was begun by {_ranks(made)}, but not yet by {_ranks(late)}")
+    return lines
+
+
+def _counts(recording: Recording) -> dict[int, int]:
+    """Collectives begun, by rank."""
+    return {each.rank: each.last.number if each.last else 0 for each in recording.ranks}
+
+
+def _not_made_by_all(recording: Recording) -> int | None:
+    counts = set(_counts(recording).values())
+    return min(counts) + 1 if len(counts) > 1 else None
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _table(rank: RankRecording, taken_ns: int, last: int, parted: int | None) -> list[str]:
+    lines = [f"rank {rank.rank}, pid {rank.pid}:"]
+    shown = sorted(
+        (*rank.collectives[-last:], *rank.messages[-last:]), key=lambda each: each.begin_ns
+    )
+    if rank.torn:
+        lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
+    rows = [_row(each, taken_ns, parted) for each in shown]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(_COLUMNS))]
+    widths = [max(w, len(title)) for w, title in zip(widths, _COLUMNS, strict=True)]
+    for row in [_COLUMNS, *rows]:
+        lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    return lines
+
+
+_COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
+
+
+def _row(record: Record, taken_ns: int, parted: int | None) -> tuple[str, ...]:
+    is_message = record.track == "messages"
+    state = record.state if not record.status else record.status
+    if record.status and record.peer >= 0 and not is_message:
+        state += f" (rank {record.peer})"
+    took_ns = (record.end_ns if record.end_ns else taken_ns) - record.begin_ns
+    return (
+        HERE if not is_message and record.number == parted else " ",
+        f"{'m' if is_message else ''}{record.number}",
+        f"-{_seconds(taken_ns - record.begin_ns)}",
+        _seconds(took_ns),
+        state,
+        describe(record),
+        record.site,
+    )
+
+
+def _call(record: Record) -> str:
+    number = f"message {record.number}" if record.track == "messages" else f"call {record.number}"
+    return f"{describe(record)}, {number}"
+
+
+def _at(record: Record) -> str:
+    return f", at {record.site}" if record.site else ""
+
+
+def _seconds(ns: int) -> str:
+    """A duration of a readable size; clocks of other machines may make it negative."""
+    if abs(ns) < 1_000_000:
+        return f"{ns / 1e3:.1f} us"
+    return f"{ns / 1e6:.1f} ms" if abs(ns) < 1_000_000_000 else f"{ns / 1e9:.1f} s"

@@ -1,0 +1,203 @@
+"""Reads a flight recorder out of a copy of its memory (``kernels/host/recorder.h``)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ringcomm import _native
+from ringcomm.comm.recording import DONE, FAILED, RUNNING, RankRecording, Record
+from ringcomm.errors import RingcommError
+
+__all__ = [
+    "HEADER_BYTES",
+    "RECORD_BYTES",
+    "Clock",
+    "Header",
+    "read_block",
+    "read_header",
+    "unstable_records",
+    "world_id_of",
+]
+
+Bytes = bytes | bytearray
+MAGIC = int.from_bytes(b"RINGREC1", "little")
+VERSION = 1
+HEADER_BYTES = 256
+RECORD_BYTES = 192
+_HEADER = struct.Struct("<QIIIiiiQQQiIQ184s")
+_RECORD = struct.Struct("<II QQIiiiII QQQii 112s")
+
+_STATES = ("", RUNNING, DONE, FAILED)
+_TRACKS = ("collectives", "messages")
+_NAMES: dict[str, list[str]] = _native.RECORD_NAMES
+_STATUSES = {code: name for name, code in _native.STATUSES.items()}
+_KERNELS = ("native", "triton")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of a recorder: whose it is, and how it is laid out."""
+
+    capacity: int
+    rank: int
+    world_size: int
+    pid: int
+    created_ns: int
+    created_ticks: int
+    world_id: int
+    control_bytes: int
+    waits_for: int
+    name: str
+
+    @property
+    def block_bytes(self) -> int:
+        return HEADER_BYTES + len(_TRACKS) * self.capacity * RECORD_BYTES
+
+
+def _fail(why: str) -> NoReturn:
+    raise RingcommError(f"flight recorder: expected one of version {VERSION}, got {why}")
+
+
+def _text(raw: bytes) -> str:
+    """Text up to the zero byte, with nothing in it that a terminal obeys."""
+    decoded = raw.partition(b"\0")[0].decode("utf-8", "replace")
+    return "".join(char if char.isprintable() else "?" for char in decoded)
+
+
+def read_header(block: Bytes) -> Header:
+    """Reads the beginning of a recorder.
+
+    Raises:
+        RingcommError: there is none, or of another version.
+    """
+    if len(block) < HEADER_BYTES:
+        _fail(f"{len(block)} bytes")
+    values = _HEADER.unpack_from(block)
+    magic, version, record_bytes, capacity, rank, world, pid, created, world_id = values[:9]
+    if magic != MAGIC:
+        _fail("something else")
+    if (version, record_bytes) != (VERSION, RECORD_BYTES):
+        _fail(f"version {version} with records of {record_bytes} bytes")
+    if not 0 < capacity <= _native.MAX_RECORDS or not 0 <= rank < world:
+        _fail(f"{capacity} records of rank {rank} of {world}")
+    waits_for = values[10] - 1 if 0 < values[10] <= world else -1
+    return Header(
+        capacity,
+        rank,
+        world,
+        pid,
+        created,
+        values[12],
+        world_id,
+        values[9],
+        waits_for,
+        _text(values[13]),
+    )
+
+
+def world_id_of(blocks: Iterable[bytes]) -> int:
+    """The communicator's; that of the first rank that is connected, 0 before."""
+    return next((id for id in (read_header(block).world_id for block in blocks) if id), 0)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Turns the ticks of records into ns of CLOCK_MONOTONIC, by two moments known in both.
+
+    Records that shall be compared need one clock.
+    """
+
+    then: tuple[int, int]
+    now: tuple[int, int]
+
+    @classmethod
+    def since(cls, header: Header) -> Clock:
+        """By the moment at which a recorder was made, and this one."""
+        return cls((header.created_ticks, header.created_ns), _native.clock_pair())
+
+    def ns(self, ticks: int) -> int:
+        passed_ticks = max(self.now[0] - self.then[0], 1)
+        passed_ns = (ticks - self.then[0]) * (self.now[1] - self.then[1]) // passed_ticks
+        return max(self.then[1] + passed_ns, 0)
+
+
+def _name(kind: str, code: int) -> str:
+    names = _NAMES[kind]
+    return names[code] if 0 <= code < len(names) else ""
+
+
+def _record(raw: tuple[int | bytes, ...], track: str, clock: Clock) -> Record | None:
+    """A record from its fields, None for what its owner cannot have written."""
+    numbers = [value for value in raw if isinstance(value, int)]
+    _, state, number, match_bytes, collective, dtype, op, root, algorithm, kernels = numbers[:10]
+    size_bytes, begin, end, status, peer = numbers[10:]
+    name = _name("collectives", collective)
+    if not 0 < state < len(_STATES) or not name or kernels >= len(_KERNELS) or number < 1:
+        return None
+    site = raw[-1]
+    return Record(
+        track,
+        number,
+        name,
+        _name("dtypes", dtype),
+        _name("ops", op),
+        root,
+        _name("algorithms", algorithm),
+        _KERNELS[kernels],
+        match_bytes,
+        size_bytes,
+        _STATES[state],
+        _STATUSES.get(status, f"status {status}") if status else "",
+        peer,
+        clock.ns(begin),
+        clock.ns(end) if end else 0,
+        _text(site) if isinstance(site, bytes) else "",
+    )
+
+
+def read_block(
+    block: Bytes, unstable: Iterable[int] = (), clock: Clock | None = None
+) -> RankRecording:
+    """Reads a copy of a recorder.
+
+    Args:
+        block: header and records.
+        unstable: indices of records that changed while they were copied.
+        clock: default this recorder's own.
+
+    Raises:
+        RingcommError: it is no recorder, or cut short.
+    """
+    header = read_header(block)
+    if len(block) < header.block_bytes:
+        _fail(f"{len(block)} of {header.block_bytes} bytes")
+    clock = clock or Clock.since(header)
+    skipped, torn = set(unstable), 0
+    tracks: list[list[Record]] = [[], []]
+    records = memoryview(block)[HEADER_BYTES : header.block_bytes]
+    for index, raw in enumerate(_RECORD.iter_unpack(records)):
+        if raw[0] == 0:
+            continue
+        where = index // header.capacity
+        record = None if raw[0] % 2 or index in skipped else _record(raw, _TRACKS[where], clock)
+        if record is None:
+            torn += 1
+        else:
+            tracks[where].append(record)
+    collectives, messages = (
+        tuple(sorted(track, key=lambda record: record.number)) for track in tracks
+    )
+    return RankRecording(header.rank, header.pid, header.waits_for, collectives, messages, torn)
+
+
+def unstable_records(first: bytes, second: bytes) -> list[int]:
+    """Indices of the records in which two copies of one recorder differ."""
+    begins = range(HEADER_BYTES, min(len(first), len(second)), RECORD_BYTES)
+    return [
+        index
+        for index, begin in enumerate(begins)
+        if first[begin : begin + RECORD_BYTES] != second[begin : begin + RECORD_BYTES]
+    ]

@@ -1,0 +1,143 @@
+"""What the flight recorders of a communicator say: its last calls, on all ranks.
+
+``recorder_block`` reads them out of memory, ``trace_file`` out of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+__all__ = ["RUNNING", "RankRecording", "Record", "Recording", "describe", "divergence"]
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+_MESSAGES = ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of one rank.
+
+    Attributes:
+        track: "collectives" or "messages", which keep no order with each other.
+        number: counts the calls of the track from 1; of a collective equal on all ranks.
+        collective: "all_reduce", "send" and so on.
+        dtype, op: by name; "" where the call has none.
+        root: of the call, or the tag of a message; -1: none.
+        algorithm, kernels: "direct", "native" and so on.
+        match_bytes: the size on which all ranks must agree; 0: none.
+        size_bytes: of the whole buffer, or of the message.
+        state: "running", "done" or "failed"; ``status`` says how it failed, else "".
+        peer: of a message, or awaited by a collective that failed; -1: none.
+        begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` 0: it runs.
+        site: "file.py:12", where it was called; "" if not from Python of the user's.
+    """
+
+    track: str
+    number: int
+    collective: str
+    dtype: str
+    op: str
+    root: int
+    algorithm: str
+    kernels: str
+    match_bytes: int
+    size_bytes: int
+    state: str
+    status: str
+    peer: int
+    begin_ns: int
+    end_ns: int
+    site: str
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """What must be equal on all ranks in a collective of one number."""
+        parts = (self.collective, self.dtype, self.op, self.root, self.algorithm, self.kernels)
+        return (*parts, self.match_bytes)
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """The records of one rank, oldest first in each track.
+
+    ``waits_for`` is the rank that it awaits, or awaited when it gave up; -1: none. ``torn`` counts
+    records that could not be read whole, as their owner was writing them or died at it.
+    """
+
+    rank: int
+    pid: int
+    waits_for: int
+    collectives: tuple[Record, ...]
+    messages: tuple[Record, ...]
+    torn: int = 0
+
+    def waiting_for(self, word: int, world_size: int) -> RankRecording:
+        """The same with another ``waits_for``, from the word of the rank's control page."""
+        return replace(self, waits_for=word - 1 if 0 < word <= world_size else -1)
+
+    @property
+    def last(self) -> Record | None:
+        """The newest collective."""
+        return self.collectives[-1] if self.collectives else None
+
+    def collective(self, number: int) -> Record | None:
+        """The collective of this number; None: never made here, or forgotten."""
+        return next((each for each in self.collectives if each.number == number), None)
+
+    def message(self, number: int) -> Record | None:
+        return next((each for each in self.messages if each.number == number), None)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The flight recorders of a communicator at one moment.
+
+    Attributes:
+        communicator: its name.
+        world_size: how many ranks it has.
+        world_id: of the communicator, equal on all ranks and of no other; 0: unknown.
+        taken_ns: when it was taken, CLOCK_MONOTONIC.
+        ranks: what was found, by rank; a rank whose recorder cannot be read is missing.
+    """
+
+    communicator: str
+    world_size: int
+    world_id: int
+    taken_ns: int
+    ranks: tuple[RankRecording, ...]
+
+    def rank(self, rank: int) -> RankRecording | None:
+        return next((each for each in self.ranks if each.rank == rank), None)
+
+
+def describe(record: Record) -> str:
+    """A call as its user would name it, with dtype, op, root, size and number."""
+    size = f"{record.size_bytes} bytes"
+    if record.collective in _MESSAGES:
+        other = "any rank" if record.peer < 0 else f"rank {record.peer}"
+        way = "to" if record.collective == "send" else "from"
+        return f"{record.collective}({record.dtype}, {size}, tag {record.root}, {way} {other})"
+    parts = []
+    if record.collective != "barrier":
+        parts = [record.dtype, record.op, f"root {record.root}" if record.root >= 0 else "", size]
+        parts.append(record.algorithm)
+        parts.append("Triton kernels" if record.kernels == "triton" else "")
+    return f"{record.collective}({', '.join([part for part in parts if part])})"
+
+
+def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record | None]]]:
+    known = [{each.number: each for each in rank.collectives} for rank in ranks]
+    for number in sorted({number for calls in known for number in calls}):
+        yield number, [calls.get(number) for calls in known]
+
+
+def divergence(recording: Recording) -> int | None:
+    """The number of the first collective that is not the same call on all ranks, if there is one.
+
+    A rank that has not come so far, or has forgotten it, differs from none.
+    """
+    for number, calls in _calls_by_number(recording.ranks):
+        if len({call.call for call in calls if call is not None}) > 1:
+            return number
+    return None

@@ -1,0 +1,298 @@
+"""``ringcomm trace``: traces of faults, of processes that run, and files that are damaged."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm.cli import main
+from ringcomm.cli.trace_chrome import chrome_text
+from ringcomm.cli.trace_live import live_recordings
+from ringcomm.cli.trace_report import report
+from ringcomm.comm import trace_file
+from ringcomm.comm.recording import RankRecording, Record, Recording
+from ringcomm.errors import RingcommError
+from tests.support.ranks import Ranks
+
+MS = 1_000_000
+CALLS = ("all_reduce", "barrier", "broadcast", "all_gather")
+
+
+def record(number, collective="all_reduce", **changes):
+    usual = Record(
+        track="collectives",
+        number=number,
+        collective=collective,
+        dtype="float32",
+        op="",
+        root=-1,
+        algorithm="direct",
+        kernels="native",
+        match_bytes=64,
+        size_bytes=64,
+        state="done",
+        status="",
+        peer=-1,
+        begin_ns=number * 10 * MS,
+        end_ns=number * 10 * MS + 5 * MS,
+        site=f"/train.py:{number}",
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+def recording(*ranks, **changes):
+    ranks = tuple(
+        RankRecording(index, 100 + index, -1, tuple(calls), ()) for index, calls in enumerate(ranks)
+    )
+    usual = Recording("world", len(ranks), 0xABC, 1000 * MS, ranks)
+    return dataclasses.replace(usual, **changes)
+
+
+def trace(recorded=None):
+    recorded = recorded or recording([record(1), record(2)], [record(1), record(2, "barrier")])
+    return trace_file.Trace(recorded, 1, 1.5e9, "it broke")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "ringcomm-world-0000000000000abc.json"
+    path.write_text(trace_file.text_of(trace()))
+    return path
+
+
+def test_a_trace_is_read_as_it_was_written(saved):
+    assert trace_file.read(saved) == trace()
+
+
+def test_the_call_at_which_ranks_part_is_found_and_marked():
+    """The first one, of which the second differs in one thing; equal calls are not marked."""
+    same = [record(n, CALLS[n % 4]) for n in range(1, 9)]
+    for change in (
+        {"collective": "all_to_all"},
+        {"dtype": "int32"},
+        {"op": "SUM"},
+        {"root": 1},
+        {"match_bytes": 65},
+        {"algorithm": "ring"},
+        {"kernels": "triton"},
+    ):
+        other = [*same[:4], dataclasses.replace(same[4], **change), *same[5:7], record(8)]
+        lines = report(recording(same, other), 0)
+        assert "the ranks part at call 5:" in lines
+        marked = [line.split()[1] for line in lines if line.startswith(">")]
+        assert marked == ["5", "5"]
+    lines = report(recording(same, same), 0)
+    assert "as far as the records go, all ranks made the same collective calls" in lines
+    assert not [line for line in lines if line.startswith(">")]
+
+
+def test_a_call_that_some_ranks_have_not_made_is_marked():
+    lines = report(recording([record(1), record(2)], [record(1)], [record(1)]), 0)
+    assert "call 2 was begun by rank 0, but not yet by ranks 1, 2" in lines
+    assert [line.split()[1] for line in lines if line.startswith(">")] == ["2"]
+
+
+def test_what_each_rank_does_now_is_told():
+    running = record(3, state="running", end_ns=0)
+    failed = record(3, state="failed", status="timeout", peer=0)
+    recorded = recording([record(1), running], [failed], [])
+    first = dataclasses.replace(recorded.ranks[0], waits_for=2, torn=2)
+    recorded = dataclasses.replace(recorded, ranks=(first, *recorded.ranks[1:]), world_size=4)
+    text = "\n".join(report(recorded, 0))
+    what = "all_reduce(float32, 64 bytes, direct), call 3"
+    assert f"rank 0 (pid 100) is in {what} for 970.0 ms, waits for rank 2, at /train.py:3" in text
+    assert f"last: {what}, failed (timeout), waiting for rank 0, 965.0 ms ago, at /tr" in text
+    assert "rank 2 (pid 102) has made no call" in text
+    assert "no recorder of rank 3 could be read" in text and "2 torn records left out" in text
+
+
+def test_last_shortens_the_tables(saved, capsys):
+    assert main(["trace", str(saved), "--last", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "written by rank 1\nit broke\n" in shown
+    assert "/train.py:2" in shown and "\n     1 " not in shown.partition("rank 0, pid 100:")[2]
+    assert main(["trace", str(saved), "--last", "0"]) == 0
+    assert capsys.readouterr().out.count("/train.py:1") == 2
+
+
+def test_the_newest_trace_is_taken_when_none_is_named(saved, monkeypatch, capsys):
+    monkeypatch.setenv(trace_file.VARIABLE, str(saved.parent))
+    newer = saved.with_name("ringcomm-other-0000000000000001.json")
+    newer.write_text(trace_file.text_of(trace(recording([record(1)], communicator="other"))))
+    os.utime(saved, (1, 1))
+    (saved.parent / "unrelated.json").write_text("{}")
+    assert main(["trace"]) == 0
+    assert "communicator other, 1 rank" in capsys.readouterr().out
+    for folder in (saved.parent / "empty", "off"):
+        monkeypatch.setenv(trace_file.VARIABLE, str(folder))
+        assert main(["trace"]) == 1
+        assert "got none" in capsys.readouterr().err
+
+
+def test_a_chrome_trace_has_every_call_on_one_time_line(saved, tmp_path):
+    out = tmp_path / "chrome.json"
+    assert main(["trace", str(saved), "--chrome", str(out)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    calls = [each for each in events if each["ph"] == "X"]
+    assert [(each["pid"], each["name"], each["ts"], each["dur"]) for each in calls] == [
+        (0, "all_reduce", 10_000.0, 5000.0),
+        (0, "all_reduce", 20_000.0, 5000.0),
+        (1, "all_reduce", 10_000.0, 5000.0),
+        (1, "barrier", 20_000.0, 5000.0),
+    ]
+    named = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert named == {0: "world rank 0 (pid 100)", 1: "world rank 1 (pid 101)"}
+
+
+def test_a_chrome_trace_marks_calls_that_have_not_ended():
+    running = record(1, state="running", end_ns=0)
+    events = json.loads(chrome_text([recording([running]), recording([running])]))["traceEvents"]
+    calls = [each for each in events if each["ph"] == "X"]
+    assert [each["pid"] for each in calls] == [0, 1]
+    assert {each["name"] for each in calls} == {"all_reduce (running)"}
+    assert {each["dur"] for each in calls} == {990_000.0}
+
+
+# ---- hostile files ----------------------------------------------------------------------------
+
+
+def sealed(body):
+    """A file with a right checksum, as one who edits it on purpose would write it."""
+    text = json.dumps(body, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    head = {"format": "ringcomm-trace", "version": 1, "sha256": digest, "body": body}
+    return json.dumps(head)
+
+
+def refused(path, capsys):
+    assert main(["trace", str(path)]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(f"ringcomm trace: trace {path}: "), told
+    assert "Traceback" not in told.err
+    return told.err
+
+
+def test_a_file_that_was_changed_is_refused(saved, capsys):
+    whole = saved.read_text()
+    saved.write_text(whole.replace("barrier", "barriEr"))
+    assert "sha256 differs" in refused(saved, capsys)
+    saved.write_text(whole[:-40])
+    assert "no JSON" in refused(saved, capsys)
+    saved.write_text(whole.replace('"version": 1', '"version": 2'))
+    assert "version 2" in refused(saved, capsys)
+    for text in ("", "[]", "{}", "[" * 100_000, '{"format": "ringcomm-trace", "version": 1}', "\0"):
+        saved.write_text(text)
+        refused(saved, capsys)
+    saved.write_bytes(b"\xff\xfe\x80")
+    refused(saved, capsys)
+    saved.write_text(whole)
+    assert main(["trace", str(saved)]) == 0
+
+
+CHANGES = {
+    "a field too many": (lambda b: b.update(more=1), "fields of a Trace"),
+    "a field too few": (lambda b: b["recording"].pop("world_id"), "fields of a Recording"),
+    "a text for a number": (lambda b: b["recording"].update(world_size="2"), "world_size"),
+    "a bool for a number": (lambda b: b["recording"].update(world_size=True), "world_size"),
+    "a huge number": (lambda b: b["recording"].update(taken_ns=1 << 70), "out of range"),
+    "ranks that are no list": (lambda b: b["recording"].update(ranks={}), "not a list"),
+    "a rank twice": (lambda b: b["recording"]["ranks"][1].update(rank=0), "twice"),
+    "a rank out of range": (lambda b: b["recording"]["ranks"][1].update(rank=2), "out of range"),
+    "records out of order": (
+        lambda b: b["recording"]["ranks"][0]["collectives"].reverse(),
+        "not in order",
+    ),
+    "escapes for a terminal": (
+        lambda b: b["recording"]["ranks"][0]["collectives"][0].update(site="\x1b[2J"),
+        "no text to print",
+    ),
+    "a state that is none": (
+        lambda b: b["recording"]["ranks"][0]["collectives"][0].update(state="odd"),
+        "state 'odd'",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_field_is_checked(change, saved, capsys):
+    edit, why = CHANGES[change]
+    body = json.loads(saved.read_text())["body"]
+    saved.write_text(sealed(body))
+    assert main(["trace", str(saved)]) == 0
+    capsys.readouterr()
+    edit(body)
+    saved.write_text(sealed(body))
+    assert why in refused(saved, capsys)
+
+
+def test_options_that_do_not_fit(saved, capsys):
+    assert main(["trace", str(saved), "--pid", "1"]) == 1
+    assert "expected FILEs or --pid" in capsys.readouterr().err
+    assert main(["trace", str(saved), "--last", "-1"]) == 1
+    assert main(["trace", str(saved.parent / "none.json")]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert main(["trace", str(saved), "--chrome", str(saved.parent)]) == 1
+    assert "--chrome: cannot write" in capsys.readouterr().err
+
+
+# ---- live processes ---------------------------------------------------------------------------
+
+
+def hangs(store, rank, world):
+    """Rank 0 waits for rank 1, which sleeps; rank 2 is stopped, and killed later."""
+    comm = ringcomm.Communicator.from_store(store, rank, world, timeout=120)
+    pair = comm.new_group([0, 1], name="pair")
+    comm.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:
+        pair.all_reduce(torch.ones(8))
+    time.sleep(120)
+
+
+def until(look):
+    deadline = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_processes_that_hang_are_read_without_their_help(capsys):
+    """From one of them alone, while it is stopped, and after a peer was killed."""
+    with Ranks(hangs, 3) as ranks:
+
+        def waits():
+            try:
+                recorded = live_recordings(ranks.pids[:1])
+            except RingcommError:
+                return False  # it has not begun yet
+            pairs = [each for each in recorded if each.communicator.startswith("world/pair")]
+            return bool(pairs) and len(pairs[0].ranks) == 2 and pairs[0].ranks[0].waits_for == 1
+
+        until(waits)
+        ranks.signal(0, signal.SIGSTOP)
+        world, pair = live_recordings(ranks.pids[:1])
+        assert (world.communicator, len(world.ranks)) == ("world", 3)
+        assert [each.last.collective for each in world.ranks] == ["barrier"] * 3
+        assert pair.ranks[0].last.state == "running" and pair.ranks[1].last is None
+        assert [each.pid for each in world.ranks] == ranks.pids
+        ranks.processes[2].kill()
+        ranks.processes[2].join()
+        assert main(["trace", "--pid", *map(str, ranks.pids[:2])]) == 0
+        shown = capsys.readouterr().out
+        line = hangs.__code__.co_firstlineno + 8
+        assert "communicator world, 3 ranks" in shown and f"rank 2 (pid {ranks.pids[2]})" in shown
+        assert f"waits for rank 1, at {__file__}:{line}" in shown, shown
+        assert main(["trace", "--pid", str(ranks.pids[2])]) == 1
+        assert "expected a running process" in capsys.readouterr().err
+
+
+def test_a_process_without_a_communicator_has_nothing_to_show(capsys):
+    assert main(["trace", "--pid", str(os.getppid())]) == 1
+    assert "ringcomm trace: trace: " in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""The file that a fault leaves: one for all ranks, for this user alone, and never in the way."""
+
+import os
+import signal
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import MismatchError, RingcommError
+from ringcomm.comm import trace_file
+from tests.support.ranks import Ranks
+
+T = torch.ones
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where faults of this test leave their traces."""
+    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path / "traces"))
+    return tmp_path / "traces"
+
+
+def mismatch(world=2):
+    """Provokes a fault; what each rank was told."""
+    told = []
+
+    def body(comm):
+        with pytest.raises(MismatchError) as raised:
+            comm.all_reduce(T(8 + comm.rank))
+        told.append(str(raised.value))
+
+    each = ringcomm.local_world(world, timeout=30)
+    each.run(body)
+    each.close()
+    return told
+
+
+def test_a_fault_leaves_one_trace_that_all_ranks_name(folder):
+    told = mismatch(3)
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert all(text.endswith(f"What each rank did last: ringcomm trace {path}") for text in told)
+    trace = trace_file.read(path)
+    assert [each.rank for each in trace.recording.ranks] == [0, 1, 2]
+    sizes = {each.last.size_bytes for each in trace.recording.ranks if each.last}
+    assert len(sizes) >= 2 and sizes <= {32, 36, 40}
+    assert "the ranks made different calls" in trace.error and trace.written_by in range(3)
+    mismatch()
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_off_leaves_none(folder, monkeypatch):
+    monkeypatch.setenv(trace_file.VARIABLE, "off")
+    assert all(text.endswith("build a new one") for text in mismatch())
+    assert not folder.exists() and trace_file.directory() is None
+
+
+def test_the_default_folder_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv(trace_file.VARIABLE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"ringcomm-{os.geteuid()}"
+    assert trace_file.directory() == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    told = mismatch()
+    assert all("No trace was written: RingcommError: traces: expected" in text for text in told)
+    assert not list(folder.iterdir())
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RingcommError, match="mode 0700"):
+        trace_file.directory()
+
+
+def test_a_trace_that_cannot_be_written_does_not_mask_the_fault(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path / "file"))
+    for text in mismatch():
+        assert "the ranks made different calls" in text
+        assert "No trace was written: FileExistsError" in text or "NotADirectory" in text, text
+
+
+def test_a_file_system_that_hangs_does_not_hold_up_the_fault(folder, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(trace_file, "WRITING_S", 0.05)
+    monkeypatch.setattr(trace_file, "directory", lambda: released.wait(60) and None)
+    told = mismatch()
+    released.set()
+    assert all("No trace was written: RINGCOMM_TRACE_DIR does not answer" in text for text in told)
+
+
+def test_the_oldest_traces_are_removed(folder):
+    folder.mkdir(mode=0o700)
+    names = [f"ringcomm-old-{index:016x}.json" for index in range(trace_file.KEPT_TRACES + 3)]
+    for index, name in enumerate([*names, "mine.json"]):
+        (folder / name).write_text("")
+        os.utime(folder / name, (index, index))
+    mismatch()
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"mine.json", *names[4:]} and not left & set(names[:4])
+    assert len(left) == trace_file.KEPT_TRACES + 1
+
+
+def _interrupted(store, rank, world, folder):
+    os.environ[trace_file.VARIABLE] = folder
+    comm = ringcomm.Communicator.from_store(store, rank, world, timeout=1.0)
+    comm.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(ringcomm.CollectiveTimeout):
+        comm.all_reduce(T(8))
+
+
+def test_a_survivor_leaves_the_trace_of_a_stopped_rank(tmp_path):
+    with Ranks(_interrupted, 2, str(tmp_path)) as ranks:
+        assert ranks.wait(ranks=[0])[0].ok
+    trace = trace_file.read(next(Path(tmp_path).iterdir()))
+    first, second = trace.recording.ranks
+    assert (first.last.status, first.last.peer) == ("timeout", 1)
+    assert (second.last.collective, second.last.state) == ("barrier", "done")
