@@ -38,9 +38,14 @@ tsan: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -v tests/native/test_races.py tests/native/test_comm_races.py \
 	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py
 
-# An hour of mixed collectives on four ranks: no wrong element, and nothing that grows.
+# An hour of mixed collectives on four ranks: no wrong element, and nothing that grows. Then random
+# plans of faults, many more than make test plays; SEED says which.
+MINUTES ?= 60
+FAULT_MINUTES ?= 20
+SEED ?= 0
 soak: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),60)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.faults.soak --minutes $(FAULT_MINUTES) --seed $(SEED)
 
 # The models of the signal protocol under SPIN (apt-get install spin), with larger bounds than in make
 # test: up to eight minutes.

@@ -62,6 +62,47 @@ def call_site() -> int:
 def hold_call_site(site: int) -> None:
     """From here on calls of this thread count as made there; 0: where they are made."""
 
+def arm_fault(
+    action: str,
+    passage: int = 1,
+    seconds: float = 0.0,
+    rank: int = -1,
+    sequence: int = 0,
+) -> None:
+    """Made for tests: has a fault happen when this process passes a point of the protocol.
+
+    Points are each publication, each acknowledgement and each wait of a call (docs/reliability.md).
+    The plan before it is forgotten, and passages are counted from 0.
+
+    Args:
+        action: "none" (only count), "kill" (SIGKILL), "stop" (SIGSTOP), "delay" (sleep once) or
+            "slow" (sleep there and at each later passage).
+        passage: where, counted from 1.
+        seconds: of a delay, or of each sleep.
+        rank: counts passages of this rank alone, for ranks that are threads; -1: of all. A thread
+            cannot be killed or stopped.
+        sequence: counts passages of this collective of a communicator alone, numbered from 1; 0: of
+            all, and of messages.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+def disarm_fault() -> None:
+    """Nothing happens any more, and nothing is counted."""
+
+def fault_passages() -> dict[str, int]:
+    """How often each kind of point was passed since `arm_fault`: publish, acknowledge, await."""
+
+def fault_armed() -> bool:
+    """Whether a plan is armed."""
+
+def pass_fault_point(point: int, rank: int, sequence: int) -> None:
+    """For what passes a point in Python; `sequence` 0: no collective."""
+
+FAULT_POINTS: dict[str, int]
+"""Code of each kind of point: publish, acknowledge, await."""
+
 MISMATCH: int
 """Status of a receive whose message had another size; the communicator stays usable."""
 

@@ -123,7 +123,10 @@ def _aborted(fault: Mapping[str, Any]) -> AbortedError:
 
 
 def _interrupted(fault: Mapping[str, Any]) -> AbortedError:
-    return AbortedError(f"rank {fault['rank']} was interrupted (Ctrl-C) in {fault['mine']}")
+    return AbortedError(
+        f"rank {fault['rank']} was interrupted (Ctrl-C) in {fault['mine']} at step "
+        f"{fault['step']}, where it waited for {_peer(fault)}"
+    )
 
 
 _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {

@@ -29,6 +29,8 @@ BESIDE = (
     "tests/cli/test_train_plot.py",
     "tests/cli/test_train_resume.py",
     "tests/cli/test_train_stages.py",
+    "tests/faults/test_elastic.py",
+    "tests/faults/test_training.py",
     "tests/fsdp2/test_examples.py",
     "tests/functional/test_compile_calls.py",
     "tests/memory/test_kernel_build.py",

@@ -44,6 +44,7 @@ struct BlockTeam {
     return nullptr;
   }
   __device__ __forceinline__ void wake(uint32_t*) const {}
+  __device__ __forceinline__ void passing(Point, const View&, Stream) const {}
 
   __device__ __forceinline__ void tell_host(const Fault& fault) const {
     w->host->fault = fault;

@@ -139,6 +139,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
 
 // kTimeout after `give_up_ns` leaves the request under way; the communicator's own timeout ends it.
 Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
+  SoloTeam::passing(Point::kAwait, comm_.view(), Stream::kMessage);
   std::unique_lock lock(mutex_);
   const uint64_t started_ns = Waiter::now_ns();
   Status status = Status::kOk;

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "kernels/host/fault_plan.h"
 #include "kernels/host/waiter.h"
 #include "ringcomm/atomics.h"
 #include "ringcomm/call.h"
@@ -35,6 +36,7 @@ struct SoloTeam : HostTeam {
   static constexpr int num_channels() { return 1; }
   static void sync() {}
   static Status share(Status status) { return status; }
+  static void passing(Point point, const View& v, Stream stream) { pass(point, v, stream); }
 };
 
 // Several threads execute a channel as the lanes of a CUDA block would; ThreadSanitizer sees every
@@ -68,6 +70,7 @@ struct ThreadTeam : HostTeam {
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
   void sync() { group->wait(lane_); }
+  static void passing(Point, const View&, Stream) {}
   Status share(Status status) {
     if (status != Status::kOk) store_relaxed_sys(&group->failure, uint32_t(status));
     sync();

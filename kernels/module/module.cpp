@@ -293,6 +293,7 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return kernels().isa; });
   m.def("wait_in_background", &wait_in_background);
   m.def("force_isa", &force_isa, nb::arg("name"));
+  bind_faults(m);
   bind_heap(m);
   bind_comm(m);
   bind_device(m);

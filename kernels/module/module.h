@@ -31,6 +31,7 @@ nanobind::dict geometry_of(const Layout& layout);
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
 void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
+void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_triton(nanobind::module_& m);

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ringcomm._native import STRUCTURES
 
+from .fault_points import ACKNOWLEDGE, PUBLISH, passing
 from .moving import copy
 from .state import (
     ACKED,
@@ -134,6 +135,7 @@ def my_slot(ws, stream, reader, item, G: tl.constexpr):
 @triton.jit
 def publish_release_sys(ws, stream, reader, item, G: tl.constexpr):
     """Item ``item`` is complete; pairs with the acquire of the reader's await."""
+    passing(ws, PUBLISH)
     epoch = sent(ws, stream, reader, G) + 1 + item
     line = signal_line(ws, reader, stream, get(ws, RANK), G)
     exchange_release_sys(line + READY, epoch)
@@ -258,6 +260,7 @@ def release_sys(ws, stream, sender, expected_bytes, end, status, G: tl.constexpr
         if end >= expected_bytes:
             done = of_peer(ws, sender, ITEMS)
         if done != of_peer(ws, sender, ACKED):
+            passing(ws, ACKNOWLEDGE)
             set_of_peer(ws, sender, ACKED, done)
             line = signal_line(ws, sender, stream, get(ws, RANK), G)
             exchange_release_sys(line + CONSUMED, of_peer(ws, sender, BASE) + done)

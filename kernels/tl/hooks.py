@@ -17,6 +17,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ringcomm import _native
+
 # Whether TRITON_INTERPRET is set: then every kernel here is Python. Triton looks when it defines a
 # kernel, which is when this is imported.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -39,6 +41,12 @@ _one_at_a_time = threading.Lock()
 def host_health(peer: Any) -> int:
     """Status of the awaited peer: 0 while it lives."""
     return _health(operator.index(peer))
+
+
+def host_passing(point: Any, rank: Any, sequence: Any) -> None:
+    """A kernel is about to publish, to acknowledge or to wait; see fault_points.py."""
+    if _native.fault_armed():
+        _native.pass_fault_point(*(operator.index(each) for each in (point, rank, sequence)))
 
 
 def host_clock_ns() -> int:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ringcomm._native import STATUSES, STRUCTURES
 
+from .fault_points import AWAIT, passing
 from .hooks import IS_INTERPRETED, host_clock_ns, host_health, host_pause
 from .state import (
     CLOCK,
@@ -341,6 +342,7 @@ def await_acquire_sys(ws, stream, peer, on_consumed, step, want, status, G: tl.c
         The status of the call from here on.
     """
     if status == 0:
+        passing(ws, AWAIT)
         line = signal_line(ws, get(ws, RANK), stream, peer, G)
         word = line + READY + on_consumed * (CONSUMED - READY)
         if not reached(load_acquire_sys(word), want):

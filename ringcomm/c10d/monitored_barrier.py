@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
 from ringcomm.errors import CollectiveTimeout, PeerLost
+from ringcomm.memory.exchange import launch_attempt
 
 __all__ = ["MonitoredBarrier", "admit_ringcomm_to_monitored_barrier"]
 
@@ -52,7 +53,8 @@ class MonitoredBarrier:
             CollectiveTimeout: on rank 0, naming the ranks that did not come in time.
             PeerLost: on another rank, when rank 0 did not come or reported a failure.
         """
-        prefix = f"monitored_barrier/{self._round}"
+        # What an earlier attempt left in the store must not count as having come.
+        prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
         self._round += 1
         if self._rank == 0:
             self._judge(prefix, timeout, wait_all_ranks)

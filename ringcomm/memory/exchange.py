@@ -99,6 +99,14 @@ class HeapHandle:
         return cls(**values)
 
 
+def launch_attempt() -> str:
+    """Which attempt of an elastic launch this process belongs to; part of every key in a store.
+
+    torchrun's store outlives its attempts (``--max-restarts``), with the keys of those before.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
 @cache
 def machine_identity() -> tuple[str, str, str]:
     """Host name, boot id and PID namespace: equal for ranks that can map each other's heaps."""
@@ -224,9 +232,11 @@ class Exchange:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         # Each rank counts its own arrivals at this name, so that keys of an earlier
-        # communicator of the same name on the same store are never read again.
-        arrival = meeting.store.add(f"ringcomm/{meeting.name}/arrivals/{meeting.rank}", 1)
-        self._prefix = f"ringcomm/{meeting.name}/{arrival}"
+        # communicator of the same name on the same store are never read again. The counts of an
+        # attempt that failed may differ.
+        here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
+        arrival = meeting.store.add(f"{here}/arrivals/{meeting.rank}", 1)
+        self._prefix = f"{here}/{arrival}"
 
     def handles(self, mine: HeapHandle) -> list[HeapHandle]:
         """Posts this rank's handle and returns those of all ranks, by rank.

@@ -64,7 +64,7 @@ def test_a_fault_that_all_ranks_report() -> None:
 def test_an_error_of_another_process_is_better_than_none() -> None:
     """The original is nowhere in this process."""
     store = HashStore()
-    store.set("ringcomm/world/1/heap/1", json.dumps({"version": 1, "error": "no room"}))
+    store.set("ringcomm/world/attempt0/1/heap/1", json.dumps({"version": 1, "error": "no room"}))
     with pytest.raises(RendezvousError, match="rank 1 failed: no room") as raised:
         Communicator.from_store(store, 0, 2, timeout=LONG_S)
     assert raised.value.repeats

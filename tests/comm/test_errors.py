@@ -36,7 +36,7 @@ def test_tree(name):
         ("peer_lost", "PeerLost", ("expected rank 2", "has ended")),
         ("mismatch", "MismatchError", ("Rank 1 called mine", "rank 2 called theirs")),
         ("aborted", "AbortedError", ("rank 1 aborted", "because")),
-        ("interrupted", "AbortedError", ("rank 1 was interrupted",)),
+        ("interrupted", "AbortedError", ("rank 1 was interrupted", "at step 3, where it waited")),
     ],
 )
 def test_messages(kind, error, words):

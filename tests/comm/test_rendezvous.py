@@ -49,7 +49,7 @@ def _handle(**changes: Any) -> HeapHandle:
 
 def _rank_0_meets(text: str) -> RingcommError:
     store = HashStore()
-    store.set("ringcomm/world/1/heap/1", text)
+    store.set("ringcomm/world/attempt0/1/heap/1", text)
     with pytest.raises(RingcommError) as raised:
         Communicator.from_store(store, 0, 2, timeout=5)
     return raised.value

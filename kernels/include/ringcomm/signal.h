@@ -206,6 +206,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
 // model: await_alone (tests/model/signal.pml)
 template <class Team>
 RC_TEAM_FN Status await_alone(Team& team, const View& v, const Site& site, uint32_t want) {
+  team.passing(Point::kAwait, v, site.stream);
   // Pairs with the release in publish() or acknowledge() of the peer.
   if (reached(load_acquire_sys(word_at(v, team.channel(), site)), want)) return Status::kOk;
   return await_slowly(team, v, site, want);
@@ -232,6 +233,7 @@ RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
 // model: publish (tests/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_t epoch) {
+  team.passing(Point::kPublish, v, s);
   uint32_t* word = &v.signals(reader, s, team.channel(), v.rank)->ready;
   store_release_sys(word, epoch);  // pairs with the acquire in await() of the reader
   wake(team, word, &v.sleepers(reader, s, team.channel(), v.rank)->on_ready);
@@ -241,6 +243,7 @@ RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_
 // model: acknowledge (tests/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void acknowledge(Team& team, const View& v, Stream s, int sender, uint32_t epoch) {
+  team.passing(Point::kAcknowledge, v, s);
   uint32_t* word = &v.signals(sender, s, team.channel(), v.rank)->consumed;
   store_release_sys(word, epoch);  // pairs with the acquire in await() of the sender
   wake(team, word, &v.sleepers(sender, s, team.channel(), v.rank)->on_consumed);

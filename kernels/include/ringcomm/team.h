@@ -21,6 +21,8 @@
 //                                    called in place of mine; null: nothing
 //   void wake(uint32_t* word)        wakes who sleeps on the word
 //   void tell_host(const Fault&)     this rank's fault record is complete
+//   void passing(Point, const View&, Stream)   one lane, before it does what the point says: where
+//                                    tests have faults happen; nothing on devices
 //
 // Copies of a Team are the same team.
 #pragma once
@@ -38,6 +40,10 @@ enum class Status : int32_t {
   kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
   kPeerClosed = 6,   // the awaited rank closed the communicator
 };
+
+// The steps of every protocol between ranks.
+enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };
+constexpr int kPoints = 3;
 
 // What a pausing lane may use: the word it polls, the value it saw there, and the flag that
 // tells the writer of that word that somebody sleeps on it.

@@ -58,6 +58,7 @@ struct EmulatedTeam {
     return nullptr;
   }
   void wake(uint32_t*) const {}
+  void passing(ringcomm::Point, const ringcomm::View&, ringcomm::Stream) const {}
   void tell_host(const ringcomm::Fault& fault) const {
     w->host->fault = fault;
     ringcomm::store_release_sys(&w->host->fault_raised, 1);

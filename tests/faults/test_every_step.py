@@ -1,0 +1,61 @@
+"""A rank is killed at every step of a call in turn: none is without its way out."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ringcomm
+from ringcomm import CommOptions, _native
+from tests.support.fault_calls import make
+from tests.support.fault_checks import run_chain
+from tests.support.fault_plans import Call, Fault, Schedule
+
+WORLD, KILLED = 3, 1
+SEGMENT_BYTES = 256
+ONE_SEGMENT, TWO_SEGMENTS = 40, 70  # elements of a chunk
+# The ranks of a world mostly wait, for each other and for a death to be noticed.
+WORLDS_AT_ONCE = 3
+
+CALLS = {
+    "direct": Call("all_reduce", WORLD * TWO_SEGMENTS, algorithm="direct"),
+    "ring": Call("all_reduce", WORLD * ONE_SEGMENT, algorithm="ring"),
+    "all_gather": Call("all_gather_into_tensor", TWO_SEGMENTS),
+}
+
+
+@pytest.fixture(scope="module")
+def passages():
+    """What rank KILLED passes in each call; its points do not depend on who comes first."""
+    counts = {}
+    options = CommOptions(timeout=60.0, segment_bytes=SEGMENT_BYTES)
+    with ringcomm.local_world(WORLD, options=options) as world:
+        for name, call in CALLS.items():
+            _native.arm_fault("none", rank=KILLED)
+            assert world.run(make, call, 0) == [""] * WORLD
+            counts[name] = _native.fault_passages()
+            _native.disarm_fault()
+    return counts
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_killed_at_every_step(passages, name):
+    def broken(step: int) -> list[str]:
+        fault = Fault("kill", KILLED, 0, step)
+        return run_chain((Schedule(WORLD, SEGMENT_BYTES, (CALLS[name],), fault),))
+
+    steps = range(sum(passages[name].values()))
+    with ThreadPoolExecutor(WORLDS_AT_ONCE) as pool:
+        found = dict(zip(steps, pool.map(broken, steps), strict=True))
+    assert {step: texts for step, texts in found.items() if texts} == {}
+
+
+def test_no_step_is_left_out(passages):
+    """As many as the algorithms have: items to and from two peers, each slot waited for as well."""
+    assert passages == {
+        # Two segments to rank 0, one to rank 2, whose chunk is the shortest; two shared with both.
+        "direct": {"publish": 7, "acknowledge": 7, "await": 14},
+        "ring": {"publish": 4, "acknowledge": 4, "await": 8},
+        "all_gather": {"publish": 4, "acknowledge": 4, "await": 8},
+    }

@@ -1,0 +1,71 @@
+"""A training run loses a rank at any step: it goes on from its last checkpoint as if it had not."""
+
+import pytest
+
+from ringcomm import zero
+from tests.support.fault_training import (
+    SAVE_EVERY,
+    TURNS,
+    TrainingPlan,
+    TrainingRank,
+    draw_training,
+    run_training,
+)
+
+SEEDS = (3, 5, 13, 16)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost(seed):
+    assert run_training(draw_training(seed)) == []
+
+
+def test_the_seeds_cover_the_stages():
+    plans = [draw_training(seed) for seed in SEEDS]
+    assert {plan.stage for plan in plans} == {0, 1, 2, 3}
+    assert {plan.world_size for plan in plans} == {2, 3}
+    saving = {plan.turn % SAVE_EVERY == SAVE_EVERY - 1 for plan in plans}
+    assert saving == {True, False}
+    assert all(SAVE_EVERY <= plan.turn < TURNS for plan in plans)
+
+
+class ForgetsTheOptimizer(TrainingRank):
+    """Loads the parameters and nothing else."""
+
+    def resume(self, comm):
+        job = self.job(comm)
+        loaded = zero.load(self.root, job.module)
+        job.turn = loaded.data["turn"]
+        self.train(job, TURNS, save=False)
+        return loaded.step, job.state()
+
+
+class BeginsAnew(TrainingRank):
+    """Goes on from nothing, and says that it has resumed."""
+
+    def resume(self, comm):
+        job = self.job(comm)
+        job.turn = SAVE_EVERY
+        self.train(job, TURNS, save=False)
+        return SAVE_EVERY, job.state()
+
+
+class GoesOn(TrainingRank):
+    """Takes no notice of the lost rank."""
+
+    def lose_a_rank(self, comm):
+        told = super().lose_a_rank(comm)
+        return "finished" if told else told
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        (ForgetsTheOptimizer, "is not that of the undisturbed run"),
+        (BeginsAnew, "is not that of the undisturbed run"),
+        (GoesOn, "expected PeerLost"),
+    ],
+)
+def test_a_lost_state_is_seen(trainer, expected):
+    found = run_training(TrainingPlan(1, 2, 1, SAVE_EVERY, 5), trainer)
+    assert any(expected in text for text in found), found

@@ -1,0 +1,174 @@
+"""Training runs that lose a rank, and go on from their last checkpoint: nothing is lost."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+import ringcomm
+from ringcomm import Communicator, RingcommError, _native
+from tests.support.fault_player import TIMEOUT_S
+from tests.support.ranks import Ranks, RanksFailed, run_ranks
+from tests.zero.job import Job
+from tests.zero.models import new_model
+
+MODEL = "mlp"
+TURNS, SAVE_EVERY = 6, 2
+DEADLINE_S = 90.0
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A rank is killed in a turn of training, which may end with a save.
+
+    Attributes:
+        stage: of ZeRO.
+        world_size: ranks that begin.
+        rank: who is killed.
+        turn: in which turn, after the first save.
+        step: before which publication, acknowledgement or wait of the turn, modulo their number.
+    """
+
+    stage: int
+    world_size: int
+    rank: int
+    turn: int
+    step: int
+
+
+def draw_training(seed: int) -> TrainingPlan:
+    """Equal seeds give equal plans."""
+    draw = Random(seed)
+    world_size = draw.choice((2, 3))
+    turn = draw.randrange(SAVE_EVERY, TURNS)
+    rank = draw.randrange(world_size)
+    return TrainingPlan(draw.randrange(4), world_size, rank, turn, draw.getrandbits(16))
+
+
+class TrainingRank:
+    """What a rank does; tests of the checks override it."""
+
+    def __init__(self, plan: TrainingPlan, root: Path) -> None:
+        self.plan = plan
+        self.root = root
+
+    @cached_property
+    def base(self) -> Any:
+        """To be made where no other thread draws random numbers."""
+        return new_model(MODEL)
+
+    def job(self, comm: Communicator) -> Job:
+        return Job(comm, self.base, self.plan.stage)
+
+    def train(self, job: Job, until: int, save: bool) -> None:
+        while job.turn < until:
+            job.train(MODEL, 1)
+            if save and job.turn % SAVE_EVERY == 0:
+                job.save(self.root)
+
+    def resume(self, comm: Communicator) -> tuple[int, State]:
+        """Where a run goes on, and how it ends."""
+        job = self.job(comm)
+        begun = job.load(self.root).step
+        self.train(job, TURNS, save=False)
+        return begun, job.state()
+
+    def lose_a_rank(self, comm: Communicator) -> str:
+        """What a survivor is told."""
+        plan, job = self.plan, self.job(comm)
+        fails = comm.rank == plan.rank
+        # Turns that save, and others, pass as many points as the last one of their kind.
+        self.train(job, plan.turn - SAVE_EVERY, save=True)
+        _native.arm_fault("none")
+        self.train(job, plan.turn - SAVE_EVERY + 1, save=True)
+        steps = sum(_native.fault_passages().values())
+        _native.disarm_fault()
+        self.train(job, plan.turn, save=True)
+        if fails:
+            _native.arm_fault("kill", 1 + plan.step % steps)
+        try:
+            self.train(job, TURNS, save=True)
+        except RingcommError as error:
+            return f"{type(error).__name__}: {error}"
+        return "finished"
+
+
+def _begin(store: Any, rank: int, world_size: int, trainer: TrainingRank) -> Any:
+    torch.set_num_threads(1)
+    comm = Communicator.from_store(store, rank, world_size, timeout=TIMEOUT_S)
+    told = trainer.lose_a_rank(comm)
+    comm.close()
+    left = [each for each in range(world_size) if each != trainer.plan.rank]
+    with Communicator.from_store(
+        store, left.index(rank), len(left), name="survivors", timeout=TIMEOUT_S
+    ) as comm:
+        return told, trainer.resume(comm)
+
+
+def _restart(store: Any, rank: int, world_size: int, trainer: TrainingRank) -> Any:
+    torch.set_num_threads(1)
+    with Communicator.from_store(store, rank, world_size, timeout=TIMEOUT_S) as comm:
+        return trainer.resume(comm)
+
+
+def _undisturbed(plan: TrainingPlan, world_size: int, root: Path, step: int | None) -> State:
+    """The end of a run from ``step`` (None: the beginning) that loses nobody, ranks as threads."""
+    trainer = TrainingRank(plan, root)
+    assert trainer.base is not None  # made before the threads
+
+    def run(comm: Communicator) -> State:
+        job = trainer.job(comm)
+        if step is not None:
+            assert job.load(root).step == step
+        trainer.train(job, TURNS, save=False)
+        return job.state()
+
+    with ringcomm.local_world(world_size, timeout=TIMEOUT_S) as world:
+        return world.run(run)[0]
+
+
+def _differences(what: str, state: State, wanted: State) -> list[str]:
+    return [
+        f"{what}: {name} is not that of the undisturbed run"
+        for name, tensor in wanted.items()
+        if not torch.equal(state[name], tensor)
+    ]
+
+
+def run_training(plan: TrainingPlan, trainer: type[TrainingRank] = TrainingRank) -> list[str]:
+    """Loses a rank and goes on, with the survivors and with as many ranks as at first; what was
+    broken, nothing if all is well."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        acting = trainer(plan, root)
+        left = [rank for rank in range(plan.world_size) if rank != plan.rank]
+        with Ranks(_begin, plan.world_size, acting) as ranks:
+            try:
+                outcomes = ranks.wait(DEADLINE_S, left)
+                restarted = run_ranks(_restart, plan.world_size, acting, timeout_s=DEADLINE_S)
+            except RanksFailed as error:
+                return [f"{error}"]
+        found = [outcome.describe() for outcome in outcomes if not outcome.ok]
+        if found:
+            return found
+        whole = _undisturbed(plan, plan.world_size, root, None)
+        saved = outcomes[0].value[1][0]
+        smaller = _undisturbed(plan, len(left), root, saved)
+        if saved not in (plan.turn // SAVE_EVERY * SAVE_EVERY, plan.turn + 1):
+            found.append(f"the last checkpoint is of turn {saved}, the rank died in {plan.turn}")
+        for outcome in outcomes:
+            told, (_, state) = outcome.value
+            if not told.startswith("PeerLost") or f"rank {plan.rank}" not in told:
+                found.append(f"expected PeerLost that names rank {plan.rank}, got {told}")
+            found += _differences("survivors", state, smaller)
+        for begun, state in restarted:
+            found += [] if begun == saved else [f"restarted at {begun}, saved {saved}"]
+            found += _differences("restarted", state, whole)
+        return found
