@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test check lint native tsan cuda-compile bench gpu-check c10d-conformance clean
+.PHONY: demo test check lint native tsan fuzz cuda-compile bench gpu-check c10d-conformance clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
@@ -34,6 +34,10 @@ native: $(VENV)/.package
 # The templates under ThreadSanitizer, and mutants that it must reject. make test runs it, too.
 tsan: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -v tests/native/test_races.py
+
+# Junk from peers, stores and files, twenty times as much of it as make test tries.
+fuzz: $(VENV)/.native $(VENV)/.tools
+	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/fuzz tests/native/test_hostile.py
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.

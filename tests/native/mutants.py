@@ -74,7 +74,7 @@ def write_sources(root: Path, mutants: Mapping[str, Mutant], always: Iterable[Mu
         mutants: numbered from 1; with 0 in the environment, none is chosen.
         always: changes that are no mistakes and do not wait to be chosen.
     """
-    for part in ("include", "cuda"):
+    for part in ("include", "cuda", "host"):
         shutil.copytree(ROOT / "kernels" / part, root / "kernels" / part)
     for number, mutant in [(0, each) for each in always] + list(enumerate(mutants.values(), 1)):
         header = root / "kernels" / mutant.header

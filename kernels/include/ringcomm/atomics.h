@@ -29,6 +29,12 @@ __device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* word) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -85,6 +91,10 @@ RC_FN uint32_t load_acquire_sys(const uint32_t* word) {
 }
 
 RC_FN uint32_t load_relaxed_sys(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+
+RC_FN uint64_t load_relaxed_sys(const uint64_t* word) {
   return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
 

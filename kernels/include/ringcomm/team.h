@@ -34,6 +34,7 @@ enum class Status : int32_t {
   kAborted = 4,      // some rank aborted the communicator
   kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
   kPeerClosed = 6,   // the awaited rank closed the communicator
+  kCorrupt = 7,      // what a peer published points outside of its heap, or at no item of ours
 };
 
 // What a pausing lane may use: the word it polls, the value it saw there, and the flag that
