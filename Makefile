@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test check lint native tsan model-check soak cuda-compile bench gpu-check
+.PHONY: demo test check lint native tsan model-check fuzz soak cuda-compile bench gpu-check
 .PHONY: c10d-conformance clean
 .DELETE_ON_ERROR:
 
@@ -51,6 +51,10 @@ soak: $(VENV)/.native $(VENV)/.tools
 # test: up to eight minutes.
 model-check: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/model
+
+# Junk from peers, stores and files, twenty times as much of it as make test tries.
+fuzz: $(VENV)/.native $(VENV)/.tools
+	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/fuzz tests/native/test_hostile.py
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.

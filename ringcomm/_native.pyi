@@ -277,13 +277,22 @@ class Comm:
     @property
     def slots(self) -> int: ...
     timeout_ms: int
-    def connect(self, peers: list[tuple[Heap | PeerHeap, int, int]]) -> None:
-        """Per rank: its heap as mapped here, region offset in it, pid (0: a thread of ours).
+    @property
+    def proof(self) -> int:
+        """Random; stands in the region, and in this rank's handle."""
+    def connect(self, peers: list[tuple[Heap | PeerHeap, int, int, int]]) -> None:
+        """Per rank: its heap as mapped here, region offset in it, pid (0: a thread of ours), proof.
 
-        The heaps stay mapped until close(). Raises OSError when no descriptor is left.
+        The heaps stay mapped until close(). Raises OSError when no descriptor is left, and
+        ValueError, naming the rank, when no region of that rank lies there.
         """
+    def meet(self, members: int) -> None:
+        """Says in the region whom this rank has met; `members`, not 0, stands for all handles."""
     def activate(self) -> None:
-        """All ranks are connected: collectives may run."""
+        """All ranks are connected: collectives may run.
+
+        Raises ValueError, naming the rank, when a peer has met others.
+        """
     @property
     def geometry(self) -> dict[str, int]:
         """How the region is laid out: world, channels, slots, segment_bytes, staging_bytes."""
@@ -477,7 +486,7 @@ class DeviceComm:
         self,
         regions: list[int],
         heaps: list[int],
-        heap_bytes: int,
+        heap_bytes: list[int],
         host_page: int,
         rings: list[list[int]],
     ) -> bytes:
@@ -596,8 +605,8 @@ def launch(ranks: list[DeviceComm], stream: int) -> None:
 def abort_reason(reason: str) -> bytes:
     """What to write at REASON_OFFSET_BYTES of a control page before its abort word is raised."""
 
-def fault_in_page(page: bytes) -> dict[str, Any] | None:
-    """The fault record in a rank's control page; None while its abort word is down."""
+def fault_in_page(page: bytes, owner: int, world: int) -> dict[str, Any] | None:
+    """The fault record in the control page of rank `owner`; None while its abort word is down."""
 
 CONTROL_PAGE_BYTES: int
 ABORTED_OFFSET_BYTES: int

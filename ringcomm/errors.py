@@ -14,6 +14,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "CollectiveTimeout",
+    "CorruptedError",
     "ForkError",
     "HeapError",
     "MismatchError",
@@ -40,6 +41,10 @@ class ArgumentError(RingcommError, ValueError):
 
 class MismatchError(RingcommError):
     """Two ranks called different collectives, sizes, dtypes or ops; both calls are named."""
+
+
+class CorruptedError(RingcommError):
+    """What a peer published is damaged: following it would leave that peer's memory."""
 
 
 class PeerLost(RingcommError):
@@ -80,11 +85,19 @@ def where(operation: str, rank: int, world_size: int) -> str:
 
 
 def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
-    rank, peer = fault["rank"], fault["peer"]
     return MismatchError(
-        f"the ranks made different calls. Rank {rank} called {fault['mine']}; "
-        f"rank {peer} called {fault['theirs']}. All ranks must call the same collectives in the "
+        f"the ranks made different calls. Rank {fault['rank']} called {fault['mine']}; "
+        f"{_peer(fault)} called {fault['theirs']}. All ranks must call the same collectives in the "
         "same order, with equal sizes, dtypes, ops and roots"
+    )
+
+
+def _corrupt(fault: Mapping[str, Any]) -> CorruptedError:
+    return CorruptedError(
+        f"the header that {_peer(fault)} published for rank {fault['rank']} is damaged: it points "
+        f"outside of that rank's heap, or cuts the data otherwise than {fault['mine']} does (it "
+        f"reads {fault['theirs']}). Its data were not touched. Look for what else writes into the "
+        "memory of that process: a stray pointer, another program, failing memory"
     )
 
 
@@ -131,6 +144,7 @@ def _interrupted(fault: Mapping[str, Any]) -> AbortedError:
 
 _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "aborted": _aborted,
+    "corrupt": _corrupt,
     "interrupted": _interrupted,
     "mismatch": _mismatch,
     "peer_closed": _peer_closed,

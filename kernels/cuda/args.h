@@ -30,11 +30,11 @@ struct HostPage {
 struct RankTable {
   int32_t rank, world, rings;
   Layout layout;
-  uint64_t heap_bytes;
   HostPage* host;  // as the device addresses it
   char* scratch;   // of the Triton kernels: scratch_bytes() per channel
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
+  uint64_t heap_bytes[kMaxWorld];
 };
 
 // Rings follow the table: int32_t [rings][world], rank by position.
@@ -43,9 +43,9 @@ RC_FN const int32_t* rings_of(const RankTable* table) {
 }
 
 // What a Triton kernel keeps of a call, per channel, since its blocks have no shared memory of
-// their own to keep it in: 32 words of 8 bytes, and 8 more per rank. kernels/tl/state.py names
+// their own to keep it in: 32 words of 8 bytes, and 9 more per rank. kernels/tl/state.py names
 // them.
-constexpr uint64_t kScratchWords = 32, kScratchWordsPerRank = 8;
+constexpr uint64_t kScratchWords = 32, kScratchWordsPerRank = 9;
 RC_FN constexpr uint64_t scratch_bytes(int32_t world) {
   return 8 * (kScratchWords + kScratchWordsPerRank * uint64_t(world));
 }

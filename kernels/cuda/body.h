@@ -30,13 +30,14 @@ RC_TEAM_FN void load_table(Team& team, const CallArgs& args, const Span* spans, 
   for (int p = team.lane(); p < t.world; p += team.num_lanes()) {
     w.regions[p] = t.regions[p];
     w.heaps[p] = t.heaps[p];
+    w.heap_bytes[p] = t.heap_bytes[p];
     w.ring[p] = ring < 0 ? p : rings_of(&t)[ring * t.world + p];
     if (w.ring[p] == t.rank) w.ring_position = p;
   }
   team.sync();
   if (team.lane() == 0)
     w.view =
-        View{t.rank,  t.world,   t.layout,  w.regions, w.heaps, t.heap_bytes,    args.timeout_ns,
+        View{t.rank,  t.world,   t.layout,  w.regions, w.heaps, w.heap_bytes,    args.timeout_ns,
              w.peers, w.sources, w.factors, &w.mine,   w.ring,  w.ring_position, w.results};
 }
 

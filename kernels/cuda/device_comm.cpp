@@ -59,8 +59,9 @@ uint64_t DeviceComm::region_bytes() const {
 }
 
 std::string DeviceComm::table(const std::vector<uint64_t>& regions,
-                              const std::vector<uint64_t>& heaps, uint64_t heap_bytes,
-                              uint64_t host_page, const std::vector<std::vector<int>>& rings) {
+                              const std::vector<uint64_t>& heaps,
+                              const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
+                              const std::vector<std::vector<int>>& rings) {
   const size_t count = std::min(rings.size(), size_t(config_.layout.channels));
   std::string bytes(sizeof(RankTable) + count * size_t(config_.world) * sizeof(int32_t), '\0');
   RankTable t{};
@@ -68,12 +69,12 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
   t.world = config_.world;
   t.rings = int32_t(count);
   t.layout = config_.layout;
-  t.heap_bytes = heap_bytes;
   t.host = reinterpret_cast<HostPage*>(host_page);
   t.scratch = reinterpret_cast<char*>(regions[size_t(config_.rank)]) + scratch_offset();
   for (int p = 0; p < config_.world; ++p) {
     t.regions[p] = reinterpret_cast<char*>(regions[size_t(p)]);
     t.heaps[p] = reinterpret_cast<char*>(heaps[size_t(p)]);
+    t.heap_bytes[p] = heap_bytes[size_t(p)];
   }
   std::memcpy(bytes.data(), &t, sizeof(t));
   auto* order = reinterpret_cast<int32_t*>(bytes.data() + sizeof(RankTable));

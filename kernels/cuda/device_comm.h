@@ -58,7 +58,7 @@ class DeviceComm {
 
   // The bytes to write at table_offset() of this rank's region. Device addresses, by rank.
   std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
-                    uint64_t heap_bytes, uint64_t host_page,
+                    const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
                     const std::vector<std::vector<int>>& rings);
   // From here on calls may be launched. host_page: as this process addresses it.
   void activate(HostPage* host_page) { page_ = host_page; }

@@ -16,6 +16,7 @@ struct Workspace {
   int ring_position;
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
+  uint64_t heap_bytes[kMaxWorld];
   int32_t ring[kMaxWorld];
   const void* sources[kMaxWorld];
   double factors[kMaxWorld];

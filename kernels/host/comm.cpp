@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/host/describe.h"
 #include "kernels/host/retired.h"
 
 namespace ringcomm::host {
@@ -24,6 +25,27 @@ uint64_t sum_bytes(const std::vector<Span>& spans) {
   return total;
 }
 
+// What `p` announced lies inside of its heap, and is a region of this communicator and of that
+// rank.
+void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress& peer) {
+  const auto refuse = [&](const std::string& what) {
+    throw RegionError("what rank " + std::to_string(p) +
+                      " announced is no region of its own: " + what);
+  };
+  if (peer.region_offset % kLineBytes != 0 || peer.region_offset > peer.heap_bytes ||
+      bytes > peer.heap_bytes - peer.region_offset)
+    refuse(std::to_string(bytes) + " bytes at offset " + std::to_string(peer.region_offset) +
+           " do not lie in a heap of " + std::to_string(peer.heap_bytes) + " bytes");
+  const auto* page = reinterpret_cast<const ControlPage*>(peer.heap_base + peer.region_offset);
+  if (page->magic != kRegionMagic || page->version != kProtocolVersion)
+    refuse("it does not begin with the mark of protocol version " +
+           std::to_string(kProtocolVersion));
+  if (page->rank != p || !page->layout.same(layout))
+    refuse("it says it is that of rank " + std::to_string(page->rank) + " of " +
+           std::to_string(page->world) + ", or is laid out otherwise");
+  if (page->proof != peer.proof) refuse("its proof differs");
+}
+
 ReduceFn reduce_fn(const Reduction& r) { return kernels().reduce[int(r.dtype)][int(r.op)]; }
 
 }  // namespace
@@ -40,8 +62,8 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   // The block may have held a tensor. Slots need no clearing: no epoch points at them yet.
   std::memset(mine, 0, layout_.staging_offset());
   auto* control = reinterpret_cast<ControlPage*>(mine);
-  control->rank = config.rank;
-  control->world = config.world;
+  begin_page(control, config.rank, layout_);
+  control->proof = random_word();
   recorder_.open(mine + region_bytes, config.records, config.rank, config.world, region_bytes,
                  config.name);
   if (recorder_.on()) {
@@ -52,6 +74,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   }
   regions_.assign(config.world, nullptr);
   heaps_.assign(config.world, nullptr);
+  heap_bytes_.assign(config.world, 0);
   pids_.assign(config.world, 0);
   in_.resize(size_t(Stream::kCount) * config.world);
   sources_.resize(std::max(config.world, 2));
@@ -59,8 +82,9 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   results_.resize(config.world);
   regions_[config.rank] = mine;
   heaps_[config.rank] = heap_->base();
+  heap_bytes_[config.rank] = heap_->capacity_bytes();
   view_ = View{config.rank,       config.world,  layout_,
-               regions_.data(),   heaps_.data(), heap_->capacity_bytes(),
+               regions_.data(),   heaps_.data(), heap_bytes_.data(),
                config.timeout_ns, in_.data(),    sources_.data(),
                factors_.data(),   &mine_};
   view_.results = results_.data();
@@ -69,9 +93,12 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
 Comm::~Comm() { close(); }
 
 void Comm::connect(const std::vector<PeerAddress>& peers) {
+  for (int p = 0; p < view_.world; ++p)
+    if (p != view_.rank) check_region(layout_, region_bytes(), p, peers[p]);
   for (int p = 0; p < view_.world; ++p) {
     if (p == view_.rank) continue;
     heaps_[p] = peers[p].heap_base;
+    heap_bytes_[p] = peers[p].heap_bytes;
     regions_[p] = peers[p].heap_base + peers[p].region_offset;
     pids_[p] = peers[p].pid;
     owners_.push_back(peers[p].owner);
@@ -83,6 +110,23 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
   std::memcpy(&token, peers[0].heap_base, sizeof(token));
   const auto* first = reinterpret_cast<const RecorderHeader*>(recorder_of(0));
   recorder_.set_world_id((token ^ first->created_ns) * 0x9e3779b97f4a7c15 ^ peers[0].region_offset);
+}
+
+void Comm::meet(uint64_t members) {
+  uint64_t* word = &view_.control(view_.rank)->members;
+  std::memcpy(word, &members, sizeof(members));
+  fence_seq_cst_sys();  // before this rank tells the store that it is ready
+}
+
+void Comm::activate() {
+  fence_seq_cst_sys();  // after the store told that all are ready
+  const uint64_t members = load_relaxed_sys(&view_.control(view_.rank)->members);
+  for (int p = 0; p < view_.world; ++p)
+    if (load_relaxed_sys(&view_.control(p)->members) != members)
+      throw RegionError("rank " + std::to_string(p) + " has met other ranks than rank " +
+                        std::to_string(view_.rank) +
+                        ": what it announced was replaced, or is of an earlier communicator");
+  connected_ = true;
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.
@@ -275,11 +319,11 @@ bool Comm::faulted(FaultReport* report) const {
     const ControlPage* control = view_.control(r);
     // Pairs with the release in fail() and abort() of that rank.
     if (load_acquire_sys(&control->aborted) == 0) continue;
-    const bool origin = control->fault.status != Status::kAborted || control->fault.peer < 0;
+    const Fault fault = trusted(control->fault, r, view_.world);
+    const bool origin = fault.status != Status::kAborted || fault.peer < 0;
     // My own record of "some rank aborted" only points at the rank where it began.
     if (any && !origin) continue;
-    *report = {control->fault,
-               std::string(control->reason, strnlen(control->reason, sizeof(control->reason)))};
+    *report = {fault, reason_of(*control)};
     any = true;
     if (origin) return true;
   }

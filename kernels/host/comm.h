@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -29,8 +30,15 @@ struct CommConfig {
 struct PeerAddress {
   std::shared_ptr<const void> owner;  // keeps the peer's heap mapped
   char* heap_base;                    // as mapped here
+  uint64_t heap_bytes;
   uint64_t region_offset;
-  int pid;  // 0: a thread of this process
+  int pid;         // 0: a thread of this process
+  uint64_t proof;  // what the peer announced; it stands in its region, too
+};
+
+// What a peer announced is not what lies in its heap.
+struct RegionError : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 // What a reduction needs beside its buffers.
@@ -78,10 +86,16 @@ class Comm {
   uint64_t region_bytes() const {
     return layout_.region_bytes() + Recorder::block_bytes(recorder_.capacity());
   }
+  // What this region's handle must say: only who can read the region knows it.
+  uint64_t proof() const { return view_.control(view_.rank)->proof; }
   // Peers know this region from here on; it returns to the heap only with their farewells.
+  // Throws RegionError, naming the rank, before any region is written to.
   void connect(const std::vector<PeerAddress>& peers);
-  // All peers are connected: from here on this rank may write into their regions.
-  void activate() { connected_ = true; }
+  // Says in this region whom this rank has met: a digest of all handles.
+  void meet(uint64_t members);
+  // All peers are connected: from here on this rank may write into their regions. Throws
+  // RegionError unless all of them have met the same ranks.
+  void activate();
   void close();
 
   Status all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r);
@@ -139,6 +153,7 @@ class Comm {
   Layout layout_;
   uint64_t region_;
   std::vector<char*> regions_, heaps_;
+  std::vector<uint64_t> heap_bytes_;
   std::vector<int> pids_;
   std::vector<std::shared_ptr<const void>> owners_;
   std::vector<PeerState> in_;

@@ -1,6 +1,8 @@
 // Calls in words, for messages to people.
 #include "kernels/host/describe.h"
 
+#include <cstring>
+
 namespace ringcomm::host {
 
 const char* name_of(Collective collective) {
@@ -74,6 +76,21 @@ const char* name_of(RedOp op) {
 const char* name_of(Algorithm algorithm) {
   static const char* const names[] = {"auto", "direct", "ring", "packet", "copy"};
   return uint32_t(algorithm) < 5 ? names[uint32_t(algorithm)] : "unknown";
+}
+
+std::string reason_of(const ControlPage& page) {
+  char text[sizeof(page.reason)];
+  std::memcpy(text, page.reason, sizeof(text));
+  return std::string(text, strnlen(text, sizeof(text)));
+}
+
+Fault trusted(const Fault& record, int owner, int world) {
+  Fault fault = record;
+  fault.rank = owner;
+  if (fault.peer < -1 || fault.peer >= world) fault.peer = -1;
+  if (fault.status <= Status::kOk || fault.status > Status::kCorrupt)
+    fault.status = Status::kAborted;
+  return fault;
 }
 
 std::string describe(const CallHeader& h) {

@@ -12,6 +12,13 @@ const char* name_of(DType dtype);
 const char* name_of(RedOp op);
 const char* name_of(Algorithm algorithm);
 
+// Of a page that a peer may have written, and may be writing now: at most what fits.
+std::string reason_of(const ControlPage& page);
+
+// A peer's fault record with nothing in it that leads outside of a table: it is of the rank in
+// whose region it lies, about a rank of the world or nobody.
+Fault trusted(const Fault& record, int owner, int world);
+
 // A call as its user would name it, with dtype, operator, root, size and sequence number.
 std::string describe(const CallHeader& header);
 

@@ -61,7 +61,7 @@ uint64_t available_bytes() {
 
 int open_backing(const std::string& directory) {
   const int fd = directory.empty()
-                     ? memfd_create("ringcomm-heap", MFD_CLOEXEC)
+                     ? memfd_create("ringcomm-heap", MFD_CLOEXEC | MFD_ALLOW_SEALING)
                      : open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, 0600);
   if (fd < 0) {
     const int code = errno;
@@ -74,6 +74,12 @@ int open_backing(const std::string& directory) {
 }
 
 }  // namespace
+
+uint64_t random_word() {
+  uint64_t word = 0;
+  if (getrandom(&word, sizeof(word), 0) != sizeof(word)) throw HeapError(errno, "getrandom failed");
+  return word >> 1;
+}
 
 Mapping::Mapping(int fd, uint64_t bytes) : fd_(fd), bytes_(bytes) {
   // The kernel aligns a mapping to huge pages only under some settings: reserve more and align
@@ -170,11 +176,11 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory)
     throw HeapError(code,
                     "cannot size shared memory to " + mib(bytes) + ": " + std::strerror(code));
   }
+  // Files of a directory cannot be sealed.
+  if (directory.empty()) fcntl(fd, F_ADD_SEALS, kSizeSeals | F_SEAL_SEAL);
   mapping_ = std::make_unique<Mapping>(fd, bytes);
   huge_.resize(bytes / kHugePage);
-  if (getrandom(&token_, sizeof(token_), 0) != sizeof(token_))
-    throw HeapError(errno, "getrandom failed");
-  token_ >>= 1;
+  token_ = random_word();
   allocate(sizeof(HeapHeader), Purpose::kRegion);  // the first block, never freed: offset 0
   const HeapHeader header{token_, kHeapMagic, 1, HeapHeader::kRecorders, {}};
   std::memcpy(base(), &header, sizeof(header));
@@ -292,30 +298,6 @@ uint64_t Heap::huge_bytes() const {
 bool Heap::contains(const void* ptr, uint64_t bytes) const {
   const uint64_t offset = uint64_t(static_cast<const char*>(ptr) - base());
   return offset < capacity_bytes() && bytes <= capacity_bytes() - offset;
-}
-
-std::unique_ptr<Mapping> map_peer_heap(int pid, int fd, uint64_t capacity_bytes, uint64_t token) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int peer = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (peer < 0) {
-    const int code = errno;
-    throw HeapError(
-        code, "cannot open the peer's heap at " + path + ": " + std::strerror(code) +
-                  " (another user's process, a separate PID namespace, or a peer that has ended)");
-  }
-  struct stat st{};
-  if (fstat(peer, &st) != 0 || uint64_t(st.st_size) != capacity_bytes) {
-    close(peer);
-    throw HeapError(EINVAL, path + " is not the heap that the peer announced: its size is " +
-                                std::to_string(st.st_size) + ", announced " +
-                                std::to_string(capacity_bytes));
-  }
-  auto mapping = std::make_unique<Mapping>(peer, capacity_bytes);
-  uint64_t found = 0;
-  std::memcpy(&found, mapping->base(), sizeof(found));
-  if (found != token)
-    throw HeapError(EINVAL, path + " is not the heap that the peer announced: its token differs");
-  return mapping;
 }
 
 }  // namespace ringcomm::host

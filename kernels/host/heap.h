@@ -2,6 +2,8 @@
 // the last process that maps it, however that process ends.
 #pragma once
 
+#include <fcntl.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -73,6 +75,12 @@ struct HeapHeader {
 };
 constexpr uint64_t kHeapMagic = 0x3150414548474e52;  // "RNGHEAP1"
 
+// A touch behind the end of a file that has shrunk is a SIGBUS: a heap's size is sealed.
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// From the kernel's generator; below 2^63, so that it is a positive integer everywhere.
+uint64_t random_word();
+
 class Heap {
  public:
   // directory "": anonymous memory (memfd). Else a tmpfs or hugetlbfs directory, in which the heap
@@ -121,7 +129,9 @@ class Heap {
 };
 
 // A peer process's heap, opened through /proc/<pid>/fd/<fd>: no name in a file system, no socket,
-// and the kernel checks that the peer is this user's. `token` proves that it is the heap that was
+// and the kernel checks that this process may read the peer's memory. A root process may read all:
+// so the file itself must be this user's and nobody else's, and of a size that cannot shrink under
+// its readers where the file system can promise that. `token` says that it is the heap that was
 // meant.
 std::unique_ptr<Mapping> map_peer_heap(int pid, int fd, uint64_t capacity_bytes, uint64_t token);
 

@@ -4,6 +4,13 @@
 #include <cstring>
 
 namespace ringcomm::host {
+namespace {
+
+// Epochs are compared modulo 2^32.
+constexpr uint64_t kMaxMessageItems = uint64_t(1) << 31;
+
+}  // namespace
+
 Messenger::Messenger(Comm& comm) : comm_(comm), peers_(size_t(comm.view().world)) {}
 
 Messenger::~Messenger() { stop(); }
@@ -13,7 +20,7 @@ CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
   const auto collective = r.is_send ? Collective::kSend : Collective::kReceive;
   // The tag travels where a collective has its root.
   const CallId id{r.number, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kDirect};
-  const uint64_t item_bytes = in_heap ? std::max<uint64_t>(r.bytes, 1) : v.layout.segment_bytes;
+  const uint64_t item_bytes = in_heap ? whole_item(r.bytes) : v.layout.segment_bytes;
   return {id,  r.bytes,   item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap,
           1.0, kNotInHeap};
 }
@@ -139,8 +146,38 @@ void Messenger::deliver(Message& m, const RequestPtr& r) {
   r->source = m.peer;
   r->message_bytes = m.bytes;
   r->message_dtype = m.dtype;
-  if (fits && !m.buffer.empty()) std::memcpy(r->ptr, m.buffer.data(), m.bytes);
+  if (fits && !m.buffer.empty()) std::memcpy(r->ptr, m.buffer.data(), m.buffer.size());
   complete(r, fits ? Status::kOk : Status::kMismatch);
+}
+
+// Whether a message's header can be one that header_of() of a peer made.
+bool Messenger::sound(const CallHeader& h, int peer) const {
+  const View& v = comm_.view();
+  const bool in_heap = h.heap_offset != kNotInHeap;
+  const uint64_t item_bytes = in_heap ? whole_item(h.stream_bytes) : v.layout.segment_bytes;
+  if (h.id.collective != Collective::kSend || h.id.match_bytes != h.stream_bytes) return false;
+  if (h.id.dtype < 0 || h.id.dtype >= int(DType::kCount) || h.item_bytes != item_bytes)
+    return false;
+  return in_heap ? v.in_heap_of(peer, h.heap_offset, h.stream_bytes)
+                 : h.stream_bytes / item_bytes < kMaxMessageItems;
+}
+
+// Ends all requests, and leaves a fault record. False: nothing moves any more.
+bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
+  const View& v = comm_.view();
+  if (Fault* record = claim_fault(v)) {
+    *record = Fault{};
+    record->status = Status::kCorrupt;
+    record->rank = v.rank;
+    record->peer = peer;
+    record->stream = Stream::kMessage;
+    record->mine.id.collective = Collective::kReceive;
+    record->theirs = h;
+    SoloTeam team{{&comm_.waiter()}};
+    raise_fault(team, v);
+  }
+  fail_all(Status::kCorrupt);
+  return false;
 }
 
 // The next message of `peer`, when there is one and somebody can use it.
@@ -150,14 +187,13 @@ bool Messenger::begin_message(int peer) {
       v.slot(peer, Stream::kMessage, 0, v.rank, v.epochs(Stream::kMessage, 0, peer)->seen + 1);
   CallHeader h;
   std::memcpy(&h, slot, sizeof(h));
-  RequestPtr r = match_posted(peer, h.id.root);
-  if (r == nullptr) {
-    // Only a receive that this message keeps from its own justifies moving the message aside.
-    const bool blocks = std::any_of(posted_.begin(), posted_.end(), [&](const RequestPtr& p) {
-      return p->peer == -1 || p->peer == peer;
-    });
-    if (!blocks) return false;
-  }
+  // Only a receive that this message keeps from its own justifies moving the message aside.
+  const auto waiting = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& p) {
+    return p->peer == -1 || p->peer == peer;
+  });
+  if (waiting == posted_.end()) return false;
+  if (!sound(h, peer)) return fail_corrupt(h, peer);
+  const RequestPtr r = match_posted(peer, h.id.root);
   auto m = std::make_shared<Message>();
   m->peer = peer;
   m->tag = h.id.root;
@@ -168,7 +204,8 @@ bool Messenger::begin_message(int peer) {
   m->zero_copy = h.heap_offset == kNotInHeap ? nullptr : v.heaps[peer] + h.heap_offset;
   m->request = r;
   // A message that is not what the receive expects must be drained all the same.
-  if (r == nullptr || r->bytes != m->bytes || r->dtype != m->dtype) m->buffer.resize(m->bytes);
+  const bool fits = r != nullptr && r->bytes == m->bytes && r->dtype == m->dtype;
+  m->goes = r == nullptr ? Goes::kAside : fits ? Goes::kThere : Goes::kNowhere;
   if (r == nullptr) unexpected_.push_back(m);
   peers_[size_t(peer)].incoming = m;
   return true;
@@ -180,9 +217,10 @@ void Messenger::take_item(int peer, Message& m) {
   const uint32_t epoch = epochs->seen + 1;
   const uint64_t begin = m.next_item * m.item_bytes,
                  bytes = item_length(m.bytes, m.item_bytes, m.next_item);
-  char* dst = (m.buffer.empty() && m.request ? m.request->ptr : m.buffer.data()) + begin;
   const char* slot = v.slot(peer, Stream::kMessage, 0, v.rank, epoch) + kHeaderBytes;
-  if (bytes > 0) std::memcpy(dst, m.zero_copy != nullptr ? m.zero_copy + begin : slot, bytes);
+  const char* from = m.zero_copy != nullptr ? m.zero_copy + begin : slot;
+  if (m.goes == Goes::kAside) m.buffer.insert(m.buffer.end(), from, from + bytes);
+  if (m.goes == Goes::kThere && bytes > 0) std::memcpy(m.request->ptr + begin, from, bytes);
   epochs->seen = epoch;
   ++m.next_item;
   SoloTeam team{{&comm_.waiter()}};
@@ -196,7 +234,14 @@ bool Messenger::progress_receives(int peer) {
   for (;;) {
     // Pairs with the release in progress_sends() of the peer.
     const uint32_t ready = load_acquire_sys(&v.signals(v.rank, Stream::kMessage, 0, peer)->ready);
-    if (!reached(ready, v.epochs(Stream::kMessage, 0, peer)->seen + 1)) return moved;
+    const uint32_t arrived = ready - v.epochs(Stream::kMessage, 0, peer)->seen;
+    // More than there are slots for: no sender goes so far before it is acknowledged.
+    if (int32_t(arrived) > v.layout.slots) {
+      CallHeader unread{};
+      unread.id.collective = Collective::kSend;
+      return fail_corrupt(unread, peer);
+    }
+    if (int32_t(arrived) <= 0) return moved;
     if (q.incoming == nullptr && !begin_message(peer)) return moved;
     const MessagePtr m = q.incoming;
     take_item(peer, *m);

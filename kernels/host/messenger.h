@@ -56,14 +56,17 @@ class Messenger {
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
+  // Where the bytes of a message go: to its request, aside until a request comes, or nowhere.
+  enum class Goes { kThere, kAside, kNowhere };
   struct Message {  // one that arrives
     int peer, tag;
     DType dtype;
     uint64_t bytes, item_bytes;
     uint32_t items, next_item = 0;
     const char* zero_copy;
-    RequestPtr request;  // null: unexpected, goes to `buffer`
-    std::vector<char> buffer;
+    RequestPtr request;  // null: unexpected
+    Goes goes;
+    std::vector<char> buffer;  // grows with what has come: the size is only what the sender says
   };
   using MessagePtr = std::shared_ptr<Message>;
   struct PeerQueue {
@@ -76,6 +79,8 @@ class Messenger {
   bool progress_sends(int peer);
   bool progress_receives(int peer);
   bool begin_message(int peer);
+  bool sound(const CallHeader& header, int peer) const;
+  bool fail_corrupt(const CallHeader& header, int peer);
   void take_item(int peer, Message& message);
   RequestPtr match_posted(int peer, int tag);
   bool match_unexpected(const RequestPtr& request);

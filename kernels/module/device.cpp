@@ -2,6 +2,7 @@
 #include <nanobind/stl/function.h>
 
 #include "kernels/cuda/device_comm.h"
+#include "kernels/host/describe.h"
 #include "kernels/module/module.h"
 
 namespace nb = nanobind;
@@ -148,32 +149,25 @@ nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text
 // Everything of a new region that is not zero, behind zeros: what a rank writes before it connects.
 nb::bytes words(const DeviceComm& d) {
   std::string bytes(d.words_bytes(), '\0');
-  auto* control = reinterpret_cast<ControlPage*>(bytes.data());
-  control->rank = d.config().rank;
-  control->world = d.config().world;
+  begin_page(reinterpret_cast<ControlPage*>(bytes.data()), d.config().rank, d.config().layout);
   return to_bytes(bytes);
 }
 
 // What a rank's host writes into its control page before it raises the abort word. The fault record
 // is its kernels' to write: one may be about to.
-nb::bytes abort_reason(const std::string& reason) {
+nb::bytes abort_reason(const nb::str& reason) {
   ControlPage page{};
-  std::snprintf(page.reason, sizeof(page.reason), "%s", reason.c_str());
+  std::snprintf(page.reason, sizeof(page.reason), "%s", utf8_of(reason).c_str());
   return nb::bytes(page.reason, sizeof(page.reason));
 }
 
-nb::object fault_in_page(const nb::bytes& bytes) {
+nb::object fault_in_page(const nb::bytes& bytes, int owner, int world) {
   if (bytes.size() < sizeof(ControlPage)) throw nb::value_error("a control page is larger");
   ControlPage page;
   std::memcpy(&page, bytes.c_str(), sizeof(page));
   if (page.aborted == 0) return nb::none();
-  page.reason[sizeof(page.reason) - 1] = '\0';
-  if (page.fault.status == Status::kOk) {  // raised by the host, while no kernel waited
-    page.fault.status = Status::kAborted;
-    page.fault.rank = page.rank;
-    page.fault.peer = -1;
-  }
-  return fault_dict(page.fault, page.reason);
+  if (page.fault.status == Status::kOk) page.fault.peer = -1;  // the host's: no kernel waited
+  return fault_dict(trusted(page.fault, owner, world), reason_of(page));
 }
 
 void bind_state(nb::class_<DeviceComm>& c) {
@@ -189,7 +183,7 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def("words", &words)
       .def(
           "table",
-          [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, uint64_t heap_bytes,
+          [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, const Sizes& heap_bytes,
              uint64_t host_page, const std::vector<std::vector<int>>& rings) {
             return to_bytes(d.table(regions, heaps, heap_bytes, host_page, rings));
           },
@@ -286,7 +280,7 @@ void bind_device(nb::module_& m) {
       },
       nb::arg("ranks"), nb::arg("stream"));
   m.def("abort_reason", &abort_reason, nb::arg("reason"));
-  m.def("fault_in_page", &fault_in_page, nb::arg("page"));
+  m.def("fault_in_page", &fault_in_page, nb::arg("page"), nb::arg("owner"), nb::arg("world"));
   m.attr("CONTROL_PAGE_BYTES") = sizeof(ControlPage);
   m.attr("ABORTED_OFFSET_BYTES") = offsetof(ControlPage, aborted);
   m.attr("REASON_OFFSET_BYTES") = offsetof(ControlPage, reason);

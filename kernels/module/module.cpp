@@ -39,23 +39,6 @@ Reduction reduction(int dtype, int op, double factor, int algorithm) {
   return {DType(dtype), RedOp(op), factor, chosen};
 }
 
-const char* kind_of(Status status) {
-  switch (status) {
-    case Status::kTimeout:
-      return "timeout";
-    case Status::kPeerLost:
-      return "peer_lost";
-    case Status::kPeerClosed:
-      return "peer_closed";
-    case Status::kMismatch:
-      return "mismatch";
-    case Status::kInterrupted:
-      return "interrupted";
-    default:
-      return "aborted";
-  }
-}
-
 nb::object fault_of(const Comm& comm) {
   FaultReport report;
   if (!comm.faulted(&report)) return nb::none();
@@ -205,27 +188,41 @@ void bind_comm(nb::module_& m) {
       .def_prop_ro("slots", [](const NativeComm& n) { return n.comm.view().layout.slots; })
       .def(
           "connect",
-          [](NativeComm& n, const std::vector<std::tuple<nb::object, uint64_t, int>>& peers) {
+          [](NativeComm& n,
+             const std::vector<std::tuple<nb::object, uint64_t, int, uint64_t>>& peers) {
             if (int(peers.size()) != n.comm.view().world)
               throw nb::value_error("one entry per rank is needed");
             std::vector<PeerAddress> addresses;
-            for (const auto& [heap, offset, pid] : peers) {
+            for (const auto& [heap, offset, pid, proof] : peers) {
               if (nb::isinstance<Heap>(heap)) {
                 const auto own = nb::cast<std::shared_ptr<Heap>>(heap);
-                addresses.push_back({own, own->base(), offset, pid});
+                addresses.push_back({own, own->base(), own->capacity_bytes(), offset, pid, proof});
               } else {
                 const auto mapping = nb::cast<std::shared_ptr<Mapping>>(heap);
-                addresses.push_back({mapping, mapping->base(), offset, pid});
+                addresses.push_back(
+                    {mapping, mapping->base(), mapping->bytes(), offset, pid, proof});
               }
             }
             try {
               n.comm.connect(addresses);
             } catch (const HeapError& e) {
               raise_os_error(e);
+            } catch (const RegionError& e) {
+              throw nb::value_error(e.what());
             }
           },
           nb::arg("peers"))
-      .def("activate", [](NativeComm& n) { n.comm.activate(); })
+      .def_prop_ro("proof", [](const NativeComm& n) { return n.comm.proof(); })
+      .def(
+          "meet", [](NativeComm& n, uint64_t members) { n.comm.meet(members); }, nb::arg("members"))
+      .def("activate",
+           [](NativeComm& n) {
+             try {
+               n.comm.activate();
+             } catch (const RegionError& e) {
+               throw nb::value_error(e.what());
+             }
+           })
       .def_prop_ro("geometry",
                    [](const NativeComm& n) { return geometry_of(n.comm.view().layout); })
       .def(
@@ -240,7 +237,7 @@ void bind_comm(nb::module_& m) {
           [](NativeComm& n, uint64_t ms) { n.comm.set_timeout_ns(ms * 1'000'000); })
       .def("fault", [](const NativeComm& n) { return fault_of(n.comm); })
       .def(
-          "abort", [](NativeComm& n, const std::string& reason) { n.comm.abort(reason); },
+          "abort", [](NativeComm& n, const nb::str& reason) { n.comm.abort(utf8_of(reason)); },
           nb::arg("reason"))
       .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
       .def("close", &NativeComm::close, nb::call_guard<nb::gil_scoped_release>());
@@ -252,26 +249,6 @@ void bind_comm(nb::module_& m) {
 }
 
 }  // namespace
-
-nb::dict ringcomm::host::fault_dict(const Fault& f, const std::string& reason) {
-  nb::dict d;
-  d["kind"] = kind_of(f.status);
-  d["op"] = name_of(f.mine.id.collective);
-  d["sequence"] = f.mine.id.sequence;
-  d["their_sequence"] = f.status == Status::kMismatch ? f.theirs.id.sequence : 0;
-  d["message"] = f.stream == Stream::kMessage;
-  d["rank"] = f.rank;
-  d["peer"] = f.peer;
-  d["step"] = f.step;
-  d["wanted"] = f.wanted;
-  d["seen"] = f.seen;
-  d["waiting_for"] = f.on_consumed ? "consumed" : "ready";
-  d["waited_ms"] = f.waited_ns / 1'000'000;
-  d["mine"] = describe(f.mine);
-  d["theirs"] = f.status == Status::kMismatch ? describe(f.theirs) : "";
-  d["reason"] = reason;
-  return d;
-}
 
 NB_MODULE(_native, m) {
   // The process's heap lives as long as the process: what nanobind would report is meant.

@@ -21,6 +21,9 @@ inline char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
   throw nanobind::python_error();
 }
 
+// Any text of Python's, half a surrogate pair (as JSON may hold it) included.
+std::string utf8_of(const nanobind::str& text);
+
 // A fault record in words, as ringcomm.errors reads it.
 nanobind::dict fault_dict(const Fault& fault, const std::string& reason);
 

@@ -138,11 +138,11 @@ nb::bytes rank_table_of(const Comm& comm, uintptr_t scratch) {
   t.rank = v.rank;
   t.world = v.world;
   t.layout = v.layout;
-  t.heap_bytes = v.heap_bytes;
   t.scratch = reinterpret_cast<char*>(scratch);
   for (int p = 0; p < v.world; ++p) {
     t.regions[p] = v.regions[p];
     t.heaps[p] = v.heaps[p];
+    t.heap_bytes[p] = v.heap_bytes[p];
   }
   return nb::bytes(reinterpret_cast<const char*>(&t), sizeof(t));
 }
@@ -162,6 +162,7 @@ void bind_triton(nb::module_& m) {
   statuses["mismatch"] = int(Status::kMismatch);
   statuses["aborted"] = int(Status::kAborted);
   statuses["peer_closed"] = int(Status::kPeerClosed);
+  statuses["corrupt"] = int(Status::kCorrupt);
   streams["pair"] = int(Stream::kPair);
   streams["shared"] = int(Stream::kShared);
   m.attr("COLLECTIVES") = collectives;

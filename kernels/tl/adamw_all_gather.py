@@ -37,7 +37,7 @@ def adamw_all_gather_direct(ws, shard, grad, elems, status, KIND: tl.constexpr, 
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     none = elems * 0
     status = offer(ws, none, shard_word(shard, PARAMS), elems, status, ITEM, G)
-    status = accept(ws, none, elems, status, ITEM, G)
+    status = accept(ws, none, elems, status, ITEM, PARAM, G)
     origin, begin, end = slice_of(ws, elems, get(ws, RANK), G)
     if status == 0:
         dests = dests_of(ws, own_params(shard, KIND), origin * PARAM, G)

@@ -11,8 +11,6 @@ from .adamw_shard import BLOCK_ELEMS, part_of
 from .call import peer_at
 from .endpoint import (
     CONSUMED_WORD,
-    NOT_IN_HEAP,
-    RESULT_OFFSET,
     await_slot,
     begin_receive,
     commit_seen,
@@ -23,7 +21,8 @@ from .endpoint import (
     release_sys,
     write_header,
 )
-from .state import BASE, CHANNEL, HEAP, RANK, get, of_peer, sent, slot_of
+from .headers import NOT_IN_HEAP, RESULT_OFFSET, open_results
+from .state import CHANNEL, HEAP, RANK, RESULT, get, of_peer, sent
 from .waiting import await_acquire_sys
 from .words import PAIR, word64
 
@@ -66,8 +65,10 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
         if status == 0:
             address, size_bytes = grads_of(ws, grads, elems, peer, ITEM, G)
             offset = tl.where(grads == 0, NOT_IN_HEAP, address - my_heap)
+            staged = size_bytes * 0 + G.piece_bytes
+            item_bytes = tl.where(grads == 0, staged, tl.maximum(size_bytes, 1))
             slot = my_slot(ws, PAIR, peer, peer * 0, G)
-            write_header(ws, slot, size_bytes, tl.maximum(size_bytes, 1), offset)
+            write_header(ws, slot, size_bytes, item_bytes, offset)
             if params != 0:
                 # Behind write_header()'s own store to the same word, by the same lane.
                 tl.store(word64(slot + RESULT_OFFSET), params - my_heap)
@@ -76,13 +77,18 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
 
 
 @triton.jit
-def accept(ws, grads, elems, status, ITEM: tl.constexpr, G: tl.constexpr):
-    """Waits for all offers; afterwards SOURCE of a peer is where its gradients of my slice lie."""
+def accept(
+    ws, grads, elems, status, ITEM: tl.constexpr, RESULT_ITEM: tl.constexpr, G: tl.constexpr
+):
+    """Waits for all offers; afterwards SOURCE of a peer is where its gradients of my slice lie, and
+    RESULT its bucket of results, whose elements have RESULT_ITEM bytes; 0: nothing is stored."""
     _, size_bytes = grads_of(ws, grads, elems, get(ws, RANK), ITEM, G)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
         begin_receive(ws, PAIR, peer, G)
         status = receive(ws, PAIR, peer, size_bytes, size_bytes * 0, size_bytes, status, G)
+        if RESULT_ITEM > 0:
+            status = open_results(ws, PAIR, peer, size_bytes, elems * RESULT_ITEM, status, G)
     return status
 
 
@@ -94,9 +100,7 @@ def dests_of(ws, own, origin_bytes, G: tl.constexpr):
     found = (own,)
     for distance in tl.static_range(1, WORLD):
         peer = peer_at(ws, distance, G)
-        header = slot_of(ws, peer, PAIR, get(ws, RANK), of_peer(ws, peer, BASE) + 1, G)
-        offset = tl.load(word64(header + RESULT_OFFSET))
-        found = found + (of_peer(ws, peer, HEAP) + offset + origin_bytes,)
+        found = found + (of_peer(ws, peer, RESULT) + origin_bytes,)
     return found
 
 

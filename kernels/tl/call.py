@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .state import HEADER, RANK, READS_PEERS, get, open_state, sequence_word
-from .waiting import ABORTED, fail_aborted, fail_mismatch, is_aborted, other_call_seen
+from .waiting import ABORTED, MISMATCH, fail_aborted, fail_header, is_aborted, other_call_seen
 from .words import word64
 
 # Arguments of the collectives' kernels whose values Triton must not compile for: it would compile
@@ -77,7 +77,8 @@ def begin_call(tables, timeout_ns, call, G: tl.constexpr):
         if status == 0:
             theirs = other_call_seen(ws, peer, G)
             if theirs != 0:
-                status = fail_mismatch(ws, peer, theirs, zero)
+                mismatch = tl.full((), MISMATCH, tl.int32)
+                status = fail_header(ws, mismatch, peer, theirs, zero)
     return ws, status
 
 

@@ -7,9 +7,8 @@ chunk is a tuple (address, bytes); a slice is this channel's part of it.
 import triton
 import triton.language as tl
 
-from ringcomm._native import STRUCTURES
-
 from .fault_points import ACKNOWLEDGE, PUBLISH, passing
+from .headers import NOT_IN_HEAP, RESULT_OFFSET, in_heap_of, open_stream
 from .moving import copy
 from .state import (
     ACKED,
@@ -20,10 +19,7 @@ from .state import (
     ITEM_BYTES,
     ITEMS,
     RANK,
-    READS_PEERS,
     SOURCE,
-    TABLE,
-    TABLE_HEAP_BYTES,
     epoch_line,
     get,
     of_peer,
@@ -33,7 +29,7 @@ from .state import (
     signal_line,
     slot_of,
 )
-from .waiting import STREAM_BYTES, await_acquire_sys, fail_mismatch, same_call
+from .waiting import STREAM_BYTES, await_acquire_sys
 from .words import (
     CONSUMED,
     READY,
@@ -49,8 +45,6 @@ from .words import (
 LOOKAHEAD = tl.constexpr(1)
 # Below this many bytes staging is preferred to zero copy; see kZeroCopyMinBytes.
 ZERO_COPY_MIN_BYTES = tl.constexpr(16384)
-NOT_IN_HEAP = tl.constexpr(-1)
-RESULT_OFFSET = tl.constexpr(STRUCTURES["header.result_offset"])
 READY_WORD = tl.constexpr(0)
 CONSUMED_WORD = tl.constexpr(1)
 
@@ -88,9 +82,8 @@ def piece_bytes(size_bytes, piece, G: tl.constexpr):
 @triton.jit
 def is_zero_copy(ws, address, size_bytes):
     """Whether peers read the slice where it lies, in this rank's heap."""
-    offset = address - of_peer(ws, get(ws, RANK), HEAP)
-    heap_bytes = tl.load(word64(get(ws, TABLE) + TABLE_HEAP_BYTES))
-    inside = (offset >= 0) & (offset + size_bytes <= heap_bytes)
+    me = get(ws, RANK)
+    inside = in_heap_of(ws, me, address - of_peer(ws, me, HEAP), size_bytes)
     return inside & (size_bytes >= ZERO_COPY_MIN_BYTES)
 
 
@@ -204,30 +197,6 @@ def begin_receive(ws, stream, sender, G: tl.constexpr):
     set_of_peer(ws, sender, ITEMS, zero)
     set_of_peer(ws, sender, ACKED, zero)
     set_of_peer(ws, sender, SOURCE, zero)
-
-
-@triton.jit
-def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
-    """Reads the header of the sender's call, and compares it with this one."""
-    if status == 0:
-        first = of_peer(ws, sender, BASE) + 1
-        header = slot_of(ws, sender, stream, get(ws, RANK), first, G)
-        theirs = word64(header + STREAM_BYTES)
-        stream_bytes = tl.load(theirs)
-        item_bytes = tl.load(theirs + 1)
-        offset = tl.load(theirs + 2)
-        same = same_call(ws, header) & (stream_bytes == expected_bytes) & (item_bytes > 0)
-        if same:
-            data = tl.where(offset == NOT_IN_HEAP, offset * 0, of_peer(ws, sender, HEAP) + offset)
-            items = tl.maximum((expected_bytes + item_bytes - 1) // item_bytes, 1)
-            set_of_peer(ws, sender, DATA, data)
-            set_of_peer(ws, sender, ITEM_BYTES, item_bytes)
-            set_of_peer(ws, sender, ITEMS, items)
-            if data != 0:
-                tl.store(word64(ws) + READS_PEERS, tl.full((), 1, tl.int64))
-        else:
-            status = fail_mismatch(ws, sender, header, expected_bytes)
-    return status
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def one_pass_direct(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl.c
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     status = offer(ws, grads, shard_word(shard, PARAMS), elems, status, ITEM, G)
-    status = accept(ws, grads, elems, status, ITEM, G)
+    status = accept(ws, grads, elems, status, ITEM, PARAM, G)
     origin, begin, end = slice_of(ws, elems, get(ws, RANK), G)
     if status == 0:
         sources = sources_of(ws, grads + (origin + begin) * ITEM, G)

@@ -37,7 +37,7 @@ def reduce_scatter_norm_direct(ws, grads, out, elems, status, NORM: tl.constexpr
     ITEM: tl.constexpr = NORM.grad.primitive_bitwidth // 8
     words = no_words()
     status = offer(ws, grads, grads * 0, elems, status, ITEM, G)
-    status = accept(ws, grads, elems, status, ITEM, G)
+    status = accept(ws, grads, elems, status, ITEM, 0, G)
     origin, begin, end = slice_of(ws, elems, get(ws, RANK), G)
     if status == 0:
         sources = sources_of(ws, grads + (origin + begin) * ITEM, G)

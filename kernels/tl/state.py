@@ -11,7 +11,7 @@ a barrier stands between the two.
     word  4      the clock, as one lane read it
     word  5      1: data were read where they lie in a peer's heap
     word  8..16  the header of the call in progress (call.h, CallHeader), as its fault names it
-    words 32 + 8p ..  of rank p: see REGION to SOURCE below
+    words 32 + 9p ..  of rank p: see REGION to RESULT below
 """
 
 import triton
@@ -40,6 +40,7 @@ BASE = tl.constexpr(4)  # epoch before the first item of this call
 ITEMS = tl.constexpr(5)  # items of this call
 ACKED = tl.constexpr(6)  # of those, acknowledged
 SOURCE = tl.constexpr(7)  # where the bytes last waited for lie
+RESULT = tl.constexpr(8)  # where my results go in its heap; collectives that store there only
 
 TABLE_RANK = tl.constexpr(STRUCTURES["table.rank"])
 TABLE_HEAP_BYTES = tl.constexpr(STRUCTURES["table.heap_bytes"])

@@ -51,6 +51,7 @@ PEER_LOST = tl.constexpr(STATUSES["peer_lost"])
 MISMATCH = tl.constexpr(STATUSES["mismatch"])
 ABORTED = tl.constexpr(STATUSES["aborted"])
 PEER_CLOSED = tl.constexpr(STATUSES["peer_closed"])
+CORRUPT = tl.constexpr(STATUSES["corrupt"])
 
 PAGE_CLAIMED = tl.constexpr(STRUCTURES["page.claimed"])
 PAGE_WAITS_FOR = tl.constexpr(STRUCTURES["page.waits_for"])
@@ -170,9 +171,8 @@ def claim_fault(ws, status, peer):
 
 
 @triton.jit(noinline=True)
-def fail_mismatch(ws, peer, theirs, expected_bytes):
-    """Records that the header at ``theirs`` is not that of this call; returns the status."""
-    status = tl.full((), MISMATCH, tl.int32)
+def fail_header(ws, status, peer, theirs, expected_bytes):
+    """Records what the header at ``theirs`` is not: of this call, or sound; returns the status."""
     page = claim_fault(ws, status, peer)
     if page != 0:
         copy_words(page + PAGE_FAULT + FAULT_THEIRS, theirs, HEADER_WORDS)

@@ -16,6 +16,9 @@ from ringcomm.comm.topology_nvml import read_machine
 from ringcomm.comm.topology_plan import Plan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
 
+# More make a plan that nobody reads.
+MOST_RANKS = 65536
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", help="read a recorded topology instead of this machine's")
@@ -120,8 +123,9 @@ def _placements(topology: Topology, args: argparse.Namespace) -> list[str | None
     Raises:
         ArgumentError: a GPU is not there, or the number of ranks is not positive.
     """
-    if args.ranks is not None and args.ranks < 1:
-        raise ArgumentError(f"--ranks: expected at least 1, got {args.ranks}")
+    if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+        wanted = "at least 1" if args.ranks < 1 else f"at most {MOST_RANKS}"
+        raise ArgumentError(f"--ranks: expected {wanted}, got {args.ranks}")
     if args.placement:
         return [_named_device(topology, word.strip()) for word in args.placement.split(",")]
     devices = visible_devices(topology, {} if args.file else os.environ)
@@ -136,7 +140,7 @@ def _placements(topology: Topology, args: argparse.Namespace) -> list[str | None
 
 
 def _named_device(topology: Topology, word: str) -> str:
-    if word.isdecimal() and int(word) < len(topology.gpus):
+    if word.isdecimal() and len(word) < 10 and int(word) < len(topology.gpus):
         return topology.gpus[int(word)].pci_bus_id
     if not word.isdecimal() and topology.find(word):
         return word

@@ -20,7 +20,7 @@ from ringcomm.comm.environment import read_environment
 from ringcomm.comm.exchanges import Exchanges
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.options import CommOptions
-from ringcomm.errors import ArgumentError, where
+from ringcomm.errors import ArgumentError, RendezvousError, where
 from ringcomm.memory.device_argument import find_device
 from ringcomm.memory.exchange import (
     Exchange,
@@ -28,11 +28,14 @@ from ringcomm.memory.exchange import (
     Meeting,
     check_name,
     machine_identity,
+    members_of,
 )
 from ringcomm.memory.heap import no_room_error, process_heap
 from ringcomm.memory.peers import MappedHeap, map_heap
 
 Device = torch.device | str | int | None
+
+_STRANGERS = "Does another process post in this store? Give every job a store of its own"
 
 
 class Communicator(Coalesced, Exchanges, Messages):
@@ -160,9 +163,9 @@ class Communicator(Coalesced, Exchanges, Messages):
             core = _make_core(heap, membership)
             handles = exchange.handles(_handle(heap, core, membership))
             heaps = tuple(map_heap(handle, heap, meeting.operation) for handle in handles)
-            _connect(core, handles, heaps)
-            exchange.confirm()
-            core.activate()
+            _connect(core, handles, heaps, meeting.operation)
+            exchange.confirm(handles)
+            _activate(core, meeting.operation)
         except BaseException as error:
             exchange.fail(error)
             if core is not None:
@@ -319,6 +322,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         token=heap.token,
         region_offset_bytes=core.region_offset_bytes,
         region_bytes=core.region_bytes,
+        proof=core.proof,
         layout=(
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
             f"records={membership.options.records}"
@@ -326,10 +330,23 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
     )
 
 
-def _connect(core: _native.Comm, handles: list[HeapHandle], heaps: tuple[MappedHeap, ...]) -> None:
-    core.connect(
-        [
-            (heap.mapping, handle.region_offset_bytes, heap.pid)
-            for handle, heap in zip(handles, heaps, strict=True)
-        ]
-    )
+def _connect(
+    core: _native.Comm, handles: list[HeapHandle], heaps: tuple[MappedHeap, ...], operation: str
+) -> None:
+    try:
+        core.connect(
+            [
+                (heap.mapping, handle.region_offset_bytes, heap.pid, handle.proof)
+                for handle, heap in zip(handles, heaps, strict=True)
+            ]
+        )
+    except ValueError as error:
+        raise RendezvousError(f"{operation}: {error}. {_STRANGERS}") from error
+    core.meet(members_of(handles))
+
+
+def _activate(core: _native.Comm, operation: str) -> None:
+    try:
+        core.activate()
+    except ValueError as error:
+        raise RendezvousError(f"{operation}: {error}. {_STRANGERS}") from error

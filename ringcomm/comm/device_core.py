@@ -11,7 +11,7 @@ from ringcomm import _native
 from ringcomm.comm.calls import Membership
 from ringcomm.comm.device_retired import Peer, end_stay, retire
 from ringcomm.comm.device_watch import Watched, unwatch, watch
-from ringcomm.errors import UnsupportedError, where
+from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory import device_runtime
 from ringcomm.memory.device_blocks import DeviceBlock, DeviceHeap
 from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap
@@ -52,6 +52,16 @@ def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
     share_bytes = STAGING_BYTES // (slot_sets * slots) // SMALLEST_SEGMENT_BYTES
     whole_bytes = share_bytes * SMALLEST_SEGMENT_BYTES
     return max(SMALLEST_SEGMENT_BYTES, min(whole_bytes, LARGEST_SEGMENT_BYTES))
+
+
+def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> None:
+    end = handle.region_offset_bytes + region_bytes
+    if handle.region_bytes != region_bytes or end > handle.capacity_bytes:
+        raise RendezvousError(
+            f"{operation}: expected a region of {region_bytes} bytes in the heap of "
+            f"{handle.capacity_bytes} bytes of rank {handle.rank}, got {handle.region_bytes} bytes "
+            f"at offset {handle.region_offset_bytes}. Do all ranks run the same ringcomm?"
+        )
 
 
 class DeviceCore:
@@ -101,6 +111,7 @@ class DeviceCore:
         with self.runtime.on_device(self.device):
             self._page = self.runtime.allocate_pinned(_native.HOST_PAGE_BYTES)
         self._regions: list[int] = []
+        self._capacities: list[int] = []
         self._mapped: Sequence[MappedDeviceHeap] = ()
         self._watched: Watched | None = None
         self._stay = stay
@@ -128,7 +139,11 @@ class DeviceCore:
 
     def reach(self, handles: Sequence[DeviceHandle], mapped: Sequence[MappedDeviceHeap]) -> None:
         """All peers' regions are mapped: from here on an end is told to them."""
+        operation = where("connect", self.rank, self.world_size)
+        for handle in handles:
+            _check_region(handle, self.native.region_bytes, operation)
         self._mapped = mapped
+        self._capacities = [handle.capacity_bytes for handle in handles]
         self._regions = [
             each.base_ptr + handle.region_offset_bytes
             for each, handle in zip(mapped, handles, strict=True)
@@ -139,7 +154,7 @@ class DeviceCore:
         table = self.native.table(
             regions=self._regions,
             heaps=[each.base_ptr for each in self._mapped],
-            heap_bytes=self.heap.capacity_bytes,
+            heap_bytes=self._capacities,
             host_page=self._page.device_ptr,
             rings=[list(ring) for ring in rings],
         )
@@ -188,7 +203,7 @@ class DeviceCore:
         except Exception:
             # The memory of a process that has ended may be gone. The own record remains.
             return None
-        return _native.fault_in_page(page)
+        return _native.fault_in_page(page, rank, self.world_size)
 
     def abort(self, reason: str) -> None:
         """Makes kernels of this rank and its peers give up; from any thread."""

@@ -23,6 +23,10 @@ LAUNCHERS = (
 )
 
 
+# Beyond, int() may refuse with an error of its own.
+MOST_DIGITS = 20
+
+
 @dataclass(frozen=True)
 class Placement:
     """This rank as its launcher placed it.
@@ -59,8 +63,8 @@ class Placement:
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
-    if not text.strip().isdecimal():
-        raise ArgumentError(f"{name}: expected an integer >= 0, got {text!r}")
+    if not text.strip().isdecimal() or len(text) > MOST_DIGITS:
+        raise ArgumentError(f"{name}: expected an integer >= 0, got {text[:80]!r}")
     return int(text)
 
 

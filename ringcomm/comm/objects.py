@@ -1,6 +1,8 @@
-"""Collectives of Python objects, pickled, as ``torch.distributed`` has them.
+"""Collectives of Python objects, under the names of ``torch.distributed``.
 
-Unpickling runs code that the sender chose: use these only among ranks that trust each other.
+Objects travel as plain data (``plain_objects.py``), from which nothing but plain data can come.
+torch pickles them, and unpickling runs code that the sender chose; so does
+``CommOptions(objects="pickle")``, which every rank must ask for.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ import torch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import root_of
 from ringcomm.comm.groups import Group, communicator_of
-from ringcomm.errors import ArgumentError
+from ringcomm.comm.plain_objects import pack, unpack
+from ringcomm.errors import ArgumentError, CorruptedError, UnsupportedError, where
+
+PICKLE_MAGIC = b"RCK1"
+# A size that a peer names is not memory that it has: beyond this it is not believed.
+LARGEST_OBJECT_BYTES = 1 << 36
 
 
 class _Buffer:
-    """Bytes and a tensor over them; bytes and pickle understand each other without numpy."""
+    """Bytes and a tensor over them; they understand each other without numpy."""
 
     __slots__ = ("raw", "tensor")
 
@@ -25,12 +32,42 @@ class _Buffer:
         self.raw = raw
         self.tensor = torch.frombuffer(raw, dtype=torch.uint8)
 
-    def unpack(self, size_bytes: int) -> Any:
-        return pickle.loads(memoryview(self.raw)[:size_bytes])
 
+class _Codec:
+    """How the objects of one call become bytes, and bytes objects."""
 
-def _pack(obj: Any) -> _Buffer:
-    return _Buffer(bytearray(pickle.dumps(obj)))
+    def __init__(self, communicator: Communicator, operation: str) -> None:
+        self.where = where(operation, communicator.rank, communicator.world_size)
+        self._pickles = communicator.options.objects == "pickle"
+
+    def pack(self, obj: Any) -> _Buffer:
+        if self._pickles:
+            return _Buffer(bytearray(PICKLE_MAGIC + pickle.dumps(obj)))
+        return _Buffer(pack(obj, self.where))
+
+    def unpack(self, room: _Buffer, size_bytes: int, sender: int) -> Any:
+        raw = memoryview(room.raw)[:size_bytes]
+        pickled = bytes(raw[: len(PICKLE_MAGIC)]) == PICKLE_MAGIC
+        if pickled != self._pickles:
+            came, wanted = ("a pickle", "plain data")[:: 1 if pickled else -1]
+            raise UnsupportedError(
+                f"{self.where}: expected {wanted}, got {came} from rank {sender}. Give all ranks "
+                "the same CommOptions.objects"
+            )
+        if pickled:
+            return pickle.loads(raw[len(PICKLE_MAGIC) :])
+        return unpack(raw, self.where, sender)
+
+    def check_size(self, size_bytes: int, sender: int) -> None:
+        if not 0 < size_bytes <= LARGEST_OBJECT_BYTES:
+            raise CorruptedError(
+                f"{self.where}: rank {sender} announced an object of {size_bytes} bytes; expected "
+                f"1 to {LARGEST_OBJECT_BYTES}"
+            )
+
+    def room(self, size_bytes: int, sender: int) -> _Buffer:
+        self.check_size(size_bytes, sender)
+        return _Buffer(bytearray(size_bytes))
 
 
 def _sizes(communicator: Communicator, packed: _Buffer) -> list[int]:
@@ -38,10 +75,6 @@ def _sizes(communicator: Communicator, packed: _Buffer) -> list[int]:
     communicator.all_gather_into_tensor(sizes, torch.tensor([len(packed.raw)], dtype=torch.int64))
     found: list[int] = sizes.tolist()
     return found
-
-
-def _room(size_bytes: int) -> _Buffer:
-    return _Buffer(bytearray(size_bytes))
 
 
 def _padded(packed: _Buffer, size_bytes: int) -> torch.Tensor:
@@ -71,14 +104,16 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
 
     Raises:
         ArgumentError: ``object_list`` is not a list of world_size entries.
+        UnsupportedError: ``obj`` is not plain data; see ``CommOptions.objects``.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     communicator = communicator_of(group, "all_gather_object")
     _check_list(communicator, "all_gather_object", "object_list", object_list)
-    packed = _pack(obj)
-    rooms = [_room(size) for size in _sizes(communicator, packed)]
+    codec = _Codec(communicator, "all_gather_object")
+    packed = codec.pack(obj)
+    rooms = [codec.room(size, rank) for rank, size in enumerate(_sizes(communicator, packed))]
     communicator.all_gather([room.tensor for room in rooms], packed.tensor)
-    object_list[:] = [room.unpack(len(room.raw)) for room in rooms]
+    object_list[:] = [codec.unpack(room, len(room.raw), rank) for rank, room in enumerate(rooms)]
 
 
 def gather_object(
@@ -101,13 +136,19 @@ def gather_object(
     is_root = communicator.rank == root
     if is_root:
         _check_list(communicator, "gather_object", "object_gather_list", object_gather_list)
-    packed = _pack(obj)
+    codec = _Codec(communicator, "gather_object")
+    packed = codec.pack(obj)
     sizes = _sizes(communicator, packed)
-    rooms = [_room(max(sizes)) for _ in sizes] if is_root else []
+    for rank, size in enumerate(sizes):
+        codec.check_size(size, rank)
+    rooms = [codec.room(max(sizes), rank) for rank in range(len(sizes))] if is_root else []
     mine = _padded(packed, max(sizes))
     communicator.gather(mine, [room.tensor for room in rooms], root)
     if object_gather_list is not None and is_root:
-        object_gather_list[:] = [room.unpack(size) for room, size in zip(rooms, sizes, strict=True)]
+        object_gather_list[:] = [
+            codec.unpack(room, size, rank)
+            for rank, (room, size) in enumerate(zip(rooms, sizes, strict=True))
+        ]
 
 
 def broadcast_object_list(
@@ -135,13 +176,14 @@ def broadcast_object_list(
         src = 0
     root = root_of(communicator, "broadcast_object_list", "src", src, group_src)
     is_root = communicator.rank == root
-    packed = _pack(object_list) if is_root else None
+    codec = _Codec(communicator, "broadcast_object_list")
+    packed = codec.pack(object_list) if is_root else None
     size = torch.tensor([len(packed.raw) if packed else 0], dtype=torch.int64)
     communicator.broadcast(size, root)
-    room = packed or _room(int(size.item()))
+    room = packed or codec.room(int(size.item()), root)
     communicator.broadcast(room.tensor, root)
     if not is_root:
-        values = room.unpack(len(room.raw))
+        values = codec.unpack(room, len(room.raw), root)
         _fill("broadcast_object_list", "object_list", object_list, values)
 
 
@@ -175,15 +217,19 @@ def scatter_object_list(
             f"scatter_object_list on rank {communicator.rank} of {communicator.world_size}: "
             "scatter_object_output_list: expected a list of at least one entry"
         )
+    codec = _Codec(communicator, "scatter_object_list")
     packed: list[_Buffer] = []
     if is_root:
         name = "scatter_object_input_list"
         _check_list(communicator, "scatter_object_list", name, scatter_object_input_list)
-        packed = [_pack(obj) for obj in scatter_object_input_list or []]
+        packed = [codec.pack(obj) for obj in scatter_object_input_list or []]
     sizes = torch.tensor([len(each.raw) for each in packed] or [0] * communicator.world_size)
     communicator.broadcast(sizes, root)
+    for size in sizes.tolist():
+        codec.check_size(size, root)
     longest = int(sizes.max().item())
-    room = _room(longest)
+    room = codec.room(longest, root)
     padded = [_padded(each, longest) for each in packed]
     communicator.scatter(room.tensor, padded, root)
-    scatter_object_output_list[0] = room.unpack(int(sizes[communicator.rank].item()))
+    mine = int(sizes[communicator.rank].item())
+    scatter_object_output_list[0] = codec.unpack(room, mine, root)

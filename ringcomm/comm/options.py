@@ -46,6 +46,8 @@ class CommOptions:
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` goes before it. On the host they run in Triton's interpreter.
+        objects: "plain", or "pickle" to let the object collectives send anything: unpickling runs
+            code that the sender chose, so that is for ranks that trust each other.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT
@@ -56,6 +58,7 @@ class CommOptions:
     copy_bytes: int = 0
     records: int = 256
     kernels: str = "native"
+    objects: str = "plain"
 
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
@@ -70,6 +73,8 @@ class CommOptions:
                 )
         if self.kernels not in ("native", "triton"):
             raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
+        if self.objects not in ("plain", "pickle"):
+            raise ArgumentError(f"objects: expected plain or pickle, got {self.objects!r}")
         if self.channels < 0:
             raise ArgumentError(f"channels: expected 0 or more, got {self.channels}")
         if not 0 <= self.records <= _native.MAX_RECORDS:

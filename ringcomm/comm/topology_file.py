@@ -124,7 +124,10 @@ class _Reader:
         value = cast("float | None", self._optional(name, "a number > 0", (int, float)))
         if value is not None and not (not isinstance(value, bool) and 0 < value < math.inf):
             raise self.wrong("a number > 0", value, name)
-        return None if value is None else float(value)
+        try:
+            return None if value is None else float(value)
+        except OverflowError:  # an integer of some hundred digits
+            raise self.wrong("a number > 0", "one that is too large", name) from None
 
     def list(self, name: str) -> list[object]:
         return cast("list[object]", self._checked(name, "a list", list, []))

@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any
 from weakref import WeakValueDictionary
 
 from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
 from ringcomm.memory.device_blocks import TOKEN_BYTES, DeviceHeap
 from ringcomm.memory.device_heap import heap_of_token
 from ringcomm.memory.device_runtime import DeviceRuntime
-from ringcomm.memory.exchange import machine_identity, read_record
+from ringcomm.memory.exchange import machine_identity
+from ringcomm.memory.records import read_fields
 
 # After the communicators (100), before the heaps of this process (80).
 EXIT_PRIORITY = 90
@@ -64,22 +64,7 @@ class DeviceHandle:
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> DeviceHandle:
         """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
-        record = read_record(text, rank, operation)
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = values[field.name] = record.get(field.name)
-            if field.type == "int":
-                wanted, fits = "an integer >= 0", type(value) is int and value >= 0
-            elif field.name == "ipc_handle":
-                wanted, fits = "hexadecimal digits", type(value) is str and _is_hex(value)
-            else:
-                wanted, fits = "a string", type(value) is str
-            if not fits:
-                raise RendezvousError(
-                    f"{operation}: expected {field.name} of rank {rank} to be {wanted}, "
-                    f"got {value!r}"
-                )
-        return cls(**values)
+        return cls(**read_fields(cls, text, rank, operation, hexadecimal=("ipc_handle",)))
 
     @property
     def place(self) -> str:
@@ -88,13 +73,6 @@ class DeviceHandle:
             f"rank {self.rank} (pid {self.pid}, device {self.device}: {self.device_name} at "
             f"{self.pci_bus_id})"
         )
-
-
-def _is_hex(text: str) -> bool:
-    try:
-        return bytes.fromhex(text).hex() == text
-    except ValueError:
-        return False
 
 
 def _export(heap: DeviceHeap) -> tuple[str, str]:
@@ -128,7 +106,7 @@ def make_handle(
         ipc_refusal=ipc_refusal,
         capacity_bytes=heap.capacity_bytes,
         token=heap.token,
-        proof=secrets.randbits(64),
+        proof=secrets.randbits(63),
         region_offset_bytes=region[0],
         region_bytes=region[1],
         layout=layout,

@@ -11,7 +11,8 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +24,14 @@ from ringcomm.errors import (
     UnsupportedError,
     where,
 )
+from ringcomm.memory.records import (
+    FORMAT_VERSION,
+    digest_of,
+    read_fields,
+    read_record,
+    shown,
+)
 
-FORMAT_VERSION = 1
 # A store has no wait that Ctrl-C can interrupt, so it is polled: often at first, since ranks
 # mostly arrive together, then less and less.
 FIRST_POLL_S = 0.0002
@@ -65,7 +72,8 @@ class Meeting:
 class HeapHandle:
     """Where a rank's heap and its region in it are, and what all ranks must agree on.
 
-    ``host``, ``boot`` and ``pid_namespace`` say which ranks can map each other.
+    ``host``, ``boot`` and ``pid_namespace`` say which ranks can map each other. ``proof`` is
+    random in every communicator and stands in the region, which only this user's processes read.
     """
 
     rank: int
@@ -79,24 +87,13 @@ class HeapHandle:
     token: int
     region_offset_bytes: int
     region_bytes: int
+    proof: int
     layout: str
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> HeapHandle:
         """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
-        record = read_record(text, rank, operation)
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value: Any = record.get(field.name)
-            wanted = "an integer >= 0" if field.type == "int" else "a string"
-            fits = type(value) is int and value >= 0 if field.type == "int" else type(value) is str
-            if not fits:
-                raise RendezvousError(
-                    f"{operation}: expected {field.name} of rank {rank} to be {wanted}, "
-                    f"got {value!r}"
-                )
-            values[field.name] = value
-        return cls(**values)
+        return cls(**read_fields(cls, text, rank, operation))
 
 
 def launch_attempt() -> str:
@@ -112,23 +109,6 @@ def machine_identity() -> tuple[str, str, str]:
     """Host name, boot id and PID namespace: equal for ranks that can map each other's heaps."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
-
-
-def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or record.get("version") != FORMAT_VERSION:
-        raise RendezvousError(
-            f"{operation}: rank {rank} posted something that is not a version {FORMAT_VERSION} "
-            f"record: {text[:80]!r}. Do all ranks run the same ringcomm?"
-        )
-    if "error" in record:
-        error = RendezvousError(f"{operation}: rank {rank} failed: {record['error']}")
-        error.repeats = True
-        raise error
-    return record
 
 
 def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
@@ -226,6 +206,12 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
         )
 
 
+def members_of(handles: Sequence[HeapHandle]) -> int:
+    """A positive number of 63 bits that stands for all handles of a communicator."""
+    everyone = {str(rank): asdict(handle) for rank, handle in enumerate(handles)}
+    return int(digest_of(everyone), 16) >> 1 or 1
+
+
 class Exchange:
     """The two rounds of one rendezvous."""
 
@@ -250,6 +236,12 @@ class Exchange:
         texts = _collect(self._meeting, f"{self._prefix}/heap")
         operation = self._meeting.operation
         handles = [HeapHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
+        if handles[mine.rank] != mine:
+            raise RendezvousError(
+                f"{operation}: another process posts as rank {mine.rank}, too (pid "
+                f"{handles[mine.rank].pid}; this one is {mine.pid}). Give every rank a number of "
+                "its own, and every job a store of its own"
+            )
         for rank, theirs in enumerate(handles):
             check_agreement(self._meeting, mine, theirs, rank)
         return handles
@@ -270,10 +262,32 @@ class Exchange:
             if text is not None:
                 read_record(text, rank, self._meeting.operation)
 
-    def confirm(self) -> None:
-        """Says that this rank is ready and returns when all are; raises when one failed."""
-        _post(self._meeting, f"{self._prefix}/ready", {})
-        _collect(self._meeting, f"{self._prefix}/ready")
+    def confirm(self, handles: Sequence[HeapHandle] = ()) -> None:
+        """Says that this rank is ready and returns when all are; raises when one failed.
+
+        Args:
+            handles: as this rank read them, to be compared; none: nothing is.
+
+        Raises:
+            RendezvousError: a rank failed, or read another handle of a rank than this one; named.
+        """
+        saw = [digest_of(asdict(handle)) for handle in handles]
+        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw})
+        operation = self._meeting.operation
+        for rank, text in enumerate(_collect(self._meeting, f"{self._prefix}/ready")):
+            theirs = read_record(text, rank, operation).get("saw")
+            if theirs == saw:
+                continue
+            if not isinstance(theirs, list) or len(theirs) != len(saw):
+                raise RendezvousError(
+                    f"{operation}: expected {len(saw)} digests of rank {rank}, got {shown(theirs)}"
+                )
+            forged = next(i for i in range(len(saw)) if theirs[i] != saw[i])
+            raise RendezvousError(
+                f"{operation}: rank {rank} read another handle of rank {forged} than this rank: "
+                f"more than one process posts as rank {forged}. Give every rank a number of its "
+                "own, and every job a store of its own"
+            )
 
     def fail(self, error: BaseException) -> None:
         """Tells the peers that wait in either round that this rank cannot take part."""

@@ -23,6 +23,9 @@ from ringcomm.memory.device_argument import find_device
 HEAP_BYTES_VARIABLE = "RINGCOMM_HEAP_BYTES"
 HEAP_DIR_VARIABLE = "RINGCOMM_HEAP_DIR"
 SMALLEST_HEAP_BYTES = 2 << 20
+# What 47 bits of addresses can hold; no kernel maps more.
+LARGEST_HEAP_BYTES = 1 << 47
+MOST_DIGITS = 20
 _SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _CGROUP_LIMIT_FILES = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -62,9 +65,10 @@ def parse_bytes(text: str, name: str) -> int:
     stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
     digits = stripped.rstrip("kmgt")
     unit = _SIZE_SUFFIXES.get(stripped[len(digits) :])
-    if unit is None or not digits.strip().isdecimal():
+    # int() refuses some thousand digits with an error of its own.
+    if unit is None or not digits.strip().isdecimal() or len(digits) > MOST_DIGITS:
         raise ArgumentError(
-            f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text!r}"
+            f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text[:80]!r}"
         )
     return int(digits) * unit
 
@@ -86,9 +90,10 @@ def _wanted_heap_bytes(heap_bytes: int | None) -> int:
     if heap_bytes is None:
         text = os.environ.get(HEAP_BYTES_VARIABLE, "")
         heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE) if text else default_heap_bytes()
-    if heap_bytes < SMALLEST_HEAP_BYTES:
+    if not SMALLEST_HEAP_BYTES <= heap_bytes <= LARGEST_HEAP_BYTES:
         raise ArgumentError(
-            f"heap_bytes: expected at least {SMALLEST_HEAP_BYTES} bytes, got {heap_bytes}; "
+            f"heap_bytes: expected at least {SMALLEST_HEAP_BYTES} bytes and at most "
+            f"{LARGEST_HEAP_BYTES}, got {heap_bytes}; "
             f"pass a larger heap_bytes= or set {HEAP_BYTES_VARIABLE}"
         )
     return heap_bytes

@@ -11,8 +11,12 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ReduceOp
-from ringcomm.errors import CheckpointError, MismatchError, where
+from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, where
 from ringcomm.optim.layout import digest_of
+
+# A description has some hundred bytes per parameter; what a peer says of its size is not believed
+# beyond this.
+LARGEST_BYTES = 1 << 30
 
 
 def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any]) -> None:
@@ -33,9 +37,8 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
         return
     everyone = exchange(comm, mine)
     other = next(rank for rank, each in enumerate(digests) if each != digests[0])
-    difference = first_difference(everyone[0], everyone[other])
     head = where(operation, comm.rank, comm.world_size)
-    said = _worded(difference, "rank 0", f"rank {other}")
+    said = difference_in_words(everyone[0], everyone[other], other, head)
     raise MismatchError(
         f"{head}: the ranks differ. {said}. Give all ranks the same parameters, in the same order, "
         "and the same options"
@@ -43,12 +46,39 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
 
 
 def exchange(comm: Communicator, mine: Any) -> list[Any]:
-    """Plain JSON data of every rank, by rank; collective."""
+    """Plain JSON data of every rank, by rank; collective.
+
+    Raises:
+        CorruptedError: what a rank sent is not that; names it.
+    """
     text = json.dumps(mine).encode()
     size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
     comm.all_reduce(size, ReduceOp.MAX)
     comm._finish_host_side()
-    return [json.loads(each) for each in _all_gather_bytes(comm, text, int(size.item()))]
+    head = where("comparing the ranks", comm.rank, comm.world_size)
+    longest = int(size.item())
+    if not len(text) <= longest <= LARGEST_BYTES:
+        raise CorruptedError(
+            f"{head}: expected descriptions of {len(text)} to {LARGEST_BYTES} bytes, and some rank "
+            f"announced {longest}. Do all ranks run the same ringcomm?"
+        )
+    texts = _all_gather_bytes(comm, text, longest)
+    return [read_description(each, rank, head) for rank, each in enumerate(texts)]
+
+
+def read_description(text: bytes, rank: int, operation: str) -> Any:
+    """The JSON data that ``rank`` sent.
+
+    Raises:
+        CorruptedError: it is no JSON text.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptedError(
+            f"{operation}: what rank {rank} sent is no JSON text ({text[:80]!r}). Do all ranks run "
+            "the same ringcomm?"
+        ) from error
 
 
 @contextmanager
@@ -70,6 +100,10 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
     if comm is not None:
         told = {"error": None if error is None else str(error), "same": same}
         for rank, each in enumerate(exchange(comm, told)):
+            if not isinstance(each, dict) or not {"error", "same"} <= each.keys():
+                raise CorruptedError(
+                    f"{operation}: expected the outcome of rank {rank}'s load, got {each!r:.80}"
+                )
             if error is None and each["error"] is not None:
                 error = CheckpointError(
                     f"{operation}: rank {rank} cannot load its state, so no rank does: "
@@ -92,6 +126,21 @@ def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[
     comm._finish_host_side()
     # Not numpy(): torch runs without it. One copy per rank is nothing at this size.
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
+
+
+def difference_in_words(first: Any, other: Any, rank: int, operation: str) -> str:
+    """How the descriptions of rank 0 and of ``rank`` differ.
+
+    Raises:
+        CorruptedError: one of them is no description.
+    """
+    try:
+        return _worded(first_difference(first, other), "rank 0", f"rank {rank}")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptedError(
+            f"{operation}: ranks 0 and {rank} differ, and what one of them sent is no description "
+            f"of an optimizer: {error}. Do all ranks run the same ringcomm?"
+        ) from error
 
 
 Difference = tuple[str, Any, Any]

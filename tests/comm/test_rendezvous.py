@@ -42,6 +42,7 @@ def _handle(**changes: Any) -> HeapHandle:
         token=heap.token,
         region_offset_bytes=0,
         region_bytes=1,
+        proof=0,
         layout="segment_bytes=262144, slots=4, records=256",
     )
     return replace(handle, **changes)

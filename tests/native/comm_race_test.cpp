@@ -66,13 +66,14 @@ struct World {
 
 void build(World& w, int rank) {
   Rank& mine = w.ranks[size_t(rank)];
-  mine.comm =
-      std::make_unique<Comm>(w.heap, CommConfig{rank, w.size, 2, kSegmentBytes, kTimeoutNs});
+  mine.comm = std::make_unique<Comm>(
+      w.heap, CommConfig{rank, w.size, 2, kSegmentBytes, kTimeoutNs, 8, "race"});
   mine.messenger = std::make_unique<Messenger>(*mine.comm);
   w.meet();
   std::vector<PeerAddress> peers;
   for (const Rank& peer : w.ranks)
-    peers.push_back({w.heap, w.heap->base(), peer.comm->region_offset(), 0});
+    peers.push_back({w.heap, w.heap->base(), w.heap->capacity_bytes(), peer.comm->region_offset(),
+                     0, peer.comm->proof()});
   mine.comm->connect(peers);
   w.meet();
   mine.comm->activate();

@@ -85,12 +85,12 @@ struct World {
     t->world = s.world;
     t->rings = 2;
     t->layout = layout;
-    t->heap_bytes = arena.size() - kPageBytes;
     t->host = hosts[size_t(rank)].get();
     auto* order = const_cast<int32_t*>(rings_of(t));
     for (int p = 0; p < s.world; ++p) {
       t->regions[p] = regions[size_t(p)];
       t->heaps[p] = heap;
+      t->heap_bytes[p] = arena.size() - kPageBytes;
       const int evens = (s.world + 1) / 2;
       order[p] = p;
       order[s.world + p] = p < evens ? 2 * p : 2 * (s.world - 1 - p) + 1;

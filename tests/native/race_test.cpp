@@ -50,6 +50,7 @@ struct World {
   Layout layout;
   std::vector<char> arena;
   std::vector<char*> regions, heaps;
+  std::vector<uint64_t> heap_bytes;
   std::vector<Buffers> buffers;
   std::vector<std::vector<PeerState>> in;
   std::vector<std::vector<const void*>> sources;
@@ -70,6 +71,7 @@ struct World {
     for (int r = 0; r < world; ++r) {
       regions.push_back(base + share * uint64_t(r));
       heaps.push_back(base);
+      heap_bytes.push_back(arena.size() - 4096);
       buffers[size_t(r)].heap_in = reinterpret_cast<float*>(regions.back() + layout.region_bytes());
       for (int ch = 0; ch < channels; ++ch) {
         in.emplace_back(size_t(Stream::kCount) * size_t(world));
@@ -82,10 +84,17 @@ struct World {
   }
 
   View view(int rank, int channel) {
-    const uint64_t heap_bytes = arena.size() - 4096;
     const size_t r = size_t(rank * channels + channel);
-    return {rank,         world,           layout,       regions.data(),    heaps.data(),
-            heap_bytes,   120'000'000'000, in[r].data(), sources[r].data(), factors[r].data(),
+    return {rank,
+            world,
+            layout,
+            regions.data(),
+            heaps.data(),
+            heap_bytes.data(),
+            120'000'000'000,
+            in[r].data(),
+            sources[r].data(),
+            factors[r].data(),
             mine[r].get()};
   }
 };

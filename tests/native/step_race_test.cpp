@@ -73,6 +73,7 @@ struct World {
   Layout layout;
   std::vector<char> arena;
   std::vector<char*> regions, heaps;
+  std::vector<uint64_t> heap_bytes;
   std::vector<float*> grads, params;
   std::vector<std::vector<PeerState>> in;
   std::vector<std::vector<const void*>> sources;
@@ -93,6 +94,7 @@ struct World {
     for (int r = 0; r < world; ++r) {
       regions.push_back(base + share * uint64_t(r));
       heaps.push_back(base);
+      heap_bytes.push_back(arena.size() - 4096);
       grads.push_back(reinterpret_cast<float*>(regions.back() + layout.region_bytes()));
       params.push_back(reinterpret_cast<float*>(regions.back() + layout.region_bytes() + tensor));
       optimizers.push_back(std::make_unique<Optimizer>());
@@ -125,7 +127,7 @@ struct World {
            layout,
            regions.data(),
            heaps.data(),
-           arena.size() - 4096,
+           heap_bytes.data(),
            120'000'000'000,
            in[r].data(),
            sources[r].data(),

@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -14,15 +15,25 @@ SHOWING = (2, 20, 12)
 RUNS = 10
 HOST = ROOT / "kernels/host"
 # What is compiled once, and what is compiled again with the mutants in it.
-STEADY = ("comm", "comm_optimizer", "heap", "isa_baseline", "waiter")
+STEADY = (
+    "comm",
+    "comm_optimizer",
+    "describe",
+    "fault_plan",
+    "heap",
+    "isa_baseline",
+    "peer_heap",
+    "recorder",
+    "waiter",
+)
 MUTATED = ("messenger", "messenger_wait", "retired")
 MUTANTS = {
     "acknowledged before it was copied": Mutant(
         "messenger.cpp",
-        "  if (bytes > 0) std::memcpy(dst, m.",
+        "  if (m.goes == Goes::kThere && bytes > 0) std::memcpy(",
         "  if (CHOSEN) { SoloTeam early{{&comm_.waiter()}}; "
         "acknowledge(early, v, Stream::kMessage, peer, epoch); sched_yield(); }\n"
-        "  if (bytes > 0) std::memcpy(dst, m.",
+        "  if (m.goes == Goes::kThere && bytes > 0) std::memcpy(",
     ),
     "completed without the lock": Mutant(
         "messenger_wait.cpp",
@@ -66,7 +77,9 @@ def programs(tmp_path_factory):
         f'inline const int chosen_mutant = atoi(getenv("{VARIABLE}"));\n'
     )
     chosen = ("-c", "-include", str(mutants / "chosen.h"))
-    jobs = [(HOST / f"{name}.cpp", folder / f"{name}.o", ("-c",)) for name in (*STEADY, *MUTATED)]
+    jobs: list[tuple[Path, Path, tuple[str, ...]]] = [
+        (HOST / f"{name}.cpp", folder / f"{name}.o", ("-c",)) for name in (*STEADY, *MUTATED)
+    ]
     jobs += [(mutants / f"{name}.cpp", mutants / f"{name}.o", chosen) for name in MUTATED]
     jobs += [(ROOT / "tests/native/comm_race_test.cpp", folder / "main.o", ("-c",))]
     with ThreadPoolExecutor(2) as pool:

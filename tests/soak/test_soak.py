@@ -17,7 +17,7 @@ from tests.soak.usage import PRIVATE_SLACK_BYTES, Sample, complaints, growth
 from tests.support.ranks import run_ranks
 
 SHORT = Soak(seconds=3.0, seed=1, heap_bytes=64 << 20, calls_per_communicator=4)
-_kept = []
+_kept: list[torch.Tensor] = []
 
 
 def _keeps_a_descriptor():

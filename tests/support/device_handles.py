@@ -10,7 +10,7 @@ from torch.distributed import Store
 
 from ringcomm.memory.device_blocks import DeviceHeap
 from ringcomm.memory.device_peers import DeviceHandle, make_handle
-from ringcomm.memory.exchange import FORMAT_VERSION
+from ringcomm.memory.records import FORMAT_VERSION
 
 MIB = 1 << 20
 REGION = (MIB, 4096)

@@ -22,8 +22,9 @@ def interpreted() -> Iterator[None]:
     assert IS_INTERPRETED
 
 
-def connect(store: Any, rank: int, world: int, **options: Any) -> Communicator:
+def connect(store: Any, rank: int, world: int, name: str = "world", **options: Any) -> Communicator:
     """A communicator of processes, whose kernels are Triton's unless a call says otherwise."""
     os.environ["TRITON_INTERPRET"] = "1"
     usual = {"timeout": 40.0, "segment_bytes": 4096, "kernels": "triton"}
-    return Communicator.from_store(store, rank, world, options=CommOptions(**{**usual, **options}))
+    chosen = CommOptions(**{**usual, **options})
+    return Communicator.from_store(store, rank, world, name=name, options=chosen)

@@ -25,7 +25,7 @@ template <class E>
 RC_TEAM_FN Status adamw_all_gather_direct(E& e, Bucket b, const char* grad) {
   b.base = nullptr;
   RC_RETURN_IF_FAILED(offer(e, b, true));
-  RC_RETURN_IF_FAILED(accept(e, b));
+  RC_RETURN_IF_FAILED(accept(e, b, true));
   update_slice(e, b, grad);
   return return_offers(e, b);
 }

@@ -29,6 +29,12 @@ __device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* word) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -88,6 +94,10 @@ RC_FN uint32_t load_relaxed_sys(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
 
+RC_FN uint64_t load_relaxed_sys(const uint64_t* word) {
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+
 RC_FN void store_release_sys(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
@@ -97,9 +107,6 @@ RC_FN void store_relaxed_sys(uint32_t* word, uint32_t value) {
 }
 
 // Words of the flight recorder, which hosts alone keep.
-RC_FN uint64_t load_relaxed_sys(const uint64_t* word) {
-  return __atomic_load_n(word, __ATOMIC_RELAXED);
-}
 RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }

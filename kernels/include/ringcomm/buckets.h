@@ -86,8 +86,9 @@ RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
   RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int reader) {
     RC_RETURN_IF_FAILED(e.slot_is_free(e.pairs, reader, 0));
     const Span span = grads_of(e, b, reader);
-    e.write_header(e.my_slot(e.pairs, reader, 0), span, span.ptr != nullptr,
-                   span.bytes == 0 ? 1 : span.bytes,
+    const bool in_heap = span.ptr != nullptr;
+    e.write_header(e.my_slot(e.pairs, reader, 0), span, in_heap,
+                   in_heap ? whole_item(span.bytes) : e.segment_bytes(),
                    results ? e.heap_offset(b.params) : kNotInHeap);
     return Status::kOk;
   }));
@@ -99,7 +100,8 @@ RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
 // Waits for all offers. Afterwards sources()[rank] is where the rank's version of my slice lies,
 // and results[rank] its bucket of parameters.
 template <class E>
-RC_TEAM_FN Status accept(E& e, const Bucket& b) {
+RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
+  if (results) e.stores = {b.elems * uint64_t(b.param_bytes), uint64_t(b.param_bytes)};
   const Span mine = grads_of(e, b, e.rank());
   const Peers all{1, e.world()};
   e.each_by_lanes(all, [&](int p) { e.begin_receive(e.pairs, p); });

@@ -72,8 +72,18 @@ struct Fault {
   CallHeader mine, theirs;  // theirs: filled for a mismatch
 };
 
+// "ringcomm", read as a little-endian word: what lies here is a region.
+constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
+// Of the protocol: one more with every change of the layout, the header or the words.
+constexpr uint32_t kProtocolVersion = 1;
+
 struct ControlPage {
+  uint64_t magic;
+  uint32_t version;
   int32_t rank, world;
+  uint64_t proof;    // random in every communicator: whoever announces this region has read it
+  uint64_t members;  // of all that were announced, as the owner read them; 0 until it has
+  Layout layout;
   uint32_t claimed;    // taken by the one thread of the owner that may write the fault record
   uint32_t waits_for;  // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
@@ -81,5 +91,13 @@ struct ControlPage {
   char reason[256];  // an explicit abort's text
 };
 static_assert(sizeof(ControlPage) <= kPageBytes);
+
+RC_FN void begin_page(ControlPage* page, int32_t rank, const Layout& layout) {
+  page->magic = kRegionMagic;
+  page->version = kProtocolVersion;
+  page->rank = rank;
+  page->world = layout.world;
+  page->layout = layout;
+}
 
 RINGCOMM_NAMESPACE_END

@@ -12,6 +12,7 @@
 
 #include "ringcomm/schedule.h"
 #include "ringcomm/signal.h"
+#include "ringcomm/sound.h"
 
 #define RC_RETURN_IF_FAILED(expression)                         \
   do {                                                          \
@@ -63,6 +64,7 @@ struct Endpoint {
   Stream pairs = Stream::kPair;     // the stream of what one reader gets: kMessage for send/receive
   bool reads_peer_buffers = false;  // this lane's: some data of this call came zero copy
   Cut cut = {};
+  Stores stores = {};
 
   RC_TEAM_FN int rank() const { return v.rank; }
   RC_TEAM_FN int world() const { return v.world; }
@@ -234,17 +236,25 @@ struct Endpoint {
     PeerState& st = in(s, sender);
     const char* slot = v.slot(sender, s, team.channel(), v.rank, st.base + 1);
     const CallHeader& theirs = *reinterpret_cast<const CallHeader*>(slot);
-    if (!same_call(theirs.id, id()) || theirs.stream_bytes != expected_bytes ||
-        theirs.item_bytes == 0) {
+    if (!same_call(theirs.id, id()) || theirs.stream_bytes != expected_bytes)
       return fail(team, v, Status::kMismatch, sender, &theirs, expected_bytes);
+    // Each is loaded once, so that what was checked is what is used.
+    const uint64_t item_bytes = load_relaxed_sys(&theirs.item_bytes),
+                   offset = load_relaxed_sys(&theirs.heap_offset),
+                   results = load_relaxed_sys(&theirs.result_offset);
+    const bool in_heap = offset != kNotInHeap,
+               sized = item_bytes == segment_bytes() ||
+                       (in_heap && item_bytes == whole_item(expected_bytes));
+    if (!sized || (in_heap && !readable(v, sender, offset, expected_bytes)) ||
+        !storable(v, stores, sender, results)) {
+      return fail(team, v, Status::kCorrupt, sender, &theirs, expected_bytes);
     }
-    st.data = theirs.heap_offset == kNotInHeap ? nullptr : v.heaps[sender] + theirs.heap_offset;
-    reads_peer_buffers |= st.data != nullptr;
-    st.item_bytes = theirs.item_bytes;
-    st.items = items_of(expected_bytes, theirs.item_bytes);
+    st.item_bytes = item_bytes;
+    st.data = in_heap ? v.heaps[sender] + offset : nullptr;
+    reads_peer_buffers |= in_heap;
+    st.items = items_of(expected_bytes, st.item_bytes);
     factors()[sender] = theirs.factor;
-    if (theirs.result_offset != kNotInHeap)
-      v.results[sender] = v.heaps[sender] + theirs.result_offset;
+    if (results != kNotInHeap) v.results[sender] = v.heaps[sender] + results;
     return Status::kOk;
   }
 

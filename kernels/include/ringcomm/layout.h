@@ -62,6 +62,11 @@ struct Layout {
   uint32_t packet_bytes;   // payload of the largest packet message; a multiple of 64, 0: none
   uint64_t copy_bytes;     // what the copy engines stage at a time; a multiple of 64, 0: none
 
+  RC_FN constexpr bool same(const Layout& other) const {
+    return world == other.world && channels == other.channels && slots == other.slots &&
+           segment_bytes == other.segment_bytes && packet_bytes == other.packet_bytes &&
+           copy_bytes == other.copy_bytes;
+  }
   RC_FN constexpr int32_t message_channels() const {
     return channels < kMessageChannels ? channels : kMessageChannels;
   }

@@ -18,7 +18,7 @@ RINGCOMM_NAMESPACE_BEGIN
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_direct(E& e, const Bucket& b) {
   RC_RETURN_IF_FAILED(offer(e, b, false));
-  RC_RETURN_IF_FAILED(accept(e, b));
+  RC_RETURN_IF_FAILED(accept(e, b, false));
   e.ops.consume(e.team, Gradients{e.sources(), e.world()}, slice_of(e, b, e.rank()));
   return return_offers(e, b);
 }

@@ -40,6 +40,9 @@ RC_FN constexpr uint32_t items_of(uint64_t bytes, uint64_t item_bytes) {
   return bytes == 0 ? 1 : uint32_t((bytes + item_bytes - 1) / item_bytes);
 }
 
+// A zero-copy stream is one item, or as many segments as are published while they are made.
+RC_FN constexpr uint64_t whole_item(uint64_t bytes) { return bytes == 0 ? 1 : bytes; }
+
 RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64_t item) {
   const uint64_t begin = item * item_bytes;
   if (begin >= bytes) return 0;

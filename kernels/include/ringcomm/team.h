@@ -39,6 +39,7 @@ enum class Status : int32_t {
   kAborted = 4,      // some rank aborted the communicator
   kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
   kPeerClosed = 6,   // the awaited rank closed the communicator
+  kCorrupt = 7,      // what a peer published points outside of its heap, or at no item of ours
 };
 
 // The steps of every protocol between ranks.

@@ -19,10 +19,10 @@ struct PeerState {
 struct View {
   int32_t rank, world;
   Layout layout;
-  char* const* regions;  // [world] every rank's region, as mapped here
-  char* const* heaps;    // [world] every rank's heap, as mapped here
-  uint64_t heap_bytes;   // of this rank's heap
-  uint64_t timeout_ns;   // of one wait
+  char* const* regions;        // [world] every rank's region, as mapped here
+  char* const* heaps;          // [world] every rank's heap, as mapped here
+  const uint64_t* heap_bytes;  // [world] of every rank's heap
+  uint64_t timeout_ns;         // of one wait
   // Workspace of one channel, shared by the lanes of its team; on CUDA it lies in shared memory.
   PeerState* in;         // [streams][world]
   const void** sources;  // [world], and at least 2
@@ -59,8 +59,11 @@ struct View {
            layout.slot_offset(s, channel, reader, (epoch - 1) & (layout.slots - 1));
   }
   RC_FN bool in_my_heap(const void* ptr, uint64_t bytes) const {
-    const uint64_t offset = uint64_t(static_cast<const char*>(ptr) - heaps[rank]);
-    return offset < heap_bytes && bytes <= heap_bytes - offset;
+    return in_heap_of(rank, uint64_t(static_cast<const char*>(ptr) - heaps[rank]), bytes);
+  }
+  // An offset from outside may be any number: no sum of it is formed.
+  RC_FN bool in_heap_of(int owner, uint64_t offset, uint64_t bytes) const {
+    return offset < heap_bytes[owner] && bytes <= heap_bytes[owner] - offset;
   }
 };
 

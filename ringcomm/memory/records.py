@@ -1,0 +1,119 @@
+"""What ranks post in a store, read as what it is: text that anybody may have written.
+
+A store proves nothing: torch's TCPStore asks nobody who he is. So a record is checked field by
+field, and what it says of memory is checked again in that memory (``_native.Comm.connect``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ringcomm.errors import RendezvousError
+
+__all__ = ["FORMAT_VERSION", "digest_of", "number_below", "read_fields", "read_record", "shown"]
+
+FORMAT_VERSION = 1
+# A record is some hundred bytes; a topology of many GPUs some hundred thousand.
+LARGEST_RECORD_BYTES = 4 << 20
+LONGEST_TEXT = 4096
+# What a C++ int and a signed 64-bit integer hold.
+LARGEST_NUMBER = 2**63 - 1
+_LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device"), 2**31 - 1)
+_LARGEST |= {"token": 2**64 - 1, "proof": 2**64 - 1}
+
+
+def shown(value: Any) -> str:
+    """A value of unknown size and depth, for a message."""
+    try:
+        return reprlib.repr(value)
+    except (RecursionError, ValueError):  # an integer of too many digits, too
+        return f"a {type(value).__name__} that is too large to show"
+
+
+def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
+    """The fields that ``rank`` posted.
+
+    Raises:
+        RendezvousError: the text is no record of this version, or says that the rank failed.
+    """
+    record: Any = None
+    if len(text) <= LARGEST_RECORD_BYTES:
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+    version = record.get("version") if isinstance(record, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise RendezvousError(
+            f"{operation}: rank {rank} posted something that is not a version {FORMAT_VERSION} "
+            f"record: {text[:80]!r}. Do all ranks run the same ringcomm?"
+        )
+    if "error" in record:
+        said = record["error"]
+        told = said if type(said) is str else shown(said)
+        error = RendezvousError(f"{operation}: rank {rank} failed: {told[:LONGEST_TEXT]}")
+        error.repeats = True
+        raise error
+    return dict(record)
+
+
+def number_below(value: Any, limit: int) -> bool:
+    """Whether it is an integer, and no bool, in [0, limit)."""
+    return type(value) is int and 0 <= value < limit
+
+
+def read_fields(
+    cls: Any, text: bytes, rank: int, operation: str, hexadecimal: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The values of a dataclass of integers >= 0 and strings, as ``rank`` posted them.
+
+    Args:
+        cls: the dataclass.
+        text: as posted.
+        rank: who should have posted it.
+        operation: named in errors.
+        hexadecimal: the fields that hold bytes in hexadecimal digits.
+
+    Raises:
+        RendezvousError: anything else was posted; names the field.
+    """
+    record = read_record(text, rank, operation)
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        value = values[field.name] = record.get(field.name)
+        if field.type == "int":
+            largest = _LARGEST.get(field.name, LARGEST_NUMBER)
+            wanted = "an integer >= 0"
+            fits = number_below(value, largest + 1)
+            if not fits and type(value) is int and value > largest:
+                wanted += f" and <= {largest}"
+        elif field.name in hexadecimal:
+            wanted, fits = "hexadecimal digits", type(value) is str and _is_hex(value)
+        else:
+            wanted = "a string"
+            fits = type(value) is str and len(value) <= LONGEST_TEXT
+            if type(value) is str:
+                wanted += f" of at most {LONGEST_TEXT} characters"
+        if not fits:
+            raise RendezvousError(
+                f"{operation}: expected {field.name} of rank {rank} to be {wanted}, "
+                f"got {shown(value)}"
+            )
+    return values
+
+
+def _is_hex(text: str) -> bool:
+    try:
+        return bytes.fromhex(text).hex() == text
+    except ValueError:
+        return False
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits (64 bits of SHA-256) that stand for the values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

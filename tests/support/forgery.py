@@ -1,0 +1,91 @@
+"""A rank that writes into its own region what no rank of ringcomm would: its peers must notice."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ringcomm import Communicator, _native
+from ringcomm.memory.heap import process_heap
+
+HEADER = struct.Struct("<QQIiiiIIQQQdQ")
+FIELDS = (
+    "sequence",
+    "match_bytes",
+    "collective",
+    "dtype",
+    "redop",
+    "root",
+    "algorithm",
+    "kernels",
+    "stream_bytes",
+    "item_bytes",
+    "heap_offset",
+    "factor",
+    "result_offset",
+)
+NOT_IN_HEAP = 2**64 - 1
+PAIR, SHARED, MESSAGE = 0, 1, 2
+SEND = 10
+
+
+@dataclass(frozen=True)
+class Region:
+    """One rank's region as mapped in this process."""
+
+    base_ptr: int
+    sizes: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, comm: Communicator, rank: int | None = None) -> Region:
+        """The region of ``rank`` (default: its own) of ``comm``."""
+        core: Any = comm._core
+        table = core.rank_table(0)
+        place = _native.STRUCTURES["table.regions"] + 8 * (comm.rank if rank is None else rank)
+        (base_ptr,) = struct.unpack_from("<Q", table, place)
+        return cls(base_ptr, (comm.world_size, 1, core.slots, core.segment_bytes))
+
+    def offset(self, what: str, stream: int, peer: int) -> int:
+        return _native.layout_offset(self.sizes, what, stream, 0, peer)
+
+    def write(self, offset: int, raw: bytes) -> None:
+        ctypes.memmove(self.base_ptr + offset, raw, len(raw))
+
+    def read(self, offset: int, size: int) -> bytes:
+        return ctypes.string_at(self.base_ptr + offset, size)
+
+
+def header(
+    collective: int, dtype: str, size_bytes: int, match_bytes: int, /, **changes: Any
+) -> bytes:
+    """A staged header of a communicator's first call, with ``changes`` to it."""
+    values: dict[str, Any] = dict.fromkeys(FIELDS, 0)
+    values |= {
+        "sequence": 1,
+        "match_bytes": match_bytes,
+        "collective": collective,
+        "dtype": _native.DTYPES[dtype],
+        "redop": -1,
+        "root": -1,
+        "algorithm": 1,
+        "stream_bytes": size_bytes,
+        "heap_offset": NOT_IN_HEAP,
+        "factor": 1.0,
+        "result_offset": NOT_IN_HEAP,
+        **changes,
+    }
+    return HEADER.pack(*(values[name] for name in FIELDS))
+
+
+def publish(comm: Communicator, reader: int, stream: int, raw: bytes) -> None:
+    """Puts ``raw`` into the first slot of this rank's stream to ``reader``, and publishes it."""
+    mine, theirs = Region.of(comm), Region.of(comm, reader)
+    mine.write(mine.offset("slot", stream, reader), raw)
+    theirs.write(theirs.offset("signal", stream, comm.rank), struct.pack("<I", 1))
+
+
+def heap_end() -> int:
+    """The size of this process's heap, which is an offset right behind it."""
+    return process_heap().capacity_bytes
