@@ -10,7 +10,7 @@ from typing import NoReturn
 from ringcomm import _native
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.work import Outputs
-from ringcomm.errors import RingcommError
+from ringcomm.errors import AbortedError, RingcommError, unusable_error, where
 from ringcomm.memory.exchange import Store
 from ringcomm.memory.peers import MappedHeap
 
@@ -56,6 +56,20 @@ class Call:
         self.name = name
         self.run = run
         self.outputs = outputs
+
+
+# Functions, so that what they return holds no communicator: a cycle would keep its memory and
+# descriptors until the garbage collector comes by.
+def refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
+    """Makes the error of a call after the communicator's first fault."""
+    return lambda op: unusable_error(op, rank, world_size, first)
+
+
+def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommError]:
+    """Makes the error of a call after the communicator was closed."""
+    return lambda op: AbortedError(
+        f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
+    )
 
 
 class Unusable:

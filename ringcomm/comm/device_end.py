@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from ringcomm.comm.calls import Call, Membership
+from ringcomm.comm.calls import Call, Membership, closed, refusal
 from ringcomm.comm.device_core import DeviceCore
 from ringcomm.comm.device_meeting import Meeting
 from ringcomm.comm.device_order import DeviceOrder
 from ringcomm.comm.device_retired import abandon
-from ringcomm.comm.engine import EXIT_GRACE_S, Engine, _closed, _refusal
+from ringcomm.comm.engine import Engine
+from ringcomm.comm.live_engines import EXIT_GRACE_S
 from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.memory.device_runtime import DeviceRuntime, Event
 
@@ -82,7 +83,7 @@ class DeviceEnd(Engine):
     def _give_up(self, kind: type[RingcommError], text: str) -> RingcommError:
         """Makes the communicator unusable on all ranks, and returns the error that says why."""
         error = kind(f"{text}. The communicator is unusable now: close it and build a new one")
-        self._disable(_refusal(self._rank, self._world_size, error))
+        self._disable(refusal(self._rank, self._world_size, error))
         self._device_core.abort(text)
         return error
 
@@ -104,7 +105,7 @@ class DeviceEnd(Engine):
         try:
             if self._told is None:
                 self._told = self._refuse is not None
-            self._disable(_closed(self._rank, self._world_size, self.name))
+            self._disable(closed(self._rank, self._world_size, self.name))
             if self._last_recorded is not None:
                 # Replays are on streams that nobody has told this communicator about.
                 self._device_core.synchronize()
@@ -127,7 +128,7 @@ class DeviceEnd(Engine):
                 return
         if not self._told and self._device_core.aborted:
             self._unreported = self._fault("close")
-            self._refuse = _refusal(self._rank, self._world_size, self._unreported)
+            self._refuse = refusal(self._rank, self._world_size, self._unreported)
             self._told = True
         self._order.leave(self._meeting or self._device_core)
         super()._close(grace_s)

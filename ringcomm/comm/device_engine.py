@@ -19,7 +19,7 @@ from ringcomm.comm.device_order import DeviceOrder
 from ringcomm.comm.device_site import DeviceSite
 from ringcomm.comm.device_triton import Prepared, TritonLaunch, launch
 from ringcomm.comm.device_work import DeviceWork
-from ringcomm.comm.engine import _milliseconds
+from ringcomm.comm.options import milliseconds_of
 from ringcomm.comm.triton_calls import ONE_RANK, TritonEnd, require_triton
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.errors import CollectiveTimeout, PeerLost, UnsupportedError, where
@@ -256,7 +256,7 @@ class DeviceEngine(DeviceEnd):
         core = self._device_core
         usual_ms = core.timeout_ms
         if timeout is not None:
-            core.timeout_ms = _milliseconds(timeout)
+            core.timeout_ms = milliseconds_of(timeout)
         try:
             outputs = fn()
         finally:

@@ -6,18 +6,18 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 
 from ringcomm import _native
+from ringcomm.comm import live_engines
 from ringcomm.comm.call_queue import CallQueue
-from ringcomm.comm.calls import Call, Membership, Turn, Unusable
+from ringcomm.comm.calls import Call, Membership, Turn, Unusable, closed, refusal
 from ringcomm.comm.checks import Site
 from ringcomm.comm.flight_recorder import FlightRecorder, at_this_call_site
-from ringcomm.comm.options import CommOptions, seconds_of
+from ringcomm.comm.live_engines import EXIT_GRACE_S
+from ringcomm.comm.options import CommOptions, milliseconds_of
 from ringcomm.comm.recording import Recording
 from ringcomm.comm.reduce_ops import Reduction
 from ringcomm.comm.triton_calls import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
@@ -27,30 +27,8 @@ from ringcomm.errors import (
     ForkError,
     RingcommError,
     from_fault,
-    unusable_error,
     where,
 )
-
-# Calls under way at exit get this long to end by themselves before their peers are told.
-EXIT_GRACE_S = 5.0
-# Before multiprocessing joins its children, which may wait for this rank.
-EXIT_PRIORITY = 100
-
-
-def _milliseconds(timeout: timedelta | float) -> int:
-    return max(1, round(seconds_of(timeout) * 1000))
-
-
-# Functions of their own, so that they hold no communicator: a cycle would keep its memory and
-# descriptors until the garbage collector comes by.
-def _refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
-    return lambda op: unusable_error(op, rank, world_size, first)
-
-
-def _closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommError]:
-    return lambda op: AbortedError(
-        f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
-    )
 
 
 class Engine:
@@ -70,8 +48,7 @@ class Engine:
         # None: the native kernels, on the quick paths too.
         self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
-        _close_at_exit()
-        _live.add(self)
+        live_engines.add(self)
 
     @property
     def rank(self) -> int:
@@ -105,7 +82,7 @@ class Engine:
 
     @timeout.setter
     def timeout(self, timeout: timedelta | float) -> None:
-        self._native.timeout_ms = _milliseconds(timeout)
+        self._native.timeout_ms = milliseconds_of(timeout)
 
     @property
     def launches(self) -> bool:
@@ -223,7 +200,7 @@ class Engine:
             raise self._refuse(opname)
         if timeout is None:
             return self._enqueue(fn, opname)
-        timeout_ms = _milliseconds(timeout)
+        timeout_ms = milliseconds_of(timeout)
 
         def run() -> Outputs:
             usual_ms = self._core.timeout_ms
@@ -247,7 +224,7 @@ class Engine:
             self._recorder.explain(fault, lambda told: from_fault(head, told))
             error = from_fault(head, fault)
             error.repeats = fault["rank"] != self._rank
-        self._disable(_refusal(self._rank, self._world_size, error))
+        self._disable(refusal(self._rank, self._world_size, error))
         return error
 
     def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
@@ -271,7 +248,7 @@ class Engine:
             f"{where('abort', self._rank, self._world_size)}: "
             f"{reason or 'Communicator.abort() was called'}"
         )
-        self._disable(_refusal(self._rank, self._world_size, first))
+        self._disable(refusal(self._rank, self._world_size, first))
         self._core.abort(reason)
 
     def close(self) -> None:
@@ -293,7 +270,7 @@ class Engine:
         if not idle:
             self.abort("closed with a call under way")
             idle = self._queue.stop(EXIT_GRACE_S) and self._queue.turn.acquire(timeout=EXIT_GRACE_S)
-        self._disable(_closed(self._rank, self._world_size, self.name))
+        self._disable(closed(self._rank, self._world_size, self.name))
         # A thread that does not leave even an aborted call still uses the native object.
         if idle:
             with self._guard:
@@ -307,13 +284,18 @@ class Engine:
         if queue is not None:
             queue.stop(0.0)
 
-    def _leave_to_parent(self) -> None:
-        """In a forked child: the native object is the parent's, so it is never touched again."""
+    def _leave_to_parent(self) -> tuple[Any, ...]:
+        """In a forked child: the native object is the parent's, so it is never touched again.
+
+        Returns what must be kept for good: destroying it would take part in the parent's affairs.
+        """
+        parents = (self._core, self._queue)
         self._closed = True
         self._guard = threading.Lock()
         self._queue = CallQueue(self.name)
         self._refuse = self._fork_error
         self._native = cast(_native.Comm, Unusable(self._fork_error))
+        return parents
 
     def _fork_error(self, operation: str) -> ForkError:
         return ForkError(
@@ -321,35 +303,3 @@ class Engine:
             f"was forked from the one that built the communicator {self.name!r}. A child must "
             "build its own, or be started with multiprocessing's 'spawn'"
         )
-
-
-_live: WeakSet[Engine] = WeakSet()
-_inherited: list[Any] = []
-_closes_at_exit_of = 0
-
-
-def _leave_all_to_parent() -> None:
-    for engine in list(_live):
-        # Kept for good: destroying the native object would take part in the parent's affairs.
-        _inherited.append((engine, engine._core, engine._queue))
-        engine._leave_to_parent()
-    _live.clear()
-
-
-def close_all() -> None:
-    """Closes every communicator of this process; runs at exit."""
-    for engine in list(_live):
-        engine._close(EXIT_GRACE_S)
-
-
-def _close_at_exit() -> None:
-    """Arranges for :func:`close_all`, once per process."""
-    global _closes_at_exit_of
-    if _closes_at_exit_of != os.getpid():
-        _closes_at_exit_of = os.getpid()
-        # Not atexit, which the children of multiprocessing skip; and anew in each of them, since
-        # they forget the finalizers of their parent.
-        Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)

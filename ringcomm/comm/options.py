@@ -26,6 +26,11 @@ def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
     return min(float(seconds), float(LONGEST_TIMEOUT_S))
 
 
+def milliseconds_of(timeout: timedelta | float) -> int:
+    """As :func:`seconds_of`, rounded, and at least 1."""
+    return max(1, round(seconds_of(timeout) * 1000))
+
+
 @dataclass(frozen=True)
 class CommOptions:
     """Tunables of a communicator; all its ranks must pass equal ones (timeout excepted).

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import _live
 from ringcomm.comm.groups import communicator_of, default_communicator
+from ringcomm.comm.live_engines import live
 from ringcomm.errors import ArgumentError, RingcommError, where
 
 DEFAULT = ""
@@ -88,7 +88,7 @@ def _place_at(identity: int, operation: str) -> Place:
 def _live_at(identity: int) -> Communicator | None:
     while True:
         try:
-            found = (each for each in _live if id(each) == identity)
+            found = (each for each in live if id(each) == identity)
             return cast("Communicator | None", next(found, None))
         except RuntimeError:  # another thread built a communicator meanwhile
             continue

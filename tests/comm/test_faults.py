@@ -194,7 +194,7 @@ def _forks(store, rank, world):
             comm.abort("must not reach the parent")
             comm.close()
             group.close()
-            ringcomm.comm.engine.close_all()
+            ringcomm.comm.live_engines.close_all()
         finally:
             os.write(writer, text.encode())
             os._exit(0)

@@ -202,8 +202,11 @@ def test_async_calls_on_the_worker_thread_run_at_once(worlds):
             assert inner.result() == [tensor]
             return [tensor]
 
-        work = comm.submit(step, "step")
+        # A future that is done runs its callback where it is added.
+        added = threading.Event()
+        work = comm.submit(lambda: step() if added.wait(60) else [], "step")
         chained = work.get_future().then(lambda done: step()[0] + done.value()[0])
+        added.set()
         assert torch.equal(chained.wait(), torch.full((2,), 4.0))
         comm.barrier()
 

@@ -168,7 +168,7 @@ def on_several_machines(rank, world_size):
     net = sharded(init_device_mesh("cpu", (world_size,)))
     before_bytes = used_bytes()
     with (
-        mock.patch("ringcomm.comm.communicator.machine_identity", lambda: elsewhere),
+        mock.patch("ringcomm.comm.host_meeting.machine_identity", lambda: elsewhere),
         # UnsupportedError, or that of the rank that found out first.
         pytest.raises(RingcommError, match=rf"on one machine, but rank .* {host}-.* {host}-"),
     ):

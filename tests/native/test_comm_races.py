@@ -18,6 +18,7 @@ HOST = ROOT / "kernels/host"
 STEADY = (
     "comm",
     "comm_optimizer",
+    "comm_report",
     "describe",
     "fault_plan",
     "heap",

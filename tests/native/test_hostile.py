@@ -21,6 +21,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SOURCES = [
     "comm",
     "comm_optimizer",
+    "comm_report",
     "describe",
     "fault_plan",
     "heap",

@@ -1,0 +1,80 @@
+// What a communicator tells of its calls: their records, and the fault that ended them.
+#include <cstdio>
+
+#include "kernels/host/comm.h"
+#include "kernels/host/describe.h"
+
+namespace ringcomm::host {
+
+// The peer's call of this number when it is another than mine: its record is older than anything
+// that it publishes for the call, so a difference is one for good.
+const CallHeader* Comm::other_call(const CallId& mine, int peer) {
+  Record theirs;
+  if (!Recorder::find(recorder_of(peer), recorder_.capacity(), Track::kCollectives, mine.sequence,
+                      &theirs) ||
+      same_call(theirs.id, mine))
+    return nullptr;
+  other_ = CallHeader{theirs.id, theirs.bytes, 0, kNotInHeap, 1.0, kNotInHeap};
+  return &other_;
+}
+
+void Comm::record_begin(CallId id) {
+  const std::lock_guard lock(mutex_);
+  if (!connected_) return;
+  outside_call_ = id.sequence = view_.channel_line(0)->sequence + 1;
+  recorder_.begin(Track::kCollectives, id, id.match_bytes, -1);
+}
+
+void Comm::record_end(Status status) {
+  const std::lock_guard lock(mutex_);
+  if (connected_) recorder_.end(Track::kCollectives, outside_call_, status, awaited());
+}
+
+// Without the lock, which a call that hangs holds.
+std::vector<char> Comm::recorded(int rank) const {
+  if (!recorder_.on() || regions_[rank] == nullptr) return {};
+  const uint32_t waits_for = load_relaxed_sys(&view_.control(rank)->waits_for);
+  return Recorder::snapshot(recorder_of(rank), recorder_.capacity(), waits_for);
+}
+
+void Comm::abort(const std::string& reason) {
+  if (regions_[view_.rank] == nullptr) return;
+  Fault* record = claim_fault(view_);
+  if (record == nullptr) return;
+  ControlPage* mine = view_.control(view_.rank);
+  std::snprintf(mine->reason, sizeof(mine->reason), "%s", reason.c_str());
+  *record = Fault{};
+  record->status = Status::kAborted;
+  record->rank = view_.rank;
+  record->peer = -1;
+  SoloTeam team{{&waiter_}};
+  raise_fault(team, view_);
+}
+
+bool Comm::aborted() const {
+  if (regions_[view_.rank] == nullptr) return true;
+  // Pairs with the release in fail() and abort(): another thread of this rank may have failed.
+  return load_acquire_sys(&view_.control(view_.rank)->aborted) != 0;
+}
+
+bool Comm::faulted(FaultReport* report) const {
+  if (regions_[view_.rank] == nullptr) return false;
+  bool any = false;
+  for (int d = 0; d < view_.world; ++d) {
+    const int r = rotated_peer(view_.rank, d, view_.world);
+    if (regions_[r] == nullptr) continue;
+    const ControlPage* control = view_.control(r);
+    // Pairs with the release in fail() and abort() of that rank.
+    if (load_acquire_sys(&control->aborted) == 0) continue;
+    const Fault fault = trusted(control->fault, r, view_.world);
+    const bool origin = fault.status != Status::kAborted || fault.peer < 0;
+    // My own record of "some rank aborted" only points at the rank where it began.
+    if (any && !origin) continue;
+    *report = {fault, reason_of(*control)};
+    any = true;
+    if (origin) return true;
+  }
+  return any;
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,128 @@
+"""Calls that a peer never makes: what it did last is told."""
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import ArgumentError
+
+T = torch.ones
+
+
+def test_a_call_that_the_other_never_makes():
+    """Nobody can tell it from a rank that is late, but what the late one did last is told."""
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        comm.all_reduce(T(16))
+        if comm.rank == 1:
+            assert done.wait(60)
+            return
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            comm.barrier()
+        told.append(str(raised.value))
+        done.set()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    line = body.__code__.co_firstlineno
+    assert f"barrier(call 2 of this communicator) at {__file__}:{line + 6} waited" in told[0]
+    expected = (
+        "Rank 1 has not made this call. Rank 1's last call: all_reduce(float32, SUM, 64 bytes"
+    )
+    assert expected in told[0], told[0]
+    assert f"(call 1) at {__file__}:{line + 1}, done" in told[0], told[0]
+
+
+def test_a_rank_that_refused_its_arguments_has_made_no_call():
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        if comm.rank == 1:
+            with pytest.raises(ArgumentError):
+                comm.all_reduce(T(4), algorithm="none")
+            assert done.wait(60)
+            return
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            comm.all_reduce(T(4))
+        told.append(str(raised.value))
+        done.set()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    assert "Rank 1 has made no call yet. " in told[0], told[0]
+
+
+def test_calls_on_different_communicators():
+    """Of one set of ranks: each waits in a call that the other has not made."""
+    groups: dict[int, list[Any]] = {}
+
+    def first(c):
+        groups[0][0].barrier()
+
+    def second(c):
+        groups[1][1].barrier()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    told = ["", ""]
+
+    def body(comm):
+        groups[comm.rank] = [comm.new_group([0, 1], name=name) for name in ("a", "b")]
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            (first, second)[comm.rank](comm)
+        told[comm.rank] = str(raised.value)
+
+    world.run(body)
+    world.close()
+    for rank, call in enumerate((first, second)):
+        assert f"{__file__}:{call.__code__.co_firstlineno + 1} waited" in told[rank], told[rank]
+        assert f"Rank {1 - rank} has made no call yet" in told[rank], told[rank]
+
+
+def test_a_receive_that_nobody_sends():
+    calls = (lambda c: c.recv(T(4), 1)), (lambda c: c.recv(T(4), 0, tag=3))
+    told = ["", ""]
+
+    def body(comm):
+        with pytest.raises(ringcomm.RingcommError) as raised:
+            calls[comm.rank](comm)
+        told[comm.rank] = str(raised.value)
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    for text in told:
+        named = calls[0] if "tag 0) at" in text else calls[1]
+        assert f" at {__file__}:{named.__code__.co_firstlineno} waited" in text, text
+        assert re.search(r"Rank [01]'s last call: recv\(.*under way for", text), text
+
+
+def test_a_send_that_nobody_receives():
+    """It is more than fits into the slots, so the sender waits."""
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            assert done.wait(60)
+            return
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            comm.send(T(1_000_000), 1)
+        told.append(str(raised.value))
+        done.set()
+
+    world = ringcomm.local_world(2, timeout=0.5)
+    world.run(body)
+    world.close()
+    line = body.__code__.co_firstlineno
+    assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 6} waited" in told[0], told
+    assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
