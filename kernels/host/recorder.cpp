@@ -17,6 +17,8 @@ namespace {
 
 constexpr int kReadTries = 64;
 
+// Times of records are in ticks: all processes of a machine choose alike.
+#if defined(__x86_64__)
 // Where the kernel itself keeps time by the processor's counter, the counters of all cores agree
 // and never stop. Zen 4, a virtual machine: 27 ns to read it, 55 to 70 ns to ask the kernel, twice
 // in every call.
@@ -30,14 +32,13 @@ bool counts_time() {
   return read && std::strcmp(name, "tsc\n") == 0;
 }
 
-// Of the processor where it serves, else ns: all processes of a machine choose alike.
 uint64_t ticks() {
-#if defined(__x86_64__)
   static const bool counter = counts_time();
-  if (counter) return __builtin_ia32_rdtsc();
-#endif
-  return Waiter::now_ns();
+  return counter ? __builtin_ia32_rdtsc() : Waiter::now_ns();
 }
+#else
+uint64_t ticks() { return Waiter::now_ns(); }
+#endif
 
 uint64_t index_of(uint32_t capacity, Track track, uint64_t sequence) {
   return uint64_t(track) * capacity + uint32_t(sequence) % capacity;
