@@ -408,9 +408,11 @@ class Comm:
     def record_begin(self, words: tuple[int, int, int, int]) -> None:
         """Records a collective of another engine, which it is about to number; see `call_words`."""
     def record_end(self, status: int) -> None: ...
-    def recorded(self, rank: int) -> bytes:
+    def recorded(self, rank: int, most: int = ...) -> bytes:
         """The flight recorder of a rank as it is now (ringcomm/comm/recorder_block.py reads it).
 
+        Of more than ``most`` records of a kind the newest. The header's layout, rank and world are
+        what this rank knows of them, whatever the other one's memory says.
         Empty when nothing is recorded, the rank is not connected, or this one has closed.
         """
     def abort(self, reason: str) -> None: ...

@@ -79,6 +79,13 @@ class ForkError(RingcommError):
     """A communicator was used in a forked child of the process that made it."""
 
 
+def printable(text: str, allowed: str = "\n\t") -> str:
+    """``text`` with nothing in it that a terminal obeys, whoever wrote it."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in allowed else "?" for char in text)
+
+
 def where(operation: str, rank: int, world_size: int) -> str:
     """The head of every message: which operation, on which rank."""
     return f"{operation} on rank {rank} of {world_size}"
@@ -131,7 +138,7 @@ def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
 
 
 def _aborted(fault: Mapping[str, Any]) -> AbortedError:
-    because = f": {fault['reason']}" if fault["reason"] else ""
+    because = f": {printable(fault['reason'])}" if fault["reason"] else ""
     return AbortedError(f"rank {fault['rank']} aborted the communicator{because}")
 
 

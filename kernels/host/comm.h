@@ -125,8 +125,9 @@ class Comm {
   // A call that another engine runs on this region: the rest of its CallId; its number is the next.
   void record_begin(CallId id);
   void record_end(Status status);
-  // What `rank` recorded, see Recorder::snapshot(); empty: nothing is, or it is not connected.
-  std::vector<char> recorded(int rank) const;
+  // What `rank` recorded, see Recorder::snapshot(), under a header that says of the layout, the
+  // rank and the world what this rank knows; empty: nothing is recorded, or it is not connected.
+  std::vector<char> recorded(int rank, uint32_t most) const;
 
   const View& view() const { return view_; }
   const Waiter& waiter() const { return waiter_; }

@@ -31,10 +31,20 @@ void Comm::record_end(Status status) {
 }
 
 // Without the lock, which a call that hangs holds.
-std::vector<char> Comm::recorded(int rank) const {
+std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   if (!recorder_.on() || regions_[rank] == nullptr) return {};
   const uint32_t waits_for = load_relaxed_sys(&view_.control(rank)->waits_for);
-  return Recorder::snapshot(recorder_of(rank), recorder_.capacity(), waits_for);
+  std::vector<char> bytes =
+      Recorder::snapshot(recorder_of(rank), recorder_.capacity(), waits_for, most);
+  // A damaged header must not hide the records.
+  auto* header = reinterpret_cast<RecorderHeader*>(bytes.data());
+  header->magic = kRecorderMagic;
+  header->version = kRecorderVersion;
+  header->record_bytes = sizeof(Record);
+  header->rank = rank;
+  header->world = view_.world;
+  header->world_id = recorder_.world_id();
+  return bytes;
 }
 
 void Comm::abort(const std::string& reason) {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "kernels/host/waiter.h"
 #include "ringcomm/atomics.h"
@@ -77,6 +79,21 @@ bool read_whole(const Record* from, Record* to) {
   return false;
 }
 
+// Where the `most` newest records of a track are. By their numbers alone: where its owner is now is
+// nothing that a reader could trust.
+std::vector<uint64_t> newest(const char* block, uint32_t capacity, uint32_t track, uint32_t most) {
+  std::vector<std::pair<uint64_t, uint64_t>> found(capacity);  // number and index
+  for (uint32_t i = 0; i < capacity; ++i) {
+    const uint64_t index = uint64_t(track) * capacity + i;
+    found[i] = {load_relaxed_sys(&record_at(block, index)->id.sequence), index};
+  }
+  if (most < capacity)
+    std::nth_element(found.begin(), found.begin() + (most - 1), found.end(), std::greater<>());
+  std::vector<uint64_t> indices(most);
+  for (uint32_t i = 0; i < most; ++i) indices[i] = found[i].second;
+  return indices;
+}
+
 // Around the stores to a record.
 class Writing {
  public:
@@ -127,6 +144,7 @@ void Recorder::open(char* block, uint32_t capacity, int rank, int world, uint64_
 }
 
 void Recorder::set_world_id(uint64_t id) {
+  world_id_ = id;
   if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(block_)->world_id, id);
 }
 
@@ -173,13 +191,18 @@ bool Recorder::find(const char* block, uint32_t capacity, Track track, uint64_t 
   return read_whole(r, out) && out->state != RecordState::kNone && out->id.sequence == sequence;
 }
 
-std::vector<char> Recorder::snapshot(const char* block, uint32_t capacity, uint32_t waits_for) {
-  std::vector<char> bytes(block_bytes(capacity));
+std::vector<char> Recorder::snapshot(const char* block, uint32_t capacity, uint32_t waits_for,
+                                     uint32_t most) {
+  const uint32_t kept = std::clamp(most, 1u, capacity);
+  std::vector<char> bytes(block_bytes(kept));
   auto* header = reinterpret_cast<RecorderHeader*>(bytes.data());
   load_words(header, block, sizeof(*header));
+  header->capacity = kept;
   header->waits_for = int32_t(waits_for);
-  for (uint64_t i = 0; i < uint64_t(Track::kCount) * capacity; ++i)
-    read_whole(record_at(block, i), const_cast<Record*>(record_at(bytes.data(), i)));
+  auto* to = const_cast<Record*>(record_at(bytes.data(), 0));
+  for (uint32_t track = 0; track < uint32_t(Track::kCount); ++track)
+    for (const uint64_t index : newest(block, capacity, track, kept))
+      read_whole(record_at(block, index), to++);
   return bytes;
 }
 

@@ -75,6 +75,7 @@ class Recorder {
   void open(char* block, uint32_t capacity, int rank, int world, uint64_t control_bytes,
             const std::string& name);
   void set_world_id(uint64_t id);
+  uint64_t world_id() const { return world_id_; }
   bool on() const { return capacity_ != 0; }
   uint32_t capacity() const { return capacity_; }
 
@@ -87,13 +88,16 @@ class Recorder {
   static bool find(const char* block, uint32_t capacity, Track track, uint64_t sequence,
                    Record* out);
   // Header and records as they are now, each whole; a record that is being written throughout is
-  // left with an odd version.
-  static std::vector<char> snapshot(const char* block, uint32_t capacity, uint32_t waits_for);
+  // left with an odd version. Of more than `most` records per track the newest, and the copy's
+  // header then says how many.
+  static std::vector<char> snapshot(const char* block, uint32_t capacity, uint32_t waits_for,
+                                    uint32_t most = kMaxRecords);
 
  private:
   Record* at(Track track, uint64_t sequence) const;
   char* block_ = nullptr;
   uint32_t capacity_ = 0;
+  uint64_t world_id_ = 0;
 };
 
 }  // namespace ringcomm::host

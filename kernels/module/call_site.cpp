@@ -17,6 +17,9 @@ namespace {
 // many suit any program that does not make code as it runs; one that does starts anew here.
 constexpr size_t kMaxCodes = 1 << 14;
 constexpr size_t kNearCodes = 64;
+// A call site is kept for good: records in the making point to it. What makes lines without end,
+// each in a file of its own, has no sites for those behind the first so many (11 MiB).
+constexpr size_t kMaxSites = 1 << 16;
 
 struct Code {
   bool library;
@@ -64,13 +67,14 @@ const CallSite* interned(const std::string& file, int line) {
     while (begin < text.size() && (text[begin] & 0xc0) == 0x80) ++begin;  // whole characters
     text = "..." + text.substr(begin);
   }
-  std::unique_ptr<CallSite>& site = known().texts[text];
-  if (site == nullptr) {
-    site = std::make_unique<CallSite>();
-    std::memcpy(site->text, text.data(), text.size());
-    site->words = uint32_t(text.size() / 8 + 1);
-  }
-  return site.get();
+  auto& texts = known().texts;
+  const auto found = texts.find(text);
+  if (found != texts.end()) return found->second.get();
+  if (texts.size() >= kMaxSites) return nullptr;
+  auto site = std::make_unique<CallSite>();
+  std::memcpy(site->text, text.data(), text.size());
+  site->words = uint32_t(text.size() / 8 + 1);
+  return texts.emplace(std::move(text), std::move(site)).first->second.get();
 }
 
 std::string file_of(PyObject* code) {

@@ -11,8 +11,8 @@ namespace ringcomm::host {
 // Files under a folder of `library` are the library's, unless under one of `programs`.
 void set_library_folders(std::vector<std::string> library, std::vector<std::string> programs);
 
-// With the GIL, in a function that the library's Python calls; null: no frame of the user's. Valid
-// for good.
+// With the GIL, in a function that the library's Python calls; null: no frame of the user's, or
+// more call sites than are kept. Valid for good.
 const CallSite* find_call_site();
 
 // What take_call_site() finds on this thread from here on; null: the frames count again. For calls

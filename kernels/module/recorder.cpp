@@ -65,13 +65,13 @@ void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
           nb::arg("status"))
       .def(
           "recorded",
-          [](const NativeComm& n, int rank) {
+          [](const NativeComm& n, int rank, uint32_t most) {
             if (rank < 0 || rank >= n.comm.view().world)
               throw nb::value_error("rank must be in [0, world)");
-            const std::vector<char> bytes = n.comm.recorded(rank);
+            const std::vector<char> bytes = n.comm.recorded(rank, most);
             return nb::bytes(bytes.data(), bytes.size());
           },
-          nb::arg("rank"));
+          nb::arg("rank"), nb::arg("most") = kMaxRecords);
 }
 
 }  // namespace ringcomm::host

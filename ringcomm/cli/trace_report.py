@@ -7,6 +7,7 @@ from ringcomm.comm.recording import (
     RankRecording,
     Record,
     Recording,
+    at,
     describe,
     divergence,
 )
@@ -33,10 +34,11 @@ def report(recording: Recording, last: int) -> list[str]:
     if not recording.ranks:
         return lines
     lines += ["", *(f"  {_now(each, recording.taken_ns)}" for each in recording.ranks)]
-    lines += ["", *_verdict(recording)]
-    parted = divergence(recording) or _not_made_by_all(recording)
+    parted = divergence(recording)
+    lines += ["", *_verdict(recording, parted)]
+    marked = parted or _not_made_by_all(recording)
     for each in recording.ranks:
-        lines += ["", *_table(each, recording.taken_ns, last, parted)]
+        lines += ["", *_table(each, recording.taken_ns, last, marked)]
     return lines
 
 
@@ -63,10 +65,9 @@ def _now(rank: RankRecording, taken_ns: int) -> str:
     )
 
 
-def _verdict(recording: Recording) -> list[str]:
+def _verdict(recording: Recording, parted: int | None) -> list[str]:
     """Where the ranks part, and who has come how far."""
     lines = []
-    parted = divergence(recording)
     if parted is not None:
         lines.append(f"the ranks part at call {parted}:")
         for each in recording.ranks:
@@ -97,14 +98,14 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _table(rank: RankRecording, taken_ns: int, last: int, parted: int | None) -> list[str]:
+def _table(rank: RankRecording, taken_ns: int, last: int, marked: int | None) -> list[str]:
     lines = [f"rank {rank.rank}, pid {rank.pid}:"]
     shown = sorted(
         (*rank.collectives[-last:], *rank.messages[-last:]), key=lambda each: each.begin_ns
     )
     if rank.torn:
         lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
-    rows = [_row(each, taken_ns, parted) for each in shown]
+    rows = [_row(each, taken_ns, marked) for each in shown]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(_COLUMNS))]
     widths = [max(w, len(title)) for w, title in zip(widths, _COLUMNS, strict=True)]
     for row in [_COLUMNS, *rows]:
@@ -115,14 +116,14 @@ def _table(rank: RankRecording, taken_ns: int, last: int, parted: int | None) ->
 _COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
 
 
-def _row(record: Record, taken_ns: int, parted: int | None) -> tuple[str, ...]:
+def _row(record: Record, taken_ns: int, marked: int | None) -> tuple[str, ...]:
     is_message = record.track == "messages"
     state = record.state if not record.status else record.status
     if record.status and record.peer >= 0 and not is_message:
         state += f" (rank {record.peer})"
     took_ns = (record.end_ns if record.end_ns else taken_ns) - record.begin_ns
     return (
-        HERE if not is_message and record.number == parted else " ",
+        HERE if not is_message and record.number == marked else " ",
         f"{'m' if is_message else ''}{record.number}",
         f"-{_seconds(taken_ns - record.begin_ns)}",
         _seconds(took_ns),
@@ -138,7 +139,8 @@ def _call(record: Record) -> str:
 
 
 def _at(record: Record) -> str:
-    return f", at {record.site}" if record.site else ""
+    place = at(record)
+    return f",{place}" if place else ""
 
 
 def _seconds(ns: int) -> str:

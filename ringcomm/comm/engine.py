@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,13 +23,7 @@ from ringcomm.comm.recording import Recording
 from ringcomm.comm.reduce_ops import Reduction
 from ringcomm.comm.triton_calls import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
 from ringcomm.comm.work import Outputs, Work
-from ringcomm.errors import (
-    AbortedError,
-    ForkError,
-    RingcommError,
-    from_fault,
-    where,
-)
+from ringcomm.errors import AbortedError, ForkError, RingcommError, from_fault, where
 
 
 class Engine:
@@ -153,12 +148,11 @@ class Engine:
             raise self._refuse(call.name)
         if async_op:
             return self._enqueue(lambda: self._execute(call), call.name)
-        queue = self._queue
-        if queue.inside_call():
+        if self._queue.inside_call():
             self._execute(call)
-        elif not queue.pending or queue.on_worker_thread():
+        elif not self._queue.pending or self._queue.on_worker_thread():
             # Not acquire() and release(): a signal handler could raise between acquire() and a try.
-            with queue.turn:
+            with self._queue.turn:
                 self._execute(call)
         else:
             self._enqueue(lambda: self._execute(call), call.name).wait()
@@ -218,13 +212,14 @@ class Engine:
         fault = self._core.fault()
         if fault is None and self._refuse is not None:
             return self._refuse(name)  # closed while the call was under way
-        if fault is None:
-            error = RingcommError(f"{head}: the native call failed without a fault record")
-        else:
-            self._recorder.explain(fault, lambda told: from_fault(head, told))
-            error = from_fault(head, fault)
-            error.repeats = fault["rank"] != self._rank
-        self._disable(refusal(self._rank, self._world_size, error))
+        error = RingcommError(f"{head}: the native call failed without a fault record")
+        try:
+            if fault is not None:
+                error = from_fault(head, fault)
+                error = from_fault(head, self._recorder.explained(fault, partial(from_fault, head)))
+                error.repeats = fault["rank"] != self._rank
+        finally:  # a second Ctrl-C may come meanwhile
+            self._disable(refusal(self._rank, self._world_size, error))
         return error
 
     def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
@@ -289,8 +284,7 @@ class Engine:
 
         Returns what must be kept for good: destroying it would take part in the parent's affairs.
         """
-        parents = (self._core, self._queue)
-        self._closed = True
+        parents, self._closed = (self._core, self._queue), True
         self._guard = threading.Lock()
         self._queue = CallQueue(self.name)
         self._refuse = self._fork_error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,25 +15,45 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm import trace_file
-from ringcomm.comm.recorder_block import Clock, read_block, read_header, world_id_of
-from ringcomm.comm.recording import RankRecording, Record, Recording, describe
+from ringcomm.comm.recorder_block import Clock, read_block, read_header
+from ringcomm.comm.recording import RankRecording, Record, Recording, at, describe
 from ringcomm.errors import RingcommError
 
 __all__ = ["FlightRecorder", "at_this_call_site"]
 
-_HERE = Path(__file__).resolve().parent.parent
-# Frames of the library are no call sites; nor are those in which a thread begins. The command's
-# programs and the bench use the library as anyone does.
-_native.set_library_folders(
-    [
-        f"{folder}/"
-        for folder in (_HERE, _HERE.parent / "kernels" / "tl", Path(torch.__file__).parent)
-    ]
-    + [threading.__file__, f"{Path(futures.__file__).parent}/"],
-    [f"{_HERE / name}/" for name in ("cli", "_bench")],
-)
+# Nothing about a fault may keep it from its user for longer: a file system that hangs, a world so
+# large that its records take long to read.
+LIMIT_S = 2.0
+# What is read of each rank at a fault, per kind; more would take longer than it helps.
+KEPT_RECORDS = 256
 
 T = TypeVar("T")
+
+
+def _both(path: str) -> list[Path]:
+    """A path as it was imported, by which frames name it, and where links in it lead."""
+    return [Path(path).absolute(), Path(path).resolve()]
+
+
+def _tell_apart_frames() -> None:
+    """Says which frames are the library's, and so no call sites.
+
+    Nor are those in which a thread begins, and those between a context manager and who enters it.
+    The command's programs and the bench use the library as anyone does.
+    """
+    homes = [file.parent.parent for file in _both(__file__)]
+    folders = [*homes, *(home.parent / "kernels" / "tl" for home in homes)]
+    for package in (torch.__file__, futures.__file__):
+        folders += [file.parent for file in _both(package)]
+    modules = (threading.__file__, contextlib.__file__, functools.__file__)
+    files = [file for module in modules for file in _both(module)]
+    _native.set_library_folders(
+        [*(f"{folder}/" for folder in folders), *map(str, files)],
+        [f"{home / name}/" for home in homes for name in ("cli", "_bench")],
+    )
+
+
+_tell_apart_frames()
 
 
 def at_this_call_site(run: Callable[[], T]) -> Callable[[], T]:
@@ -52,10 +74,6 @@ def _ago(then_ns: int, now_ns: int) -> str:
     return f"{max(now_ns - then_ns, 0) / 1e9:.1f} s"
 
 
-def _at(record: Record | None) -> str:
-    return f" at {record.site}" if record is not None and record.site else ""
-
-
 def _is_under_way(record: Record) -> bool:
     # A call that others aborted was, when the fault came.
     return record.state == "running" or record.status == "aborted"
@@ -67,7 +85,7 @@ def _in_words(record: Record, now_ns: int) -> str:
     else:
         state = f"{record.state} {_ago(record.end_ns, now_ns)} ago"
     number = "" if record.track == "messages" else f" (call {record.number})"
-    return f"{describe(record)}{number}{_at(record)}, {state}"
+    return f"{describe(record)}{number}{at(record)}, {state}"
 
 
 def _story(peer: RankRecording, fault: dict[str, Any], now_ns: int) -> str:
@@ -103,8 +121,24 @@ def _tell_mismatch(
         )
     elif number != fault["sequence"]:
         mine = reporter.collective(fault["sequence"])
-    fault["mine"] += _at(mine)
-    fault["theirs"] += _at(theirs)
+    fault["mine"] += at(mine)
+    fault["theirs"] += at(theirs)
+
+
+def _tell(fault: dict[str, Any], recording: Recording) -> dict[str, Any]:
+    """A fault with what the recorders add to it in words."""
+    told = dict(fault)
+    reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
+    if reporter is None:
+        return told
+    if fault["kind"] == "mismatch":
+        _tell_mismatch(told, reporter, peer)
+    elif fault["sequence"]:
+        find = reporter.message if fault["message"] else reporter.collective
+        told["mine"] += at(find(fault["sequence"]))
+    if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_closed"):
+        told["story"] = _story(peer, fault, recording.taken_ns)
+    return told
 
 
 class FlightRecorder:
@@ -117,52 +151,64 @@ class FlightRecorder:
     """
 
     def __init__(self, core: _native.Comm, name: str, rank_of: tuple[int, int]) -> None:
-        self._core = core if isinstance(core, _native.Comm) else None
+        self._core: _native.Comm | None = core if isinstance(core, _native.Comm) else None
         self._name = name
         self._rank, self._world_size = rank_of
+        self._made = _native.clock_pair()
 
     def recording(self) -> Recording:
         """What all ranks recorded so far; of no ranks where nothing is recorded."""
-        blocks: list[bytes] = []
-        if self._core is not None:
-            blocks = [self._core.recorded(rank) for rank in range(self._world_size)]
-        held = [block for block in blocks if block]
-        clock = Clock.since(read_header(held[0])) if held else None
-        return Recording(
-            self._name,
-            self._world_size,
-            world_id_of(held),
-            clock.now[1] if clock else time.monotonic_ns(),
-            tuple(read_block(block, clock=clock) for block in held),
-        )
+        return self._read(self._copies(_native.MAX_RECORDS))
 
-    def explain(
+    def _copies(self, most: int) -> list[bytes]:
+        if self._core is None:
+            return []
+        copies = [self._core.recorded(rank, most) for rank in range(self._world_size)]
+        return [copy for copy in copies if copy]
+
+    def _read(self, copies: list[bytes]) -> Recording:
+        # By a moment that this rank knows of itself; a peer's memory may be damaged.
+        clock = Clock(self._made, _native.clock_pair())
+        ranks = tuple(read_block(copy, clock=clock) for copy in copies)
+        world_id = read_header(copies[0]).world_id if copies else 0
+        return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
+
+    def explained(
         self, fault: dict[str, Any], word: Callable[[dict[str, Any]], RingcommError]
-    ) -> None:
-        """Adds to a fault in words what the recorders tell of it, and leaves a trace.
+    ) -> dict[str, Any]:
+        """A fault with what the recorders tell of it, and with a trace, which this leaves.
+
+        Whatever goes wrong, the fault is what the user must hear of: this raises nothing, and is
+        left after ``LIMIT_S`` with what is known by then.
 
         Args:
             fault: ``_native.Comm.fault()``.
             word: makes the error of it, for the trace.
         """
-        try:
-            recording = self._tell(fault)
-            if recording.ranks:
-                fault["trace"] = trace_file.leave(recording, self._rank, str(word(fault)))
-        except Exception as trouble:
-            # The fault itself is what the user must hear of.
-            fault["trace"] = f". Its flight recorders cannot be read: {trouble}"
+        begin_s = time.monotonic()
+        late = f". Its trace was not written within {LIMIT_S:g} s"
+        found = {"trace": "" if trace_file.is_off() else late}
 
-    def _tell(self, fault: dict[str, Any]) -> Recording:
-        recording = self.recording()
-        reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
-        if reporter is None:
-            return recording
-        if fault["kind"] == "mismatch":
-            _tell_mismatch(fault, reporter, peer)
-        elif fault["sequence"]:
-            find = reporter.message if fault["message"] else reporter.collective
-            fault["mine"] += _at(find(fault["sequence"]))
-        if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_closed"):
-            fault["story"] = _story(peer, fault, recording.taken_ns)
-        return recording
+        def work(copies: list[bytes]) -> None:
+            try:
+                recording = self._read(copies)
+                told = _tell(fault, recording)
+                found.update(told)
+                found["trace"] = trace_file.leave(recording, self._rank, str(word(told)))
+            except Exception as trouble:
+                found["trace"] = f". Its flight recorders cannot be read: {trouble}"
+            trace_file.prune()
+
+        try:
+            # Here, not on the thread: who waits no longer for that may close the communicator.
+            copies = self._copies(KEPT_RECORDS)
+            if not copies:
+                return fault
+            thread = threading.Thread(
+                target=work, args=(copies,), name="ringcomm-trace", daemon=True
+            )
+            thread.start()
+            thread.join(max(LIMIT_S - (time.monotonic() - begin_s), 0))
+        except Exception as trouble:  # no memory or threads left, or the interpreter ends
+            found["trace"] = f". No trace was written: {trouble}"
+        return {**fault, **found}

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from ringcomm import _native
 from ringcomm.comm.recording import DONE, FAILED, RUNNING, RankRecording, Record
-from ringcomm.errors import RingcommError
+from ringcomm.errors import RingcommError, printable
 
 __all__ = [
     "HEADER_BYTES",
@@ -19,7 +19,6 @@ __all__ = [
     "read_block",
     "read_header",
     "unstable_records",
-    "world_id_of",
 ]
 
 Bytes = bytes | bytearray
@@ -35,6 +34,8 @@ _TRACKS = ("collectives", "messages")
 _NAMES: dict[str, list[str]] = _native.RECORD_NAMES
 _STATUSES = {code: name for name, code in _native.STATUSES.items()}
 _KERNELS = ("native", "triton")
+# Of calls and bytes: no owner comes so far.
+_MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def _fail(why: str) -> NoReturn:
 
 def _text(raw: bytes) -> str:
     """Text up to the zero byte, with nothing in it that a terminal obeys."""
-    decoded = raw.partition(b"\0")[0].decode("utf-8", "replace")
-    return "".join(char if char.isprintable() else "?" for char in decoded)
+    return printable(raw.partition(b"\0")[0].decode("utf-8", "replace"), "")
 
 
 def read_header(block: Bytes) -> Header:
@@ -98,11 +98,6 @@ def read_header(block: Bytes) -> Header:
     )
 
 
-def world_id_of(blocks: Iterable[bytes]) -> int:
-    """The communicator's; that of the first rank that is connected, 0 before."""
-    return next((id for id in (read_header(block).world_id for block in blocks) if id), 0)
-
-
 @dataclass(frozen=True)
 class Clock:
     """Turns the ticks of records into ns of CLOCK_MONOTONIC, by two moments known in both.
@@ -129,13 +124,18 @@ def _name(kind: str, code: int) -> str:
     return names[code] if 0 <= code < len(names) else ""
 
 
-def _record(raw: tuple[int | bytes, ...], track: str, clock: Clock) -> Record | None:
+def _record(
+    raw: tuple[int | bytes, ...], track: str, created_ticks: int, clock: Clock
+) -> Record | None:
     """A record from its fields, None for what its owner cannot have written."""
     numbers = [value for value in raw if isinstance(value, int)]
     _, state, number, match_bytes, collective, dtype, op, root, algorithm, kernels = numbers[:10]
     size_bytes, begin, end, status, peer = numbers[10:]
     name = _name("collectives", collective)
     if not 0 < state < len(_STATES) or not name or kernels >= len(_KERNELS) or number < 1:
+        return None
+    in_order = created_ticks <= begin <= (end or clock.now[0]) <= clock.now[0]
+    if max(number, match_bytes, size_bytes) > _MOST or min(root, peer) < -1 or not in_order:
         return None
     site = raw[-1]
     return Record(
@@ -176,21 +176,21 @@ def read_block(
         _fail(f"{len(block)} of {header.block_bytes} bytes")
     clock = clock or Clock.since(header)
     skipped, torn = set(unstable), 0
-    tracks: list[list[Record]] = [[], []]
+    tracks: list[dict[int, Record]] = [{}, {}]
     records = memoryview(block)[HEADER_BYTES : header.block_bytes]
     for index, raw in enumerate(_RECORD.iter_unpack(records)):
         if raw[0] == 0:
             continue
         where = index // header.capacity
-        record = None if raw[0] % 2 or index in skipped else _record(raw, _TRACKS[where], clock)
-        if record is None:
+        record = None
+        if raw[0] % 2 == 0 and index not in skipped:
+            record = _record(raw, _TRACKS[where], header.created_ticks, clock)
+        # No owner gives a number twice.
+        if record is None or tracks[where].setdefault(record.number, record) is not record:
             torn += 1
-        else:
-            tracks[where].append(record)
-    collectives, messages = (
-        tuple(sorted(track, key=lambda record: record.number)) for track in tracks
-    )
-    return RankRecording(header.rank, header.pid, header.waits_for, collectives, messages, torn)
+    collectives, messages = (tuple(track[each] for each in sorted(track)) for track in tracks)
+    pid = max(header.pid, 0)
+    return RankRecording(header.rank, pid, header.waits_for, collectives, messages, torn)
 
 
 def unstable_records(first: bytes, second: bytes) -> list[int]:

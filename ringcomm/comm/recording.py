@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["RUNNING", "RankRecording", "Record", "Recording", "describe", "divergence"]
+__all__ = ["RUNNING", "RankRecording", "Record", "Recording", "at", "describe", "divergence"]
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 _MESSAGES = ("send", "recv")
@@ -124,6 +124,11 @@ def describe(record: Record) -> str:
         parts.append(record.algorithm)
         parts.append("Triton kernels" if record.kernels == "triton" else "")
     return f"{record.collective}({', '.join([part for part in parts if part])})"
+
+
+def at(record: Record | None) -> str:
+    """Where a call was made, as words behind others; none where that is not known."""
+    return f" at {record.site}" if record is not None and record.site else ""
 
 
 def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record | None]]]:

@@ -17,23 +17,37 @@ import threading
 import time
 import types
 import typing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ringcomm.comm.recording import Record, Recording
-from ringcomm.errors import RingcommError
+from ringcomm.errors import RingcommError, printable
 
-__all__ = ["VARIABLE", "Trace", "directory", "leave", "newest", "read", "text_of", "traces_in"]
+__all__ = [
+    "VARIABLE",
+    "Trace",
+    "directory",
+    "is_off",
+    "leave",
+    "newest",
+    "prune",
+    "read",
+    "text_of",
+]
 
 VARIABLE = "RINGCOMM_TRACE_DIR"
 OFF = "off"
 FORMAT, VERSION = "ringcomm-trace", 1
 KEPT_TRACES = 32
-# A file system that hangs must not keep a fault from its user.
-WRITING_S = 2.0
+# A file that nobody has written to for so long was left by a process that died at it.
+STALE_S = 3600
 LARGEST_BYTES = 256 << 20
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
+_UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
 _MOST_TEXT = 1 << 16
+# Ranks that are threads of a process leave one trace; each would slow down the others.
+_writing = threading.Lock()
 T = TypeVar("T")
 
 
@@ -47,25 +61,29 @@ class Trace:
     error: str
 
 
+def is_off() -> bool:
+    """Whether the user wants no traces."""
+    return os.environ.get(VARIABLE, "") == OFF
+
+
 def directory() -> Path | None:
-    """Where traces go, made if need be; None where the user turned them off.
+    """Where traces go, be it there yet or not; None where the user turned them off.
 
     ``RINGCOMM_TRACE_DIR``, or else ``ringcomm-<uid>`` in the system's temporary folder, which must
     be this user's alone.
 
     Raises:
         RingcommError: the default is somebody else's, or open to others.
-        OSError: it cannot be made.
     """
-    chosen = os.environ.get(VARIABLE, "")
-    if chosen == OFF:
+    if is_off():
         return None
-    if chosen:
-        Path(chosen).mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Path(chosen)
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
     path = Path(tempfile.gettempdir(), f"ringcomm-{os.geteuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return path
     mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not mine or stat.S_IMODE(status.st_mode) & 0o077:
         raise RingcommError(
@@ -75,14 +93,18 @@ def directory() -> Path | None:
     return path
 
 
-def traces_in(folder: Path) -> list[Path]:
-    """The traces in a folder, oldest first."""
-    found = [(each.stat().st_mtime_ns, each) for each in folder.iterdir() if _is_trace(each)]
-    return [path for _, path in sorted(found)]
-
-
-def _is_trace(path: Path) -> bool:
-    return _NAME.fullmatch(path.name) is not None and stat.S_ISREG(path.lstat().st_mode)
+def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
+    """The regular files with such names, oldest first. Others may remove some meanwhile."""
+    found = []
+    try:
+        paths = [path for path in folder.iterdir() if name.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found.append((path, path.lstat()))
+    regular = [each for each in found if stat.S_ISREG(each[1].st_mode)]
+    return sorted(regular, key=lambda each: (each[1].st_mtime_ns, each[0]))
 
 
 def newest() -> Path:
@@ -92,7 +114,11 @@ def newest() -> Path:
         RingcommError: there is none.
     """
     folder = directory()
-    found = traces_in(folder) if folder is not None else []
+    try:
+        files = _files(folder, _NAME) if folder is not None else []
+    except OSError as error:
+        raise RingcommError(f"trace: cannot look into {folder}: {error.strerror}") from error
+    found = [path for path, status in files if status.st_size]
     if not found:
         raise RingcommError(
             f"trace: expected a trace in {folder or f'{VARIABLE}={OFF}'}, got none. A communicator "
@@ -103,55 +129,84 @@ def newest() -> Path:
 
 def text_of(trace: Trace) -> str:
     """A trace as the text of its file."""
-    body = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
+    # Not dataclasses.asdict(), which takes ten times as long.
+    ranks = [
+        {
+            **vars(rank),
+            "collectives": list(map(vars, rank.collectives)),
+            "messages": list(map(vars, rank.messages)),
+        }
+        for rank in trace.recording.ranks
+    ]
+    plain = {**vars(trace), "recording": {**vars(trace.recording), "ranks": ranks}}
+    body = json.dumps(plain, separators=(",", ":"))
     digest = hashlib.sha256(body.encode()).hexdigest()
     head = json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest})
     return f'{head[:-1]}, "body": {body}}}\n'
 
 
 def leave(recording: Recording, rank: int, error: str) -> str:
-    """Writes a trace for this communicator unless a rank has. Never raises, nor blocks for long.
+    """Writes a trace for this communicator unless a rank has. Never raises.
 
     Returns:
         How an error message goes on: where the file is, or why there is none.
     """
-    if os.environ.get(VARIABLE, "") == OFF:
+    if is_off():
         return ""
-    outcome = [f". No trace was written: {VARIABLE} does not answer"]
-
-    def work() -> None:
-        # Whatever goes wrong here, the fault is what the user must hear of.
-        try:
-            path = _write(Trace(recording, rank, time.time(), error))
-            outcome[0] = f". What each rank did last: ringcomm trace {path}"
-        except Exception as trouble:
-            outcome[0] = f". No trace was written: {type(trouble).__name__}: {trouble}"
-
-    thread = threading.Thread(target=work, name="ringcomm-trace", daemon=True)
+    # Texts are the user's, and a peer's; the reader refuses what a terminal obeys.
+    name = printable(recording.communicator, "")[:_MOST_TEXT]
+    recording = dataclasses.replace(recording, communicator=name)
     try:
-        thread.start()
-    except RuntimeError as trouble:  # the interpreter ends, or there can be no more threads
-        return f". No trace was written: {trouble}"
-    thread.join(WRITING_S)
-    return outcome[0]
+        path = _write(Trace(recording, rank, time.time(), printable(error)[:_MOST_TEXT]))
+    except Exception as trouble:
+        return f". No trace was written: {type(trouble).__name__}: {trouble}"
+    return f". What each rank did last: ringcomm trace {path}"
 
 
 def _write(trace: Trace) -> Path:
     folder = directory()
     if folder is None:
         raise RingcommError(f"{VARIABLE} was set to {OFF}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory()  # somebody else may have made it meanwhile
     name = re.sub(r"[^\w.-]", "_", trace.recording.communicator, flags=re.ASCII)[:80] or "_"
     path = folder / f"ringcomm-{name}-{trace.recording.world_id:016x}.json"
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags, 0o600)
-    except FileExistsError:
-        return path  # another rank was first
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text_of(trace))
-    for old in traces_in(folder)[:-KEPT_TRACES]:
-        old.unlink(missing_ok=True)
+    with _writing:
+        if not path.exists():
+            _publish(text_of(trace), path)
     return path
+
+
+def _publish(text: str, path: Path) -> None:
+    """Writes a file that has its name only once it is complete; one that is there stays."""
+    descriptor, unfinished = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            pass  # another rank was first
+        except OSError:  # a file system without hard links
+            os.rename(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def prune() -> None:
+    """Removes this user's oldest traces, and what writers that died left. Never raises."""
+    with suppress(OSError, RingcommError):
+        folder = directory()
+        if folder is None:
+            return
+        traces = [each for each in _files(folder, _NAME) if each[1].st_uid == os.geteuid()]
+        old = [path for path, _ in traces[:-KEPT_TRACES]]
+        for path, status in _files(folder, _UNFINISHED):
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_S:
+                old.append(path)
+        for path in old:
+            with suppress(OSError):  # others remove them, too
+                path.unlink()
 
 
 def read(path: Path) -> Trace:

@@ -1,0 +1,179 @@
+"""Damaged recorders and odd texts: the fault is explained, and the trace can be read."""
+
+import struct
+import tempfile
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringcomm
+from ringcomm import AbortedError, CommOptions, MismatchError
+from ringcomm.comm import trace_file
+from ringcomm.comm.flight_recorder import KEPT_RECORDS
+from ringcomm.comm.recorder_block import HEADER_BYTES, RECORD_BYTES, read_block, read_header
+from ringcomm.comm.recording import Recording
+from tests.support.forgery import Region
+
+T = torch.ones
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def left_and_read(recording: Recording, error: str) -> trace_file.Trace:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trace_file.VARIABLE, folder)
+        told = trace_file.leave(recording, 0, error)
+        (path,) = Path(folder).iterdir()
+        assert told == f". What each rank did last: ringcomm trace {path}"
+        return trace_file.read(path)
+
+
+@pytest.fixture(scope="module")
+def block():
+    """The recorder of rank 0 of 2 after seven collectives and a message."""
+
+    def body(comm):
+        for number in range(7):
+            comm.all_reduce(T(number + 1))
+        comm.send(T(2), 1, tag=3) if comm.rank == 0 else comm.recv(T(2), 0, tag=3)
+        return comm._core.recorded(0)
+
+    with ringcomm.local_world(2, options=CommOptions(records=8)) as world:
+        return world.run(body)[0]
+
+
+ODD_TEXTS = st.one_of(
+    st.text(),
+    st.text(st.sampled_from("a\r\n\t\x1b\u202e\ud800\0"), max_size=20),
+    st.just("x" * 70000),
+)
+
+
+@given(name=ODD_TEXTS, error=ODD_TEXTS)
+def test_what_is_left_is_read_whatever_the_texts(name, error):
+    trace = left_and_read(Recording(name, 1, 1, 1, ()), error)
+    for got, given_text in ((trace.recording.communicator, name), (trace.error, error)):
+        assert len(got) == min(len(given_text), 1 << 16)
+        assert "\x1b" not in got and "\r" not in got
+        if given_text.isprintable():
+            assert given_text.startswith(got)
+
+
+ODD_WORDS = (0, 1, 2, 3, 1 << 31, (1 << 32) - 1, (1 << 32) - 2)
+
+
+def damaged(block: bytes, chance: Random) -> bytes:
+    """With odd words anywhere but in what the reader knows by itself: layout, rank, world."""
+    raw = bytearray(block)
+    for _ in range(chance.randint(1, 12)):
+        at = 4 * chance.randrange(len(raw) // 4)
+        if at >= 28:
+            word = chance.choice((*ODD_WORDS, chance.randrange(1 << 32)))
+            struct.pack_into("<I", raw, at, word)
+    return bytes(raw)
+
+
+@given(seed=st.integers(0, 1 << 32))
+def test_what_is_left_is_read_whatever_the_recorders_say(block, seed):
+    chance = Random(seed)
+    raw = damaged(block, chance)
+    ranks = (read_block(raw),)
+    recording = Recording("world", 2, read_header(raw).world_id, 1, ranks)
+    assert left_and_read(recording, "").recording == recording
+
+
+AT_NUMBER, AT_ROOT, AT_BEGIN, AT_END, AT_PEER = 8, 36, 56, 64, 76
+
+
+@pytest.mark.parametrize(
+    ("at", "raw"),
+    [
+        (AT_NUMBER, struct.pack("<Q", 1 << 63)),
+        (AT_NUMBER, struct.pack("<Q", 6)),  # as another one
+        (AT_NUMBER + 8, struct.pack("<Q", 1 << 63)),
+        (AT_ROOT, struct.pack("<i", -2)),
+        (AT_BEGIN, struct.pack("<Q", 1)),
+        (AT_BEGIN, struct.pack("<Q", (1 << 64) - 1)),
+        (AT_END, struct.pack("<Q", 1)),
+        (AT_END, struct.pack("<Q", (1 << 64) - 1)),
+        (AT_PEER, struct.pack("<i", -2)),
+    ],
+)
+def test_what_no_owner_writes_is_unreadable(block, at, raw):
+    whole = read_block(block)
+    assert [each.number for each in whole.collectives] == list(range(1, 8)) and whole.torn == 0
+    changed = bytearray(block)
+    place = HEADER_BYTES + 5 * RECORD_BYTES + at
+    assert changed[place : place + len(raw)] != raw
+    changed[place : place + len(raw)] = raw
+    found = read_block(bytes(changed))
+    assert len(found.collectives) == 6 and found.torn == 1
+
+
+def test_a_peers_damaged_recorder_hides_nobody_elses(folder):
+    """All of its bytes, header included, are junk; the error still says where each rank is."""
+    records = 16
+    told = []
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            size_bytes = HEADER_BYTES + 2 * records * RECORD_BYTES
+            at = comm._core.region_bytes - size_bytes
+            assert Region.of(comm).read(at, 8) == b"RINGREC1"
+            Region.of(comm).write(at, b"\xa5" * size_bytes)
+        comm.barrier()
+        with pytest.raises(MismatchError) as raised:
+            comm.all_reduce(T(8 + comm.rank))
+        told.append(str(raised.value))
+        assert [each.rank for each in comm.recording().ranks] == [0, 1]
+
+    with ringcomm.local_world(2, options=CommOptions(timeout=30, records=records)) as world:
+        world.run(body)
+    (path,) = folder.iterdir()
+    line = body.__code__.co_firstlineno + 9
+    for text in told:
+        assert f"at {__file__}:{line}" in text and f"ringcomm trace {path}" in text, text
+    first, second = trace_file.read(path).recording.ranks
+    assert [each.number for each in first.collectives] == [1, 2, 3] and second.torn
+
+
+def test_of_many_records_a_trace_holds_the_last(folder):
+    calls, records = 1200, 1000
+
+    def body(comm):
+        for _ in range(calls):
+            comm.barrier()
+        assert len(comm.recording().ranks[comm.rank].collectives) == records
+        with pytest.raises(MismatchError):
+            comm.all_reduce(T(8 + comm.rank))
+
+    with ringcomm.local_world(2, options=CommOptions(timeout=60, records=records)) as world:
+        world.run(body)
+    (path,) = folder.iterdir()
+    for rank in trace_file.read(path).recording.ranks:
+        numbers = [each.number for each in rank.collectives]
+        # The other rank may not be at the last call yet.
+        assert len(numbers) == KEPT_RECORDS and numbers[-1] in (calls, calls + 1)
+        assert numbers == list(range(numbers[-1] - KEPT_RECORDS + 1, numbers[-1] + 1))
+
+
+def test_a_reason_writes_nothing_to_a_peers_terminal():
+    def body(comm):
+        if comm.rank == 1:
+            comm.abort("ended\x1b[2J\r\u202e by hand")
+        with pytest.raises(AbortedError) as raised:
+            comm.barrier()
+        return str(raised.value)
+
+    with ringcomm.local_world(2, timeout=30) as world:
+        text = world.run(body)[0]
+    assert "ended?[2J?? by hand" in text and text.isprintable()
