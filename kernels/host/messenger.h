@@ -106,11 +106,12 @@ class Messenger {
   std::list<MessagePtr> unexpected_;  // messages that no receive has matched, in order of arrival
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool driving_ = false;   // a thread polls; the others sleep on changed_
-  uint64_t messages_ = 0;  // posted so far
-  int looking_ = 0;        // threads in look_at_clock() without the lock
-  int waiters_ = 0;        // threads in wait(): the background thread leaves the driving to them
-  uint32_t kick_ = 0;      // changes when the driver shall wake up and look around
+  bool driving_ = false;     // a thread polls; the others sleep on changed_
+  uint64_t messages_ = 0;    // posted so far
+  int looking_ = 0;          // threads in look_at_clock() without the lock
+  bool waits_told_ = false;  // whom a wait is for stands in the control page
+  int waiters_ = 0;          // threads in wait(): the background thread leaves the driving to them
+  uint32_t kick_ = 0;        // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;
   std::thread thread_;
 };

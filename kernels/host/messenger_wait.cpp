@@ -83,8 +83,11 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
   ++looking_;
   ++looking_here;
   lock.unlock();
+  const View& v = comm_.view();
+  if (r->peer >= 0) store_relaxed_sys(&v.control(v.rank)->waits_for, uint32_t(r->peer) + 1);
   const auto [status, peer] = reason_to_end(*r, waited_ns);
   lock.lock();
+  waits_told_ = true;
   --looking_;
   --looking_here;
   changed_.notify_all();
@@ -95,7 +98,7 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
     *record = Fault{};
     record->status = status;
     record->rank = comm_.view().rank;
-    record->peer = peer;
+    record->peer = status == Status::kTimeout && peer >= 0 ? end_of_waiting(v, peer) : peer;
     record->stream = Stream::kMessage;
     record->on_consumed = r->is_send;
     record->step = r->next_item;
@@ -157,6 +160,8 @@ Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
       break;
     }
   }
+  if (waits_told_) store_relaxed_sys(&comm_.view().control(comm_.view().rank)->waits_for, 0);
+  waits_told_ = false;
   --waiters_;
   changed_.notify_all();
   if (r->done()) return r->status;

@@ -7,96 +7,13 @@ torch pickles them, and unpickling runs code that the sender chose; so does
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
-
-import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import root_of
 from ringcomm.comm.groups import Group, communicator_of
-from ringcomm.comm.plain_objects import pack, unpack
-from ringcomm.errors import ArgumentError, CorruptedError, UnsupportedError, where
-
-PICKLE_MAGIC = b"RCK1"
-# A size that a peer names is not memory that it has: beyond this it is not believed.
-LARGEST_OBJECT_BYTES = 1 << 36
-
-
-class _Buffer:
-    """Bytes and a tensor over them; they understand each other without numpy."""
-
-    __slots__ = ("raw", "tensor")
-
-    def __init__(self, raw: bytearray) -> None:
-        self.raw = raw
-        self.tensor = torch.frombuffer(raw, dtype=torch.uint8)
-
-
-class _Codec:
-    """How the objects of one call become bytes, and bytes objects."""
-
-    def __init__(self, communicator: Communicator, operation: str) -> None:
-        self.where = where(operation, communicator.rank, communicator.world_size)
-        self._pickles = communicator.options.objects == "pickle"
-
-    def pack(self, obj: Any) -> _Buffer:
-        if self._pickles:
-            return _Buffer(bytearray(PICKLE_MAGIC + pickle.dumps(obj)))
-        return _Buffer(pack(obj, self.where))
-
-    def unpack(self, room: _Buffer, size_bytes: int, sender: int) -> Any:
-        raw = memoryview(room.raw)[:size_bytes]
-        pickled = bytes(raw[: len(PICKLE_MAGIC)]) == PICKLE_MAGIC
-        if pickled != self._pickles:
-            came, wanted = ("a pickle", "plain data")[:: 1 if pickled else -1]
-            raise UnsupportedError(
-                f"{self.where}: expected {wanted}, got {came} from rank {sender}. Give all ranks "
-                "the same CommOptions.objects"
-            )
-        if pickled:
-            return pickle.loads(raw[len(PICKLE_MAGIC) :])
-        return unpack(raw, self.where, sender)
-
-    def check_size(self, size_bytes: int, sender: int) -> None:
-        if not 0 < size_bytes <= LARGEST_OBJECT_BYTES:
-            raise CorruptedError(
-                f"{self.where}: rank {sender} announced an object of {size_bytes} bytes; expected "
-                f"1 to {LARGEST_OBJECT_BYTES}"
-            )
-
-    def room(self, size_bytes: int, sender: int) -> _Buffer:
-        self.check_size(size_bytes, sender)
-        return _Buffer(bytearray(size_bytes))
-
-
-def _sizes(communicator: Communicator, packed: _Buffer) -> list[int]:
-    sizes = torch.empty(communicator.world_size, dtype=torch.int64)
-    communicator.all_gather_into_tensor(sizes, torch.tensor([len(packed.raw)], dtype=torch.int64))
-    found: list[int] = sizes.tolist()
-    return found
-
-
-def _padded(packed: _Buffer, size_bytes: int) -> torch.Tensor:
-    return _Buffer(packed.raw.ljust(size_bytes, b"\0")).tensor
-
-
-def _fill(operation: str, name: str, target: Any, values: list[Any]) -> None:
-    if not isinstance(target, list) or len(target) != len(values):
-        raise ArgumentError(
-            f"{operation}: {name}: expected a list of {len(values)} entries, got "
-            f"{len(target) if isinstance(target, list) else type(target).__name__}"
-        )
-    target[:] = values
-
-
-def _check_list(communicator: Communicator, operation: str, name: str, target: Any) -> None:
-    if not isinstance(target, list) or len(target) != communicator.world_size:
-        raise ArgumentError(
-            f"{operation} on rank {communicator.rank} of {communicator.world_size}: {name}: "
-            f"expected a list of {communicator.world_size} entries, one per rank, got "
-            f"{len(target) if isinstance(target, list) else type(target).__name__}"
-        )
+from ringcomm.comm.object_parcels import NOTHING, Codec, Parcel, check_list
+from ringcomm.errors import ArgumentError, CorruptedError
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
@@ -108,12 +25,17 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     communicator = communicator_of(group, "all_gather_object")
-    _check_list(communicator, "all_gather_object", "object_list", object_list)
-    codec = _Codec(communicator, "all_gather_object")
-    packed = codec.pack(obj)
-    rooms = [codec.room(size, rank) for rank, size in enumerate(_sizes(communicator, packed))]
-    communicator.all_gather([room.tensor for room in rooms], packed.tensor)
-    object_list[:] = [codec.unpack(room, len(room.raw), rank) for rank, room in enumerate(rooms)]
+    codec = Codec(communicator, "all_gather_object")
+    check_list(codec.where, "object_list", object_list, communicator.world_size)
+    parcel = codec.pack(obj)
+    sizes = codec.sizes_of_all(parcel)
+    rooms = [
+        parcel if rank == communicator.rank else codec.room(size, rank)
+        for rank, size in enumerate(sizes)
+    ]
+    with codec.moving():
+        communicator.all_gather([room.tensor for room in rooms], parcel.tensor)
+    object_list[:] = [codec.unpack(room, rank) for rank, room in enumerate(rooms)]
 
 
 def gather_object(
@@ -134,21 +56,26 @@ def gather_object(
         dst = 0
     root = root_of(communicator, "gather_object", "dst", dst, group_dst)
     is_root = communicator.rank == root
+    codec = Codec(communicator, "gather_object")
     if is_root:
-        _check_list(communicator, "gather_object", "object_gather_list", object_gather_list)
-    codec = _Codec(communicator, "gather_object")
-    packed = codec.pack(obj)
-    sizes = _sizes(communicator, packed)
-    for rank, size in enumerate(sizes):
-        codec.check_size(size, rank)
-    rooms = [codec.room(max(sizes), rank) for rank in range(len(sizes))] if is_root else []
-    mine = _padded(packed, max(sizes))
-    communicator.gather(mine, [room.tensor for room in rooms], root)
+        check_list(codec.where, "object_gather_list", object_gather_list, communicator.world_size)
+    parcel = codec.pack(obj)
+    sizes = codec.sizes_of_all(parcel)
+    # An exchange, since each rank's object has a size of its own.
+    sent = _to_one(communicator, root, parcel)
+    arriving = [size if is_root and rank != root else 0 for rank, size in enumerate(sizes)]
+    rooms = codec.exchange(sent, arriving)
     if object_gather_list is not None and is_root:
-        object_gather_list[:] = [
-            codec.unpack(room, size, rank)
-            for rank, (room, size) in enumerate(zip(rooms, sizes, strict=True))
-        ]
+        rooms[root] = parcel
+        object_gather_list[:] = [codec.unpack(room, rank) for rank, room in enumerate(rooms)]
+
+
+def _to_one(communicator: Communicator, root: int, parcel: Parcel) -> list[Parcel]:
+    """What each rank is sent: ``parcel`` to ``root``, unless that is this rank."""
+    return [
+        parcel if rank == root != communicator.rank else NOTHING
+        for rank in range(communicator.world_size)
+    ]
 
 
 def broadcast_object_list(
@@ -176,15 +103,25 @@ def broadcast_object_list(
         src = 0
     root = root_of(communicator, "broadcast_object_list", "src", src, group_src)
     is_root = communicator.rank == root
-    codec = _Codec(communicator, "broadcast_object_list")
-    packed = codec.pack(object_list) if is_root else None
-    size = torch.tensor([len(packed.raw) if packed else 0], dtype=torch.int64)
-    communicator.broadcast(size, root)
-    room = packed or codec.room(int(size.item()), root)
-    communicator.broadcast(room.tensor, root)
+    codec = Codec(communicator, "broadcast_object_list")
+    if is_root and not isinstance(object_list, list):
+        raise ArgumentError(
+            f"{codec.where}: object_list: expected a list, got {type(object_list).__name__}"
+        )
+    packed = [codec.pack(object_list)] if is_root else []
+    (size,) = codec.sizes_of_root(packed, 1, root)
+    room = packed[0] if is_root else codec.room(size, root)
+    with codec.moving():
+        communicator.broadcast(room.tensor, root)
     if not is_root:
-        values = codec.unpack(room, len(room.raw), root)
-        _fill("broadcast_object_list", "object_list", object_list, values)
+        values = codec.unpack(room, root)
+        if not isinstance(values, list):
+            raise CorruptedError(
+                f"{codec.where}: expected a list from rank {root}, got {type(values).__name__}. "
+                "Do all ranks run the same ringcomm?"
+            )
+        check_list(codec.where, "object_list", object_list, len(values), f"as on rank {root}")
+        object_list[:] = values
 
 
 def scatter_object_list(
@@ -212,24 +149,26 @@ def scatter_object_list(
         src = 0
     root = root_of(communicator, "scatter_object_list", "src", src, group_src)
     is_root = communicator.rank == root
+    codec = Codec(communicator, "scatter_object_list")
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(
-            f"scatter_object_list on rank {communicator.rank} of {communicator.world_size}: "
-            "scatter_object_output_list: expected a list of at least one entry"
+            f"{codec.where}: scatter_object_output_list: expected a list of at least one entry"
         )
-    codec = _Codec(communicator, "scatter_object_list")
-    packed: list[_Buffer] = []
+    packed: list[Parcel] = []
     if is_root:
-        name = "scatter_object_input_list"
-        _check_list(communicator, "scatter_object_list", name, scatter_object_input_list)
+        check_list(
+            codec.where,
+            "scatter_object_input_list",
+            scatter_object_input_list,
+            communicator.world_size,
+        )
         packed = [codec.pack(obj) for obj in scatter_object_input_list or []]
-    sizes = torch.tensor([len(each.raw) for each in packed] or [0] * communicator.world_size)
-    communicator.broadcast(sizes, root)
-    for size in sizes.tolist():
-        codec.check_size(size, root)
-    longest = int(sizes.max().item())
-    room = codec.room(longest, root)
-    padded = [_padded(each, longest) for each in packed]
-    communicator.scatter(room.tensor, padded, root)
-    mine = int(sizes[communicator.rank].item())
-    scatter_object_output_list[0] = codec.unpack(room, mine, root)
+    sizes = codec.sizes_of_root(packed, communicator.world_size, root)
+    # An exchange, since each rank's object has a size of its own.
+    mine = [0] * communicator.world_size
+    sent = [each if rank != root else NOTHING for rank, each in enumerate(packed)]
+    if not is_root:
+        mine[root] = sizes[communicator.rank]
+        sent = [NOTHING] * communicator.world_size
+    rooms = codec.exchange(sent, mine)
+    scatter_object_output_list[0] = codec.unpack(packed[root] if is_root else rooms[root], root)

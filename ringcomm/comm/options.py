@@ -53,6 +53,8 @@ class CommOptions:
             ``kernels`` goes before it. On the host they run in Triton's interpreter.
         objects: "plain", or "pickle" to let the object collectives send anything: unpickling runs
             code that the sender chose, so that is for ranks that trust each other.
+        largest_object_bytes: the largest object that the object collectives send, or believe that
+            a peer sends.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT
@@ -64,6 +66,7 @@ class CommOptions:
     records: int = 256
     kernels: str = "native"
     objects: str = "plain"
+    largest_object_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
@@ -80,6 +83,10 @@ class CommOptions:
             raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
         if self.objects not in ("plain", "pickle"):
             raise ArgumentError(f"objects: expected plain or pickle, got {self.objects!r}")
+        if self.largest_object_bytes < 1:
+            raise ArgumentError(
+                f"largest_object_bytes: expected 1 or more, got {self.largest_object_bytes}"
+            )
         if self.channels < 0:
             raise ArgumentError(f"channels: expected 0 or more, got {self.channels}")
         if not 0 <= self.records <= _native.MAX_RECORDS:

@@ -5,37 +5,49 @@ that it refers to. None, bools, strings, integers of 64 bits and finite floats s
 everything else is a list that begins with a tag::
 
     ["l", ...] ["t", ...] ["s", ...] ["z", ...]   list, tuple, set, frozenset
-    ["d", [key, value], ...]                      dict
+    ["d", [key, value], ...]                      dict; "o": OrderedDict, "n": Counter
+    ["D", factory, [key, value], ...]             defaultdict of a builtin type, or of None
     ["i", "hexadecimal"] ["f", "nan"] ["c", re, im]
     ["b", offset, size] ["a", offset, size]       bytes, bytearray
-    ["T", dtype, shape, offset, size]             torch.Tensor on the CPU, dense
+
+and those of torch and NumPy in ``plain_values.py``.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
-import torch
-
-from ringcomm.errors import CorruptedError, UnsupportedError
+from ringcomm.comm.plain_values import Refused, leaf_of, leaf_tags, value_of
+from ringcomm.errors import CorruptedError, RingcommError, UnsupportedError
+from ringcomm.memory.records import shown
 
 __all__ = ["MAGIC", "pack", "unpack"]
 
 MAGIC = b"RCP1"
 _LENGTH_BYTES = 8
 DEEPEST = 100
+# A dict is two lists deep, and a leaf at most three.
+_DEEPEST_TEXT = 2 * (DEEPEST + 1) + 3
+_LONGEST_PATH = 200
+_LONGEST_REASON = 300
 _SMALL_INT = 2**63
-_NAMES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_CONTAINERS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
-_MAKERS: dict[str, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _CONTAINERS.items()}
+_LISTS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
+_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "n", defaultdict: "D"}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    tag: kind for kind, tag in (_LISTS | _DICTS).items() if tag != "D"
+}
+_FACTORIES = {each.__name__: each for each in (bool, dict, float, int, list, set, str, tuple)}
+_BUILTINS = (int, float, complex, str, bytes, bytearray, *_LISTS, dict, OrderedDict, Counter)
 
 
 class _Packer:
-    def __init__(self, operation: str) -> None:
-        self._operation = operation
+    def __init__(self) -> None:
         self.blob = bytearray()
 
     def _keep(self, raw: bytes | bytearray) -> list[int]:
@@ -50,52 +62,88 @@ class _Packer:
             return value if math.isfinite(value) else ["f", repr(value)]
         return ["c", self._number(value.real), self._number(value.imag)]
 
-    def node(self, value: Any, what: str, depth: int) -> Any:
+    def node(self, value: Any, depth: int) -> Any:
         kind = type(value)
-        if depth > DEEPEST:
-            raise UnsupportedError(
-                f"{self._operation}: {what}: nested deeper than {DEEPEST} (or holds itself)"
-            )
         if value is None or kind in (bool, str):
             return value
         if kind in (int, float, complex):
             return self._number(value)
         if kind in (bytes, bytearray):
             return ["b" if kind is bytes else "a", *self._keep(value)]
-        if kind is torch.Tensor:
-            return self._tensor(value, what)
-        if kind is dict:
-            return [
-                "d",
-                *(
-                    [
-                        self.node(k, f"a key of {what}", depth + 1),
-                        self.node(v, f"{what}[{k!r}]", depth + 1),
-                    ]
-                    for k, v in value.items()
-                ),
-            ]
-        if kind in _CONTAINERS:
-            parts = (self.node(v, f"{what}[{i}]", depth + 1) for i, v in enumerate(value))
-            return [_CONTAINERS[kind], *parts]
-        raise UnsupportedError(
-            f"{self._operation}: {what}: objects travel as plain data: None, bool, int, float, "
-            "complex, str, bytes, torch.Tensor, and lists, tuples, sets and dicts of them; got "
-            f"{kind.__module__}.{kind.__qualname__}. Convert it, or build the communicator with "
-            'CommOptions(objects="pickle"), which lets every rank run code on the others'
-        )
+        if kind in _LISTS or kind in _DICTS:
+            if depth > DEEPEST:
+                raise Refused(f"nested deeper than {DEEPEST} (or holds itself)")
+            return self._list(value, depth) if kind in _LISTS else self._dict(value, depth)
+        leaf = leaf_of(value, self._keep)
+        return _refuse(value) if leaf is None else leaf
 
-    def _tensor(self, value: torch.Tensor, what: str) -> list[Any]:
-        if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
-            raise UnsupportedError(
-                f"{self._operation}: {what}: expected a dense tensor on the CPU, got one of "
-                f"{value.layout} on {value.device}. Send value.cpu(), or use a tensor's collective"
-            )
-        raw = bytearray(value.numel() * value.element_size())
-        if raw:
-            dense = value.detach().resolve_conj().resolve_neg().contiguous()
-            torch.frombuffer(raw, dtype=torch.uint8).copy_(dense.view(-1).view(torch.uint8))
-        return ["T", str(value.dtype), list(value.shape), *self._keep(raw)]
+    def _list(self, value: Iterable[Any], depth: int) -> list[Any]:
+        parts: list[Any] = [_LISTS[type(value)]]
+        try:
+            for each in value:
+                kind = type(each)
+                # Without a call for what there may be millions of.
+                if (
+                    kind is str
+                    or (kind is int and -_SMALL_INT <= each < _SMALL_INT)
+                    or (kind is float and math.isfinite(each))
+                ):
+                    parts.append(each)
+                else:
+                    parts.append(self.node(each, depth + 1))
+        except Refused as refused:
+            refused.path.append(f"[{len(parts) - 1}]")
+            raise
+        return parts
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> list[Any]:
+        parts: list[Any] = [_DICTS[type(value)]]
+        if isinstance(value, defaultdict):
+            parts.append(_factory_name(value.default_factory))
+        key: Any = None
+        at = ""
+        try:
+            for key, each in value.items():
+                at = ", in a key"
+                first = key if type(key) is str else self.node(key, depth + 1)
+                at = ""
+                parts.append([first, self.node(each, depth + 1)])
+        except Refused as refused:
+            name = shown(key) if type(key) in (str, int) else f"a {type(key).__name__}"
+            refused.path.append(at or f"[{name}]")
+            raise
+        return parts
+
+
+def _factory_name(factory: Any) -> str | None:
+    if factory is None:
+        return None
+    if factory not in _FACTORIES.values():
+        raise Refused(
+            f"a defaultdict's factory is code; expected None or one of {', '.join(_FACTORIES)}, "
+            "got another: send dict(value)"
+        )
+    name: str = factory.__name__
+    return name
+
+
+def _refuse(value: Any) -> NoReturn:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"[:_LONGEST_REASON]
+    if isinstance(value, enum.Enum):
+        raise Refused(f"the enum {name} would lose its type: send value.value")
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        raise Refused(f"{name} would lose its names: send tuple(value), or value._asdict()")
+    for builtin in reversed(_BUILTINS):
+        if isinstance(value, builtin):
+            base = builtin.__name__
+            raise Refused(f"{name} would arrive as {base}: send {base}(value) if that will do")
+    raise Refused(
+        "objects travel as plain data: None, bool, int, float, complex, str, bytes, lists, tuples, "
+        "sets and dicts, tensors, parameters, and arrays of NumPy; got "
+        f"{name}. Convert it, or build the communicator with "
+        'CommOptions(objects="pickle"), which lets every rank run code on the others'
+    )
 
 
 def pack(value: Any, operation: str) -> bytearray:
@@ -103,61 +151,115 @@ def pack(value: Any, operation: str) -> bytearray:
 
     Raises:
         UnsupportedError: it holds something that is not plain data; says where and what.
+        RingcommError: this rank has no memory or stack left for it.
     """
-    packer = _Packer(operation)
-    text = json.dumps(packer.node(value, "the object", 0), allow_nan=False).encode()
-    return bytearray(MAGIC + len(text).to_bytes(_LENGTH_BYTES, "little") + text) + packer.blob
+    packer = _Packer()
+    try:
+        text = json.dumps(packer.node(value, 0), allow_nan=False, check_circular=False).encode()
+        return bytearray(MAGIC + len(text).to_bytes(_LENGTH_BYTES, "little") + text) + packer.blob
+    except Refused as refused:
+        path = "".join(reversed(refused.path))
+        if len(path) > _LONGEST_PATH:
+            path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
+        raise UnsupportedError(f"{operation}: the object{path}: {refused}") from None
+    except (MemoryError, RecursionError) as error:
+        raise _no_room(operation, "pack the object", error) from error
+
+
+def _no_room(operation: str, what: str, error: BaseException) -> RingcommError:
+    if isinstance(error, MemoryError):
+        return RingcommError(
+            f"{operation}: this rank has no memory to {what}. Send it in parts, or as tensors"
+        )
+    return RingcommError(
+        f"{operation}: expected room on the stack to {what}, but Python's recursion limit was "
+        "reached. Call this from a function that is nested less, or raise sys.setrecursionlimit()"
+    )
 
 
 class _Unpacker:
     def __init__(self, blob: memoryview) -> None:
         self._blob = blob
 
-    def _raw(self, place: Sequence[Any]) -> memoryview:
-        at, size = place
+    def _raw(self, at: Any, size: Any) -> memoryview:
         if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
             raise ValueError("a place is two sizes")
         if at + size > len(self._blob):
             raise ValueError("a place lies behind the end")
         return self._blob[at : at + size]
 
-    def _tensor(self, name: Any, shape: Any, *place: Any) -> torch.Tensor:
-        dtype = _NAMES[name]
-        if any(type(dim) is not int or dim < 0 for dim in shape):
-            raise ValueError("a shape has sizes")
-        raw = bytearray(self._raw(place))
-        if math.prod(shape) * dtype.itemsize != len(raw):
-            raise ValueError("a tensor has as many bytes as its shape says")
-        if not raw:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(raw, dtype=dtype).view(shape)
+    def value(self, plain: Any, depth: int = 0) -> Any:
+        """Of anything that stands in the text; :meth:`_node` of what has a tag."""
+        return self._node(plain, depth) if type(plain) is list else plain
 
-    def node(self, plain: Any) -> Any:
-        if not isinstance(plain, list):
-            if isinstance(plain, dict):
-                raise ValueError("no object stands in a message")
-            return plain
-        tag, *rest = plain
-        if tag in _MAKERS:
-            return _MAKERS[tag]([self.node(each) for each in rest])
-        if tag == "d":
-            return {self.node(key): self.node(value) for key, value in rest}
-        if tag == "T":
-            return self._tensor(*rest)
-        if tag in ("b", "a"):
-            return (bytes if tag == "b" else bytearray)(self._raw(rest))
-        (first, *second) = rest
-        if tag == "c" and len(second) == 1:
-            return complex(self.node(first), self.node(second[0]))
-        if tag == "i" and not second:
-            return int(first, 16)
-        if tag == "f" and first in ("nan", "inf", "-inf") and not second:
-            return float(first)
-        raise ValueError("an unknown tag")
+    def _node(self, plain: list[Any], depth: int) -> Any:
+        tag, rest = plain[0] if plain else None, plain[1:]
+        if type(tag) is not str:
+            raise ValueError("a list begins with a tag")
+        if tag in _MAKERS or tag == "D":
+            if depth > DEEPEST:
+                raise ValueError(f"nested deeper than {DEEPEST}")
+            if tag in _LISTS.values():
+                below = depth + 1
+                return _MAKERS[tag](
+                    [self._node(each, below) if type(each) is list else each for each in rest]
+                )
+            return self._dict(tag, rest, depth + 1)
+        if tag in leaf_tags:
+            return value_of(tag, rest, self._raw)
+        if tag in ("b", "a") and len(rest) == 2:
+            return (bytes if tag == "b" else bytearray)(self._raw(*rest))
+        if tag == "c" and len(rest) == 2:
+            return complex(_float(rest[0]), _float(rest[1]))
+        if tag == "i" and len(rest) == 1 and type(rest[0]) is str:
+            return int(rest[0], 16)
+        if tag == "f":
+            return _float(plain)
+        raise ValueError(f"unknown tag, or the wrong number of entries: {shown(plain)}")
+
+    def _dict(self, tag: str, rest: list[Any], depth: int) -> Any:
+        factory = None
+        if tag == "D":
+            name, *rest = rest
+            factory = None if name is None else _FACTORIES.get(name)
+            if name is not None and factory is None:
+                raise ValueError(f"unknown factory {shown(name)}")
+        if any(type(pair) is not list or len(pair) != 2 for pair in rest):
+            raise ValueError("a dict has pairs")
+        items = [(self.value(key, depth), self.value(each, depth)) for key, each in rest]
+        return defaultdict(factory, items) if tag == "D" else _MAKERS[tag](dict(items))
 
 
-def _junk(constant: str) -> float:
-    raise ValueError(f"{constant} is no number here")
+def _float(plain: Any) -> float:
+    if type(plain) is float:
+        return plain
+    if plain not in (["f", "nan"], ["f", "inf"], ["f", "-inf"]):
+        raise ValueError(f"expected a float, got {shown(plain)}")
+    return float(plain[1])
+
+
+def _junk(found: Any) -> float:
+    raise ValueError(f"{shown(found)} has no place in the text")
+
+
+def _too_deep(text: str) -> bool:
+    """Whether the text is nested deeper than any that :func:`pack` writes."""
+    depth = 0
+    for mark in re.finditer(r'"(?:[^"\\]|\\.)*"|\[|\]', text):
+        depth += {"[": 1, "]": -1}.get(mark.group(), 0)
+        if depth > _DEEPEST_TEXT:
+            return True
+    return False
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_junk, object_pairs_hook=_junk)
+    except RecursionError:
+        # The stack may be short here, which is no fault of who sent it.
+        if _too_deep(text):
+            raise ValueError(f"nested deeper than {DEEPEST}") from None
+        raise
 
 
 def unpack(raw: memoryview, operation: str, sender: int) -> Any:
@@ -165,6 +267,8 @@ def unpack(raw: memoryview, operation: str, sender: int) -> Any:
 
     Raises:
         CorruptedError: it is nothing of that kind; names the sender.
+        UnsupportedError: it needs NumPy, which is not installed here.
+        RingcommError: this rank has no memory or stack left for it.
     """
     head = len(MAGIC) + _LENGTH_BYTES
     try:
@@ -173,10 +277,14 @@ def unpack(raw: memoryview, operation: str, sender: int) -> Any:
         end = head + int.from_bytes(raw[len(MAGIC) : head], "little")
         if end > len(raw):
             raise ValueError("it is cut off")
-        plain = json.loads(bytes(raw[head:end]), parse_constant=_junk)
-        return _Unpacker(raw[end:]).node(plain)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RuntimeError) as error:
+        return _Unpacker(raw[end:]).value(_parsed(str(raw[head:end], "ascii")))
+    except (MemoryError, RecursionError) as error:
+        raise _no_room(operation, f"unpack the object of rank {sender}", error) from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{operation}: what rank {sender} sent: {error}") from None
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
         raise CorruptedError(
-            f"{operation}: what rank {sender} sent is no object in plain form: {error}. Do all "
+            f"{operation}: what rank {sender} sent is no object in plain form: "
+            f"{str(error)[:_LONGEST_REASON]}. Do all "
             "ranks run the same ringcomm, with the same CommOptions.objects?"
         ) from error
