@@ -126,3 +126,32 @@ def test_a_send_that_nobody_receives():
     line = body.__code__.co_firstlineno
     assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 6} waited" in told[0], told
     assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
+
+
+@pytest.mark.parametrize(
+    "call", [lambda c: c.recv(T(4), 1), lambda c: c.barrier()], ids=["recv", "barrier"]
+)
+def test_the_rank_that_others_wait_for_is_named_through_messages(call):
+    """Rank 0 waits for rank 1, which waits for a message of rank 2."""
+    done = threading.Event()
+    told = []
+
+    def body(comm):
+        if comm.rank == 2:
+            assert done.wait(60)
+            return
+        comm.timeout = 0.5 if comm.rank == 0 else 30
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            if comm.rank == 0:
+                call(comm)
+            else:
+                comm.recv(T(4), 2)
+        told.append(str(raised.value))
+        if len(told) == 2:
+            done.set()
+
+    world = ringcomm.local_world(3, timeout=30)
+    world.run(body)
+    world.close()
+    for text in told:
+        assert "for rank 2" in text, text
