@@ -98,13 +98,13 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
     *record = Fault{};
     record->status = status;
     record->rank = comm_.view().rank;
-    record->peer = status == Status::kTimeout && peer >= 0 ? end_of_waiting(v, peer) : peer;
+    SoloTeam team{{&comm_.waiter()}};
+    record->peer = status == Status::kTimeout && peer >= 0 ? end_of_waiting(team, v, peer) : peer;
     record->stream = Stream::kMessage;
     record->on_consumed = r->is_send;
     record->step = r->next_item;
     record->waited_ns = waited_ns;
     record->mine = header_of(*r, false);
-    SoloTeam team{{&comm_.waiter()}};
     raise_fault(team, comm_.view());
   }
   fail_all(status);

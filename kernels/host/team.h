@@ -20,6 +20,7 @@ struct HostTeam {
   bool pause(Pause& p) const { return waiter->pause(p); }
   static uint64_t now_ns() { return Waiter::now_ns(); }
   Status health(int peer) const { return waiter->health(peer); }
+  bool is_stopped(int peer) const { return waiter->is_stopped(peer); }
   const CallHeader* other_call_recorded(const CallId& mine, int peer) const {
     return waiter->other_call(mine, peer);
   }

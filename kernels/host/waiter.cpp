@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <fstream>
 #include <string>
 
 #include "kernels/host/heap.h"
@@ -127,6 +128,17 @@ Status Waiter::health(int peer) const {
   if (interrupt_hook != nullptr && syscall(SYS_gettid) == getpid() && interrupt_hook() != 0)
     return Status::kInterrupted;
   return Status::kOk;
+}
+
+bool Waiter::is_stopped(int peer) const {
+  if (size_t(peer) >= watched_.size() || watched_[size_t(peer)].pid == 0) return false;
+  std::ifstream file("/proc/" + std::to_string(watched_[size_t(peer)].pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  // The state stands behind the command's name, which may hold any character.
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return false;
+  return line[name_end + 2] == 'T' || line[name_end + 2] == 't';
 }
 
 void sleep_on_any(const SleepOn* words, int count, uint64_t timeout_ns) {

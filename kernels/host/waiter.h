@@ -38,6 +38,8 @@ class Waiter {
   static void wake(uint32_t* word);
   static uint64_t now_ns();
   Status health(int peer) const;
+  // Whether a signal, or a debugger, holds its process.
+  bool is_stopped(int peer) const;
 
   // What other_call() asks; both null: nobody.
   using OtherCall = const CallHeader* (*)(void* of, const CallId& mine, int peer);

@@ -143,12 +143,20 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
 }
 
 // At a timeout the awaited peer may be waiting itself: follows who waits for whom to the one that
-// does not wait. Only a hint for people, so the words are read without order.
-RC_TEAM_FN int end_of_waiting(const View& v, int peer) {
+// does not wait, or once around. Only a hint for people, so the words are read without order. A
+// rank whose process is stopped is the one, whatever it last waited for; only hosts can tell.
+template <class Team>
+RC_TEAM_FN int end_of_waiting(const Team& team, const View& v, int peer) {
+  if constexpr (Team::kSleeps) {
+    for (int r = 0; r < v.world; ++r)
+      if (r != v.rank && team.is_stopped(r)) return r;
+  }
+  const int first = peer;
   for (int hops = 0; hops < v.world; ++hops) {
     const uint32_t next = load_relaxed_sys(&v.control(peer)->waits_for);
-    if (next == 0 || next > uint32_t(v.world) || int(next) - 1 == v.rank) break;
-    peer = int(next) - 1;
+    const int rank = int(next) - 1;
+    if (next == 0 || next > uint32_t(v.world) || rank == v.rank || rank == first) break;
+    peer = rank;
   }
   return peer;
 }
@@ -157,7 +165,7 @@ RC_TEAM_FN int end_of_waiting(const View& v, int peer) {
 template <class Team>
 RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint32_t want,
                        uint32_t seen, uint64_t waited_ns, const CallHeader* theirs) {
-  const int peer = status == Status::kTimeout ? end_of_waiting(v, site.peer) : site.peer;
+  const int peer = status == Status::kTimeout ? end_of_waiting(team, v, site.peer) : site.peer;
   Fault* record = claim_fault(v);
   if (record == nullptr) return status;
   fill_fault(record, v, status, peer);
