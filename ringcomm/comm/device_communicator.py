@@ -21,6 +21,7 @@ from ringcomm.comm.device_meeting import meeting_of
 from ringcomm.comm.device_messages import DeviceMessages
 from ringcomm.comm.device_order import order_of
 from ringcomm.comm.device_retired import Peer
+from ringcomm.comm.host_meeting import rendezvous_of
 from ringcomm.comm.topology import Topology
 from ringcomm.comm.topology_file import from_json, to_json
 from ringcomm.comm.topology_nvml import read_machine
@@ -97,16 +98,8 @@ class DeviceCommunicator(DeviceMessages, Communicator):
         cls, membership: Membership, device: int, heap_bytes: int | None = None
     ) -> DeviceCommunicator:
         """Rendezvous of the members, each with its device."""
-        timeout_s = membership.options.timeout_s
         world_size = len(membership.ranks)
-        meeting = Meeting(
-            membership.store,
-            membership.name,
-            membership.rank,
-            world_size,
-            time.monotonic() + timeout_s,
-            timeout_s,
-        )
+        meeting = rendezvous_of(membership)
         if world_size > _native.MAX_DEVICE_WORLD:
             raise UnsupportedError(
                 f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
@@ -128,7 +121,7 @@ class DeviceCommunicator(DeviceMessages, Communicator):
             mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
             core.reach(handles, mapped)
             links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
-            proof_s = min(LINK_PROOF_S, timeout_s)
+            proof_s = min(LINK_PROOF_S, meeting.timeout_s)
             deadline = time.monotonic() + proof_s
             prove_links(links, meeting.operation, deadline, proof_s, exchange.look_for_failures)
             core.connect(chosen.rings)

@@ -21,6 +21,19 @@ from ringcomm.memory.peers import MappedHeap, map_heap
 _STRANGERS = "Does another process post in this store? Give every job a store of its own"
 
 
+def rendezvous_of(membership: Membership) -> Meeting:
+    """The rendezvous of its members, from now on."""
+    timeout_s = membership.options.timeout_s
+    return Meeting(
+        membership.store,
+        membership.name,
+        membership.rank,
+        len(membership.ranks),
+        time.monotonic() + timeout_s,
+        timeout_s,
+    )
+
+
 def meet(
     membership: Membership, heap_bytes: int | None
 ) -> tuple[_native.Comm, tuple[MappedHeap, ...]]:
@@ -29,16 +42,7 @@ def meet(
     Raises:
         RingcommError: as :meth:`Communicator.from_store`; peers that wait were told.
     """
-    timeout_s = membership.options.timeout_s
-    world_size = len(membership.ranks)
-    meeting = Meeting(
-        membership.store,
-        membership.name,
-        membership.rank,
-        world_size,
-        time.monotonic() + timeout_s,
-        timeout_s,
-    )
+    meeting = rendezvous_of(membership)
     exchange = Exchange(meeting)
     core: _native.Comm | None = None
     try:

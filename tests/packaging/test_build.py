@@ -84,8 +84,8 @@ class Workshop:
         out = self.folder / hook
         out.mkdir()
         blocked = str(self.folder / "blocked")
-        # nvcc takes minutes for all kernels; tests/native/test_cuda_compile.py runs that build. What
-        # is packed, not how fast it runs, is tried here.
+        # nvcc takes minutes for all kernels; tests/native/test_cuda_compile.py runs that build.
+        # What is packed, not how fast it runs, is tried here.
         arguments = "-DRINGCOMM_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0"
         environment = {"PYTHONPATH": blocked, "CMAKE_ARGS": arguments}
         run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, **environment)
