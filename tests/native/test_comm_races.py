@@ -1,12 +1,11 @@
 """Communicators and messengers of the host under ThreadSanitizer, and mutants of them."""
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.native.mutants import VARIABLE, Mutant
+from tests.native.mutants import Mutant, write_sources
 from tests.native.test_races import COMPILER, ROOT, compile_to, run, skip_without_sanitizer
 
 # world, generations, rounds
@@ -30,25 +29,25 @@ STEADY = (
 MUTATED = ("messenger", "messenger_wait", "retired")
 MUTANTS = {
     "acknowledged before it was copied": Mutant(
-        "messenger.cpp",
+        "host/messenger.cpp",
         "  if (m.goes == Goes::kThere && bytes > 0) std::memcpy(",
         "  if (CHOSEN) { SoloTeam early{{&comm_.waiter()}}; "
         "acknowledge(early, v, Stream::kMessage, peer, epoch); sched_yield(); }\n"
         "  if (m.goes == Goes::kThere && bytes > 0) std::memcpy(",
     ),
     "completed without the lock": Mutant(
-        "messenger_wait.cpp",
+        "host/messenger_wait.cpp",
         "  std::unique_lock lock(mutex_);\n  const uint64_t started_ns = Waiter::now_ns();\n",
         "  std::unique_lock lock(mutex_);\n  if (CHOSEN) lock.unlock(), progress(), lock.lock();\n"
         "  const uint64_t started_ns = Waiter::now_ns();\n",
     ),
     "region returned without a farewell": Mutant(
-        "retired.cpp",
+        "host/retired.cpp",
         "if (load_acquire_sys(&line->farewell) != 0) continue;",
         "if (CHOSEN || load_acquire_sys(&line->farewell) != 0) continue;",
     ),
     "region never returned": Mutant(
-        "retired.cpp",
+        "host/retired.cpp",
         "    if (!free_of_peers(region)) return false;",
         "    if (CHOSEN || !free_of_peers(region)) return false;",
     ),
@@ -64,24 +63,13 @@ def programs(tmp_path_factory):
     skip_without_sanitizer(folder)
     include = ROOT / "kernels/include"
     mutants = folder / "mutants"
-    mutants.mkdir()
-    for name in MUTATED:
-        shutil.copy(HOST / f"{name}.cpp", mutants)
-    for number, mutant in enumerate(MUTANTS.values(), 1):
-        source = mutants / mutant.header
-        text = source.read_text()
-        assert text.count(mutant.text) == 1, mutant.text
-        replacement = mutant.replacement.replace("CHOSEN", f"(chosen_mutant == {number})")
-        source.write_text(text.replace(mutant.text, replacement))
-    (mutants / "chosen.h").write_text(
-        "#include <sched.h>\n#include <stdlib.h>\n"
-        f'inline const int chosen_mutant = atoi(getenv("{VARIABLE}"));\n'
-    )
+    write_sources(mutants, MUTANTS)
+    mutated = mutants / "kernels/host"
     chosen = ("-c", "-include", str(mutants / "chosen.h"))
     jobs: list[tuple[Path, Path, tuple[str, ...]]] = [
         (HOST / f"{name}.cpp", folder / f"{name}.o", ("-c",)) for name in (*STEADY, *MUTATED)
     ]
-    jobs += [(mutants / f"{name}.cpp", mutants / f"{name}.o", chosen) for name in MUTATED]
+    jobs += [(mutated / f"{name}.cpp", mutants / f"{name}.o", chosen) for name in MUTATED]
     jobs += [(ROOT / "tests/native/comm_race_test.cpp", folder / "main.o", ("-c",))]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda job: compile_to(job[1], include, job[0], extra=job[2]), jobs))
