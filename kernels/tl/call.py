@@ -5,8 +5,9 @@ from collections.abc import Iterable
 import triton
 import triton.language as tl
 
+from .fault_record import ABORTED, MISMATCH, fail_aborted, fail_header, is_aborted
 from .state import HEADER, RANK, READS_PEERS, get, open_state, sequence_word
-from .waiting import ABORTED, MISMATCH, fail_aborted, fail_header, is_aborted, other_call_seen
+from .waiting import other_call_seen
 from .words import word64
 
 # Arguments of the collectives' kernels whose values Triton must not compile for: it would compile

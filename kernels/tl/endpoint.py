@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .fault_points import ACKNOWLEDGE, PUBLISH, passing
+from .fault_record import STREAM_BYTES
 from .headers import NOT_IN_HEAP, RESULT_OFFSET, in_heap_of, open_stream
 from .moving import copy
 from .state import (
@@ -29,7 +30,7 @@ from .state import (
     signal_line,
     slot_of,
 )
-from .waiting import STREAM_BYTES, await_acquire_sys
+from .waiting import await_acquire_sys
 from .words import (
     CONSUMED,
     READY,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ringcomm._native import STRUCTURES
 
+from .fault_record import CORRUPT, MISMATCH, STREAM_BYTES, fail_header
 from .state import (
     BASE,
     DATA,
@@ -24,7 +25,7 @@ from .state import (
     set_of_peer,
     slot_of,
 )
-from .waiting import CORRUPT, MISMATCH, STREAM_BYTES, fail_header, same_call
+from .waiting import same_call
 from .words import word64
 
 NOT_IN_HEAP = tl.constexpr(-1)
