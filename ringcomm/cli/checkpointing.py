@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringcomm import zero
-from ringcomm.cli.config import TrainConfig
+from ringcomm.cli.config import FROM_ANY, TrainConfig
 from ringcomm.cli.training_engines import ZeroEngine
 from ringcomm.cli.training_outcome import Start
 from ringcomm.errors import ArgumentError, CheckpointError
@@ -25,12 +25,13 @@ class Saving:
     Attributes:
         folder: of its checkpoints.
         every: steps from one to the next; the last step is saved, too.
-        resume: whether it begins behind the latest.
+        resume: "latest": it begins behind the latest; "auto": if there is one; None: there must be
+            none.
     """
 
     folder: str
     every: int
-    resume: bool
+    resume: str | None
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether to save once ``step`` of all ``steps`` are done."""
@@ -60,26 +61,33 @@ def save_run(
     zero.save(saving.folder, len(losses), engine.module, engine.adamw, data=data)
 
 
-def resume_run(saving: Saving, engine: ZeroEngine, config: TrainConfig) -> Start:
+def resume_run(saving: Saving, engine: ZeroEngine, config: TrainConfig) -> Start | None:
     """Where the run begins; loads the latest checkpoint if it is to resume; collective.
+
+    Returns:
+        None with "auto" where all steps are done.
 
     Raises:
         ArgumentError: there are checkpoints, and ``saving`` does not say to resume; the one that is
-            there is of a run of other options, or of one that was done.
+            there is of a run of other options, or with "latest" of one that was done.
         CheckpointError: there is none to resume from, or it is damaged, of another model or not of
             ``ringcomm train``.
     """
     found = Checkpoints(saving.folder)
-    if not saving.resume:
-        latest = found.latest()
+    latest = found.latest()
+    if saving.resume is None:
         if latest is not None:
             raise ArgumentError(
                 f"--save {saving.folder}: holds a checkpoint of step {latest} already; add "
                 "--resume to go on from it, or give another folder"
             )
         return Start()
+    if saving.resume == FROM_ANY and latest is None:
+        return Start()
     _check(saving, _saved_config(found), asdict(config))
-    if found.latest() == config.steps:
+    if latest == config.steps:
+        if saving.resume == FROM_ANY:
+            return None
         raise ArgumentError(
             f"--resume: all {config.steps} steps are done in {saving.folder}; there is nothing "
             "left to train"

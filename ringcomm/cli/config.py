@@ -16,6 +16,8 @@ BACKENDS = ("ringcomm", "gloo")
 STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("cpu", "cuda")
+# Of --resume.
+FROM_LATEST, FROM_ANY = "latest", "auto"
 DEFAULT_STAGE = 2
 DEFAULT_LOSS_SCALE = 2.0**16
 LARGEST_LOSS_SCALE = 2.0**32

@@ -14,6 +14,8 @@ from ringcomm.cli.config import (
     DEVICES,
     DTYPES,
     ENGINES,
+    FROM_ANY,
+    FROM_LATEST,
     STAGES,
     EngineConfig,
     ModelConfig,
@@ -117,7 +119,15 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help=f"from one to the next (default: {DEFAULT_SAVE_EVERY}); the last step is saved, too",
     )
-    add("--resume", action="store_true", help="go on from the latest checkpoint in --save FOLDER")
+    add(
+        "--resume",
+        nargs="?",
+        const=FROM_LATEST,
+        choices=(FROM_LATEST, FROM_ANY),
+        help="go on from the latest checkpoint in --save FOLDER; auto begins if there is none, and "
+        "ends if all steps are done, as a job needs that is started again after a failure "
+        f"(--resume alone: {FROM_LATEST})",
+    )
     add("--plot", metavar="FILE", help="draw loss and memory: png, svg or pdf (needs matplotlib)")
     add("--memory", action="store_true", help="say what each rank held; makes steps slower")
     add("--trace", metavar="FILE", help="record what steps do, for Perfetto or chrome://tracing")

@@ -57,10 +57,14 @@ def _train_and_report(settings: Mapping[str, Any], world: World) -> None:
         print(report.headline(source), flush=True)
     trainer = Trainer(config, corpus, world, build_engine(gpt, engine, place))
     saving = None if settings["saving"] is None else Saving(**settings["saving"])
-    start = Start()
+    start: Start | None = Start()
     if saving is not None:
         assert isinstance(trainer.engine, ZeroEngine)
         start = resume_run(saving, trainer.engine, config)
+    if start is None:
+        if speaks:
+            print(f"done          all {config.steps} steps were done before", flush=True)
+        return
     run = Run(trainer, start, meter, before_bytes, saving, speaks)
     outcome, hidden = _train(run, world, settings["trace"])
     if speaks:

@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ReduceOp
-from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, where
+from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
 from ringcomm.optim.layout import digest_of
 
 # A description has some hundred bytes per parameter; what a peer says of its size is not believed
@@ -116,6 +116,39 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
                 )
     if error is not None:
         raise error
+
+
+@contextmanager
+def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
+    """Inside a rank may fail by itself; at the end all ranks go on, or none; collective.
+
+    Inside, no rank may wait for another.
+
+    Raises:
+        Exception: this rank's own.
+        RingcommError: another rank's, of the same class where that is one of ringcomm's.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    # Whatever it is, the others must not wait for this rank until their timeout.
+    except Exception as raised:
+        error = raised
+    verdicts = _all_gather_bytes(comm, b"+" if error is None else b"-", 1)
+    if all(each == b"+" for each in verdicts):
+        return
+    told = exchange(comm, None if error is None else [type(error).__name__, str(error)])
+    if error is not None:
+        raise error
+    kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
+    rank = next(rank for rank, each in enumerate(told) if each is not None)
+    name, text = told[rank]
+    failed = kinds.get(name, RingcommError)(
+        f"{where(operation, comm.rank, comm.world_size)}: rank {rank} failed, so no rank goes on: "
+        f"{text}"
+    )
+    failed.repeats = True
+    raise failed
 
 
 def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes]:

@@ -95,7 +95,19 @@ def check_ranks(
     check_agreement(comm, OPERATION, mine)
 
 
+def check_hyper_parameters(comm: Communicator, groups: Sequence[Group]) -> None:
+    """Compares the hyper-parameters of all ranks, lr too; collective.
+
+    Raises:
+        MismatchError: two ranks differ; both are named, and the first group that differs.
+    """
+    compared = [{name: _plain(group[name]) for name in ("lr", *_COMPARED)} for group in groups]
+    check_agreement(comm, "optimizer.step", {"groups": compared})
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
     return list(value) if isinstance(value, tuple) else value
 
 

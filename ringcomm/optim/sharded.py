@@ -174,11 +174,14 @@ class ShardedStep:
         Raises:
             ArgumentError: one is not usable; nothing was changed.
         """
-        for index, group in enumerate(self.groups):
-            table.check_hyper(group, index, self.setting.device)
+        self._check_hyper()
         self.table.write_hyper(self.groups)
         if any(group["amsgrad"] for group in self.groups):
             self.ensure_max()
+
+    def _check_hyper(self) -> None:
+        for index, group in enumerate(self.groups):
+            table.check_hyper(group, index, self.setting.device)
 
     def ensure_max(self) -> None:
         """Gives amsgrad its memory, if it has none yet."""
@@ -189,6 +192,7 @@ class ShardedStep:
     def clip(self, max_norm: float, kind: str, error_if_nonfinite: bool) -> Tensor:
         """The first pass of a step, and the coefficient for the second; returns the norm."""
         self.refuse_if_torn("clip_grad_norm_")
+        self._check_hyper()
         before = self._still_reduced()
         reduced = self._reduce(kind)
         coefficient = reduced.clip if before is None else before.clip
@@ -210,7 +214,7 @@ class ShardedStep:
         """One step; either all of it happens, or the optimizer is torn.
 
         Raises:
-            ArgumentError, UnsupportedError: nothing was changed.
+            ArgumentError, UnsupportedError, MismatchError: nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         self.refuse_if_torn("step")
@@ -264,9 +268,12 @@ class ShardedStep:
                 1.0 if spec.trainable and spec.tied_to is None else 0.0
                 for spec in self.layout.params
             ]
-        self.table.write_active(active)
-        if options.unused == "skip" and comm is not None:
-            comm.all_reduce(self.table.active, ReduceOp.MAX)
+        asked = comm if options.unused == "skip" else None
+        self.table.write_active(active, () if asked is None else self.groups)
+        if asked is not None:
+            asked.all_reduce(self.table.told, ReduceOp.MAX)
+            if self.table.hyper_differ:
+                prepare.check_hyper_parameters(asked, self.groups)
 
     def _reduce(self, kind: str) -> _Reduced:
         """The first of two passes."""

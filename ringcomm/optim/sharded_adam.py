@@ -188,6 +188,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Raises:
             ArgumentError: a gradient or hyper-parameter that cannot be used; nothing was changed.
             UnsupportedError: a sparse gradient; or torch's GradScaler with several ranks.
+            MismatchError: the ranks' hyper-parameters differ; on all ranks, nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``. Further steps are refused then.
         """
         loss = None

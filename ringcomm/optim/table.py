@@ -6,6 +6,7 @@ Twins of the structures in ``kernels/include/ringcomm/adamw.h``.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,14 @@ class StepTable:
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
         factors: uint8 [params, 48]: what the kernels make of all that.
+        told: float64 [params, or params + 2 on a CPU]: ``active``, which all ranks reduce to its
+            maximum, with the digest of the hyper-parameters behind it. See
+            NOTE [Hyper-parameters are compared at each step].
+
+    NOTE [Hyper-parameters are compared at each step]
+    Ranks with other hyper-parameters would step their shards differently, and no kernel would mind.
+    So a digest and its negative travel with ``active``: their maxima are opposite exactly where the
+    ranks' are equal. On a GPU a look at them would wait for it, so it is left out there.
     """
 
     def __init__(self, layout: ShardLayout, groups: int, place: torch.device) -> None:
@@ -40,12 +49,18 @@ class StepTable:
         self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=place)
         self.hyper = torch.zeros(groups, 6, dtype=torch.float64, device=place)
         self.group = layout.group_table(place)
-        self.active = torch.zeros(params, dtype=torch.float64, device=place)
+        # As bytes: struct writes two numbers to them in far less time than a tensor of two takes.
+        self._memory = bytearray(8 * (params + 2)) if place.type == "cpu" else None
+        if self._memory is None:
+            self._here = torch.zeros(params, dtype=torch.float64, device=place)
+        else:
+            self._here = torch.frombuffer(self._memory, dtype=torch.float64)
+        self.told = torch.zeros_like(self._here)
+        self.active, self._digests = self.told[:params], self.told[params:]
         self.step = torch.zeros(params, dtype=torch.float64, device=place)
         self.factors = torch.zeros(params, FACTORS_BYTES, dtype=torch.uint8, device=place)
         self._rows: list[list[float]] = []
         self._given: list[float] = []
-        self._here = torch.zeros_like(self.active)
 
     def write_hyper(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
@@ -57,14 +72,24 @@ class StepTable:
             if isinstance(group["lr"], Tensor):
                 row[0].copy_(group["lr"].detach().view(()))
 
-    def write_active(self, active: list[float]) -> None:
-        """Takes which parameters have a gradient here."""
+    def write_active(self, active: list[float], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes which parameters have a gradient here, and checked groups to be compared."""
+        params = len(active)
         if active != self._given:
             self._given = active
-            self._here.copy_(torch.tensor(active, dtype=torch.float64))
+            self._here[:params].copy_(torch.tensor(active, dtype=torch.float64))
+        if self._memory is not None:
+            digest = _digest(groups)
+            struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)
         # Anew, since the ranks reduce it in place. Usually nothing comes from the host, so that a
         # graph can record the step.
-        self.active.copy_(self._here)
+        self.told.copy_(self._here)
+
+    @property
+    def hyper_differ(self) -> bool:
+        """Whether the ranks' digests differ, once ``told`` is reduced; never on a GPU."""
+        digests = self._digests.tolist()
+        return bool(digests) and digests[0] != -digests[1]
 
 
 def _row(group: Mapping[str, Any]) -> list[float]:
@@ -76,6 +101,12 @@ def _row(group: Mapping[str, Any]) -> list[float]:
     # No number that a float could be: a float after a tensor must show as a change.
     known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
     return [known_lr, beta1, beta2, group["eps"], group["weight_decay"], float(flags)]
+
+
+def _digest(groups: Sequence[Mapping[str, Any]]) -> float:
+    """A whole number below 2^52, the same for the same hyper-parameters in every process."""
+    rows = tuple((float(group["lr"]), *_row(group)) for group in groups)
+    return float(hash(rows) & (1 << 52) - 1)
 
 
 def check_hyper(group: Mapping[str, Any], index: int, place: torch.device) -> None:

@@ -18,6 +18,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim import placement as placements
 from ringcomm.zero.gathering import Gatherer
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.other_optimizers import watch_optimizers
 from ringcomm.zero.placement import ModulePlacement
 from ringcomm.zero.placing import Plan
 from ringcomm.zero.reduction import Reduction
@@ -82,6 +83,7 @@ class Engine:
         self._creates_graph = False
         self._pending: dict[SplitBucket, int] = {}
         self.placement = ModulePlacement(self)
+        watch_optimizers()
         for param in self.plan.params:
             placements.place(param, self.placement)
         if self.reduction is not None:

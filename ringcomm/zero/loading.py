@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import CheckpointError, where
-from ringcomm.optim.agreement import agreed_load
+from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.sharded import ShardedStep
 from ringcomm.optim.sharded_adam import ShardedAdam
@@ -19,6 +19,7 @@ from ringcomm.zero import contents
 from ringcomm.zero.checkpoint import Checkpoints, Reader
 from ringcomm.zero.contents import Part
 from ringcomm.zero.engine import Engine
+from ringcomm.zero.extra_state import ExtraState, read_extra_state, set_extra_state
 from ringcomm.zero.facts import VERSION, check_names, check_optimizer, take_optimizer
 from ringcomm.zero.random_state import check_generators, load_generators
 from ringcomm.zero.sharding import engine_of
@@ -53,8 +54,9 @@ def load(
 
     Files are verified before anything changes: all ranks load, or none. With the optimizer it
     takes over hyper-parameters, step numbers and the loss scaler's state, and in a world of equal
-    size each rank's buffers and random generators: training goes on with the same bits. In another
-    world all ranks take rank 0's buffers.
+    size each rank's buffers, modules' extra state and random generators: training goes on with the
+    same bits. In another world all ranks take rank 0's buffers and extra state. Modules'
+    ``set_extra_state()`` comes last; where one raises, the rest is loaded.
 
     Args:
         root: the run's folder.
@@ -83,6 +85,10 @@ def load(
         comm.barrier()
         loading.take()
         comm.barrier()
+        if loading.extra:
+            # Behind the barrier, since a module may look at its parameters.
+            with all_or_none(comm, "load"):
+                set_extra_state(engine.parts.module, loading.extra, loading.fail)
     return Loaded(int(found or 0), loading.data["user"], loading.exact)
 
 
@@ -103,8 +109,10 @@ class _Loading:
         self.groups: list[dict[str, Any]] = []
         self.own: dict[str, Tensor] = {}
         self.generators: Any = None
+        self.extra: Mapping[str, Any] = {}
 
-    def _fail(self, text: str) -> CheckpointError:
+    def fail(self, text: str) -> CheckpointError:
+        """What to raise about the checkpoint."""
         return CheckpointError(f"{self.operation}: {self.reader.folder}: {text}")
 
     def _read_data(self, data: Any) -> Mapping[str, Any]:
@@ -115,7 +123,7 @@ class _Loading:
             for key in ("stage", "world_size", "params", "optimizer"):
                 data["ringcomm"][key]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._fail(f"is no checkpoint of ringcomm.zero.save(): {error!r}") from error
+            raise self.fail(f"is no checkpoint of ringcomm.zero.save(): {error!r}") from error
         found: Mapping[str, Any] = data
         return found
 
@@ -123,15 +131,15 @@ class _Loading:
 
     def check(self) -> None:
         """Raises CheckpointError unless everything can be taken over."""
-        check_names(self.engine, self.saved, self._fail)
+        check_names(self.engine, self.saved, self.fail)
         if self.step is not None and self.saved["optimizer"] is None:
-            raise self._fail("was saved without an optimizer; load the module alone")
+            raise self.fail("was saved without an optimizer; load the module alone")
         for part in self._model_parts():
             self._check_part(part)
         for name, buffer in contents.buffers_of(self.engine.parts.module).items():
             self._check_part(Part(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape)))
         if self.step is not None:
-            self.groups = check_optimizer(self.engine, self.step, self.saved, self._fail)
+            self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
             for part in self._state_parts(self.step):
                 self._check_part(part)
         self._verify()
@@ -145,22 +153,25 @@ class _Loading:
             saved = self.own.get(f"buffer.{name}")
             if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
                 got = "none" if saved is None else f"{saved.dtype} of shape {tuple(saved.shape)}"
-                raise self._fail(
+                raise self.fail(
                     f"buffer {name} of rank {rank}: expected {buffer.dtype} of shape "
                     f"{tuple(buffer.shape)}, got {got}"
                 )
         if self.exact:
             self.generators = self.reader.rank_data(rank)["generators"]
             check_generators(self.own, self.generators)
+        extra = ExtraState(self.reader.rank_data(rank).get("extra", {}), self.own)
+        engine = self.engine
+        self.extra = read_extra_state(engine.parts.module, extra, engine.comm.device, self.fail)
         if self.step is not None and self.step.setting.loss_scaler is not None:
             LossScaler().load_state_dict(self.saved["optimizer"]["loss_scaler"])
 
     def _check_part(self, part: Part) -> None:
         if part.name not in self.names:
-            raise self._fail(f"expected {part.name}, it is not there")
+            raise self.fail(f"expected {part.name}, it is not there")
         shape, dtype = self.reader.shape(part.name), self.reader.dtype(part.name)
         if (shape, dtype) != (part.shape, part.local.dtype):
-            raise self._fail(
+            raise self.fail(
                 f"{part.name}: expected {part.local.dtype} of shape {part.shape}, as the module "
                 f"has it, got {dtype} of shape {shape}"
             )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
+from ringcomm.zero.before import Before
 from ringcomm.zero.units import Unit
 
 Tensor = torch.Tensor
@@ -22,7 +23,11 @@ def is_meta(tensor: Tensor) -> bool:
 
 
 def materialize(
-    unit: Unit, units: Sequence[Unit], device: torch.device, init: Initialize | None
+    unit: Unit,
+    units: Sequence[Unit],
+    device: torch.device,
+    init: Initialize | None,
+    before: Before,
 ) -> None:
     """Gives a unit's meta tensors memory on ``device`` and values.
 
@@ -31,6 +36,7 @@ def materialize(
         units: all units.
         device: of the communicator.
         init: see ``shard()``.
+        before: learns how to undo it.
 
     Raises:
         ArgumentError: a module has no ``reset_parameters()`` and ``init`` is None.
@@ -41,11 +47,20 @@ def materialize(
         if not any(each is not None and is_meta(each) for each in tensors):
             continue
         for param in module._parameters.values():
-            if param is not None and is_meta(param):
-                _give_memory(param, device)
+            if param is None:
+                continue
+            if is_meta(param):
+                _give_memory(param, device, before)
+            else:
+                before.keep_values(param)
         for key, buffer in module._buffers.items():
-            if buffer is not None and is_meta(buffer):
+            if buffer is None:
+                continue
+            if is_meta(buffer):
+                before.keep_entry(module._buffers, key)
                 module._buffers[key] = torch.empty_like(buffer, device=device)
+            else:
+                before.keep_values(buffer)
         if init is not None:
             init(module)
         elif hasattr(module, "reset_parameters"):
@@ -57,11 +72,11 @@ def materialize(
             )
 
 
-def _give_memory(param: nn.Parameter, device: torch.device) -> None:
+def _give_memory(param: nn.Parameter, device: torch.device, before: Before) -> None:
     # In place, since optimizers and other modules know the parameter by its identity.
-    torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
-        param, nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-    )
+    other = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
+    before.call(torch.utils.swap_tensors, param, other)
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:

@@ -11,12 +11,18 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.optim.agreement import exchange
+from ringcomm.errors import where
+from ringcomm.optim.agreement import all_or_none, exchange
 from ringcomm.optim.sharded import ShardedStep
 from ringcomm.optim.sharded_adam import ShardedAdam
 from ringcomm.zero import contents
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard
 from ringcomm.zero.engine import Engine
+from ringcomm.zero.extra_state import (
+    ExtraState,
+    modules_with_extra_state,
+    save_extra_state,
+)
 from ringcomm.zero.facts import describe
 from ringcomm.zero.random_state import save_generators
 from ringcomm.zero.sharding import engine_of
@@ -73,6 +79,7 @@ def save(
         ArgumentError: the module is not sharded, the optimizer is another's, or the step is not
             after those that are saved.
         CheckpointError: a rank could not write; on all ranks.
+        UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
     """
     engine = engine_of(module, "save")
     with torch.no_grad():
@@ -80,6 +87,7 @@ def save(
         if sharded is not None:
             sharded.refuse_if_torn("save")
         buffers = contents.buffers_of(engine.parts.module)
+        extra = _extra_state(engine)
         tensors, generators = save_generators(engine.comm.device)
         own = {f"buffer.{name}": buffer.detach() for name, buffer in buffers.items()}
         checkpoints = Checkpoints(root, keep=keep, ranks=CommRanks(engine.comm))
@@ -91,9 +99,17 @@ def save(
                 "tied": aliases(engine.parts.module),
                 "user": data,
             },
-            rank_data={"generators": generators},
-            rank_tensors={**own, **tensors},
+            rank_data={"generators": generators, "extra": extra.plain},
+            rank_tensors={**own, **tensors, **extra.tensors},
         )
+
+
+def _extra_state(engine: Engine) -> ExtraState:
+    module, comm = engine.parts.module, engine.comm
+    if not modules_with_extra_state(module):
+        return ExtraState({}, {})
+    with all_or_none(comm, "save"):
+        return save_extra_state(module, where("save", comm.rank, comm.world_size))
 
 
 def shards_of(engine: Engine, step: ShardedStep | None) -> dict[str, FlatShard]:

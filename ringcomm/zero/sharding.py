@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import communicator_of, is_initialized
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.agreement import check_agreement
+from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.prepare import check_memory
+from ringcomm.zero.before import Before
 from ringcomm.zero.engine import Engine, Parts
-from ringcomm.zero.materialize import Initialize, is_meta, materialize
+from ringcomm.zero.materialize import Initialize, is_meta
+from ringcomm.zero.moving import make_bucket, move_in, settle_rest
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.placing import Plan, plan_buckets
-from ringcomm.zero.stored import Placed, SplitBucket, Stored, WholeBucket
+from ringcomm.zero.stored import Stored
 from ringcomm.zero.unit_hooks import hook_modules
-from ringcomm.zero.units import Unit, find_units
+from ringcomm.zero.units import find_units
 
-Tensor = torch.Tensor
 _STAGES = (0, 1, 2, 3)
 # An attribute of the module, so that both go together.
 _ENGINE = "_ringcomm_engine"
@@ -59,7 +57,10 @@ def shard(
         ArgumentError: a bad stage, no trainable parameter, a module that is sharded already, a
             parameter of a dtype that no optimizer takes, or two that share memory.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
-        HeapError: the heap has no room.
+        HeapError: the heap of some rank has no room.
+
+    A rank on which it raises has its module as it was: values, memory, hooks. If it raises on one
+    it does on all, unless that one is lost at the very end.
     """
     if type(stage) is not int or stage not in _STAGES:
         raise ArgumentError(f"shard: stage: expected 0, 1, 2 or 3, got {stage!r}")
@@ -78,16 +79,23 @@ def shard(
         )
     frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
     _check_same(comm, stage, plan, frozen, options)
-    _check_devices(module, comm)
-    check_memory(plan.params, plan.layout)
-    with torch.no_grad():
-        stored, stored_frozen = _move_in(comm, stage, units, plan, frozen, options, init)
-        _settle_rest(module, comm, options, {id(p) for p in (*plan.params, *frozen.params)})
-    comm.barrier()
+    before = Before(module)
+    stored: list[Stored] = []
+    stored_frozen: list[Stored] = []
     parts = Parts(module, stage, comm, options, units, plan, frozen, stored, stored_frozen)
-    engine = Engine(parts)
-    object.__setattr__(module, _ENGINE, engine)
-    hook_modules(engine, module)
+    with before.put_back_on_failure():
+        with all_or_none(comm, "shard"):
+            _check_devices(module, comm)
+            check_memory(plan.params, plan.layout)
+            for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
+                for number in range(len(kind.unit_of)):
+                    buckets.append(make_bucket(comm, stage, kind, number, kind is plan))
+                    before.call(buckets[-1].give_back)
+        move_in(parts, init, before)
+        settle_rest(parts, before)
+        # At its end all chunks are written.
+        with all_or_none(comm, "shard"):
+            _attach(parts, before)
     return module
 
 
@@ -111,6 +119,15 @@ def engine_of(module: nn.Module, operation: str) -> Engine:
 def forget_engine(module: nn.Module) -> None:
     """The module is plain again."""
     object.__delattr__(module, _ENGINE)
+
+
+def _attach(parts: Parts, before: Before) -> None:
+    """The engine, and all hooks."""
+    engine = Engine(parts)
+    before.call(engine.close)
+    object.__setattr__(parts.module, _ENGINE, engine)
+    before.call(forget_engine, parts.module)
+    hook_modules(engine, parts.module)
 
 
 def _communicator(comm: Communicator | None, module: nn.Module) -> Communicator:
@@ -146,72 +163,3 @@ def _check_devices(module: nn.Module, comm: Communicator) -> None:
                 f"shard: parameter {name}: expected it on {comm.device}, as the communicator's "
                 f"tensors, got it on {param.device}; move the module there first"
             )
-
-
-def _move_in(
-    comm: Communicator,
-    stage: int,
-    units: Sequence[Unit],
-    plan: Plan,
-    frozen: Plan,
-    options: ZeroOptions,
-    init: Initialize | None,
-) -> tuple[list[Stored], list[Stored]]:
-    """Buckets that hold the parameters' values; a unit at a time, so that little is held twice."""
-    moved: dict[tuple[bool, int], Stored] = {}
-    # Inner units first: what they share with others belongs to a unit around them, and is
-    # initialised by their modules.
-    for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
-        unit = units[number]
-        materialize(unit, units, comm.device, init)
-        if options.broadcast:
-            for param in unit.params.values():
-                comm.broadcast(param.detach(), 0)
-        for kind in (plan, frozen):
-            for bucket, of in enumerate(kind.unit_of):
-                if of == number:
-                    trains = kind is plan
-                    moved[trains, bucket] = _move_bucket(comm, stage, kind, bucket, trains)
-    return (
-        [moved[True, number] for number in range(len(plan.unit_of))],
-        [moved[False, number] for number in range(len(frozen.unit_of))],
-    )
-
-
-def _depth(unit: Unit) -> int:
-    return unit.name.count(".") + bool(unit.name)
-
-
-def _move_bucket(comm: Communicator, stage: int, plan: Plan, number: int, trains: bool) -> Stored:
-    layout = plan.layout.buckets[number]
-    params = [
-        Placed(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
-        for s in layout.segments
-    ]
-    kind = SplitBucket if stage == 3 else WholeBucket
-    bucket = kind(layout, params, comm, trains)
-    if stage == 0:
-        bucket.state_chunk = layout.chunk(0, 1)
-    bucket.take([placed.param.detach() for placed in params], keeps_wide=trains)
-    return bucket
-
-
-def _settle_rest(
-    module: nn.Module, comm: Communicator, options: ZeroOptions, placed: set[int]
-) -> None:
-    """Buffers, and parameters that have no bucket: those of rank 0, cast."""
-    precision = options.precision
-    for param in module.parameters():
-        if id(param) not in placed and precision.param and param.is_floating_point():
-            param.data = param.to(precision.param)
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is None:
-                continue
-            if any(step == 0 for step in buffer.stride()):
-                # An expanded tensor: its elements share memory, so nothing can be written to it.
-                buffer = owner._buffers[name] = buffer.contiguous()
-            if options.broadcast and buffer.numel():
-                comm.broadcast(buffer, 0)
-            if precision.buffer is not None and buffer.is_floating_point():
-                owner._buffers[name] = buffer.to(precision.buffer)

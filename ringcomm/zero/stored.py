@@ -64,6 +64,13 @@ class Stored(ABC):
         self.size_elems = layout.chunk(0, comm.world_size).elems
         self.wide: Tensor | None = None
 
+    def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
+        """Maps the peers' chunks, where they are read; collective."""
+
+    def give_back(self) -> None:
+        """Lets all memory go, whoever still refers to the bucket, such as a traceback."""
+        vars(self).clear()
+
     @abstractmethod
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
         """Moves parameters in.
@@ -143,9 +150,9 @@ class SplitBucket(Stored):
         super().__init__(layout, params, comm, trains)
         self.full_elems = self.size_elems * comm.world_size
         # Of one size on all ranks, so that what lies behind a short chunk can be read, too.
-        shard = zeros(self.size_elems, dtype=layout.dtype, device=comm.heap_device)
-        self.own = shard[: self.chunk.elems]
-        self._peers = peer_tensors(comm, shard, "zero.shard")
+        self._shard = zeros(self.size_elems, dtype=layout.dtype, device=comm.heap_device)
+        self.own = self._shard[: self.chunk.elems]
+        self._peers: tuple[Tensor, ...] = ()
         self.flat = torch.empty(self.full_elems, dtype=layout.dtype, device=comm.device)
         self._bytes = self.flat.nbytes
         self._views = [placed.view(self.flat) for placed in self.params]
@@ -155,6 +162,9 @@ class SplitBucket(Stored):
         self._drop()
         self.coming: Future[None] | None = None
         self.is_here = False
+
+    def connect(self) -> None:
+        self._peers = peer_tensors(self.comm, self._shard, "zero.shard")
 
     def _make_absent(self, placed: Placed) -> Tensor:
         nan = torch.full((), torch.nan, dtype=self.layout.dtype, device=self.flat.device)

@@ -13,6 +13,13 @@ from ringcomm.errors import CheckpointError
 from ringcomm.optim.sharded_adam import ShardedAdam
 from ringcomm.zero import contents
 from ringcomm.zero.checkpoint import FlatShard
+from ringcomm.zero.checkpoint.plain_json import decode, encode
+from ringcomm.zero.extra_state import (
+    ExtraState,
+    read_extra_state,
+    save_extra_state,
+    set_extra_state,
+)
 from ringcomm.zero.facts import check_names, check_optimizer, describe, take_optimizer
 from ringcomm.zero.sharding import engine_of
 
@@ -46,7 +53,8 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """By name, what this rank has of each flat tensor, to be saved or loaded in place.
 
-        "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors.
+        "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
+        those of modules' extra state, the rest of which is "extra".
         """
         engine, step = self._engine, self._step
         engine.free_for_step()
@@ -58,9 +66,14 @@ class TrainState:
             part.name: FlatShard(part.elems, part.begin, part.local, part.shape) for part in parts
         }
         buffers = contents.buffers_of(engine.parts.module)
+        extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
+        # A checkpoint of modules without extra state has no such entry.
+        told = {"extra": json.dumps(encode(extra.plain, "extra"))} if extra.plain else {}
         return {
             **shards,
             **{f"model.{name}": buffer.detach() for name, buffer in buffers.items()},
+            **extra.tensors,
+            **told,
             "facts": json.dumps(describe(engine, step)),
         }
 
@@ -82,11 +95,22 @@ class TrainState:
             bucket.wide = None
         if step is not None and given is None:
             raise _failed("was saved without an optimizer; load the module alone")
+        extra = self._read_extra(state)
         if step is not None:
             take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
         else:
             engine.placement.refresh_masters()
         engine.comm.barrier()
+        set_extra_state(engine.parts.module, extra, _failed)
+
+    def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            plain = decode(json.loads(state["extra"])) if "extra" in state else {}
+        except (TypeError, ValueError) as error:
+            raise _failed(f"has extra state that is damaged: {error!r}") from error
+        engine = self._engine
+        saved = ExtraState(plain, dict(state))
+        return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
 
 
 def _failed(text: str) -> CheckpointError:

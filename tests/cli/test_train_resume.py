@@ -20,6 +20,18 @@ PROGRAM = (
     "WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0');"
     "sys.exit(sum(main(run) for run in json.loads(sys.argv[1])))"
 )
+# A rank that is lost once, behind the save of step 3.
+KILLED_ONCE = """
+import os, signal, sys
+from ringcomm.cli import main, training_loop
+save_run = training_loop.save_run
+def save_and_die(*arguments):
+    save_run(*arguments)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+training_loop.save_run = save_and_die
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +103,35 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, text, whole):
         ((*common, "--save", tmp_path / "none", "--resume"), "expected a complete checkpoint, fo"),
         ((*common, "--save", complete, "--resume"), "all 8 steps are done in "),
         ((*common, *here, "--steps", 6), "was saved with steps = 8, got 6"),
+        ((*common, *here, "auto", "--seed", 5), "was saved with seed = 0, got 5; give the options"),
     ]
-    commands = [[str(word) for word in train_arguments(*options)[2:]] for options, _ in cases]
+    done = (*common, "--save", complete, "--resume", "auto")
+    commands = [
+        [str(word) for word in train_arguments(*options)[2:]]
+        for options in (*(options for options, _ in cases), done)
+    ]
     ended = run("-c", PROGRAM, json.dumps(commands))
     assert ended.returncode == len(cases)
+    # Every other one ends before or behind its headline.
+    assert ended.stdout.splitlines()[-1] == "done          all 8 steps were done before"
     messages = [line for line in ended.stderr.splitlines() if line.startswith("ringcomm train: ")]
     for message, (_, expected) in zip(messages, cases, strict=True):
         assert expected in message
+
+
+def test_a_run_that_torchrun_starts_again_is_the_whole_run(tmp_path, text, whole):
+    """The same command begins at first, and goes on when a rank was killed behind a save."""
+    program, record = tmp_path / "program.py", tmp_path / "record.json"
+    program.write_text(KILLED_ONCE)
+    options = ("--data", text, *OPTIONS, "--save", tmp_path / "saved", "--resume", "auto")
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = run(
+        *(*command, "--max-restarts=1", program),
+        *train_arguments(*options, "--json", record)[2:],
+    )
+    assert ended.returncode == 0, ended.stderr
+    headlines = [line for line in ended.stdout.splitlines() if line.startswith("ranks ")]
+    assert len(headlines) == 2
+    found = without_measurements(json.loads(record.read_text()))
+    # Not 0: it was the second attempt that ended.
+    assert found == {**whole[0], "first_step": 3}

@@ -136,10 +136,16 @@ def test_torchs_checkpoint_changes_nothing():
     model(batch(0)).sum().backward()
     optimizer.step()
     before = [each.detach().clone() for each in model.parameters()]
-    with pytest.raises(Exception):  # noqa: B017 -- torch's own, whatever it is
+    # Torch looks for the parameter that our state's first entry would be, were it torch's.
+    with pytest.raises(KeyError) as raised:
         get_optimizer_state_dict(model, optimizer)
+    assert raised.value.args == (next(iter(optimizer.state_dict()["state"])),) == ("step",)
     assert optimizer.steps_taken == 1
     assert all(map(torch.equal, model.parameters(), before))
+    # The negative control: with one of torch's it raises nothing.
+    plain = torch.optim.AdamW(model.parameters())
+    plain.step()
+    assert get_optimizer_state_dict(model, plain)["state"].keys() == {"weight", "bias"}
 
 
 def test_options_are_options():

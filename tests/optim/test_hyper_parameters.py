@@ -1,0 +1,114 @@
+"""Ranks whose hyper-parameters differ learn it at the step, before anything changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import MismatchError
+from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim.table import _digest
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+# So that each of three ranks has a shard.
+WIDTH = 64
+BEFORE: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+CHANGES: dict[str, dict[str, Any]] = {
+    "lr": {"lr": math.nextafter(1e-2, 1.0)},
+    "lr as a tensor": {"lr": torch.tensor(2e-2)},
+    "betas": {"betas": (0.9, 0.999)},
+    "eps": {"eps": 1e-7},
+    "weight_decay": {"weight_decay": 0.0},
+    "maximize": {"maximize": True},
+}
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    weight, bias = module.parameters()
+    return [{"params": [bias]}, {"params": [weight]}]
+
+
+def backward(comm: Any, module: nn.Module, turn: int) -> None:
+    module.zero_grad()
+    module(torch.full((2, WIDTH), 1.0 + comm.rank + turn)).square().sum().backward()
+
+
+def state_of(module: Any, optimizer: AdamW) -> dict[str, Tensor]:
+    full = optimizer.full_state_dict()["state"]
+    moments = {f"{i}.{key}": torch.as_tensor(v) for i in full for key, v in full[i].items()}
+    return {**moments, **{name: each.detach().clone() for name, each in module.named_parameters()}}
+
+
+def train(comm: Any, change: dict[str, Any], clips: bool, compared: bool = True) -> dict[str, Any]:
+    module = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(0.5)
+    options = AdamWOptions() if compared else AdamWOptions(unused="zero")
+    optimizer = AdamW(groups_of(module), **BEFORE, comm=comm, options=options)
+    for turn in range(3):
+        backward(comm, module, turn)
+        if turn == 1 and comm.rank == 2:
+            optimizer.param_groups[1].update(change)
+        if turn == 1 and change and compared:
+            before = state_of(module, optimizer)
+            match = r"Param group 1 is .* on rank 0 and .* on rank 2"
+            with pytest.raises(MismatchError, match=match):
+                optimizer.clip_grad_norm_(0.1) if clips else optimizer.step()
+            assert_same_bits(state_of(module, optimizer), before)
+            optimizer.param_groups[1].update({**BEFORE, "maximize": False})
+        if clips:
+            optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+    return state_of(module, optimizer)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_on_one_rank_is_refused_and_can_be_mended(worlds, change, clips):
+    wanted = worlds(3).run(train, {}, clips)
+    for mine, theirs in zip(worlds(3).run(train, CHANGES[change], clips), wanted, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_without_the_comparison_shards_are_stepped_differently(worlds):
+    """The negative control: with ``unused="zero"`` there is no all-reduce that could carry it."""
+    wanted = worlds(3).run(train, {}, False, False)[0]
+    found = worlds(3).run(train, CHANGES["maximize"], False, False)[0]
+    assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_at_all_stages(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(nn.Linear(WIDTH, WIDTH), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        for turn in range(3):
+            backward(comm, module, turn)
+            optimizer.param_groups[0]["lr"] = 0.1**turn
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-2 * comm.rank
+        backward(comm, module, 4)
+        with pytest.raises(MismatchError, match=r'"lr": 0\.0,.* on rank 0 and .* on rank 1'):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        optimizer.step()
+        assert optimizer.steps_taken.item() == 4.0
+
+    worlds(2).run(work)
+
+
+def test_digests_differ_where_numbers_do():
+    group = {**BEFORE, "amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+    changed = [{**group, **change} for change in CHANGES.values()]
+    digests = {_digest([group, each]) for each in (group, *changed)}
+    assert len(digests) == len(CHANGES) + 1
+    assert all(each.is_integer() and 0 <= each < 2**52 for each in digests)
+    assert _digest([group]) != _digest([group, group])
+    assert _digest([group]) == _digest([{**group, "lr": 0.01, "params": None}])

@@ -1,0 +1,293 @@
+"""A ``shard()`` that fails leaves the module as it was, and the heap."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+from ringcomm import zero
+from ringcomm.errors import CollectiveTimeout, HeapError, RingcommError
+from ringcomm.optim import AdamW
+from ringcomm.zero import moving, sharding
+from ringcomm.zero.before import Before
+from ringcomm.zero.stored import SplitBucket, Stored, WholeBucket
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+OPTIONS = zero.ZeroOptions(
+    bucket_elems=512,
+    precision=zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16),
+)
+
+
+class Mixed(nn.Module):
+    """Every kind of tensor, with other values on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.layers[2].bias = self.layers[0].bias
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.loose = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("positions", torch.zeros(3).expand(2, -1))
+        with torch.no_grad():
+            for number, each in enumerate((*self.parameters(), *self.buffers())):
+                if 0 not in each.stride():
+                    each.copy_(torch.linspace(rank, number + 1, each.numel()).view_as(each))
+        turned: Any = self.layers[1]
+        turned.weight.data = turned.weight.data.t()
+
+
+def known(module: nn.Module) -> dict[str, Any]:
+    """All that must be as before: values by name, and what else there is of each tensor."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        "values": {name: each.detach().clone() for name, each in tensors.items()},
+        "tensors": {
+            name: (id(each), each.data_ptr(), each.dtype, each.device, each.stride())
+            for name, each in tensors.items()
+        },
+        "hooks": [
+            (
+                type(each._parameters),
+                len(each._forward_hooks),
+                len(each._forward_pre_hooks),
+                len(each._state_dict_pre_hooks),
+                sorted(vars(each)),
+            )
+            for each in module.modules()
+        ],
+        "gradients": [each._post_accumulate_grad_hooks or {} for each in module.parameters()],
+    }
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert_same_bits(found["values"], wanted["values"])
+    for key in ("tensors", "hooks", "gradients"):
+        assert found[key] == wanted[key]
+
+
+class Broken(RuntimeError):
+    """On purpose."""
+
+
+def is_last(bucket: Stored) -> bool:
+    return bucket.params[-1].name == "layers.2.weight"
+
+
+# What fails: where it is, on whose arguments, whether its work is done by then, and the error.
+FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]] = {
+    "no room on rank 1": (
+        [sharding],
+        "make_bucket",
+        lambda comm, stage, plan, number, trains: comm.rank == 1 and number == 2,
+        False,
+        HeapError("no room"),
+    ),
+    "a later unit": (
+        [WholeBucket, SplitBucket],
+        "take",
+        lambda bucket, *_, **__: is_last(bucket),
+        True,
+        Broken("on purpose"),
+    ),
+    "the buffers": ([sharding], "settle_rest", lambda *_: True, True, Broken("on purpose")),
+    "the hooks of rank 1": (
+        [sharding],
+        "hook_modules",
+        lambda engine, _: engine.comm.rank == 1,
+        True,
+        Broken("on purpose"),
+    ),
+}
+
+
+def break_it(patch: pytest.MonkeyPatch, failure: str) -> type[Exception]:
+    """Has ``shard()`` fail; returns what a rank raises where another has failed."""
+    owners, name, is_time, is_done, error = FAILURES[failure]
+    for owner in owners:
+        patch.setattr(owner, name, failing(getattr(owner, name), is_time, is_done, error))
+    return type(error) if isinstance(error, HeapError) else RingcommError
+
+
+def failing(
+    real: Callable[..., Any], is_time: Callable[..., bool], is_done: bool, error: Exception
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_time(*args, **kwargs):
+            return real(*args, **kwargs)
+        if is_done:
+            real(*args, **kwargs)
+        raise type(error)(*error.args)
+
+    return call
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_is_as_it_was(worlds, monkeypatch, stage, failure):
+    def work(comm):
+        module = Mixed(comm.rank)
+        before = known(module)
+        with pytest.raises(Exception) as raised:
+            zero.shard(module, stage, comm=comm, options=OPTIONS)
+        same(known(module), before)
+        comm.barrier()
+        used = ringcomm.heap_stats()["used_bytes"]
+        comm.barrier()
+        return module, raised, used
+
+    worlds(3).run(lambda comm: zero.unshard(zero.shard(Mixed(0), stage, comm=comm)))
+    gc.collect()
+    used = ringcomm.heap_stats()["used_bytes"]
+    with monkeypatch.context() as patch:
+        others = break_it(patch, failure)
+        ends = worlds(3).run(work)
+    # While the errors, with all that they refer to, are there.
+    assert [each for _, _, each in ends] == [used] * 3
+    own = type(FAILURES[failure][-1])
+    for rank, (_, raised, _) in enumerate(ends):
+        if "rank 1" not in failure or rank == 1:
+            assert raised.type is own
+        else:
+            assert raised.type is others
+            assert "rank 1 failed, so no rank goes on: " in str(raised.value)
+            assert raised.value.repeats
+    modules = [module for module, _, _ in ends]
+    again = worlds(3).run(_trained, modules, stage)
+    fresh = worlds(3).run(_trained, [Mixed(rank) for rank in range(3)], stage)
+    for mine, theirs in zip(again, fresh, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def _trained(comm, modules, stage):
+    module: Any = zero.shard(modules[comm.rank], stage, comm=comm, options=OPTIONS)
+    optimizer = AdamW([each for each in module.parameters() if each.requires_grad])
+    x = torch.full((2, 6), 1.0 + comm.rank, dtype=torch.bfloat16)
+    for layer in module.layers:
+        x = layer(x)
+    x.square().sum().backward()
+    optimizer.step()
+    return zero.full_state_dict(module)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
+    """The negative control: each thing that is put back is missed when it is not."""
+    missed: set[str] = set()
+    real = Before.call
+
+    def forget(before: Before, undo: Callable[..., object], *args: Any) -> None:
+        missed.add(undo.__name__)
+        if undo.__name__ != forgotten:
+            real(before, undo, *args)
+
+    def work(comm):
+        module = Mixed(comm.rank)
+        before = known(module)
+        with pytest.raises(RingcommError if comm.rank != 1 else Broken):
+            zero.shard(module, stage, comm=comm, options=OPTIONS)
+        try:
+            same(known(module), before)
+        except AssertionError:
+            return True
+        return False
+
+    break_it(monkeypatch, "the hooks of rank 1")
+    monkeypatch.setattr(Before, "call", forget)
+    forgotten = "nothing"
+    assert worlds(3).run(work) == [False] * 3
+    assert missed == {"setattr", "copy_", "__setitem__", "close", "forget_engine", "give_back"}
+    for forgotten in sorted(missed - {"give_back"}):
+        # Rank 0 has given its own values to the others.
+        assert worlds(3).run(work)[1:] == [True] * 2, forgotten
+
+
+def test_heap_memory_that_is_not_given_back_is_seen(worlds, monkeypatch):
+    """The negative control for what tracebacks refer to."""
+
+    def work(comm):
+        with pytest.raises(Broken) as raised:
+            zero.shard(Mixed(comm.rank), 1, comm=comm, options=OPTIONS)
+        return raised
+
+    gc.collect()
+    used = ringcomm.heap_stats()["used_bytes"]
+    break_it(monkeypatch, "a later unit")
+    monkeypatch.setattr(WholeBucket, "give_back", lambda bucket: None)
+    errors = worlds(2).run(work)
+    assert ringcomm.heap_stats()["used_bytes"] > used
+    del errors
+    gc.collect()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_is_lost_meanwhile(stage):
+    """The others cannot ask it for anything, and their modules are as they were."""
+
+    def work(comm):
+        module = Mixed(comm.rank)
+        before = known(module)
+        with pytest.raises(Broken if comm.rank == 1 else CollectiveTimeout):
+            zero.shard(module, stage, comm=comm, options=OPTIONS)
+        same(known(module), before)
+        return True
+
+    with pytest.MonkeyPatch.context() as patch, ringcomm.local_world(2, timeout=1.0) as world:
+        real = moving._values
+
+        def leave(parts, unit, before):
+            if unit.name == "layers.1" and parts.comm.rank == 1:
+                raise Broken("on purpose")
+            return real(parts, unit, before)
+
+        patch.setattr(moving, "_values", leave)
+        assert world.run(work) == [True, True]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_on_the_meta_device_goes_back_there(worlds, stage):
+    with torch.device("meta"):
+        modules: list[Any] = [
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)) for _ in range(2)
+        ]
+    for module in modules:
+        module[2].weight = module[0].weight
+        # Beside a bias on the meta device, which is initialised together with it.
+        module[2].register_parameter("filled", nn.Parameter(torch.full((3,), 2.0)))
+
+    def init(module):
+        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            with torch.no_grad():
+                each.fill_(1.0)
+
+    def refuse(module):
+        init(module)
+        if "filled" in module._parameters:
+            raise Broken("on purpose")
+
+    def work(comm):
+        module = modules[comm.rank]
+        filled = module[2].filled
+        before = {name: each.device for name, each in module.state_dict().items()}
+        ids = [id(each) for each in module.parameters()]
+        with pytest.raises(Broken):
+            zero.shard(module, stage, comm=comm, init=refuse)
+        assert [id(each) for each in module.parameters()] == ids
+        assert {name: each.device for name, each in module.state_dict().items()} == before
+        assert module[0].weight is module[2].weight
+        assert module[2].filled is filled
+        assert filled.tolist() == [2.0] * 3
+        zero.shard(module, stage, comm=comm, init=init)
+        found = zero.full_state_dict(module)
+        return all((each == 1).all() for each in found.values())
+
+    assert worlds(2).run(work) == [True, True]
