@@ -36,7 +36,7 @@ struct Known {
   std::unordered_map<PyObject*, std::unique_ptr<Code>> codes;
   std::pair<PyObject*, Code*> near[kNearCodes] = {};
   std::unordered_map<std::string, std::unique_ptr<CallSite>> texts;
-  PyObject *get_frame, *one, *back, *instruction;
+  PyObject *get_frame, *one;
 };
 
 Known& known() {
@@ -45,8 +45,6 @@ Known& known() {
     made->get_frame = PySys_GetObject("_getframe");
     Py_XINCREF(made->get_frame);
     made->one = PyLong_FromLong(1);
-    made->back = PyUnicode_InternFromString("f_back");
-    made->instruction = PyUnicode_InternFromString("f_lasti");
     return made;
   }();
   return *k;
@@ -104,10 +102,18 @@ Code& code_of(PyObject* code) {
   return *found->second;
 }
 
+int instruction_of(PyObject* frame) {
+#if PY_VERSION_HEX >= 0x030b0000
+  return PyFrame_GetLasti(reinterpret_cast<PyFrameObject*>(frame));
+#else
+  const nb::object last = nb::steal(PyObject_GetAttrString(frame, "f_lasti"));
+  return last ? int(PyLong_AsLong(last.ptr())) : -1;
+#endif
+}
+
 const CallSite* site_in(Code& code, PyObject* frame) {
   // Not its line number at once, which costs the more the longer the function is.
-  const nb::object last = nb::steal(PyObject_GetAttr(frame, known().instruction));
-  const int at = last ? int(PyLong_AsLong(last.ptr())) : -1;
+  const int at = instruction_of(frame);
   if (at >= 0 && at == code.last_instruction) return code.last_site;
   const CallSite*& site = code.sites[at];
   if (site == nullptr)
@@ -130,7 +136,7 @@ const CallSite* find_call_site() {
   PyObject* arguments[] = {k.one};
   nb::object frame = nb::steal(PyObject_Vectorcall(k.get_frame, arguments, 1, nullptr));
   const CallSite* site = nullptr;
-  while (frame && !frame.is_none()) {
+  while (frame) {
     const nb::object code = nb::steal(reinterpret_cast<PyObject*>(
         PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
     Code& of = code_of(code.ptr());
@@ -138,7 +144,8 @@ const CallSite* find_call_site() {
       site = site_in(of, frame.ptr());
       break;
     }
-    frame = nb::steal(PyObject_GetAttr(frame.ptr(), k.back));
+    frame = nb::steal(reinterpret_cast<PyObject*>(
+        PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
   }
   PyErr_Clear();
   return site;
