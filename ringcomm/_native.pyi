@@ -403,7 +403,8 @@ class Comm:
         kind ("timeout", "peer_lost", "peer_closed", "mismatch", "aborted", "interrupted"), op,
         rank (who reports), peer (about whom; -1: none), step, wanted, seen, waiting_for,
         waited_ms, mine, theirs, reason; sequence and their_sequence, the numbers of the two calls
-        (0: none), and message, whether they count messages.
+        (0: none), and message, whether they count messages; my_call and their_call: collective,
+        dtype, op, root, algorithm and kernels by their codes, and match_bytes.
         """
     def record_begin(self, words: tuple[int, int, int, int]) -> None:
         """Records a collective of another engine, which it is about to number; see `call_words`."""
@@ -436,6 +437,44 @@ class Driver:
     """The CUDA driver's entry points for launches and copies; RuntimeError when there is none."""
 
     def __init__(self, library: str) -> None: ...
+
+class DeviceRecorder:
+    """The flight recorder of a rank on a device.
+
+    Tracks are 0 for collectives and 1 for messages; numbers count the calls of a track from 1, and
+    a collective of several launches as many.
+    """
+
+    def __init__(self, heap: Heap, rank_of: tuple[int, int], records: int, name: str) -> None:
+        """`rank_of`: rank, world. `records`: of each track, 1 or more. Raises OSError."""
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where in the heap."""
+    def set_world_id(self, world_id: int) -> None: ...
+    def release(self) -> None:
+        """Gives the block back; nothing is recorded from here on."""
+    def watch(self, host_page: int) -> None:
+        """Calls that end once a kernel has given up there, or after `stop`, may not be done."""
+    def stop(self) -> None: ...
+    def unlist(self) -> None:
+        """`ringcomm trace --pid` does not find it any more."""
+    def withdraw(self) -> None:
+        """The last call was not launched."""
+    def enqueue_triton(
+        self, words: tuple[int, int, int, int], channels: int, captured: bool
+    ) -> None:
+        """Records a collective of Triton's kernels; see `call_words`."""
+    def enqueued(self, track: int) -> int:
+        """The number of the last call."""
+    def seen_completed(self, track: int, first: int, last: int) -> None:
+        """These calls are done now; those that have failed stay so."""
+    def seen_begun(self, sequence: int) -> None:
+        """The kernels' count of collectives is this; says nothing once a graph was captured."""
+    def seen_failed(self, track: int, number: int, status: int, peer: int) -> None:
+        """A call failed; with a collective all behind it did, and those before are done."""
+    def numbers_of(self, sequence: int) -> list[int]:
+        """Collectives that a kernel may number so; newest first."""
 
 class DeviceComm:
     """One rank's end on a device: calls become launches on `stream`, or are left to `submit`.
@@ -495,6 +534,11 @@ class DeviceComm:
         """What to write at `table_offset_bytes`; from here on calls may be prepared."""
     def activate(self, host_page: int) -> None:
         """`host_page`: HOST_PAGE_BYTES of zeros that host and device share; 0 before they go."""
+    def set_recorder(self, recorder: DeviceRecorder) -> None:
+        """Records all calls from here on."""
+    @property
+    def sequence_offset_bytes(self) -> int:
+        """Where in the region the kernels' count of collectives is (8 bytes)."""
     def farewell_offset_bytes(self, writer: int) -> int:
         """Where in a region `writer` says that it will not touch the region any more (4 bytes)."""
     def limit_message_channels(self, most: int) -> None:
@@ -609,6 +653,14 @@ def abort_reason(reason: str) -> bytes:
 
 def fault_in_page(page: bytes, owner: int, world: int) -> dict[str, Any] | None:
     """The fault record in the control page of rank `owner`; None while its abort word is down."""
+
+def recorder_bytes(records: int) -> int:
+    """What a flight recorder of so many records of each track takes."""
+
+def recorder_snapshot(
+    block_ptr: int, records: int, rank_of: tuple[int, int], world_id: int, most: int = ...
+) -> bytes:
+    """As `Comm.recorded`, of the recorder of a rank on a device at this address."""
 
 CONTROL_PAGE_BYTES: int
 ABORTED_OFFSET_BYTES: int

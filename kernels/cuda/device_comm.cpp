@@ -158,10 +158,16 @@ void* DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
 void DeviceComm::submit(Prepared prepared) {
   if (page_ == nullptr) throw std::invalid_argument("the communicator is not connected");
   prepared_ = std::move(prepared);
-  if (submit_)
-    submit_();
-  else
-    launch({this}, stream_);
+  if (observer_) observer_->enqueues(prepared_, driver_->is_capturing(stream_));
+  try {
+    if (submit_)
+      submit_();
+    else
+      launch({this}, stream_);
+  } catch (...) {
+    if (observer_) observer_->withdraws();
+    throw;
+  }
 }
 
 void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {

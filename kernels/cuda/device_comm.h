@@ -29,6 +29,17 @@ struct Prepared {
   unsigned channels;
   CallArgs args;
   std::vector<Span> in, out;  // lists; empty for an even cut
+  bool continues = false;     // one more launch of the call before it
+};
+
+// Is told of the calls of a communicator as they are enqueued; with or without the GIL.
+class CallObserver {
+ public:
+  virtual ~CallObserver() = default;
+  // captured: a graph records the call, and may make it any number of times.
+  virtual void enqueues(const Prepared& call, bool captured) = 0;
+  // What it was told of last is not launched.
+  virtual void withdraws() = 0;
 };
 
 struct Reduction {
@@ -66,6 +77,7 @@ class DeviceComm {
   void set_stream(void* stream) { stream_ = stream; }
   void* stream() const { return stream_; }
   void set_submit(Submit submit) { submit_ = std::move(submit); }
+  void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
   // Equal on all ranks, before the first message.
   void limit_message_channels(int most) {
     config_.message_channels = most < config_.message_channels ? most : config_.message_channels;
@@ -140,6 +152,7 @@ class DeviceComm {
   DeviceConfig config_;
   FindKernel find_;
   Submit submit_;
+  std::shared_ptr<CallObserver> observer_;  // or none
   std::map<std::string, void*> kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;

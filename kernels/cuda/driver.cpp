@@ -22,6 +22,7 @@ Driver::Driver(const std::string& library) {
     throw DriverError("cannot load the CUDA driver: " + std::string(dlerror()));
   find(handle, "cuLaunchKernel", cuLaunchKernel_);
   find(handle, "cuMemcpyAsync", cuMemcpyAsync_);
+  find(handle, "cuStreamIsCapturing", cuStreamIsCapturing_);
   find(handle, "cuGetErrorString", cuGetErrorString_);
 }
 
@@ -43,6 +44,11 @@ void Driver::launch(void* function, unsigned grid_x, unsigned grid_y, unsigned t
 void Driver::copy(unsigned long long dst, unsigned long long src, size_t bytes,
                   void* stream) const {
   if (bytes > 0) check(cuMemcpyAsync_(dst, src, bytes, stream), "copying between devices");
+}
+
+bool Driver::is_capturing(void* stream) const {
+  int status = 0;  // CUstreamCaptureStatus: 0 is none
+  return cuStreamIsCapturing_(stream, &status) == 0 && status != 0;
 }
 
 }  // namespace device

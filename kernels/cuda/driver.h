@@ -26,12 +26,16 @@ class Driver {
               const void* params) const;
   // Device to device, in the stream's order.
   void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
+  // Whether a graph records what the stream is given now. A stream that cannot say takes no launch
+  // either, which says why.
+  bool is_capturing(void* stream) const;
 
  private:
   // Their names and signatures are those of the CUDA driver API.
   int (*cuLaunchKernel_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                          unsigned, void*, void**, void**);
   int (*cuMemcpyAsync_)(unsigned long long, unsigned long long, size_t, void*);
+  int (*cuStreamIsCapturing_)(void*, int*);
   int (*cuGetErrorString_)(int, const char**);
   void check(int result, const char* what) const;
 };

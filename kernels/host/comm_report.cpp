@@ -36,14 +36,7 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   const uint32_t waits_for = load_relaxed_sys(&view_.control(rank)->waits_for);
   std::vector<char> bytes =
       Recorder::snapshot(recorder_of(rank), recorder_.capacity(), waits_for, most);
-  // A damaged header must not hide the records.
-  auto* header = reinterpret_cast<RecorderHeader*>(bytes.data());
-  header->magic = kRecorderMagic;
-  header->version = kRecorderVersion;
-  header->record_bytes = sizeof(Record);
-  header->rank = rank;
-  header->world = view_.world;
-  header->world_id = recorder_.world_id();
+  Recorder::correct(bytes, {rank, view_.world, recorder_.world_id(), false});
   return bytes;
 }
 

@@ -143,6 +143,10 @@ void Recorder::open(char* block, uint32_t capacity, int rank, int world, uint64_
   capacity_ = capacity;
 }
 
+void Recorder::say_on_device() {
+  if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(block_)->on_device, 1);
+}
+
 void Recorder::set_world_id(uint64_t id) {
   world_id_ = id;
   if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(block_)->world_id, id);
@@ -152,7 +156,7 @@ Record* Recorder::at(Track track, uint64_t sequence) const {
   return const_cast<Record*>(record_at(block_, index_of(capacity_, track, sequence)));
 }
 
-void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer) {
+void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, RecordState state) {
   if (!on()) return;
   Record* r = at(track, id.sequence);
   constexpr size_t kBegin = offsetof(Record, id), kEnd = offsetof(Record, site);
@@ -164,7 +168,7 @@ void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer) {
   fresh.status = int32_t(Status::kOk);
   fresh.peer = peer;
   const Writing writing(r);
-  store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->state), uint32_t(RecordState::kRunning));
+  store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->state), uint32_t(state));
   store_words(&r->id, reinterpret_cast<const char*>(&fresh) + kBegin, kEnd - kBegin);
   static constexpr CallSite kUnknown{1, {}};
   const CallSite& site = call_site != nullptr ? *call_site : kUnknown;
@@ -183,6 +187,20 @@ void Recorder::end(Track track, uint64_t sequence, Status status, int peer) {
   store_relaxed_sys(&r->end_ticks, now);
   store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->status), uint32_t(status));
   store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->peer), uint32_t(peer));
+}
+
+RecordState Recorder::state(Track track, uint64_t sequence) const {
+  const Record* r = at(track, sequence);
+  return r->id.sequence == sequence ? r->state : RecordState::kNone;
+}
+
+void Recorder::advance(Track track, uint64_t sequence, RecordState state) {
+  Record* r = at(track, sequence);
+  if (r->id.sequence != sequence) return;
+  const uint64_t now = ticks();
+  const Writing writing(r);
+  store_relaxed_sys(reinterpret_cast<uint32_t*>(&r->state), uint32_t(state));
+  if (state == RecordState::kCompleted) store_relaxed_sys(&r->end_ticks, now);
 }
 
 bool Recorder::find(const char* block, uint32_t capacity, Track track, uint64_t sequence,
@@ -204,6 +222,17 @@ std::vector<char> Recorder::snapshot(const char* block, uint32_t capacity, uint3
     for (const uint64_t index : newest(block, capacity, track, kept))
       read_whole(record_at(block, index), to++);
   return bytes;
+}
+
+void Recorder::correct(std::vector<char>& snapshot, const Known& known) {
+  auto* header = reinterpret_cast<RecorderHeader*>(snapshot.data());
+  header->magic = kRecorderMagic;
+  header->version = kRecorderVersion;
+  header->record_bytes = sizeof(Record);
+  header->rank = known.rank;
+  header->world = known.world;
+  header->world_id = known.world_id;
+  header->on_device = known.on_device ? 1 : 0;
 }
 
 }  // namespace ringcomm::host

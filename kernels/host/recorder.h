@@ -23,7 +23,18 @@ struct CallSite {
 // Of the call that this thread is about to make; null: unknown.
 extern thread_local constinit const CallSite* call_site;
 
-enum class RecordState : uint32_t { kNone = 0, kRunning = 1, kDone = 2, kFailed = 3 };
+enum class RecordState : uint32_t {
+  kNone = 0,
+  kRunning = 1,
+  kDone = 2,
+  kFailed = 3,
+  // On a device, of which its host knows less: its calls begin when they are enqueued, and end when
+  // the host sees it.
+  kEnqueued = 4,
+  kBegun = 5,
+  kCompleted = 6,
+  kCaptured = 7  // a graph makes the call, when and how often only the device knows
+};
 
 // Collectives and messages keep no order with each other, so each kind has records of its own.
 enum class Track : uint32_t { kCollectives = 0, kMessages = 1, kCount = 2 };
@@ -50,7 +61,7 @@ struct RecorderHeader {
   uint64_t world_id;       // equal on all ranks and of no other communicator; 0: not connected yet
   uint64_t control_bytes;  // the control page lies this far before
   int32_t waits_for;       // in a snapshot: 1 + the awaited rank, 0: none
-  uint32_t reserved;
+  uint32_t on_device;      // 1: of a communicator on a device
   uint64_t created_ticks;
   char name[184];
 };
@@ -74,14 +85,21 @@ class Recorder {
   // `capacity` 0: records nothing, and has no block. The memory need not be cleared.
   void open(char* block, uint32_t capacity, int rank, int world, uint64_t control_bytes,
             const std::string& name);
+  // After open(), before anybody knows of the block.
+  void say_on_device();
   void set_world_id(uint64_t id);
   uint64_t world_id() const { return world_id_; }
   bool on() const { return capacity_ != 0; }
   uint32_t capacity() const { return capacity_; }
 
   // One thread at a time per track. `id.sequence` counts the calls of the track.
-  void begin(Track track, const CallId& id, uint64_t bytes, int peer);
+  void begin(Track track, const CallId& id, uint64_t bytes, int peer,
+             RecordState state = RecordState::kRunning);
   void end(Track track, uint64_t sequence, Status status, int peer);
+  // The state of the call with this number; kNone: never made, or overwritten meanwhile.
+  RecordState state(Track track, uint64_t sequence) const;
+  // For calls on a device: kBegun, or kCompleted as of now.
+  void advance(Track track, uint64_t sequence, RecordState state);
 
   // The call of `track` with this number in a block of this capacity; false: never made, or
   // overwritten meanwhile.
@@ -92,6 +110,14 @@ class Recorder {
   // header then says how many.
   static std::vector<char> snapshot(const char* block, uint32_t capacity, uint32_t waits_for,
                                     uint32_t most = kMaxRecords);
+  // A snapshot's header says of layout, rank and world what the reader knows: a damaged one must
+  // not hide the records.
+  struct Known {
+    int rank, world;
+    uint64_t world_id;
+    bool on_device;
+  };
+  static void correct(std::vector<char>& snapshot, const Known& known);
 
  private:
   Record* at(Track track, uint64_t sequence) const;

@@ -270,6 +270,7 @@ void bind_device(nb::module_& m) {
   bind_state(c);
   bind_calls(c);
   bind_device_optimizer(m, c);
+  bind_device_recorder(m, c);
   m.def(
       "launch",
       [](const std::vector<DeviceComm*>& ranks, uintptr_t stream) {

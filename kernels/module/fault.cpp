@@ -26,6 +26,12 @@ const char* kind_of(Status status) {
   }
 }
 
+// What must be equal on all ranks but for the number, in codes.
+nb::tuple call_of(const CallId& id) {
+  return nb::make_tuple(uint32_t(id.collective), id.dtype, id.redop, id.root,
+                        uint32_t(id.algorithm), uint32_t(id.kernels), id.match_bytes);
+}
+
 }  // namespace
 
 std::string utf8_of(const nb::str& text) {
@@ -49,6 +55,8 @@ nb::dict fault_dict(const Fault& f, const std::string& reason) {
   d["seen"] = f.seen;
   d["waiting_for"] = f.on_consumed ? "consumed" : "ready";
   d["waited_ms"] = f.waited_ns / 1'000'000;
+  d["my_call"] = call_of(f.mine.id);
+  d["their_call"] = call_of(f.theirs.id);
   d["mine"] = describe(f.mine);
   const bool compares = f.status == Status::kMismatch || f.status == Status::kCorrupt;
   d["theirs"] = compares ? describe(f.theirs) : "";

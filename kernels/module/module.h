@@ -27,6 +27,10 @@ std::string utf8_of(const nanobind::str& text);
 // A fault record in words, as ringcomm.errors reads it.
 nanobind::dict fault_dict(const Fault& fault, const std::string& reason);
 
+// What call_words() gave, and no sequence number.
+using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+CallId id_of(const CallWords& words);
+
 // How a region is laid out, for the Triton kernels.
 nanobind::dict geometry_of(const Layout& layout);
 // The host's twin of what a device communicator keeps in device memory, for a kernel that runs in
@@ -34,6 +38,7 @@ nanobind::dict geometry_of(const Layout& layout);
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
 void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
+void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);

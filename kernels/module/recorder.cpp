@@ -12,18 +12,6 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
-
-// What call_words() gave, and no sequence number.
-CallId id_of(const CallWords& words) {
-  const int64_t all[] = {0, std::get<0>(words), std::get<1>(words), std::get<2>(words),
-                         std::get<3>(words)};
-  CallId id;
-  static_assert(sizeof(all) == sizeof(id));
-  std::memcpy(&id, all, sizeof(id));
-  return id;
-}
-
 template <class Name>
 nb::list names(int count, Name name) {
   nb::list all;
@@ -32,6 +20,15 @@ nb::list names(int count, Name name) {
 }
 
 }  // namespace
+
+CallId id_of(const CallWords& words) {
+  const int64_t all[] = {0, std::get<0>(words), std::get<1>(words), std::get<2>(words),
+                         std::get<3>(words)};
+  CallId id;
+  static_assert(sizeof(all) == sizeof(id));
+  std::memcpy(&id, all, sizeof(id));
+  return id;
+}
 
 void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
   nb::dict codes;

@@ -10,7 +10,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ringcomm.comm.recording import Record, Recording, describe
+from ringcomm.comm.recording import (
+    CAPTURED,
+    COMPLETED,
+    DONE,
+    Record,
+    Recording,
+    describe,
+)
 
 __all__ = ["chrome_text"]
 
@@ -41,11 +48,14 @@ def _events(recording: Recording, base: int) -> Iterator[dict[str, Any]]:
                 "args": {"name": track},
             }
         for record in (*rank.collectives, *rank.messages):
-            yield _event(record, pid, recording.taken_ns)
+            yield _event(record, pid, recording.taken_ns, rank.on_device)
 
 
-def _event(record: Record, pid: int, taken_ns: int) -> dict[str, Any]:
-    """One call. A call that runs ends where the recording does, and says so."""
+def _event(record: Record, pid: int, taken_ns: int, on_device: bool) -> dict[str, Any]:
+    """One call. A call that runs ends where the recording does, and says so.
+
+    On a device it lasts from when its host enqueued it to when that saw its end.
+    """
     end_ns = record.end_ns or taken_ns
     args = {"call": describe(record), "number": record.number, "state": record.state}
     args |= {"site": record.site, "bytes": record.size_bytes}
@@ -53,7 +63,11 @@ def _event(record: Record, pid: int, taken_ns: int) -> dict[str, Any]:
         args["status"] = record.status
     if record.peer >= 0:
         args["peer"] = record.peer
-    marked = "" if record.state == "done" else f" ({record.state})"
+    if on_device:
+        args["span"] = "from enqueued to end seen by the host"
+    if record.state == CAPTURED:
+        end_ns = record.begin_ns
+    marked = "" if record.state in (DONE, COMPLETED) else f" ({record.state})"
     return {
         "ph": "X",
         "name": record.collective + marked,

@@ -134,9 +134,12 @@ def _recorder(descriptor: int, offset: int) -> Found:
     second = os.pread(descriptor, header.block_bytes, offset)
     if len(second) < header.block_bytes:
         raise RingcommError("trace: a recorder that does not end in its heap")
+    unstable = unstable_records(first, second)
+    if header.on_device:
+        return Found(header, first, unstable, 0)  # its control page is in device memory
     control = max(offset - header.control_bytes, 0)
     word = os.pread(descriptor, WORD_BYTES, control + WAITS_FOR_OFFSET)
-    return Found(header, first, unstable_records(first, second), int.from_bytes(word, "little"))
+    return Found(header, first, unstable, int.from_bytes(word, "little"))
 
 
 def _by_world(found: Iterable[Found]) -> list[Recording]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from ringcomm.comm.recording import (
+    BEGUN,
+    CAPTURED,
+    OPEN,
     RUNNING,
     RankRecording,
     Record,
@@ -45,6 +48,8 @@ def report(recording: Recording, last: int) -> list[str]:
 def _now(rank: RankRecording, taken_ns: int) -> str:
     """What a rank does at the moment, in a line."""
     who = f"rank {rank.rank} (pid {rank.pid})"
+    if rank.on_device:
+        return f"{who} {_enqueued(rank, taken_ns)}"
     running = [each for each in (*rank.collectives, *rank.messages) if each.state == RUNNING]
     if running:
         record = max(running, key=lambda each: each.begin_ns)
@@ -65,6 +70,29 @@ def _now(rank: RankRecording, taken_ns: int) -> str:
     )
 
 
+def _enqueued(rank: RankRecording, taken_ns: int) -> str:
+    """What the host of a rank on a device knows: what it enqueued last, and what is still open."""
+    records = [*rank.collectives, *rank.messages]
+    if not records:
+        return "has made no call"
+    last = max(records, key=lambda each: each.begin_ns)
+    verb = "captured" if last.state == CAPTURED else "enqueued"
+    text = f"{verb} last: {_call(last)}, {_seconds(taken_ns - last.begin_ns)} ago{_at(last)}"
+    waiting = [each for each in records if each.state in OPEN]
+    failed = [each for each in records if each.status]
+    if failed:
+        first = min(failed, key=lambda each: (each.status == "aborted", each.begin_ns))
+        peer = f", waiting for rank {first.peer}" if first.peer >= 0 else ""
+        text += f"; seen failed ({first.status}{peer}): {_call(first)}{_at(first)}"
+    elif waiting:
+        first = min(waiting, key=lambda each: each.begin_ns)
+        begun = " (begun on the device)" if first.state == BEGUN else ""
+        text += f"; not seen completed since {_call(first)}{begun}{_at(first)}"
+    else:
+        text += "; nothing open"
+    return text
+
+
 def _verdict(recording: Recording, parted: int | None) -> list[str]:
     """Where the ranks part, and who has come how far."""
     lines = []
@@ -80,7 +108,8 @@ def _verdict(recording: Recording, parted: int | None) -> list[str]:
     if number is not None:
         made = [rank for rank, count in _counts(recording).items() if count >= number]
         late = [rank for rank, count in _counts(recording).items() if count < number]
-        lines.append(f"call {number} was begun by {_ranks(made)}, but not yet by {_ranks(late)}")
+        verb = "enqueued" if any(each.on_device for each in recording.ranks) else "begun"
+        lines.append(f"call {number} was {verb} by {_ranks(made)}, but not yet by {_ranks(late)}")
     return lines
 
 
@@ -105,28 +134,34 @@ def _table(rank: RankRecording, taken_ns: int, last: int, marked: int | None) ->
     )
     if rank.torn:
         lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
-    rows = [_row(each, taken_ns, marked) for each in shown]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(_COLUMNS))]
-    widths = [max(w, len(title)) for w, title in zip(widths, _COLUMNS, strict=True)]
-    for row in [_COLUMNS, *rows]:
+    columns = _DEVICE_COLUMNS if rank.on_device else _COLUMNS
+    rows = [_row(each, taken_ns, marked, rank.on_device) for each in shown]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
+    widths = [max(w, len(title)) for w, title in zip(widths, columns, strict=True)]
+    for row in [columns, *rows]:
         lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     return lines
 
 
 _COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
+# The host knows no more than when it enqueued a call, and when it saw that the call had ended.
+_DEVICE_COLUMNS = (" ", "call", "enqueued", "end seen", "state", "what", "where")
 
 
-def _row(record: Record, taken_ns: int, marked: int | None) -> tuple[str, ...]:
+def _row(record: Record, taken_ns: int, marked: int | None, on_device: bool) -> tuple[str, ...]:
     is_message = record.track == "messages"
     state = record.state if not record.status else record.status
     if record.status and record.peer >= 0 and not is_message:
         state += f" (rank {record.peer})"
-    took_ns = (record.end_ns if record.end_ns else taken_ns) - record.begin_ns
+    if on_device:
+        second = f"-{_seconds(taken_ns - record.end_ns)}" if record.end_ns else ""
+    else:
+        second = _seconds((record.end_ns or taken_ns) - record.begin_ns)
     return (
         HERE if not is_message and record.number == marked else " ",
         f"{'m' if is_message else ''}{record.number}",
         f"-{_seconds(taken_ns - record.begin_ns)}",
-        _seconds(took_ns),
+        second,
         state,
         describe(record),
         record.site,

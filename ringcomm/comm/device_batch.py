@@ -13,7 +13,7 @@ from torch import Tensor
 from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device_engine import DeviceEngine
-from ringcomm.comm.device_triton import launch
+from ringcomm.comm.device_triton import Prepared, launch
 
 __all__ = ["make_call", "run_together"]
 
@@ -75,12 +75,17 @@ def _launch_group(device: int, group: list[tuple[DeviceEngine, Call]]) -> None:
     runtime = first._place[0]
     with runtime.on_device(device):
         stream = runtime.current_stream(device)
-        prepared = []
-        for engine, call in group:
-            with engine._turn(call.name):
-                prepared.append(engine._prepare(call, stream))
-        with first._worded(group[0][1].name):
-            if first._meeting is not None:
-                first._meeting.launch_together(prepared, stream)
-            else:
-                launch(prepared, stream)
+        prepared: list[Prepared] = []
+        try:
+            for engine, call in group:
+                with engine._turn(call.name):
+                    prepared.append(engine._prepare(call, stream))
+            with first._worded(group[0][1].name):
+                if first._meeting is not None:
+                    first._meeting.launch_together(prepared, stream)
+                else:
+                    launch(prepared, stream)
+        except BaseException:
+            for engine, _ in group[: len(prepared)]:
+                engine._withdraw()
+            raise

@@ -238,7 +238,8 @@ def _handles(
     exchange: Exchange, meeting: Meeting, core: DeviceCore, places: Sequence[_Place]
 ) -> list[DeviceHandle]:
     core.announce([Peer(place.pid, place.stay) for place in places])
-    mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout)
+    recorder = core.recorder.address if core.recorder is not None else None
+    mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
     texts = exchange.everyone("heap", asdict(mine))
     operation = meeting.operation
     handles = [DeviceHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]

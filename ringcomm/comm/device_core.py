@@ -9,6 +9,7 @@ from typing import Any
 
 from ringcomm import _native
 from ringcomm.comm.calls import Membership
+from ringcomm.comm.device_recorder import DeviceRecorder
 from ringcomm.comm.device_retired import Peer, end_stay, retire
 from ringcomm.comm.device_watch import Watched, unwatch, watch
 from ringcomm.errors import RendezvousError, UnsupportedError, where
@@ -20,8 +21,7 @@ from ringcomm.memory.device_runtime import DeviceRuntime
 # A word of the protocol that is up.
 RAISED = (1).to_bytes(4, "little")
 # Staging of one rank, and the pieces that it is cut into; the 256 lanes of a block move 32 KiB in a
-# turn.
-# Choices, not swept.
+# turn. Choices, not swept.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
 
@@ -76,6 +76,7 @@ class DeviceCore:
 
     Attributes:
         region: offset in the heap and size, in bytes.
+        recorder: None with ``CommOptions(records=0)``.
     """
 
     def __init__(
@@ -102,6 +103,9 @@ class DeviceCore:
             family=_native.ALGORITHMS[family],
             find_kernel=partial(_find, self.device),
         )
+        recorded = options.records > 0
+        self.recorder = DeviceRecorder(self.native, membership, operation) if recorded else None
+        self._records = options.records
         block = heap.allocate(self.native.region_bytes, operation)
         # Its space is used again when nothing refers to it any more; see close().
         self._block: DeviceBlock | None = block
@@ -126,7 +130,8 @@ class DeviceCore:
         native = self.native
         return (
             f"segment_bytes={native.segment_bytes}, slots={native.slots}, "
-            f"channels={native.channels}, region_bytes={native.region_bytes}"
+            f"channels={native.channels}, region_bytes={native.region_bytes}, "
+            f"records={self._records}"
         )
 
     def announce(self, peers: Sequence[Peer] | None) -> None:
@@ -142,6 +147,8 @@ class DeviceCore:
         operation = where("connect", self.rank, self.world_size)
         for handle in handles:
             _check_region(handle, self.native.region_bytes, operation)
+        if self.recorder is not None:
+            self.recorder.connect(handles, operation)
         self._mapped = mapped
         self._capacities = [handle.capacity_bytes for handle in handles]
         self._regions = [
@@ -163,6 +170,8 @@ class DeviceCore:
     def activate(self) -> None:
         """All peers are connected: calls may be launched, and peers' ends are noticed."""
         self.native.activate(self._page.host_ptr)
+        if self.recorder is not None:
+            self.recorder.native.watch(self._page.host_ptr)
         pids = {rank: each.pid for rank, each in enumerate(self._mapped) if each.pid}
         self._watched = watch(self.native, pids)
 
@@ -211,6 +220,8 @@ class DeviceCore:
             if self._aborted or self._block is None:
                 return
             self._aborted = True
+            if self.recorder is not None:
+                self.recorder.native.stop()
             if not self.native.raised:
                 # Before the word, whoever raises it: by the reason peers know where it began.
                 text = _native.abort_reason(reason or "Communicator.abort() was called")
@@ -220,6 +231,17 @@ class DeviceCore:
 
     def _write(self, offset_bytes: int, data: bytes) -> None:
         self.runtime.write(self.device, self._ptr + offset_bytes, data)
+
+    def look(self) -> None:
+        """Notes in the records how many collectives this rank's kernels have begun."""
+        if self.recorder is None or not self._regions:
+            return
+        with self._guard:
+            if self._block is None:
+                return
+            ptr = self._ptr + self.native.sequence_offset_bytes
+            word = self.runtime.read(self.device, ptr, 8)
+        self.recorder.native.seen_begun(int.from_bytes(word, "little"))
 
     def any_aborted(self) -> bool:
         """Whether some rank's abort word is up, for a rank whose kernel is not there to look."""
@@ -250,13 +272,18 @@ class DeviceCore:
         self._say_farewell()
         # Handles of earlier calls may still ask it whether a kernel gave up.
         self.native.activate(0)
+        if self.recorder is not None:
+            self.recorder.close()
         self._page.free()
-        if self._peers is not None:
+        forget = self.recorder.native.release if self.recorder is not None else lambda: None
+        if self._peers is None:
+            forget()
+        else:
             # A peer of another process whose rendezvous failed before it could map the region says
             # no farewell: the region then stays until that process has ended.
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             words = [self._ptr + self.native.farewell_offset_bytes(other) for other in others]
-            retire(block, words, [self._peers[other] for other in others])
+            retire(block, words, [self._peers[other] for other in others], forget)
         self._mapped, self._regions = (), []
         del block
         end_stay(self._stay)

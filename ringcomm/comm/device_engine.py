@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,14 +16,16 @@ from ringcomm.comm.device_core import DeviceCore
 from ringcomm.comm.device_end import DeviceEnd
 from ringcomm.comm.device_meeting import Meeting
 from ringcomm.comm.device_order import DeviceOrder
+from ringcomm.comm.device_recorder import SeenEvent
 from ringcomm.comm.device_site import DeviceSite
 from ringcomm.comm.device_triton import Prepared, TritonLaunch, launch
+from ringcomm.comm.device_turn import StreamTurn
 from ringcomm.comm.device_work import DeviceWork
 from ringcomm.comm.options import milliseconds_of
 from ringcomm.comm.triton_calls import ONE_RANK, TritonEnd, require_triton
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.errors import CollectiveTimeout, PeerLost, UnsupportedError, where
-from ringcomm.memory.device_runtime import DeviceRuntime, Event, Stream
+from ringcomm.memory.device_runtime import Stream
 
 if TYPE_CHECKING:
     from ringcomm._tl.launch import Plan
@@ -68,7 +70,7 @@ class DeviceEngine(DeviceEnd):
         if self._thread_stream is None:
             runtime, device = self._place
             self._thread_stream = runtime.make_stream(device)
-        return _StreamTurn(self._place, self._thread_stream)
+        return StreamTurn(self._place, self._thread_stream)
 
     _thread_stream: Stream | None = None
 
@@ -116,7 +118,7 @@ class DeviceEngine(DeviceEnd):
             runtime.wait_event(device, side.handle, runtime.record_event(device, current))
             with runtime.on_stream(side):
                 self._run(call, side.handle)
-            done = runtime.record_event(device, side.handle)
+            done = self._seen(runtime.record_event(device, side.handle))
             self._keep(call, done, side.handle)
         return self._work(call.name, call.outputs, side, done)
 
@@ -127,12 +129,12 @@ class DeviceEngine(DeviceEnd):
         return self._side
 
     def _work(
-        self, name: str, outputs: Outputs, side: Stream, done: Event, source: int | None = None
+        self, name: str, outputs: Outputs, side: Stream, done: SeenEvent, source: int | None = None
     ) -> DeviceWork:
         place = (*self._place, side)
         return DeviceWork(name, outputs, place, done, lambda: self._check_work(name), source)
 
-    def _keep(self, call: Call, done: Event, stream: int) -> None:
+    def _keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
         runtime, device = self._place
         self._recorded = [each for each in self._recorded if runtime.is_capturing(device, each[1])]
@@ -208,7 +210,8 @@ class DeviceEngine(DeviceEnd):
         def run(plan: Plan, in_ptr: int, out_ptr: int) -> int:
             part = Part(core.native.table_ptr, in_ptr, out_ptr)
             timeout_ns = core.timeout_ms * 1_000_000
-            self._submit(TritonLaunch(self._place, plan, part, timeout_ns, geometry))
+            with self._in_records(plan.call, geometry.channels):
+                self._submit(TritonLaunch(self._place, plan, part, timeout_ns, geometry))
             return 0
 
         return TritonEnd(run, self._world_size, core.native.family)
@@ -226,6 +229,7 @@ class DeviceEngine(DeviceEnd):
                     PeerLost,
                     f"{head}: expected rank {rank} to take part, but it has closed the "
                     "communicator. All ranks must make the same calls before one of them closes",
+                    self._waits_in_vain("peer_closed", rank),
                 )
         if waited_s * 1000 > core.timeout_ms:
             named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -234,6 +238,7 @@ class DeviceEngine(DeviceEnd):
                 f"{head}: waited {core.timeout_ms} ms, until its timeout ended, for {named} to "
                 "make the same call (step 0: nothing was launched). Ranks of one process on one "
                 "device run in one launch, so each needs a thread that makes all its calls",
+                self._waits_in_vain("timeout", missing[0]),
             )
 
     def submit(
@@ -266,34 +271,16 @@ class DeviceEngine(DeviceEnd):
             side = self._side_stream()
             behind = runtime.record_event(device, runtime.current_stream(device))
             runtime.wait_event(device, side.handle, behind)
-            done = runtime.record_event(device, side.handle)
+            done = SeenEvent(runtime.record_event(device, side.handle))
         return self._work(opname, outputs, side, done)
 
     def _finish_host_side(self) -> None:
         """Blocks until the results of earlier calls can be read on the host."""
         runtime, device = self._place
+        calls = self._everything()
         runtime.synchronize(device)
         self._check_usable("synchronize")
-
-
-class _StreamTurn(Turn):
-    """A rank's own stream: on one stream, a rank would wait for what another is about to do."""
-
-    def __init__(self, place: tuple[DeviceRuntime, int], stream: Stream) -> None:
-        self._runtime, self._device = place
-        self._stream = stream
-        self._follow(stream.handle, self._runtime.current_stream(self._device))
-
-    def _follow(self, stream: int, leader: int) -> None:
-        with self._runtime.on_device(self._device):
-            behind = self._runtime.record_event(self._device, leader)
-            self._runtime.wait_event(self._device, stream, behind)
-
-    def taken(self) -> AbstractContextManager[None]:
-        return self._runtime.on_stream(self._stream)
-
-    def rejoin(self) -> None:
-        self._follow(self._runtime.current_stream(self._device), self._stream.handle)
+        self._see_completed(calls)
 
 
 def _submitter(engine: weakref.ref[DeviceEngine]) -> Callable[[], None]:

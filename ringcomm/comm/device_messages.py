@@ -15,6 +15,7 @@ import torch
 from ringcomm.comm.calls import Call
 from ringcomm.comm.checks import put_back, readable, size_bytes, writable
 from ringcomm.comm.device_engine import DeviceEngine
+from ringcomm.comm.device_recorder import MESSAGES, SeenEvent
 from ringcomm.comm.device_work import DeviceWork
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.work import Work
@@ -131,13 +132,19 @@ class DeviceMessages(DeviceEngine, Messages):
             for behind in (current, *(other.handle for other in streams[1:])):
                 runtime.wait_event(device, first.handle, runtime.record_event(device, behind))
             self._device_core.native.stream = first.handle
+            before = self._messages_enqueued()
             with runtime.on_stream(first), self._worded(name):
                 self._run_alone(call)
-            done = runtime.record_event(device, first.handle)
+            event = runtime.record_event(device, first.handle)
             for other in streams[1:]:
-                runtime.wait_event(device, other.handle, done)
+                runtime.wait_event(device, other.handle, event)
+            after = self._messages_enqueued()
+            done = SeenEvent(event, self._records, (MESSAGES, before + 1, after))
             self._keep(call, done, first.handle)
         return self._work(name, call.outputs, first, done, source)
+
+    def _messages_enqueued(self) -> int:
+        return self._records.enqueued(MESSAGES) if self._records is not None else 0
 
     def _streams(self, sends: bool, receives: bool) -> list[Stream]:
         runtime, device = self._place

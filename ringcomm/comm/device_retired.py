@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import NamedTuple, Protocol
@@ -43,13 +43,20 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Retired:
-    """A region: where each peer's farewell arrives, and the peers."""
+    """A region: where each peer's farewell arrives, the peers, and what to do without them."""
 
     block: DeviceBlock
     farewell_ptrs: tuple[int, ...]
     peers: tuple[Peer, ...]
+    left: Callable[[], None]
 
     def may_go(self) -> bool:
+        if not self._is_left():
+            return False
+        self.left()
+        return True
+
+    def _is_left(self) -> bool:
         heap = self.block.heap
         if existing_heap(heap.device) is not heap:
             return True  # the heap has been closed with all that was in it
@@ -138,12 +145,19 @@ def end_stay(stay: int) -> None:
     reclaim()
 
 
-def retire(block: DeviceBlock, farewell_ptrs: Sequence[int], peers: Sequence[Peer]) -> None:
-    """Keeps ``block`` until all peers have left it; ``farewell_ptrs`` and ``peers`` in one order.
+def retire(
+    block: DeviceBlock,
+    farewell_ptrs: Sequence[int],
+    peers: Sequence[Peer],
+    left: Callable[[], None] = lambda: None,
+) -> None:
+    """Keeps ``block`` until all peers have left it, and calls ``left`` then.
+
+    ``farewell_ptrs`` and ``peers`` are in one order.
 
     The end of the caller's own stay, or the next rendezvous, looks whether it may go.
     """
-    _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers)))
+    _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers), left))
 
 
 def abandon(core: Core, events: Sequence[Event], kept: Sequence[object], *, recorded: bool) -> None:

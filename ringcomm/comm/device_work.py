@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from ringcomm.comm.device_recorder import SeenEvent
 from ringcomm.comm.work import Outputs, Work, wait_seconds
 from ringcomm.errors import CollectiveTimeout
-from ringcomm.memory.device_runtime import DeviceRuntime, Event, Stream
+from ringcomm.memory.device_runtime import DeviceRuntime, Stream
 
 FIRST_POLL_S = 0.00002
 LAST_POLL_S = 0.001
@@ -31,7 +32,7 @@ class DeviceWork(Work):
         name: str,
         outputs: Outputs,
         place: tuple[DeviceRuntime, int, Stream],
-        done: Event,
+        done: SeenEvent,
         check: Callable[[], None],
         source: int | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class DeviceWork(Work):
             self._block(seconds)
         self._check()
         stream = self._runtime.current_stream(self._device)
-        self._runtime.wait_event(self._device, stream, self._done)
+        self._runtime.wait_event(self._device, stream, self._done.event)
         return True
 
     def _block(self, seconds: float) -> None:

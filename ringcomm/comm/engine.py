@@ -96,7 +96,7 @@ class Engine:
         """What the flight recorders of all ranks hold now: their last calls, and where they wait.
 
         Local, and at any time before :meth:`close`: also while calls are under way, and after a
-        fault. Empty with ``CommOptions(records=0)``, and of a communicator on a device.
+        fault. Empty with ``CommOptions(records=0)``. On devices as far as hosts know of them.
 
         Raises:
             AbortedError: the communicator is closed.

@@ -9,14 +9,22 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm import trace_file
 from ringcomm.comm.recorder_block import Clock, read_block, read_header
-from ringcomm.comm.recording import RankRecording, Record, Recording, at, describe
+from ringcomm.comm.recording import (
+    OPEN,
+    RankRecording,
+    Record,
+    Recording,
+    at,
+    describe,
+    with_failure,
+)
 from ringcomm.errors import RingcommError
 
 __all__ = ["FlightRecorder", "at_this_call_site"]
@@ -28,6 +36,7 @@ LIMIT_S = 2.0
 KEPT_RECORDS = 256
 
 T = TypeVar("T")
+Fault = dict[str, Any]
 
 
 def _both(path: str) -> list[Path]:
@@ -76,11 +85,25 @@ def _ago(then_ns: int, now_ns: int) -> str:
 
 def _is_under_way(record: Record) -> bool:
     # A call that others aborted was, when the fault came.
-    return record.state == "running" or record.status == "aborted"
+    return record.state in OPEN or record.status == "aborted"
 
 
-def _in_words(record: Record, now_ns: int) -> str:
-    if _is_under_way(record):
+def _seen_state(record: Record, now_ns: int) -> str:
+    """What the host knows of a call on a device."""
+    enqueued = f"enqueued {_ago(record.begin_ns, now_ns)} ago"
+    if record.state == "captured":
+        return f"captured into a graph {_ago(record.begin_ns, now_ns)} ago"
+    if record.state in OPEN:
+        begun = ", and begun on its device" if record.state == "begun" else ""
+        return f"{enqueued}{begun}, not seen completed"
+    how = f"failed ({record.status})" if record.status else record.state
+    return f"{enqueued}, seen {how} {_ago(record.end_ns, now_ns)} ago"
+
+
+def _in_words(record: Record, now_ns: int, on_device: bool) -> str:
+    if on_device:
+        state = _seen_state(record, now_ns)
+    elif _is_under_way(record):
         state = f"under way for {_ago(record.begin_ns, record.end_ns or now_ns)}"
     else:
         state = f"{record.state} {_ago(record.end_ns, now_ns)} ago"
@@ -88,7 +111,7 @@ def _in_words(record: Record, now_ns: int) -> str:
     return f"{describe(record)}{number}{at(record)}, {state}"
 
 
-def _story(peer: RankRecording, fault: dict[str, Any], now_ns: int) -> str:
+def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int) -> str:
     """What the awaited rank's records say, as sentences that end with a blank."""
     who = f"Rank {peer.rank}"
     lasts = [track[-1] for track in (peer.collectives, peer.messages) if track]
@@ -96,20 +119,24 @@ def _story(peer: RankRecording, fault: dict[str, Any], now_ns: int) -> str:
         return f"{who} has made no call yet. "
     if fault["message"]:
         newest = max(lasts, key=lambda record: record.begin_ns)
-        return f"{who}'s last call: {_in_words(newest, now_ns)}. "
+        return f"{who}'s last call: {_in_words(newest, now_ns, peer.on_device)}. "
     same = peer.collective(fault["sequence"])
+    mine = reporter.collective(fault["sequence"])
+    if same is not None and mine is not None and same.call != mine.call:
+        # Kernels that wait for different words do not see each other's headers.
+        words = _in_words(same, now_ns, peer.on_device)
+        return f"{who} has made another call instead: {words}. "
     if same is not None and _is_under_way(same):
-        return f"{who} is in this call, too: {_in_words(same, now_ns)}. "
+        does = "has enqueued" if peer.on_device else "is in"
+        return f"{who} {does} this call, too: {_in_words(same, now_ns, peer.on_device)}. "
     last = peer.last
     if last is None:
         return f"{who} has made no collective call yet. "
     has_not = f"{who} has not made this call. " if last.number < fault["sequence"] else ""
-    return f"{has_not}{who}'s last call: {_in_words(last, now_ns)}. "
+    return f"{has_not}{who}'s last call: {_in_words(last, now_ns, peer.on_device)}. "
 
 
-def _tell_mismatch(
-    fault: dict[str, Any], reporter: RankRecording, peer: RankRecording | None
-) -> None:
+def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | None) -> None:
     # What the peer published may be of an earlier call, of which this rank made another one then.
     number = fault["their_sequence"]
     mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
@@ -125,7 +152,7 @@ def _tell_mismatch(
     fault["theirs"] += at(theirs)
 
 
-def _tell(fault: dict[str, Any], recording: Recording) -> dict[str, Any]:
+def _tell(fault: Fault, recording: Recording) -> Fault:
     """A fault with what the recorders add to it in words."""
     told = dict(fault)
     reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
@@ -137,21 +164,37 @@ def _tell(fault: dict[str, Any], recording: Recording) -> dict[str, Any]:
         find = reporter.message if fault["message"] else reporter.collective
         told["mine"] += at(find(fault["sequence"]))
     if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_closed"):
-        told["story"] = _story(peer, fault, recording.taken_ns)
+        told["story"] = _story(reporter, peer, fault, recording.taken_ns)
     return told
+
+
+class Source(Protocol):
+    """What copies the recorders of all ranks."""
+
+    def recorded(self, rank: int, most: int) -> bytes:
+        """Of a rank; empty where there is none to read."""
+        ...
 
 
 class FlightRecorder:
     """Reads the recorders of all ranks of a communicator.
 
     Args:
-        core: the native communicator; one on a device records nothing.
+        source: of its records; None: nothing is recorded.
         name: of the communicator.
         rank_of: rank and world size.
+        locate: turns the numbers in a fault into those of the records, before these are read.
     """
 
-    def __init__(self, core: _native.Comm, name: str, rank_of: tuple[int, int]) -> None:
-        self._core: _native.Comm | None = core if isinstance(core, _native.Comm) else None
+    def __init__(
+        self,
+        source: Source | None,
+        name: str,
+        rank_of: tuple[int, int],
+        locate: Callable[[Fault], Fault] | None = None,
+    ) -> None:
+        self._source = source
+        self._locate = locate
         self._name = name
         self._rank, self._world_size = rank_of
         self._made = _native.clock_pair()
@@ -161,9 +204,9 @@ class FlightRecorder:
         return self._read(self._copies(_native.MAX_RECORDS))
 
     def _copies(self, most: int) -> list[bytes]:
-        if self._core is None:
+        if self._source is None:
             return []
-        copies = [self._core.recorded(rank, most) for rank in range(self._world_size)]
+        copies = [self._source.recorded(rank, most) for rank in range(self._world_size)]
         return [copy for copy in copies if copy]
 
     def _read(self, copies: list[bytes]) -> Recording:
@@ -173,9 +216,16 @@ class FlightRecorder:
         world_id = read_header(copies[0]).world_id if copies else 0
         return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
 
-    def explained(
-        self, fault: dict[str, Any], word: Callable[[dict[str, Any]], RingcommError]
-    ) -> dict[str, Any]:
+    def explained(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
+        """As :meth:`traced`, of a fault whose numbers are those of kernels."""
+        if self._locate is None:
+            return self.traced(fault, word)
+        try:
+            return self.traced(self._locate(fault), word)
+        except Exception as trouble:
+            return {**fault, "trace": f". Its flight recorders cannot be read: {trouble}"}
+
+    def traced(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
         """A fault with what the recorders tell of it, and with a trace, which this leaves.
 
         Whatever goes wrong, the fault is what the user must hear of: this raises nothing, and is
@@ -192,6 +242,7 @@ class FlightRecorder:
         def work(copies: list[bytes]) -> None:
             try:
                 recording = self._read(copies)
+                recording = with_failure(recording, fault)
                 told = _tell(fault, recording)
                 found.update(told)
                 found["trace"] = trace_file.leave(recording, self._rank, str(word(told)))

@@ -47,7 +47,7 @@ class CommOptions:
         copy_bytes: of a communicator on a device: what the copy engines stage at a time; a
             multiple of 64, or 0 to do without ``algorithm="copy"``.
         records: how many collectives, and how many messages, the flight recorder keeps of each
-            rank; 0 for none. Of a communicator on a device nothing is kept.
+            rank; 0 for none.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` goes before it. On the host they run in Triton's interpreter.

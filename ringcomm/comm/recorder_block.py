@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ringcomm import _native
-from ringcomm.comm.recording import DONE, FAILED, RUNNING, RankRecording, Record
+from ringcomm.comm.recording import STATES, RankRecording, Record
 from ringcomm.errors import RingcommError, printable
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "RECORD_BYTES",
     "Clock",
     "Header",
+    "call_of",
     "read_block",
     "read_header",
     "unstable_records",
@@ -29,7 +30,7 @@ RECORD_BYTES = 192
 _HEADER = struct.Struct("<QIIIiiiQQQiIQ184s")
 _RECORD = struct.Struct("<II QQIiiiII QQQii 112s")
 
-_STATES = ("", RUNNING, DONE, FAILED)
+_STATES = ("", *STATES)
 _TRACKS = ("collectives", "messages")
 _NAMES: dict[str, list[str]] = _native.RECORD_NAMES
 _STATUSES = {code: name for name, code in _native.STATUSES.items()}
@@ -51,6 +52,7 @@ class Header:
     world_id: int
     control_bytes: int
     waits_for: int
+    on_device: bool
     name: str
 
     @property
@@ -94,6 +96,7 @@ def read_header(block: Bytes) -> Header:
         world_id,
         values[9],
         waits_for,
+        values[11] == 1,
         _text(values[13]),
     )
 
@@ -122,6 +125,20 @@ class Clock:
 def _name(kind: str, code: int) -> str:
     names = _NAMES[kind]
     return names[code] if 0 <= code < len(names) else ""
+
+
+def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
+    """:attr:`Record.call` of a call of a fault record (``my_call``, ``their_call``)."""
+    collective, dtype, op, root, algorithm, kernels, match_bytes = words
+    return (
+        _name("collectives", collective),
+        _name("dtypes", dtype),
+        _name("ops", op),
+        root,
+        _name("algorithms", algorithm),
+        _KERNELS[kernels] if 0 <= kernels < len(_KERNELS) else "",
+        match_bytes,
+    )
 
 
 def _record(
@@ -190,7 +207,8 @@ def read_block(
             torn += 1
     collectives, messages = (tuple(track[each] for each in sorted(track)) for track in tracks)
     pid = max(header.pid, 0)
-    return RankRecording(header.rank, pid, header.waits_for, collectives, messages, torn)
+    waits_for, on_device = header.waits_for, header.on_device
+    return RankRecording(header.rank, pid, waits_for, collectives, messages, torn, on_device)
 
 
 def unstable_records(first: bytes, second: bytes) -> list[int]:

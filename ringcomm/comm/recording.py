@@ -5,12 +5,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["RUNNING", "RankRecording", "Record", "Recording", "at", "describe", "divergence"]
+__all__ = [
+    "BEGUN",
+    "CAPTURED",
+    "COMPLETED",
+    "DONE",
+    "OPEN",
+    "RUNNING",
+    "STATES",
+    "RankRecording",
+    "Record",
+    "Recording",
+    "at",
+    "describe",
+    "divergence",
+    "with_failure",
+]
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
+# On a device.
+ENQUEUED, BEGUN, COMPLETED, CAPTURED = "enqueued", "begun", "completed", "captured"
+STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
+# Of calls of which no end is known.
+OPEN = (RUNNING, ENQUEUED, BEGUN)
 _MESSAGES = ("send", "recv")
 
 
@@ -27,9 +48,12 @@ class Record:
         algorithm, kernels: "direct", "native" and so on.
         match_bytes: the size on which all ranks must agree; 0: none.
         size_bytes: of the whole buffer, or of the message.
-        state: "running", "done" or "failed"; ``status`` says how it failed, else "".
+        state: "running", "done" or "failed"; ``status`` says how it failed, else "". On a device
+            "enqueued", then perhaps seen "begun", then seen "completed" or "failed"; or "captured"
+            into a graph, which makes the call whenever it is replayed.
         peer: of a message, or awaited by a collective that failed; -1: none.
-        begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` 0: it runs.
+        begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` 0: it runs. On a device when
+            the host enqueued the call, and when the host saw that it had ended; 0: it has not.
         site: "file.py:12", where it was called; "" if not from Python of the user's.
     """
 
@@ -63,6 +87,7 @@ class RankRecording:
 
     ``waits_for`` is the rank that it awaits, or awaited when it gave up; -1: none. ``torn`` counts
     records that could not be read whole, as their owner was writing them or died at it.
+    ``on_device``: of a communicator on a device, which says less (docs/trace.md).
     """
 
     rank: int
@@ -71,6 +96,7 @@ class RankRecording:
     collectives: tuple[Record, ...]
     messages: tuple[Record, ...]
     torn: int = 0
+    on_device: bool = False
 
     def waiting_for(self, word: int, world_size: int) -> RankRecording:
         """The same with another ``waits_for``, from the word of the rank's control page."""
@@ -109,6 +135,35 @@ class Recording:
 
     def rank(self, rank: int) -> RankRecording | None:
         return next((each for each in self.ranks if each.rank == rank), None)
+
+
+def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
+    """The recording with the fault of another rank's kernel, which that rank may not know of yet.
+
+    Args:
+        recording: of all ranks.
+        fault: what a kernel left; ``located`` if it means the one collective ``sequence`` of the
+            rank that reports it. Otherwise nothing changes.
+    """
+    number, now_ns = fault["sequence"], recording.taken_ns
+
+    def settled(record: Record) -> Record:
+        if record.state not in OPEN or record.number > number:
+            return record
+        if record.number < number:  # collectives follow each other
+            return replace(record, state=COMPLETED, end_ns=now_ns)
+        status, peer = fault["kind"], fault["peer"]
+        return replace(record, state=FAILED, status=status, peer=peer, end_ns=now_ns)
+
+    if not fault.get("located"):
+        return recording
+    ranks = tuple(
+        replace(rank, collectives=tuple(map(settled, rank.collectives)))
+        if rank.rank == fault["rank"]
+        else rank
+        for rank in recording.ranks
+    )
+    return replace(recording, ranks=ranks)
 
 
 def describe(record: Record) -> str:

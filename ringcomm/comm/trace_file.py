@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ringcomm.comm.recording import Record, Recording
+from ringcomm.comm.recording import STATES, Record, Recording
 from ringcomm.errors import RingcommError, printable
 
 __all__ = [
@@ -293,6 +293,6 @@ def _check_records(records: tuple[Record, ...], track: str) -> None:
     for record in records:
         if record.track != track or record.number <= before:
             raise ValueError(f"{track} are not in order")
-        if record.state not in ("running", "done", "failed"):
+        if record.state not in STATES:
             raise ValueError(f"state {record.state!r} is none")
         before = record.number

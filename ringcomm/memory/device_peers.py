@@ -33,12 +33,25 @@ USUAL_CAUSES = (
 
 
 @dataclass(frozen=True)
+class RecorderAddress:
+    """Where a rank's flight recorder is: in the heap of its process on the host."""
+
+    rank: int
+    pid: int
+    fd: int
+    capacity_bytes: int
+    token: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
 class DeviceHandle:
     """Where a rank's device heap and its region in it are, and what all ranks must agree on.
 
     ``ipc_handle`` is hexadecimal; it is empty when the driver gave none, for the reason that
     ``ipc_refusal`` states. ``proof`` is random in every communicator: what the ranks write to
-    each other when they prove their links cannot be left over from an earlier one.
+    each other when they prove their links cannot be left over from an earlier one. The fields of
+    the recorder are 0 where nothing is recorded.
     """
 
     rank: int
@@ -59,12 +72,27 @@ class DeviceHandle:
     proof: int
     region_offset_bytes: int
     region_bytes: int
+    recorder_fd: int
+    recorder_capacity_bytes: int
+    recorder_token: int
+    recorder_offset_bytes: int
     layout: str
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> DeviceHandle:
         """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
         return cls(**read_fields(cls, text, rank, operation, hexadecimal=("ipc_handle",)))
+
+    @property
+    def recorder(self) -> RecorderAddress:
+        return RecorderAddress(
+            self.rank,
+            self.pid,
+            self.recorder_fd,
+            self.recorder_capacity_bytes,
+            self.recorder_token,
+            self.recorder_offset_bytes,
+        )
 
     @property
     def place(self) -> str:
@@ -84,7 +112,12 @@ def _export(heap: DeviceHeap) -> tuple[str, str]:
 
 
 def make_handle(
-    heap: DeviceHeap, rank: int, world_size: int, region: tuple[int, int], layout: str
+    heap: DeviceHeap,
+    rank: int,
+    world_size: int,
+    region: tuple[int, int],
+    layout: str,
+    recorder: RecorderAddress | None = None,
 ) -> DeviceHandle:
     """What this rank tells its peers; ``region`` is offset in the heap and size, in bytes."""
     host, boot, pid_namespace = machine_identity()
@@ -109,6 +142,10 @@ def make_handle(
         proof=secrets.randbits(63),
         region_offset_bytes=region[0],
         region_bytes=region[1],
+        recorder_fd=recorder.fd if recorder else 0,
+        recorder_capacity_bytes=recorder.capacity_bytes if recorder else 0,
+        recorder_token=recorder.token if recorder else 0,
+        recorder_offset_bytes=recorder.offset_bytes if recorder else 0,
         layout=layout,
     )
 

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from ringcomm import _native
 from ringcomm.errors import RendezvousError, UnsupportedError
-from ringcomm.memory.exchange import HeapHandle
+
+
+class HeapAddress(Protocol):
+    """Where a rank's heap is: its process, the descriptor there, and how to know the heap."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def token(self) -> int: ...
 
 
 class MappedHeap:
@@ -42,7 +57,7 @@ def _forget_mappings_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_mappings_in_child)
 
 
-def map_heap(handle: HeapHandle, own: _native.Heap, operation: str) -> MappedHeap:
+def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHeap:
     """The heap that ``handle`` names, mapped into this process.
 
     Args:

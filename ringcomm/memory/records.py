@@ -23,8 +23,8 @@ LARGEST_RECORD_BYTES = 4 << 20
 LONGEST_TEXT = 4096
 # What a C++ int and a signed 64-bit integer hold.
 LARGEST_NUMBER = 2**63 - 1
-_LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device"), 2**31 - 1)
-_LARGEST |= {"token": 2**64 - 1, "proof": 2**64 - 1}
+_LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device", "recorder_fd"), 2**31 - 1)
+_LARGEST |= dict.fromkeys(("token", "proof", "recorder_token"), 2**64 - 1)
 
 
 def shown(value: Any) -> str:

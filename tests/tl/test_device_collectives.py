@@ -72,7 +72,21 @@ def _rank(store, rank, world, kind):
         tensor = put(comm, torch.full((900,), float(rank)), "heap")
         comm.all_reduce(tensor)
         assert torch.equal(on_host(tensor), torch.full((900,), float(sum(range(world)))))
+        _check_records(comm)
     return True
+
+
+def _check_records(comm):
+    """Of 18 calls of Triton's kernels and a native one, numbered as the kernels number them."""
+    core = comm._device_core
+    comm._finish_host_side()
+    ptr = core._ptr + core.native.sequence_offset_bytes
+    assert int.from_bytes(core.runtime.read(core.device, ptr, 8), "little") == 19
+    calls = comm.recording().ranks[comm.rank].collectives
+    assert [each.number for each in calls] == list(range(1, 20))
+    assert [each.kernels for each in calls] == ["triton"] * 18 + ["native"]
+    assert {each.state for each in calls} == {"completed"}
+    assert all(__file__ in each.site for each in calls)
 
 
 @pytest.mark.timeout(LIMIT_S + 10)

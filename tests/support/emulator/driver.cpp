@@ -88,6 +88,13 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstr
   });
 }
 
+CUresult cuStreamIsCapturing(CUstream hStream, int* captureStatus) {
+  Stream* stream = resolve(hStream);
+  if (stream == nullptr) return bad_stream();
+  *captureStatus = capturing(*stream) ? 1 : 0;
+  return kSuccess;
+}
+
 CUresult cuGetErrorString(CUresult error, const char** pStr) {
   *pStr = text_of(error);
   return *pStr == nullptr ? kInvalidValue : kSuccess;
