@@ -46,7 +46,7 @@ class Gathers(Engine):
             count_elems = input.numel()
             # One element can be a negated view and still be contiguous.
             quick = (
-                count_elems > 1
+                (count_elems > 1 or (count_elems == 1 and not (input.is_neg() or output.is_neg())))
                 and output.dtype is dtype
                 and output.numel() == count_elems * self._world_size
                 and input.is_cpu

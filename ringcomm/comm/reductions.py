@@ -51,7 +51,7 @@ class Reductions(Engine):
             count_elems = tensor.numel()
             # One element can be a negated view and still be contiguous.
             quick = (
-                count_elems > 1
+                (count_elems > 1 or (count_elems == 1 and not tensor.is_neg()))
                 and tensor.is_cpu
                 and tensor.is_contiguous()
                 and not async_op
@@ -148,7 +148,7 @@ class Reductions(Engine):
             dtype_code = dtypes[dtype]
             count_elems = output.numel()
             quick = (
-                count_elems > 1
+                (count_elems > 1 or (count_elems == 1 and not (output.is_neg() or input.is_neg())))
                 and input.dtype is dtype
                 and input.numel() == count_elems * self._world_size
                 and output.is_cpu

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ringcomm import Communicator
+from ringcomm import ArgumentError, Communicator
 from tests.support.exact import MOVABLE, pattern, same
 from tests.support.placing import PLACES, put, room
 
@@ -95,5 +95,17 @@ def test_conjugated_input(worlds):
         parts = [torch.zeros(1, dtype=torch.complex64) for _ in range(2)]
         comm.all_gather(parts, mine)
         assert all(part.item() == 1 - 2j for part in parts)
+
+    worlds(2).run(body)
+
+
+def test_a_negated_element_is_refused(worlds):
+    """Of one element such a view is contiguous, but its memory has the other sign."""
+
+    def body(comm):
+        mine = torch.tensor([1 + 2j]).conj().imag
+        assert mine.is_neg() and mine.is_contiguous()
+        with pytest.raises(ArgumentError, match="input: expected a contiguous tensor"):
+            comm.all_gather_into_tensor(torch.zeros(2), mine)
 
     worlds(2).run(body)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ringcomm import Communicator
+from ringcomm import Communicator, ReduceOp
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
 from tests.support.placing import PLACES, put
 
@@ -100,6 +100,9 @@ def test_strided_conjugated_and_scalar_tensors(worlds):
         negated = torch.tensor([2 + 5j]).conj().imag
         comm.all_reduce(negated)
         assert negated.item() == -10
+        negated = torch.tensor([2 + (5 + comm.rank) * 1j]).conj().imag
+        comm.all_reduce(negated, ReduceOp.MAX)
+        assert negated.item() == -5  # its memory has 5 and 6
 
     worlds(2).run(body)
 

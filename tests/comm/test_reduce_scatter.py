@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ringcomm import Communicator
+from ringcomm import ArgumentError, Communicator
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
 from tests.support.placing import PLACES, put, room
 
@@ -81,5 +81,17 @@ def test_strided_lists(worlds):
         output = torch.zeros(3, 2)[:, 0]
         comm.reduce_scatter(output, [grid[:, 0], grid[:, 1]])
         assert torch.equal(output, 2 * grid[:, comm.rank])
+
+    worlds(2).run(body)
+
+
+def test_a_negated_element_is_refused(worlds):
+    """Of one element such a view is contiguous, but its memory has the other sign."""
+
+    def body(comm):
+        mine = torch.tensor([0 + 7j]).conj().imag
+        assert mine.is_neg() and mine.is_contiguous()
+        with pytest.raises(ArgumentError, match="output: expected a contiguous tensor"):
+            comm.reduce_scatter_tensor(mine, torch.tensor([1.0, 2.0]))
 
     worlds(2).run(body)
