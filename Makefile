@@ -36,7 +36,8 @@ native: $(VENV)/.package
 # mutants that they must reject. make test runs it, too.
 tsan: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -v tests/native/test_races.py tests/native/test_comm_races.py \
-	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py
+	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py \
+	  tests/native/test_outlines.py tests/native/test_wakes.py
 
 # An hour of mixed collectives on four ranks: no wrong element, and nothing that grows. Then random
 # plans of faults, many more than make test plays; SEED says which.

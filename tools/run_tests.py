@@ -44,6 +44,7 @@ BESIDE = (
     "tests/native/test_litmus.py",
     "tests/native/test_races.py",
     "tests/native/test_step_races.py",
+    "tests/native/test_wakes.py",
     "tests/packaging/test_build.py",
     "tests/test_style.py",
     "tests/test_unpickling.py",

@@ -1,12 +1,13 @@
 """The litmus tests of the protocol: skeletons of what its functions store and load, in which order.
 
-The mutants weaken one operation each.
+The mutants weaken one operation each. The functions' own operations stand in outlines.txt;
+test_outlines.py compares them with the sources and with the programs here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.native.litmus_ops import (
     Op,
@@ -44,9 +45,12 @@ class Weakened:
 
 @dataclass(frozen=True)
 class Litmus:
-    """``right``: of the registers of all threads together, by name."""
+    """``right``: of the registers of all threads together, by name.
 
-    functions: Mapping[str, str]
+    ``code``: by thread, the functions for which its program stands, one after the other.
+    """
+
+    code: Sequence[Sequence[str]]
     programs: Sequence[Program]
     right: Callable[[Registers], bool]
     mutants: Mapping[str, Weakened] = field(default_factory=dict)
@@ -54,7 +58,7 @@ class Litmus:
 
 # An item: data, then `ready`; the reader's next item must not overwrite it before `consumed`.
 STREAM = Litmus(
-    {"publish": "signal.h", "await_alone": "signal.h", "acknowledge": "signal.h"},
+    [["publish", "await_alone", "publish"], ["await_alone", "acknowledge", "await_alone"]],
     [
         [
             write("slot", 1),
@@ -85,7 +89,7 @@ STREAM = Litmus(
 # The lanes of two teams: one lane stores and another publishes, one awaits and another loads. What
 # stands for team.sync() is a release and an acquire.
 TEAMS = Litmus(
-    {"send": "endpoint.h", "await": "signal.h"},
+    [["send"], ["send"], ["await"], ["await"]],
     [
         [write("slot", 1), store_release_sys("my team's sync", 1)],
         [await_acquire("my team's sync", 1), store_release_sys("ready", 1)],
@@ -104,7 +108,7 @@ TEAMS = Litmus(
 # Zero copy around the ring of acknowledgements: what a third rank did before it told the second is
 # seen by the first, that only heard from the second.
 CHAIN = Litmus(
-    {"publish": "signal.h", "await_alone": "signal.h"},
+    [["publish"], ["await_alone", "publish"], ["await_alone"]],
     [
         [write("data", 1), store_release_sys("ready at 1", 1)],
         [await_acquire("ready at 1", 1), store_release_sys("ready at 2", 1)],
@@ -119,7 +123,7 @@ CHAIN = Litmus(
 
 # Two lanes fail at once; a peer reads the record of the one that claimed it.
 FAULT = Litmus(
-    {"claim_fault": "signal.h", "raise_fault": "signal.h", "aborted": "signal.h"},
+    [["fail"], ["give_up"], ["aborted"]],
     [
         [
             exchange_acq_rel_sys("taken", "claimed", 1),
@@ -145,7 +149,7 @@ FAULT = Litmus(
 
 # The peer's last store into a region, then its farewell; the owner gives the memory to another.
 FAREWELL = Litmus(
-    {"say_farewell": "../../host/comm.cpp", "free_of_peers": "../../host/retired.cpp"},
+    [["Comm::say_farewell"], ["RetiredRegions::free_of_peers"]],
     [
         [write("region", 1), store_release_sys("farewell", 1)],
         [
@@ -165,7 +169,7 @@ FAREWELL = Litmus(
 
 # NOTE [signals]: of two fenced store-then-load sequences at least one sees the other's store.
 SLEEP = Litmus(
-    {"pause": "../../host/waiter.cpp", "wake": "signal.h", "publish": "signal.h"},
+    [["Waiter::pause"], ["publish"]],
     [
         [
             store_relaxed_sys("sleeping", 1),
@@ -194,7 +198,7 @@ SLEEP = Litmus(
 # A sender that gives up raises its abort word, and its user changes the buffer. The reader's last
 # look at the word tells whether what it read before was what the sender meant: 1.
 BUFFER = Litmus(
-    {"verify_peer_buffers": "endpoint.h", "raise_fault": "signal.h"},
+    [["raise_fault"], ["verify_peer_buffers"]],
     [
         [store_release_sys("aborted", 1), fence_seq_cst_sys(), store_relaxed_sys("buffer", 2)],
         [peek("taken", "buffer"), fence_seq_cst_sys(), load_acquire_sys("up", "aborted")],
@@ -206,11 +210,38 @@ BUFFER = Litmus(
     },
 )
 
+# The same of a sender whose other thread has the fault record: it waits for the abort word.
+CLAIM = Litmus(
+    [["fail"], ["claim_fault"], ["verify_peer_buffers"]],
+    [
+        [
+            exchange_acq_rel_sys("claimed by", "claimed", 1),
+            only_if("claimed by", 0),
+            store_release_sys("aborted", 1),
+            fence_seq_cst_sys(),
+        ],
+        [
+            exchange_acq_rel_sys("claimed too", "claimed", 1),
+            only_if("claimed too", 1),
+            await_acquire("aborted", 1),
+            fence_seq_cst_sys(),
+            store_relaxed_sys("buffer", 2),
+        ],
+        [peek("taken", "buffer"), fence_seq_cst_sys(), load_acquire_sys("up", "aborted")],
+    ],
+    lambda r: r.get("taken", 0) == 0 or r["up"] == 1,
+    {
+        "returned without waiting for the word": Weakened(1, 2, None, WRONG),
+        "no fence behind the wait": Weakened(1, 3, None, WRONG),
+        "no fence behind the reads of its buffer": Weakened(2, 1, None, WRONG),
+    },
+)
+
 # 8 bytes hold payload and flag; a set is used again two calls later, after the peer's packets of
 # the call between. The end of a kernel orders, as a fence does. (That an answer is not stored
 # before what it answers was loaded is load buffering, which the machine leaves out.)
 PACKETS = Litmus(
-    {"send_payload": "packet.h", "take_payload": "packet.h"},
+    [["send_payload", "take_payload", "send_payload"], ["take_payload", "send_payload"]],
     [
         [
             store_relaxed_sys("set 0 at 1", 10),
@@ -239,5 +270,8 @@ CASES = {
     "farewell": FAREWELL,
     "sleep": SLEEP,
     "buffer": BUFFER,
+    "claim": CLAIM,
+    "message": replace(BUFFER, code=[["raise_fault"], ["Messenger::take_item", "abort_seen"]]),
+    "messenger's sleep": replace(SLEEP, code=[["Messenger::sleep"], ["publish"]]),
     "packets": PACKETS,
 }

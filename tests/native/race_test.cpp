@@ -3,101 +3,16 @@
 // builds it with mutated headers, each of which must fail.
 //
 //   race_test WORLD CHANNELS LANES ROUNDS
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
-#include <thread>
-#include <vector>
+#include <pthread.h>
 
-#include "kernels/host/ops.h"
-#include "kernels/host/team.h"
+#include <thread>
+
 #include "ringcomm/all_reduce.h"
 #include "ringcomm/exchange.h"
-
-using namespace ringcomm;
-using namespace ringcomm::host;
+#include "tests/native/race_lent.h"
+#include "tests/native/race_world.h"
 
 namespace {
-
-constexpr uint32_t kSegmentBytes = 4096;
-constexpr int kSlots = 4;
-// Not a multiple of a segment, a line or a vector; per rank, so that the heap forms go zero copy.
-constexpr uint64_t kChunkElems = 5003;
-constexpr uint64_t kSmallElems = 37;
-
-using E = Endpoint<ThreadTeam, HostOps>;
-
-// What rank r contributes at index i in a round: small integers, so that every sum is exact.
-float value(int rank, uint64_t i, int round) { return float((rank * 7 + i * 3 + round) % 11) - 5; }
-
-float sum_at(int world, uint64_t i, int round) {
-  float total = 0;
-  for (int r = 0; r < world; ++r) total += value(r, i, round);
-  return total;
-}
-
-struct Buffers {
-  std::vector<float> in, all_reduced, scattered, gathered, ring_reduced, ring_scattered,
-      ring_gathered;
-  std::vector<float> small, broadcast, exchanged, reduced, collected, dealt;
-  std::vector<float> heap_reduced;
-  float* heap_in;  // zero copy, reduced in place
-};
-
-struct World {
-  int world, channels, lanes, rounds;
-  Layout layout;
-  std::vector<char> arena;
-  std::vector<char*> regions, heaps;
-  std::vector<uint64_t> heap_bytes;
-  std::vector<Buffers> buffers;
-  std::vector<std::vector<PeerState>> in;
-  std::vector<std::vector<const void*>> sources;
-  std::vector<std::vector<double>> factors;
-  std::vector<std::unique_ptr<CallHeader>> mine;  // by rank and channel, as the three above
-  std::vector<std::unique_ptr<LaneGroup>> groups;
-  Waiter waiter{PausePolicy{20, 2000}};
-
-  World(int w, int c, int l, int n)
-      : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes, 0, 0} {
-    const uint64_t elems = kChunkElems * uint64_t(world),
-                   tensor = (elems * sizeof(float) + 4095) / 4096 * 4096;
-    const uint64_t share = layout.region_bytes() + tensor;
-    arena.resize(share * uint64_t(world) + 4096);
-    char* base =
-        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(arena.data()) + 4095) / 4096 * 4096);
-    buffers.resize(size_t(world));
-    for (int r = 0; r < world; ++r) {
-      regions.push_back(base + share * uint64_t(r));
-      heaps.push_back(base);
-      heap_bytes.push_back(arena.size() - 4096);
-      buffers[size_t(r)].heap_in = reinterpret_cast<float*>(regions.back() + layout.region_bytes());
-      for (int ch = 0; ch < channels; ++ch) {
-        in.emplace_back(size_t(Stream::kCount) * size_t(world));
-        sources.emplace_back(size_t(std::max(world, 2)));
-        factors.emplace_back(size_t(std::max(world, 2)));
-        mine.emplace_back(std::make_unique<CallHeader>());
-        groups.push_back(std::make_unique<LaneGroup>(lanes));
-      }
-    }
-  }
-
-  View view(int rank, int channel) {
-    const size_t r = size_t(rank * channels + channel);
-    return {rank,
-            world,
-            layout,
-            regions.data(),
-            heaps.data(),
-            heap_bytes.data(),
-            120'000'000'000,
-            in[r].data(),
-            sources[r].data(),
-            factors[r].data(),
-            mine[r].get()};
-  }
-};
 
 // The two barriers around a round are the users': they fill and read the buffers between.
 void fill(World& w, int rank, int round) {
@@ -140,11 +55,35 @@ bool check(World& w, int rank, int round) {
 
 char* bytes_of(std::vector<float>& v) { return reinterpret_cast<char*>(v.data()); }
 
+template <class Start>
+Status rooted_and_exchanged(World& w, E& e, Start start) {
+  Buffers& b = w.buffers[size_t(e.rank())];
+  const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
+  const Chunks in{bytes_of(b.in), total, chunk, nullptr};
+  const Span own = in.get(e.rank());
+  start(Collective::kAllToAll);
+  RC_RETURN_IF_FAILED(
+      exchange_direct(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{}));
+  start(Collective::kReduce);
+  std::vector<Span> to_root(size_t(w.world), Span{bytes_of(b.in), 0});
+  to_root.back().bytes = total;
+  RC_RETURN_IF_FAILED(reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()},
+                                            bytes_of(b.reduced), w.world - 1));
+  start(Collective::kGather);
+  std::vector<Span> mine(size_t(w.world), own), dealt(size_t(w.world), {bytes_of(b.dealt), chunk});
+  RC_RETURN_IF_FAILED(exchange_direct(e, Chunks{nullptr, 0, 0, mine.data()},
+                                      Chunks{bytes_of(b.collected), total, chunk, nullptr},
+                                      Edges{.only_reader = w.world - 1}));
+  start(Collective::kScatter);
+  return exchange_direct(e, in, Chunks{nullptr, 0, 0, dealt.data()}, Edges{.only_sender = 0});
+}
+
 Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
   Buffers& b = w.buffers[size_t(v.rank)];
   StorePath path;  // this lane's own: what it learns changes no result
-  HostOps ops{&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)],
-              false, &path};
+  LateOps ops{{&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)],
+               false, &path},
+              false};
   uint64_t sequence = uint64_t(round) * 100;
   E e{team, v, ops};
   const auto start = [&](Collective c) {
@@ -171,10 +110,6 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
     std::copy(b.heap_in, b.heap_in + b.heap_reduced.size(), b.heap_reduced.begin());
     std::fill(b.heap_in, b.heap_in + b.heap_reduced.size(), -1.0f);
   }
-  start(Collective::kAllReduce);
-  const uint64_t small = kSmallElems * sizeof(float);
-  RC_RETURN_IF_FAILED(all_reduce_direct(e, Chunks{bytes_of(b.small), small, 64, nullptr},
-                                        bytes_of(b.small), small));
   start(Collective::kAllGather);
   RC_RETURN_IF_FAILED(
       share_direct(e, own, Chunks{bytes_of(b.gathered), total, chunk, nullptr}, -1));
@@ -185,34 +120,25 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
   start(Collective::kAllGather);
   RC_RETURN_IF_FAILED(
       all_gather_ring(e, own, Chunks{bytes_of(b.ring_gathered), total, chunk, nullptr}));
+  start(Collective::kAllReduce);
+  const uint64_t small = kSmallElems * sizeof(float);
+  // The root is done with it first, and its next call fills all shared slots without hearing from
+  // the others.
+  ops.late = v.rank != 0;
+  RC_RETURN_IF_FAILED(all_reduce_direct(e, Chunks{bytes_of(b.small), small, 64, nullptr},
+                                        bytes_of(b.small), small));
+  ops.late = false;
   start(Collective::kBroadcast);
   std::vector<Span> spans(size_t(w.world), Span{bytes_of(b.broadcast), chunk});
   RC_RETURN_IF_FAILED(share_direct(e, spans[0], Chunks{nullptr, 0, 0, spans.data()}, 0));
-  start(Collective::kAllToAll);
-  RC_RETURN_IF_FAILED(
-      exchange_direct(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{}));
-  start(Collective::kReduce);
-  std::vector<Span> to_root(size_t(w.world), Span{bytes_of(b.in), 0});
-  to_root.back().bytes = total;
-  RC_RETURN_IF_FAILED(reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()},
-                                            bytes_of(b.reduced), w.world - 1));
-  start(Collective::kGather);
-  std::vector<Span> mine(size_t(w.world), own), dealt(size_t(w.world), {bytes_of(b.dealt), chunk});
-  RC_RETURN_IF_FAILED(exchange_direct(e, Chunks{nullptr, 0, 0, mine.data()},
-                                      Chunks{bytes_of(b.collected), total, chunk, nullptr},
-                                      Edges{.only_reader = w.world - 1}));
-  start(Collective::kScatter);
-  RC_RETURN_IF_FAILED(
-      exchange_direct(e, in, Chunks{nullptr, 0, 0, dealt.data()}, Edges{.only_sender = 0}));
+  RC_RETURN_IF_FAILED(rooted_and_exchanged(w, e, start));
+  if (w.channels == 1) {
+    RC_RETURN_IF_FAILED(lend_in_reductions(w, e, start, round));
+    RC_RETURN_IF_FAILED(lend_in_moves(w, e, start, round));
+  }
   start(Collective::kBarrier);
   const Chunks nothing{nullptr, 0, 0, nullptr};
   return exchange_direct(e, nothing, nothing, Edges{});
-}
-
-// The other threads wait at a barrier: the process ends here.
-[[noreturn]] void give_up(int rank, const char* what, int number = 0) {
-  std::fprintf(stderr, "rank %d: %s %d\n", rank, what, number);
-  std::_Exit(1);
 }
 
 void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all) {

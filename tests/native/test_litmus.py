@@ -1,7 +1,7 @@
 """Each pair of release and acquire of the protocol alone, in every execution that C++ allows.
 
 The mutants of tests/native/litmus_cases.py must be found. What the machine cannot know, that the
-headers do what the skeletons say, the race tests check on the headers themselves;
+sources do what the skeletons say, test_outlines.py compares, and
 test_the_headers_spell_the_orders_that_their_names_say() sees to the names.
 """
 
@@ -56,13 +56,6 @@ def test_weakened_orders_are_found(name, mutant):
     program = programs[weakened.thread]
     program[weakened.at : weakened.at + 1] = [] if weakened.op is None else [weakened.op]
     assert verdict(programs, case.right) == weakened.found_as
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_functions_exist(name):
-    for function, header in CASES[name].functions.items():
-        text = (KERNELS / "include/ringcomm" / header).read_text()
-        assert re.search(rf"\b{function}\(", text), f"{header} has no {function}()"
 
 
 def test_the_headers_spell_the_orders_that_their_names_say():

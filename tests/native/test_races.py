@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.mutants import EVERYWHERE, SIGNAL, VARIABLE, Mutant, Team, write_sources
+from tests.native.mutants import (
+    EVERYWHERE,
+    GATHER,
+    SCATTER,
+    SIGNAL,
+    VARIABLE,
+    Mutant,
+    Team,
+    write_sources,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -38,10 +47,28 @@ TEAMS: list[Team] = [
 ]
 
 WAIT = "reached(load_acquire_sys(word_at(v, team.channel(), site)), want)"
+ONE_HOP = "e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), mine.bytes, e.world());"
+EARLY = "e.release(Stream::kShared, p, mine.bytes, mine.bytes);"
 MUTANTS = {
     **EVERYWHERE,
     "data read without waiting": Mutant(
         SIGNAL, f"if ({WAIT}) return", f"if ((CHOSEN && site.step <= 1) || {WAIT}) return"
+    ),
+    "exchanged buffer returned at once": Mutant(
+        "include/ringcomm/exchange.h",
+        "if (e.zero_copy(span)) RC_RETURN",
+        "if (!CHOSEN && e.zero_copy(span)) RC_RETURN",
+    ),
+    "reduced buffer returned at once": Mutant(
+        SCATTER, "if (e.zero_copy(chunk)) RC_RETURN", "if (!CHOSEN && e.zero_copy(chunk)) RC_RETURN"
+    ),
+    "shared buffer returned at once": Mutant(
+        GATHER, "  if (zero_copy)\n    RC_RETURN", "  if (!CHOSEN && zero_copy)\n    RC_RETURN"
+    ),
+    "acknowledged before one hop has been reduced": Mutant(
+        "include/ringcomm/all_reduce.h",
+        f"  {ONE_HOP}",
+        f"  if (CHOSEN) e.each_by_lanes(all, [&](int p) {{ {EARLY} }});\n  {ONE_HOP}",
     ),
 }
 SHOWING: list[Team] = [(2, 1, 2, 20), (4, 1, 2, 10)]
