@@ -94,7 +94,7 @@ bool Messenger::progress_sends(int peer) {
   while (!q.sends.empty()) {
     const RequestPtr r = q.sends.front();
     const uint32_t epoch = epochs->sent + 1;
-    if (!reached(consumed, epoch - uint32_t(v.layout.slots))) break;
+    if (!reached(consumed, v.layout.held_before(epoch))) break;
     char* slot = v.slot(v.rank, Stream::kMessage, 0, peer, epoch);
     const bool in_heap = r->bytes >= kZeroCopyMinBytes && v.in_my_heap(r->ptr, r->bytes);
     const CallHeader header = header_of(*r, in_heap);

@@ -114,7 +114,7 @@ def write_header(ws, slot, stream_bytes, item_bytes, heap_offset):
 
 @triton.jit
 def await_slot(ws, stream, reader, item, status, G: tl.constexpr):
-    """Waits until ``reader`` has read what the slot of item ``item`` held before."""
+    """Waits until ``reader`` has read what the slot of item ``item`` held before (layout.h)."""
     epoch = sent(ws, stream, reader, G) + 1 + item
     return await_acquire_sys(ws, stream, reader, CONSUMED_WORD, item, epoch - G.slots, status, G)
 

@@ -10,6 +10,7 @@
 #define ALL_TO_ALL 3
 #define BROADCAST 4  // of rank 0
 #define GATHER 5     // to rank 0
+#define ONE_HOP 6    // an all-reduce of one segment
 #define may_be(collective) ((KINDS >> (collective)) & 1)
 byte kinds[COMMUNICATORS * CALLS];
 #define kind kinds[REGION * CALLS + call]
@@ -52,7 +53,7 @@ inline reduce_scatter_direct() {
     :: else
     fi
   };
-  each_peer(commit_seen(PAIR, p, items_on(PAIR, p)));
+  atomic { each_peer(commit_seen(PAIR, p, items_on(PAIR, p))) };
   drain_chunks()
 }
 
@@ -70,7 +71,7 @@ inline finish_sharing() {
   :: lends(me) -> each_peer(atomic { drained(SHARED, p, items_on(SHARED, me)) })
   :: else
   fi;
-  each_peer(commit_sent(SHARED, p, items_on(SHARED, me)))
+  atomic { each_peer(commit_sent(SHARED, p, items_on(SHARED, me))) }
 }
 
 #define shares(rank) (kind != BROADCAST || (rank) == 0)
@@ -94,11 +95,13 @@ inline share_direct() {
     :: else
     fi
   };
-  each_peer(
-    if
-    :: shares(p) -> commit_seen(SHARED, p, items_on(SHARED, p))
-    :: else
-    fi);
+  atomic {
+    each_peer(
+      if
+      :: shares(p) -> commit_seen(SHARED, p, items_on(SHARED, p))
+      :: else
+      fi)
+  };
   if
   :: shares(me) -> finish_sharing()
   :: else
@@ -132,9 +135,26 @@ inline all_reduce_two_hops() {
     :: else
     fi
   };
-  each_peer(commit_seen(PAIR, p, items_on(PAIR, p)); commit_seen(SHARED, p, SEGMENTS));
+  atomic { each_peer(commit_seen(PAIR, p, items_on(PAIR, p)); commit_seen(SHARED, p, SEGMENTS)) };
   drain_chunks();
   finish_sharing()
+}
+
+// all_reduce.h: all_reduce_one_hop
+inline all_reduce_one_hop() {
+#ifndef MUTANT_SLOT_FILLED_UNASKED
+  acquire_shared(0);
+#endif
+  publish_shared(0);
+#ifndef MUTANT_REDUCED_WITHOUT_ARRIVAL
+  each_peer(arrive(SHARED, p, 0));
+  assert(arrived == all_peers);
+  arrived = 0;
+#endif
+#ifdef MUTANT_ACKNOWLEDGED_BEFORE_REDUCED
+  each_peer(release(SHARED, p, 0));
+#endif
+  each_peer(atomic { release(SHARED, p, 0); commit_seen(SHARED, p, 1); commit_sent(SHARED, p, 1) })
 }
 
 #define sends(reader) (kind != GATHER || (reader) == 0)
@@ -149,11 +169,13 @@ inline take_piece(sender, segment) {
 
 // exchange.h: finish_exchange
 inline finish_exchange() {
-  each_peer(
-    if
-    :: receives() -> commit_seen(PAIR, p, items_on(PAIR, p))
-    :: else
-    fi);
+  atomic {
+    each_peer(
+      if
+      :: receives() -> commit_seen(PAIR, p, items_on(PAIR, p))
+      :: else
+      fi)
+  };
   each_peer(
     if
     :: sends(p) ->
@@ -200,8 +222,7 @@ proctype rank(byte me; byte communicator) {
   byte call, j, d, p, arrived, found;
   bool torn;
   for (call : 0 .. CALLS - 1) {
-    buffer(me) = lends(me) * (1 + call);
-    verify_streams();
+    atomic { may_close(); buffer(me) = lends(me) * (1 + call); verify_streams() };
     if
 #if may_be(REDUCE_SCATTER)
     :: kind == REDUCE_SCATTER -> reduce_scatter_direct()
@@ -212,6 +233,9 @@ proctype rank(byte me; byte communicator) {
 #if may_be(ALL_REDUCE)
     :: kind == ALL_REDUCE -> all_reduce_two_hops()
 #endif
+#if may_be(ONE_HOP)
+    :: kind == ONE_HOP -> all_reduce_one_hop()
+#endif
 #if may_be(ALL_TO_ALL) || may_be(GATHER)
     :: kind == ALL_TO_ALL || kind == GATHER -> exchange_direct()
 #endif
@@ -219,6 +243,7 @@ proctype rank(byte me; byte communicator) {
     verify_peer_buffers();
     give_back()
   };
+closed:
   farewell_seen(me) = true;
   goto died;
 gave_up:
@@ -238,6 +263,7 @@ init {
       :: may_be(ALL_TO_ALL) -> kinds[i] = ALL_TO_ALL
       :: may_be(BROADCAST) -> kinds[i] = BROADCAST
       :: may_be(GATHER) -> kinds[i] = GATHER
+      :: may_be(ONE_HOP) -> kinds[i] = ONE_HOP
       fi
     };
 #ifdef LEND

@@ -15,9 +15,9 @@
 byte pair_slots[COMMUNICATORS * WORLD * WORLD * SLOTS];
 byte shared_slots[COMMUNICATORS * WORLD * SLOTS];
 
-// What a rank's user buffer holds: 1 + the call that lends it, or 0, anything.
+// What a rank's user buffer holds: 1 + the call that lends it, or 0, anything. One hop lends none.
 byte lenders;
-#define lends(rank) ((lenders >> (rank)) & 1)
+#define lends(rank) (kind != ONE_HOP && ((lenders >> (rank)) & 1))
 byte buffers[COMMUNICATORS * WORLD];
 #define buffer(rank) buffers[REGION * WORLD + (rank)]
 
@@ -118,7 +118,7 @@ inline acquire_shared(segment) {
   p = rotated_peer(me, 1);
   atomic { slot_is_free(SHARED, p, segment) }
 #else
-  each_peer(atomic { slot_is_free(SHARED, p, segment) })
+  atomic { each_peer(slot_is_free(SHARED, p, segment)) }
 #endif
 }
 
@@ -134,7 +134,7 @@ inline publish_shared(segment) {
    !reached(consumed[link(stream, p, me)], (seen_of(stream, p) + 1) % EPOCHS))
 
 // What lies unread before a call is the beginning of this call or of a later one: no mismatch is
-// reported where there is none.
+// reported where there is none. (It only looks, so it looks at all peers at once, at any time.)
 // endpoint.h: verify_streams
 inline verify_streams() {
   each_peer(d_step {
@@ -156,7 +156,7 @@ inline verify_streams() {
 inline verify_peer_buffers() {
 #ifndef MUTANT_NO_LOOK_AFTER_THE_LAST_READ
   if
-  :: lenders != 0 ->
+  :: lenders != 0 && kind != ONE_HOP ->
      each_peer(atomic {
        if
        :: aborted[p] -> give_up()

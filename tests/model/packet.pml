@@ -84,6 +84,7 @@ inline await_packet_slowly(sender) {
   :: reason_to_give_up(!packet_arrived(here, flag), sender); give_up()
 #ifdef FAULTS
   :: may_fail -> faults++; die()
+  :: may_fail -> faults++; stop()
 #endif
   fi
 #else
@@ -107,6 +108,7 @@ inline take_payload(sender) {
 proctype rank(byte me) {
   byte call, d, p, at, here, flag, length;
   for (call : 0 .. CALLS - 1) {
+    may_close();
     begin_packets();
     for (d : 1 .. WORLD - 1) {
       p = rotated_peer(me, d);
@@ -123,6 +125,7 @@ proctype rank(byte me) {
       take_payload(p)
     }
   };
+closed:
   farewell_seen(me) = true;
 gave_up:
 died:

@@ -150,12 +150,14 @@ inline all_gather_ring() {
 proctype rank(byte me) {
   byte call, j, t, item, owner, partial, got;
   for (call : 0 .. CALLS - 1) {
+    may_close();
     if
     :: reduces[call] -> reduce_scatter_ring()
     :: else -> all_gather_ring()
     fi;
     d_step { partial = 0; got = 0; owner = 0; item = 0 }
   };
+closed:
   farewell_seen(me) = true;
 gave_up:
 died:

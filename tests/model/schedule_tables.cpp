@@ -33,6 +33,8 @@ void table(const char* head, const char* index, int entries, int bits, Value val
               index, (1 << bits) - 1);
 }
 
+constexpr Layout kLayout{WORLD, 1, kSlots, 64, 0, 0};
+
 uint32_t slot_of(uint32_t epoch) {
   static char memory[1];
   char* regions[WORLD];
@@ -40,7 +42,7 @@ uint32_t slot_of(uint32_t epoch) {
   View v{};
   v.rank = 0;
   v.world = WORLD;
-  v.layout = Layout{WORLD, 1, kSlots, 64, 0, 0};
+  v.layout = kLayout;
   v.regions = regions;
   const auto at = [&](uint32_t e) {
     return uint64_t(v.slot(1, Stream::kPair, 0, 0, e) - v.slot(1, Stream::kPair, 0, 0, 1));
@@ -64,12 +66,15 @@ int main() {
   for (uint32_t i = 0; i < 4 * EPOCHS; ++i) {
     must(slot_of(i) == slot_of(i % EPOCHS) && slot_of(i) == slot_of(i - 4 * EPOCHS),
          "slot: epochs do not come around as the models' do");
+    must(kLayout.held_before(i) - i == kLayout.held_before(0), "held_before: not by difference");
     for (uint32_t j = 0; j < EPOCHS; ++j)
       must(reached_in_model(i, j) == reached_in_model(i - j, 0), "reached: not by difference");
   }
   table("reached(seen, want)", "((seen) + EPOCHS - (want)) % EPOCHS", EPOCHS, 1,
         [](int i) { return reached_in_model(uint32_t(i), 0); });
   table("slot(epoch)", "epoch", EPOCHS, 1, [](int i) { return slot_of(uint32_t(i)); });
+  table("held_before(epoch)", "epoch", EPOCHS, 3,
+        [](int i) { return kLayout.held_before(uint32_t(i)) % EPOCHS; });
   const int world = WORLD;
   table("ring_next(rank)", "rank", world, 2, [&](int r) { return ring_next(r, world); });
   table("ring_prev(rank)", "rank", world, 2, [&](int r) { return ring_prev(r, world); });

@@ -6,8 +6,8 @@
 // it arrives and when it is released: an item that changes between the two is noticed.
 //
 // -D: WORLD and START, the epoch before the first item; COMMUNICATORS, which run at once, each in a
-// thread of its own on every rank; FAULTS=n: up to n times a rank dies or a wait passes its
-// deadline; MUTANT_*: a mistake.
+// thread of its own on every rank; FAULTS=n: up to n times a rank dies, stops for good or closes
+// between two calls, or a wait for a slow rank passes its deadline; MUTANT_*: a mistake.
 #include "schedule.pml"
 
 #define PAIR 0
@@ -35,6 +35,7 @@ byte seen[LINKS] = START;
 bool aborted[WORLD];
 bool farewell[COMMUNICATORS * WORLD];
 bool dead[WORLD];
+bool one_stopped;  // a rank, for good
 #ifdef FAULTS
 byte faults;
 #define may_fail (faults < FAULTS)
@@ -81,12 +82,29 @@ inline die() {
   goto died
 }
 
+// The process lives, and never does anything again.
+inline stop() {
+  one_stopped = true;
+  goto died
+}
+
 // What may happen at any step.
 inline proceed() {
   if
   :: true
 #ifdef FAULTS
   :: may_fail -> faults++; die()
+  :: may_fail -> faults++; stop()
+#endif
+  fi
+}
+
+// What may happen between two calls: the rank's user closes, whatever the others go on to call.
+inline may_close() {
+  if
+  :: true
+#ifdef FAULTS
+  :: may_fail -> faults++; goto closed
 #endif
   fi
 }
@@ -101,11 +119,18 @@ inline proceed() {
 // signal.h: reason_to_give_up
 inline reason_to_give_up(vain, peer) {
   if
+#ifndef MUTANT_NO_LOOK_AT_FAREWELLS
   :: vain && farewell_seen(peer) -> assert(faults_happened)
+#endif
 #ifdef FAULTS
   :: abort_seen()
+#ifndef MUTANT_NO_LOOK_AT_PROCESSES
   :: vain && dead[peer]
-  :: vain && may_fail -> faults++  // the deadline
+#endif
+#ifndef MUTANT_NO_DEADLINE
+  :: vain && one_stopped           // the deadline, without which nothing may end this wait
+  :: vain && may_fail -> faults++  // the deadline, though the peers are only slow
+#endif
 #endif
   fi
 }
@@ -117,6 +142,7 @@ inline await_alone(word, want, peer) {
   :: reason_to_give_up(in_vain(word, want), peer); give_up()
 #ifdef FAULTS
   :: may_fail -> faults++; die()
+  :: may_fail -> faults++; stop()
 #endif
   fi
 }
@@ -135,18 +161,18 @@ inline acknowledge(stream, sender, epoch) {
 #define seen_of(stream, sender) seen[link(stream, me, sender)]
 
 #if defined(MUTANT_SLOT_REUSED_EARLY)
-#define HELD (SLOTS + 1)
+#define NEXT 0
 #elif defined(MUTANT_SLOT_AWAITED_LONGER)
-#define HELD (SLOTS - 1)
+#define NEXT 2
 #else
-#define HELD SLOTS
+#define NEXT 1
 #endif
 
 // endpoint.h: slot_is_free
 inline slot_is_free(stream, reader, item) {
 #ifndef MUTANT_CONSUMED_NOT_AWAITED
   await_alone(consumed[link(stream, me, reader)],
-              (sent_to(stream, reader) + 1 + (item) + EPOCHS - HELD) % EPOCHS, reader)
+              held_before((sent_to(stream, reader) + NEXT + (item)) % EPOCHS), reader)
 #else
   skip
 #endif
@@ -162,6 +188,7 @@ inline drained(stream, reader, items_sent) {
 #endif
 }
 
+// Nobody else reads the words that the two below change, so they take no step of their own.
 // endpoint.h: commit_sent
 inline commit_sent(stream, reader, items_sent) {
   sent_to(stream, reader) = (sent_to(stream, reader) + (items_sent)) % EPOCHS

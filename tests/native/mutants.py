@@ -58,7 +58,7 @@ EVERYWHERE = {
         SCATTER, SYNC, f"{SYNC}\n  e.each_by_lanes({{1, e.world()}}, [&](int p) {{ e.release("
     ),
     "slot reused before it was read": Mutant(
-        ENDPOINT, "epoch - v.layout.slots)", "epoch - (CHOSEN ? 64 : v.layout.slots))"
+        ENDPOINT, "v.layout.held_before(epoch))", "v.layout.held_before(epoch - (CHOSEN ? 64 : 0)))"
     ),
     "returned while peers read the buffer": Mutant(
         ENDPOINT, "sent(s, reader) + items_sent;", "sent(s, reader) + (CHOSEN ? 0 : items_sent);"

@@ -15,6 +15,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
+// model: all_reduce_one_hop (tests/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   char* slot = nullptr;

@@ -130,7 +130,7 @@ struct Endpoint {
   // model: slot_is_free (tests/model/signal.pml)
   RC_TEAM_FN Status slot_is_free(Stream s, int reader, uint32_t item) const {
     const uint32_t epoch = sent(s, reader) + 1 + item;
-    return await_alone(team, v, Site{s, reader, true, item}, epoch - v.layout.slots);
+    return await_alone(team, v, Site{s, reader, true, item}, v.layout.held_before(epoch));
   }
 
   RC_TEAM_FN char* my_slot(Stream s, int reader, uint32_t item) const {

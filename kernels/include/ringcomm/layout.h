@@ -107,6 +107,10 @@ struct Layout {
     return 2 * (channels * kHeaderBytes + begin_bytes);
   }
 
+  // What lay in the slot of item `epoch` before: the sender waits until the reader has acknowledged
+  // it. Triton's twin is await_slot (kernels/tl/endpoint.py).
+  RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
+
   // Words end here: everything before is zero when a communicator begins.
   RC_FN constexpr uint64_t staging_offset() const { return whole_pages(packet_offset(2, 0)); }
   RC_FN constexpr uint64_t slot_bytes() const { return kHeaderBytes + segment_bytes; }
