@@ -41,6 +41,7 @@ BESIDE = (
     "tests/native/test_cuda_checks.py",
     "tests/native/test_cuda_compile.py",
     "tests/native/test_hostile.py",
+    "tests/native/test_lending.py",
     "tests/native/test_litmus.py",
     "tests/native/test_races.py",
     "tests/native/test_step_races.py",

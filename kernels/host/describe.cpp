@@ -4,6 +4,17 @@
 #include <cstring>
 
 namespace ringcomm::host {
+namespace {
+
+// From gradients in one dtype to results in another, which stands where others have their root;
+// ranks agree on the elements of the bucket.
+bool is_optimizers(Collective collective) {
+  return collective == Collective::kReduceScatterNorm ||
+         collective == Collective::kAdamWAllGather ||
+         collective == Collective::kReduceScatterAdamWAllGather;
+}
+
+}  // namespace
 
 const char* name_of(Collective collective) {
   switch (collective) {
@@ -102,12 +113,15 @@ std::string describe(const CallHeader& h) {
     return text + name_of(DType(id.dtype)) + ", " + std::to_string(h.stream_bytes) +
            " bytes, tag " + std::to_string(id.root) + ")";
   if (id.collective != Collective::kBarrier) {
-    text += std::string(name_of(DType(id.dtype))) + ", ";
+    const bool updates = is_optimizers(id.collective);
+    text += name_of(DType(id.dtype));
+    if (updates) text += std::string(" to ") + name_of(DType(id.root));
+    text += ", ";
     if (id.redop >= 0) text += std::string(name_of(RedOp(id.redop))) + ", ";
-    if (id.root >= 0) text += "root " + std::to_string(id.root) + ", ";
+    if (id.root >= 0 && !updates) text += "root " + std::to_string(id.root) + ", ";
     text += id.collective == Collective::kAllToAll
                 ? std::to_string(h.stream_bytes) + " bytes for this pair"
-                : std::to_string(id.match_bytes) + " bytes";
+                : std::to_string(id.match_bytes) + (updates ? " elements" : " bytes");
     text += std::string(", ") + name_of(id.algorithm) + ", ";
     if (id.kernels == Kernels::kTriton) text += "Triton kernels, ";
   }

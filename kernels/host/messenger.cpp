@@ -132,6 +132,7 @@ bool Messenger::match_unexpected(const RequestPtr& r) {
     const MessagePtr m = *it;
     if ((r->peer != -1 && r->peer != m->peer) || r->tag != m->tag) continue;
     unexpected_.erase(it);
+    r->next_item = m->next_item;
     if (m->next_item == m->items)
       deliver(*m, r);
     else
@@ -223,6 +224,7 @@ void Messenger::take_item(int peer, Message& m) {
   if (m.goes == Goes::kThere && bytes > 0) std::memcpy(m.request->ptr + begin, from, bytes);
   epochs->seen = epoch;
   ++m.next_item;
+  if (m.request != nullptr) m.request->next_item = m.next_item;
   SoloTeam team{{&comm_.waiter()}};
   acknowledge(team, v, Stream::kMessage, peer, epoch);
 }

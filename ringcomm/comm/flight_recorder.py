@@ -84,8 +84,8 @@ def _ago(then_ns: int, now_ns: int) -> str:
 
 
 def _is_under_way(record: Record) -> bool:
-    # A call that others aborted was, when the fault came.
-    return record.state in OPEN or record.status == "aborted"
+    # A call that others aborted was, when the fault came, and so was one that gave up beside it.
+    return record.state in OPEN or record.status in ("aborted", "timeout")
 
 
 def _seen_state(record: Record, now_ns: int) -> str:
@@ -120,6 +120,17 @@ def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: i
     if fault["message"]:
         newest = max(lasts, key=lambda record: record.begin_ns)
         return f"{who}'s last call: {_in_words(newest, now_ns, peer.on_device)}. "
+    told = _story_of_collectives(reporter, peer, fault, now_ns)
+    # It may be what keeps the peer from this call.
+    if peer.messages and _is_under_way(peer.messages[-1]):
+        told += f"Its last message: {_in_words(peer.messages[-1], now_ns, peer.on_device)}. "
+    return told
+
+
+def _story_of_collectives(
+    reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int
+) -> str:
+    who = f"Rank {peer.rank}"
     same = peer.collective(fault["sequence"])
     mine = reporter.collective(fault["sequence"])
     if same is not None and mine is not None and same.call != mine.call:

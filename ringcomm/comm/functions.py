@@ -2,6 +2,7 @@
 
 ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
 (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
+``algorithm`` and ``kernels`` are what torch does not have, by keyword alone.
 Argument checks and errors are those of the :class:`Communicator` method of the same name.
 """
 
@@ -45,10 +46,18 @@ def root_of(
 
 
 def all_reduce(
-    tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+    tensor: Tensor,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    kernels: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.all_reduce`."""
-    return communicator_of(group, "all_reduce").all_reduce(tensor, op, async_op)
+    return communicator_of(group, "all_reduce").all_reduce(
+        tensor, op, async_op, algorithm=algorithm, kernels=kernels
+    )
 
 
 def all_reduce_coalesced(
@@ -85,11 +94,20 @@ def reduce_scatter(
 
 
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+    output: Tensor,
+    input: Tensor,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    kernels: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.reduce_scatter_tensor`."""
     communicator = communicator_of(group, "reduce_scatter_tensor")
-    return communicator.reduce_scatter_tensor(output, input, op, async_op)
+    return communicator.reduce_scatter_tensor(
+        output, input, op, async_op, algorithm=algorithm, kernels=kernels
+    )
 
 
 def reduce_scatter_coalesced(
@@ -112,11 +130,19 @@ def all_gather(
 
 
 def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+    kernels: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.all_gather_into_tensor`."""
     communicator = communicator_of(group, "all_gather_into_tensor")
-    return communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op)
+    return communicator.all_gather_into_tensor(
+        output_tensor, input_tensor, async_op, algorithm=algorithm, kernels=kernels
+    )
 
 
 def all_gather_coalesced(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ringcomm import _native
-from ringcomm.comm.recording import STATES, RankRecording, Record
+from ringcomm.comm.recording import OPTIMIZERS, STATES, RankRecording, Record
 from ringcomm.errors import RingcommError, printable
 
 __all__ = [
@@ -127,12 +127,21 @@ def _name(kind: str, code: int) -> str:
     return names[code] if 0 <= code < len(names) else ""
 
 
+def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
+    """The optimizer's calls have the dtype of their results where others have the root."""
+    if collective in OPTIMIZERS:
+        return f"{_name('dtypes', dtype)} to {_name('dtypes', root)}", -1
+    return _name("dtypes", dtype), root
+
+
 def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
     """:attr:`Record.call` of a call of a fault record (``my_call``, ``their_call``)."""
     collective, dtype, op, root, algorithm, kernels, match_bytes = words
+    name = _name("collectives", collective)
+    dtypes, root = _dtype_and_root(name, dtype, root)
     return (
-        _name("collectives", collective),
-        _name("dtypes", dtype),
+        name,
+        dtypes,
         _name("ops", op),
         root,
         _name("algorithms", algorithm),
@@ -155,11 +164,12 @@ def _record(
     if max(number, match_bytes, size_bytes) > _MOST or min(root, peer) < -1 or not in_order:
         return None
     site = raw[-1]
+    dtypes, root = _dtype_and_root(name, dtype, root)
     return Record(
         track,
         number,
         name,
-        _name("dtypes", dtype),
+        dtypes,
         _name("ops", op),
         root,
         _name("algorithms", algorithm),

@@ -15,6 +15,7 @@ __all__ = [
     "COMPLETED",
     "DONE",
     "OPEN",
+    "OPTIMIZERS",
     "RUNNING",
     "STATES",
     "RankRecording",
@@ -33,6 +34,8 @@ STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
 # Of calls of which no end is known.
 OPEN = (RUNNING, ENQUEUED, BEGUN)
 _MESSAGES = ("send", "recv")
+# From gradients in one dtype to results in another; ranks agree on the elements of the bucket.
+OPTIMIZERS = ("reduce_scatter_norm", "adamw_all_gather", "reduce_scatter_adamw_all_gather")
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,12 @@ class Record:
         track: "collectives" or "messages", which keep no order with each other.
         number: counts the calls of the track from 1; of a collective equal on all ranks.
         collective: "all_reduce", "send" and so on.
-        dtype, op: by name; "" where the call has none.
+        dtype, op: by name; "" where the call has none. An optimizer's call has "bfloat16 to
+            float32", of its gradients and its results.
         root: of the call, or the tag of a message; -1: none.
         algorithm, kernels: "direct", "native" and so on.
-        match_bytes: the size on which all ranks must agree; 0: none.
+        match_bytes: the size on which all ranks must agree, of an optimizer's call in elements;
+            0: none.
         size_bytes: of the whole buffer, or of the message.
         state: "running", "done" or "failed"; ``status`` says how it failed, else "". On a device
             "enqueued", then perhaps seen "begun", then seen "completed" or "failed"; or "captured"
@@ -173,6 +178,8 @@ def describe(record: Record) -> str:
         other = "any rank" if record.peer < 0 else f"rank {record.peer}"
         way = "to" if record.collective == "send" else "from"
         return f"{record.collective}({record.dtype}, {size}, tag {record.root}, {way} {other})"
+    if record.collective in OPTIMIZERS:
+        size = f"{record.match_bytes} elements"
     parts = []
     if record.collective != "barrier":
         parts = [record.dtype, record.op, f"root {record.root}" if record.root >= 0 else "", size]

@@ -106,6 +106,27 @@ def test_collectives_on_the_default_group(worlds):
     worlds(3).run(body)
 
 
+def test_algorithm_and_kernels_are_those_of_the_communicator(worlds):
+    calls = (
+        lambda **forms: dist.all_reduce(torch.ones(6), **forms),
+        lambda **forms: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(6), **forms),
+        lambda **forms: dist.all_gather_into_tensor(torch.ones(6), torch.ones(2), **forms),
+    )
+
+    def body(comm):
+        for call in calls:
+            for algorithm in ("ring", "direct"):
+                call(algorithm=algorithm, kernels="native")
+                last = comm.recording().ranks[comm.rank].last
+                assert (last.algorithm, last.kernels) == (algorithm, "native")
+            with pytest.raises(ArgumentError, match="algorithm"):
+                call(algorithm="none")
+            with pytest.raises(ArgumentError, match="kernels"):
+                call(kernels="none")
+
+    worlds(3).run(body)
+
+
 def test_global_and_group_ranks(worlds):
     def body(comm):
         group = dist.new_group([1, 3], timeout=30, backend="ringcomm", group_desc="odd")

@@ -105,6 +105,32 @@ def test_a_receive_that_nobody_sends():
         assert re.search(r"Rank [01]'s last call: recv\(.*under way for", text), text
 
 
+@pytest.mark.parametrize("hasty", [0, 1])
+def test_a_receive_against_a_collective(hasty):
+    """Neither ends the other: whoever gives up first tells what the other waits in."""
+    calls = (lambda c: c.barrier()), (lambda c: c.recv(T(4), 0, tag=3))
+    told = ["", ""]
+
+    def body(comm):
+        comm.all_reduce(T(4))
+        comm.timeout = 0.5 if comm.rank == hasty else 30
+        with pytest.raises(ringcomm.CollectiveTimeout) as raised:
+            calls[comm.rank](comm)
+        told[comm.rank] = str(raised.value)
+
+    world = ringcomm.local_world(2, timeout=30)
+    world.run(body)
+    world.close()
+    sites = [f"{__file__}:{call.__code__.co_firstlineno}" for call in calls]
+    receive = rf"recv\(float32, 16 bytes, tag 3, from rank 0\) at {sites[1]}, under way for 0\.\d s"
+    expected = [
+        rf"Rank 1 has not made this call\. .*all_reduce.* Its last message: {receive}",
+        rf"Rank 0's last call: barrier\(\) \(call 2\) at {sites[0]}, under way for 0\.\d s",
+    ]
+    for text in told:
+        assert re.search(expected[hasty], text), text
+
+
 def test_a_send_that_nobody_receives():
     """It is more than fits into the slots, so the sender waits."""
     done = threading.Event()
@@ -124,6 +150,8 @@ def test_a_send_that_nobody_receives():
     world.run(body)
     world.close()
     line = body.__code__.co_firstlineno
+    # All slots are full.
+    assert f" for rank 1 (step {ringcomm.CommOptions().slots}, epoch" in told[0], told
     assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 6} waited" in told[0], told
     assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
 

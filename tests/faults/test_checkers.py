@@ -11,7 +11,7 @@ import pytest
 
 import ringcomm
 from ringcomm import _native
-from tests.support.fault_checks import check_report, run_chain
+from tests.support.fault_checks import check_deadline, check_report, run_chain
 from tests.support.fault_plans import Call, Fault, Schedule
 from tests.support.fault_player import EXACT, WRONG, Ended, Player, Report
 
@@ -129,7 +129,10 @@ def test_kept_promises_are_not_reported(schedule):
     assert run_chain((schedule,)) == []
 
 
-TEXT = "all_gather on rank 0 of 3: expected rank 2 to take part, at step 3"
+TEXT = (
+    "all_gather on rank 0 of 3: rank 1 in all_gather(float32) expected rank 2 to take part, but "
+    "its process has ended (noticed after 4 ms at step 0)."
+)
 FIRST = Ended("all_gather", "PeerLost", TEXT)
 LATER = Ended("all_reduce", "AbortedError", f"unusable since: {TEXT}")
 SUM = Ended("all_reduce", EXACT)
@@ -147,12 +150,20 @@ REPORTS = {
     "too early": (ended(FIRST, LATER, LATER, LATER), "before the fault"),
     "class": (ended(*GOOD.ended[:2], replace(FIRST, outcome="AbortedError"), LATER), "PeerLost"),
     "peer": (
-        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("rank 2", "rank 1")), LATER),
+        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("rank 2", "a peer")), LATER),
         "does not name 'rank 2'",
     ),
-    "step": (
+    "no step": (
         ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("step", "place")), LATER),
-        "does not name 'step '",
+        "does not name a step",
+    ),
+    "step": (
+        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("step 0", "step 1")), LATER),
+        "expected one of the waits",
+    ),
+    "no waiter": (
+        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("rank 1 in", "rank 0 in")), LATER),
+        "expected one of the waits",
     ),
     "operation": (
         ended(*GOOD.ended[:2], replace(FIRST, kind="reduce"), LATER),
@@ -164,6 +175,40 @@ REPORTS = {
     "bad new world": (replace(GOOD, fresh=FIRST), "does not work"),
     "leak": (replace(GOOD, leaks=("descriptor x",)), "left behind: descriptor x"),
 }
+
+
+STOPPED = replace(KILLED, fault=replace(KILLED.fault, action="stop"))
+
+
+def timed_out(waited_ms):
+    text = (
+        f"all_gather on rank 0 of 3: rank 1 in all_gather(float32) waited {waited_ms} ms, until "
+        "its timeout ended, for rank 2 (step 0, epoch wanted 3, seen 2), which did not come."
+    )
+    first = Ended("all_gather", "CollectiveTimeout", text)
+    later = replace(LATER, text=f"unusable since: {text}")
+    return ended(*GOOD.ended[:2], first, later)
+
+
+def test_a_wait_that_was_too_short_is_seen():
+    assert list(check_report(STOPPED, timed_out(1000))) == []
+    (found,) = check_report(STOPPED, timed_out(0))
+    assert "expected a wait of 1.0 s or more, got 0 ms" in found
+
+
+@pytest.mark.parametrize(
+    ("waited_ms", "elapsed_s", "expected"),
+    [
+        (1000, 1.0, ""),
+        (0, 1.0, "gave up after 0 ms of 1.0 s"),
+        (8000, 8.1, "raised after 8.1 s"),
+        (1500, 1.1, "waited 1500 ms in a call of 1.1 s"),
+    ],
+)
+def test_a_deadline_that_is_not_kept_is_seen(waited_ms, elapsed_s, expected):
+    text = timed_out(waited_ms).ended[2].text
+    found = list(check_deadline(text, 1, elapsed_s, 1.0))
+    assert [expected in each for each in found] == [True] * bool(expected)
 
 
 @pytest.mark.parametrize("name", REPORTS)

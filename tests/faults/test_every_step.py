@@ -1,15 +1,27 @@
-"""A rank is killed at every step of a call in turn: none is without its way out."""
+"""A rank is killed at every step of a call in turn: none is without its way out.
+
+The errors name the step at which call_model.py sees the survivors stand.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import ringcomm
 from ringcomm import CommOptions, _native
+from tests.support.call_model import (
+    ACKNOWLEDGE,
+    AWAIT_CONSUMED,
+    AWAIT_READY,
+    PUBLISH,
+    Rank,
+    steps_of,
+)
 from tests.support.fault_calls import make
-from tests.support.fault_checks import run_chain
+from tests.support.fault_checks import expected_places, run_chain
 from tests.support.fault_plans import Call, Fault, Schedule
 
 WORLD, KILLED = 3, 1
@@ -22,6 +34,11 @@ CALLS = {
     "direct": Call("all_reduce", WORLD * TWO_SEGMENTS, algorithm="direct"),
     "ring": Call("all_reduce", WORLD * ONE_SEGMENT, algorithm="ring"),
     "all_gather": Call("all_gather_into_tensor", TWO_SEGMENTS),
+}
+# Seven segments of each chunk; the steps at which ranks 0 and 2 stand when rank KILLED fails there.
+LONG = {
+    "direct": (Call("all_reduce", WORLD * 400, algorithm="direct"), 59, {0: 3, 2: 5}),
+    "ring": (Call("all_reduce", WORLD * 400, algorithm="ring"), 37, {0: 11, 2: 10}),
 }
 
 
@@ -59,3 +76,26 @@ def test_no_step_is_left_out(passages):
         "ring": {"publish": 4, "acknowledge": 4, "await": 8},
         "all_gather": {"publish": 4, "acknowledge": 4, "await": 8},
     }
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_model_has_all_steps(passages, name):
+    steps = steps_of(Rank(KILLED, WORLD, SEGMENT_BYTES), CALLS[name])
+    whats = Counter(step.what for step in steps)
+    assert passages[name] == {
+        "publish": whats[PUBLISH],
+        "acknowledge": whats[ACKNOWLEDGE],
+        "await": whats[AWAIT_READY] + whats[AWAIT_CONSUMED],
+    }
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("name", LONG)
+def test_errors_name_the_step_within_a_long_call(name, action):
+    call, step, waits = LONG[name]
+    schedule = Schedule(WORLD, SEGMENT_BYTES, (call,), Fault(action, KILLED, 0, step))
+    expected = expected_places(schedule)
+    steps = {rank: place.step for rank, place in (expected or {}).items()}
+    # A killed rank is missed only by those that wait for itself.
+    assert steps == waits or (action == "kill" and steps and steps.items() < waits.items())
+    assert run_chain((schedule,)) == []

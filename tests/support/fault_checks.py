@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.call_model import Place, Rank, is_modelled, places, steps_of
 from tests.support.fault_plans import Chain, Schedule, is_chain
-from tests.support.fault_player import EXACT, Ended, Player, Report, play, report_path
+from tests.support.fault_player import (
+    EXACT,
+    LAST,
+    STOPPED_TIMEOUT_S,
+    Ended,
+    Player,
+    Report,
+    play,
+    report_path,
+)
 from tests.support.faults import shared_memory_files
 from tests.support.ranks import Outcome, Ranks, RanksFailed
 
 # Far beyond what any chain takes, on a busy machine too: who is not through by then hangs.
 DEADLINE_S = 90.0
+# How late a timeout may be noticed: a busy machine, and the trace that the error names.
+GRACE_S = 5.0
 # What survivors raise in the first call that cannot complete.
 FIRST_ERROR = {"kill": "PeerLost", "stop": "CollectiveTimeout"}
 LATER_ERROR = "AbortedError"
 # Calls that issue others say which one failed.
 NAMES = {"messages": ("isend", "irecv", "recv")}
+# Who gave up, after how long, and where: of a lost peer and of a timeout.
+WAITED = (
+    re.compile(r"rank (\d+) in .* \(noticed after (\d+) ms at step (\d+)\)"),
+    re.compile(r"rank (\d+) in .* waited (\d+) ms, .* \(step (\d+), epoch"),
+)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What an error says of the wait that ended in it."""
+
+    rank: int
+    waited_ms: int
+    step: int
+
+    @classmethod
+    def of(cls, text: str) -> Wait | None:
+        """None: the text says nothing of a wait."""
+        told = text.partition(": ")[2]
+        found = next(filter(None, (form.match(told) for form in WAITED)), None)
+        return cls(*map(int, found.groups())) if found else None
 
 
 def run_chain(
@@ -100,6 +135,47 @@ def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
     operations = NAMES.get(error.kind, (error.kind,))
     if not any(error.text.startswith(f"{name} on rank ") for name in operations):
         yield f"the error does not begin with its operation: {error.text}"
-    for wanted in (f"rank {fault.rank}", "step "):
-        if wanted not in error.text:
-            yield f"the error does not name {wanted!r}: {error.text}"
+    if f"rank {fault.rank}" not in error.text:
+        yield f"the error does not name 'rank {fault.rank}': {error.text}"
+    wait = Wait.of(error.text)
+    if wait is None:
+        yield f"the error does not name a step and how long was waited: {error.text}"
+        return
+    least_s = STOPPED_TIMEOUT_S[schedule.calls[fault.call].kernels]
+    if fault.action == "stop" and wait.waited_ms < least_s * 1000:
+        yield f"expected a wait of {least_s} s or more, got {wait.waited_ms} ms: {error.text}"
+    expected = expected_places(schedule)
+    if expected is not None and Place(fault.rank, wait.step) != expected.get(wait.rank):
+        yield f"expected one of the waits {expected}, got {wait}: {error.text}"
+
+
+def check_deadline(text: str, rank: int, elapsed_s: float, timeout_s: float) -> Iterator[str]:
+    """Whether the timeout that ``rank`` raised, after ``elapsed_s`` in the call, came in time."""
+    wait = Wait.of(text)
+    if wait is None:
+        yield f"the error does not say how long was waited: {text}"
+        return
+    if wait.waited_ms < timeout_s * 1000:
+        yield f"gave up after {wait.waited_ms} ms of {timeout_s} s: {text}"
+    if wait.rank == rank and wait.waited_ms > elapsed_s * 1000:
+        yield f"waited {wait.waited_ms} ms in a call of {elapsed_s} s: {text}"
+    if elapsed_s > timeout_s + GRACE_S:
+        yield f"raised after {elapsed_s} s, with a timeout of {timeout_s} s: {text}"
+
+
+def expected_places(schedule: Schedule) -> dict[int, Place] | None:
+    """By rank, where a survivor can notice the loss of the one that fails; None: not known."""
+    fault = schedule.fault
+    if not all(map(is_modelled, schedule.calls)):
+        return None
+    # The call that fails is made twice: to count its steps, and to fail.
+    earlier = schedule.calls[: fault.call + 1]
+    calls = (*earlier, *schedule.calls[fault.call :], LAST)
+    failing = Rank(fault.rank, schedule.world_size, schedule.segment_bytes)
+    counts = [len(steps_of(failing, call)) for call in earlier]
+    found = places(schedule, calls, sum(counts) + fault.step % counts[-1])
+    # Who waits for a survivor learns it from others when a peer has died, and by time when it has
+    # stopped, and then names the rank that all wait for.
+    if fault.action == "stop":
+        return {rank: Place(fault.rank, place.step) for rank, place in found.items()}
+    return {rank: place for rank, place in found.items() if place.peer == fault.rank}

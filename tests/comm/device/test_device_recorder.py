@@ -139,7 +139,7 @@ def test_the_fused_optimizer_is_recorded(devices):
         return fused.collective, fused.dtype, fused.size_bytes, fused.site, fused.state
 
     for name, dtype, size_bytes, site, state in devices.run(world, body):
-        assert (name, dtype) == ("reduce_scatter_adamw_all_gather", "float32")
+        assert (name, dtype) == ("reduce_scatter_adamw_all_gather", "float32 to float32")
         assert (site, state) == (here(4, body), "completed") and size_bytes >= 4000
     world.close()
 

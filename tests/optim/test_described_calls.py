@@ -1,0 +1,70 @@
+"""The optimizer's calls in errors and traces: what they reduce, to what, and no root."""
+
+import re
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import MismatchError
+from ringcomm.comm.recording import OPTIMIZERS, describe
+from ringcomm.optim import AdamW
+
+ELEMS = 600
+
+
+def _optimizer(comm):
+    param = torch.ones(ELEMS, dtype=torch.bfloat16).requires_grad_()
+    param.grad = torch.ones_like(param)
+    return AdamW([param], comm=comm)
+
+
+def test_records_name_both_dtypes_and_no_root():
+    def body(comm):
+        optimizer = _optimizer(comm)
+        optimizer.step()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        records = [
+            each
+            for each in comm.recording().ranks[1 - comm.rank].collectives
+            if each.collective in OPTIMIZERS
+        ]
+        comm.barrier()
+        return records
+
+    with ringcomm.local_world(2, timeout=20.0) as world:
+        first, _ = world.run(body)
+    by_name = {each.collective: each for each in first}
+    results = {
+        "reduce_scatter_adamw_all_gather": "bfloat16",
+        "reduce_scatter_norm": "float32",
+        "adamw_all_gather": "bfloat16",
+    }
+    assert by_name.keys() == results.keys() == set(OPTIMIZERS)
+    for name, record in by_name.items():
+        assert record.root == -1
+        gradients = "float32" if name == "adamw_all_gather" else "bfloat16"
+        form = rf"{name}\({gradients} to {results[name]}, [A-Z]+, \d+ elements, direct\)"
+        assert re.fullmatch(form, describe(record)), describe(record)
+
+
+def test_a_mismatch_describes_them_as_the_records_do():
+    def body(comm):
+        optimizer = _optimizer(comm)
+        optimizer.step()
+        with pytest.raises(MismatchError) as raised:
+            if comm.rank:
+                optimizer.clip_grad_norm_(1.0)
+            else:
+                optimizer.step()
+        return str(raised.value)
+
+    calls = ("reduce_scatter_norm(bfloat16 to float32", "adamw_all_gather(bfloat16 to bfloat16")
+    with ringcomm.local_world(2, timeout=20.0) as world:
+        for text in world.run(body):
+            for call in calls:
+                assert re.search(
+                    re.escape(call) + r", [A-Z]+, \d+ elements, direct, call \d+", text
+                )
+            assert "root " not in text

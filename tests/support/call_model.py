@@ -1,0 +1,234 @@
+"""Who waits where when a rank fails: the steps of calls as kernels/include/ringcomm has them.
+
+Of staged, native calls on the host. No rank's steps depend on who comes first, so where each rank
+comes to a stand follows from the plan alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ringcomm import CommOptions
+from tests.support.fault_plans import Call, Schedule
+
+ELEM_BYTES = 4
+LINE_BYTES = 64
+SLOTS = CommOptions().slots
+# kOneHopBytes (kernels/host/comm.cpp); kLookahead and kZeroCopyMinBytes (endpoint.h).
+ONE_HOP_BYTES, LOOKAHEAD, ZERO_COPY_BYTES = 32768, 1, 16384
+PAIR, SHARED = "pair", "shared"
+PUBLISH, ACKNOWLEDGE, AWAIT_READY, AWAIT_CONSUMED = range(4)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of the things that ranks do to each other: with an item of a stream to or from a peer."""
+
+    what: int
+    stream: str
+    peer: int
+    item: int
+
+
+Steps = Iterator[Step]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank waits: for whom, and at which step of the call."""
+
+    peer: int
+    step: int
+
+
+def _items(size_bytes: int, item_bytes: int) -> int:
+    return max(-(-size_bytes // item_bytes), 1)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank in a world that cuts its buffers into segments."""
+
+    rank: int
+    world: int
+    segment_bytes: int
+
+    @property
+    def peers(self) -> list[int]:
+        return [(self.rank + distance) % self.world for distance in range(1, self.world)]
+
+    def pieces(self, total_bytes: int, chunk_bytes: int) -> list[int]:
+        """Of each rank's chunk."""
+        sizes = [
+            min(max(total_bytes - rank * chunk_bytes, 0), chunk_bytes) for rank in range(self.world)
+        ]
+        return [_items(size, self.segment_bytes) for size in sizes]
+
+    def _shares(self, item: int) -> Steps:
+        yield from (Step(AWAIT_CONSUMED, SHARED, peer, item) for peer in self.peers)
+
+    def _shared(self, item: int) -> Steps:
+        yield from (Step(PUBLISH, SHARED, peer, item) for peer in self.peers)
+
+    def _collects(self, item: int, pieces: list[int]) -> Steps:
+        for peer in self.peers:
+            if item < pieces[peer]:
+                yield Step(AWAIT_READY, SHARED, peer, item)
+                yield Step(ACKNOWLEDGE, SHARED, peer, item)
+
+    def one_hop(self) -> Steps:
+        """all_reduce_one_hop."""
+        yield from self._shares(0)
+        yield from self._shared(0)
+        yield from (Step(AWAIT_READY, SHARED, peer, 0) for peer in self.peers)
+        yield from (Step(ACKNOWLEDGE, SHARED, peer, 0) for peer in self.peers)
+
+    def two_hops(self, pieces: list[int]) -> Steps:
+        """all_reduce_two_hops."""
+        for turn in range(pieces[0] + 2 * LOOKAHEAD):
+            for peer in self.peers:
+                if turn < pieces[peer]:
+                    yield Step(AWAIT_CONSUMED, PAIR, peer, turn)
+                    yield Step(PUBLISH, PAIR, peer, turn)
+            mine = turn - LOOKAHEAD
+            if 0 <= mine < pieces[self.rank]:
+                yield from (Step(AWAIT_READY, PAIR, peer, mine) for peer in self.peers)
+                yield from self._shares(mine)
+                yield from (Step(ACKNOWLEDGE, PAIR, peer, mine) for peer in self.peers)
+                yield from self._shared(mine)
+            if turn >= 2 * LOOKAHEAD:
+                yield from self._collects(turn - 2 * LOOKAHEAD, pieces)
+
+    def gather(self, pieces: list[int]) -> Steps:
+        """share_direct, of all ranks."""
+        for turn in range(max(pieces) + LOOKAHEAD):
+            if turn < pieces[self.rank]:
+                yield from self._shares(turn)
+                yield from self._shared(turn)
+            if turn >= LOOKAHEAD:
+                yield from self._collects(turn - LOOKAHEAD, pieces)
+
+    def scatter(self, pieces: list[int]) -> Steps:
+        """reduce_scatter_direct, of chunks of one size."""
+        for turn in range(pieces[0] + LOOKAHEAD):
+            for peer in self.peers if turn < pieces[0] else ():
+                yield Step(AWAIT_CONSUMED, PAIR, peer, turn)
+                yield Step(PUBLISH, PAIR, peer, turn)
+            if turn >= LOOKAHEAD:
+                mine = turn - LOOKAHEAD
+                yield from (Step(AWAIT_READY, PAIR, peer, mine) for peer in self.peers)
+                yield from (Step(ACKNOWLEDGE, PAIR, peer, mine) for peer in self.peers)
+
+    def ring(self, rounds: int, gathers: bool) -> Steps:
+        """reduce_scatter_ring, or all_gather_ring, which waits for its slot last."""
+        hops = self.world - 1
+        ahead, behind = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        for turn in range(rounds):
+            for hop in range(hops + 1):
+                item = turn * hops + hop
+                slot = [Step(AWAIT_CONSUMED, PAIR, ahead, item)] if hop < hops else []
+                data = [Step(AWAIT_READY, PAIR, behind, item - 1)] if hop else []
+                yield from data + slot if gathers else slot + data
+                if hop < hops:
+                    yield Step(PUBLISH, PAIR, ahead, item)
+                if hop:
+                    yield Step(ACKNOWLEDGE, PAIR, behind, item - 1)
+
+    def phases(self, call: Call) -> list[Steps]:
+        """The parts of a call, each of which counts its items from 0."""
+        ring = call.algorithm == "ring"
+        size_bytes = call.elems * ELEM_BYTES
+        if call.kind != "all_reduce":
+            pieces = self.pieces(size_bytes * self.world, size_bytes)
+            gathers = call.kind == "all_gather_into_tensor"
+            if ring:
+                return [self.ring(pieces[0], gathers)]
+            return [self.gather(pieces) if gathers else self.scatter(pieces)]
+        share = _items(size_bytes, self.world)
+        pieces = self.pieces(size_bytes, _items(share, LINE_BYTES) * LINE_BYTES)
+        if ring:
+            return [self.ring(pieces[0], gathers) for gathers in (False, True)]
+        one_hop = size_bytes <= min(ONE_HOP_BYTES, self.segment_bytes)
+        return [self.one_hop() if one_hop else self.two_hops(pieces)]
+
+
+def is_modelled(call: Call) -> bool:
+    """Whether :func:`places` knows the steps of a call."""
+    return (
+        call.kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+        and call.kernels == "native"
+        and not (call.heap and call.elems * ELEM_BYTES >= ZERO_COPY_BYTES)
+    )
+
+
+def steps_of(rank: Rank, call: Call) -> list[Step]:
+    """All steps of one call, as many as ``_native.fault_passages()`` counts."""
+    return [step for phase in rank.phases(call) for step in phase]
+
+
+@dataclass
+class _Walk:
+    """One rank on its way through calls; ``words`` are shared: how many items were published or
+    acknowledged, by stream, writer and reader of the word.
+    """
+
+    rank: Rank
+    words: Counter[tuple[int, str, int, int]]
+    ways: Iterator[tuple[Step, int]]
+    now: tuple[Step, int] | None = None
+
+    def goes_on(self) -> bool:
+        """Takes all steps up to one that must wait; whether there were any."""
+        moved = False
+        while self.now is not None and self._takes(*self.now):
+            self.now = next(self.ways, None)
+            moved = True
+        return moved
+
+    def _takes(self, step: Step, want: int) -> bool:
+        me, peer = self.rank.rank, step.peer
+        if step.what in (PUBLISH, ACKNOWLEDGE):
+            self.words[step.what, step.stream, me, peer] += 1
+            return True
+        told = PUBLISH if step.what == AWAIT_READY else ACKNOWLEDGE
+        return self.words[told, step.stream, peer, me] >= want
+
+
+def _ways(rank: Rank, calls: Sequence[Call]) -> Iterator[tuple[Step, int]]:
+    """The steps of calls, with the count that must be reached of a step that waits."""
+    done: Counter[tuple[int, str, int]] = Counter()
+    for phase in (phase for call in calls for phase in rank.phases(call)):
+        base = done.copy()
+        for step in phase:
+            want = step.item + 1
+            if step.what == AWAIT_READY:
+                want += base[ACKNOWLEDGE, step.stream, step.peer]
+            elif step.what == AWAIT_CONSUMED:
+                want += base[PUBLISH, step.stream, step.peer] - SLOTS
+            else:
+                done[step.what, step.stream, step.peer] += 1
+            yield step, want
+
+
+def places(schedule: Schedule, calls: Sequence[Call], before: int) -> dict[int, Place]:
+    """Where the survivors of a fatal fault come to a stand.
+
+    Args:
+        schedule: world, segments and the rank that fails.
+        calls: all calls of the communicator, in order.
+        before: the failing rank's steps until its fault, counted over all calls.
+    """
+    words: Counter[tuple[int, str, int, int]] = Counter()
+    walks = []
+    for number in range(schedule.world_size):
+        rank = Rank(number, schedule.world_size, schedule.segment_bytes)
+        ways = _ways(rank, calls)
+        if number == schedule.fault.rank:
+            ways = islice(ways, before)
+        walks.append(_Walk(rank, words, ways, next(ways, None)))
+    while any(walk.goes_on() for walk in walks):
+        pass
+    return {walk.rank.rank: Place(walk.now[0].peer, walk.now[0].item) for walk in walks if walk.now}
