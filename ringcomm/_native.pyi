@@ -161,6 +161,16 @@ class Heap:
     def huge_bytes(self) -> int:
         """Bytes of the heap that huge pages back so far."""
 
+class Process:
+    """A process that runs, to ask later whether it has ended; one of pid 0 never does.
+
+    Asking it costs a descriptor, or else a look into /proc. Raises OSError when there is none left.
+    """
+
+    def __init__(self, pid: int, with_descriptor: bool = True) -> None: ...
+    def has_ended(self) -> bool:
+        """True also while it is a zombie, and when another process has its pid."""
+
 class PeerHeap:
     """A peer process's heap, mapped here until the object dies."""
 

@@ -73,7 +73,6 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   regions_.assign(config.world, nullptr);
   heaps_.assign(config.world, nullptr);
   heap_bytes_.assign(config.world, 0);
-  pids_.assign(config.world, 0);
   in_.resize(size_t(Stream::kCount) * config.world);
   sources_.resize(std::max(config.world, 2));
   factors_.resize(std::max(config.world, 2));
@@ -98,7 +97,6 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
     heaps_[p] = peers[p].heap_base;
     heap_bytes_[p] = peers[p].heap_bytes;
     regions_[p] = peers[p].heap_base + peers[p].region_offset;
-    pids_[p] = peers[p].pid;
     owners_.push_back(peers[p].owner);
     waiter_.watch(p, peers[p].pid);
   }
@@ -143,11 +141,11 @@ void Comm::close() {
   say_farewell();
   if (recorder_.on()) heap_->unlist_recorder(region_ + layout_.region_bytes());
   // A rank that never connected is known to nobody: its region is free at once.
-  RetiredRegions::instance().retire({heap_, region_, layout_, view_.rank,
-                                     owners_.empty() ? std::vector<int>{} : pids_,
-                                     std::exchange(held_, {})});
+  std::vector<Process> others = waiter_.forget_all();
+  if (!owners_.empty()) others.resize(view_.world);
+  RetiredRegions::instance().retire(
+      {heap_, region_, layout_, view_.rank, std::move(others), std::exchange(held_, {})});
   regions_[view_.rank] = nullptr;
-  waiter_.forget_all();
   owners_.clear();
   connected_ = false;
 }

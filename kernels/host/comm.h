@@ -155,7 +155,6 @@ class Comm {
   uint64_t region_;
   std::vector<char*> regions_, heaps_;
   std::vector<uint64_t> heap_bytes_;
-  std::vector<int> pids_;
   std::vector<std::shared_ptr<const void>> owners_;
   std::vector<PeerState> in_;
   std::vector<const void*> sources_;

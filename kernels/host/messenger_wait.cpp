@@ -192,8 +192,8 @@ void Messenger::run_background() {
 void Messenger::drive_in_background() {
   const std::lock_guard lock(mutex_);
   if (!background_ && !stopping_) {
-    background_ = true;
     thread_ = std::thread([this] { run_background(); });
+    background_ = true;
   }
   changed_.notify_all();
 }

@@ -1,9 +1,5 @@
 #include "kernels/host/retired.h"
 
-#include <signal.h>
-
-#include <cerrno>
-
 #include "ringcomm/atomics.h"
 
 namespace ringcomm::host {
@@ -16,14 +12,14 @@ RetiredRegions& RetiredRegions::instance() {
 
 // model: free_of_peers (tests/model/retired.pml)
 bool RetiredRegions::free_of_peers(const Region& region) {
-  for (size_t p = 0; p < region.pids.size(); ++p) {
+  for (size_t p = 0; p < region.peers.size(); ++p) {
     if (int(p) == region.rank) continue;
     const char* base = region.heap->base() + region.offset;
     const auto* line = reinterpret_cast<const SignalLine*>(
         base + region.layout.signal_offset(Stream::kPair, 0, int(p)));
     // Pairs with the release in Comm::say_farewell() of the peer.
     if (load_acquire_sys(&line->farewell) != 0) continue;
-    if (region.pids[p] != 0 && kill(region.pids[p], 0) != 0 && errno == ESRCH) continue;
+    if (region.peers[p].has_ended()) continue;
     return false;
   }
   return true;

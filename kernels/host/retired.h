@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/host/heap.h"
+#include "kernels/host/waiter.h"
 #include "ringcomm/layout.h"
 
 namespace ringcomm::host {
@@ -20,7 +21,7 @@ class RetiredRegions {
     uint64_t offset;
     Layout layout;
     int rank;
-    std::vector<int> pids;       // by peer, 0 for a thread of this process; empty: never connected
+    std::vector<Process> peers;  // empty: never connected
     std::vector<uint64_t> held;  // Heap::hold() of blocks in which peers may still store
   };
   void retire(Region region);

@@ -12,7 +12,9 @@
 #include <cerrno>
 #include <climits>
 #include <fstream>
+#include <sstream>
 #include <string>
+#include <utility>
 
 #include "kernels/host/heap.h"
 
@@ -44,6 +46,28 @@ long futex(const uint32_t* word, int operation, uint32_t value, const timespec* 
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
+// Of proc_pid_stat(5); zeros: not known.
+struct Stat {
+  char state = 0;
+  uint64_t threads = 0, started = 0;
+};
+
+Stat stat_of(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  // The state stands behind the command's name, which may hold any character.
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(line.substr(name_end + 1));
+  Stat found;
+  fields >> found.state;
+  std::string skipped;
+  for (int field = 4; field < 20; ++field) fields >> skipped;
+  fields >> found.threads >> skipped >> found.started;
+  return found;
+}
+
 }  // namespace
 
 int (*Waiter::interrupt_hook)() = nullptr;
@@ -68,23 +92,59 @@ thread_local bool in_background = false;
 
 void wait_in_background() { in_background = true; }
 
-Waiter::~Waiter() { forget_all(); }
+Process::Process(int pid, bool with_descriptor) : pid_(pid) {
+  if (pid == 0) return;
+  if (with_descriptor) pidfd_ = int(syscall(SYS_pidfd_open, pid, 0));
+  if (with_descriptor && pidfd_ < 0 && (errno == EMFILE || errno == ENFILE))
+    throw HeapError(errno, "no file descriptor is left to watch process " + std::to_string(pid) +
+                               " (ulimit -n)");
+  started_ = stat_of(pid).started;
+}
 
-void Waiter::forget_all() {
-  for (const Watched& w : watched_)
-    if (w.pidfd >= 0) close(w.pidfd);
-  watched_.clear();
+Process::Process(Process&& other) noexcept { *this = std::move(other); }
+
+Process& Process::operator=(Process&& other) noexcept {
+  std::swap(pid_, other.pid_);
+  std::swap(pidfd_, other.pidfd_);
+  std::swap(started_, other.started_);
+  return *this;
+}
+
+Process::~Process() { drop_descriptor(); }
+
+void Process::drop_descriptor() {
+  if (pidfd_ >= 0) close(pidfd_);
+  pidfd_ = -1;
+}
+
+bool Process::has_ended() const {
+  if (pid_ == 0) return false;
+  if (pidfd_ >= 0) {
+    // A pidfd becomes readable when its process ends, also while it is a zombie.
+    pollfd poller{pidfd_, POLLIN, 0};
+    return poll(&poller, 1, 0) == 1;
+  }
+  if (kill(pid_, 0) != 0 && errno == ESRCH) return true;
+  const Stat now = stat_of(pid_);
+  if (now.started != 0 && started_ != 0 && now.started != started_) return true;
+  // The first thread of a process may end before the others.
+  return (now.state == 'Z' && now.threads <= 1) || now.state == 'X';
+}
+
+bool Process::is_stopped() const {
+  if (pid_ == 0) return false;
+  const char state = stat_of(pid_).state;
+  return state == 'T' || state == 't';
+}
+
+std::vector<Process> Waiter::forget_all() {
+  for (Process& each : watched_) each.drop_descriptor();
+  return std::exchange(watched_, {});
 }
 
 void Waiter::watch(int peer, int pid) {
   if (watched_.size() <= size_t(peer)) watched_.resize(size_t(peer) + 1);
-  if (pid == 0) return;
-  const int fd = int(syscall(SYS_pidfd_open, pid, 0));
-  // A process that is gone already, and kernels without pidfds, are found by the pid.
-  if (fd < 0 && (errno == EMFILE || errno == ENFILE))
-    throw HeapError(errno, "no file descriptor is left to watch process " + std::to_string(pid) +
-                               " (ulimit -n)");
-  watched_[size_t(peer)] = {pid, fd};
+  watched_[size_t(peer)] = Process(pid);
 }
 
 // model: pause (tests/model/sleep.pml)
@@ -117,28 +177,15 @@ uint64_t Waiter::now_ns() {
 }
 
 Status Waiter::health(int peer) const {
-  if (size_t(peer) < watched_.size() && watched_[size_t(peer)].pid != 0) {
-    const Watched& w = watched_[size_t(peer)];
-    // A pidfd becomes readable when its process ends, also while it is a zombie.
-    pollfd poller{w.pidfd, POLLIN, 0};
-    const bool gone =
-        w.pidfd >= 0 ? poll(&poller, 1, 0) == 1 : kill(w.pid, 0) != 0 && errno == ESRCH;
-    if (gone) return Status::kPeerLost;
-  }
+  if (size_t(peer) < watched_.size() && watched_[size_t(peer)].has_ended())
+    return Status::kPeerLost;
   if (interrupt_hook != nullptr && syscall(SYS_gettid) == getpid() && interrupt_hook() != 0)
     return Status::kInterrupted;
   return Status::kOk;
 }
 
 bool Waiter::is_stopped(int peer) const {
-  if (size_t(peer) >= watched_.size() || watched_[size_t(peer)].pid == 0) return false;
-  std::ifstream file("/proc/" + std::to_string(watched_[size_t(peer)].pid) + "/stat");
-  std::string line;
-  std::getline(file, line);
-  // The state stands behind the command's name, which may hold any character.
-  const size_t name_end = line.rfind(')');
-  if (name_end == std::string::npos || name_end + 2 >= line.size()) return false;
-  return line[name_end + 2] == 'T' || line[name_end + 2] == 't';
+  return size_t(peer) < watched_.size() && watched_[size_t(peer)].is_stopped();
 }
 
 void sleep_on_any(const SleepOn* words, int count, uint64_t timeout_ns) {

@@ -22,17 +22,39 @@ PausePolicy pause_policy(int ranks_on_node);
 // rank has work to do there (the worker that runs asynchronous collectives beside a backward pass).
 void wait_in_background();
 
+// The process of a peer, told from one that gets its pid later.
+class Process {
+ public:
+  Process() = default;  // a thread of this process, which cannot die alone, or nobody
+  // With a descriptor, which costs less to ask than the system's table of processes. Throws
+  // HeapError when this process has none left.
+  explicit Process(int pid, bool with_descriptor = true);
+  Process(Process&& other) noexcept;
+  Process& operator=(Process&& other) noexcept;
+  ~Process();
+
+  void drop_descriptor();
+  bool has_ended() const;  // also while it is a zombie
+  // Whether a signal, or a debugger, holds it.
+  bool is_stopped() const;
+
+ private:
+  int pid_ = 0;
+  int pidfd_ = -1;        // -1: none, so that pid and start must do
+  uint64_t started_ = 0;  // in clock ticks since the machine started; 0: not known
+};
+
 class Waiter {
  public:
   explicit Waiter(PausePolicy policy) : policy_(policy) {}
-  ~Waiter();
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
 
   // pid 0: a thread of this process, which cannot die alone.
   // Throws HeapError when this process has no descriptor left.
   void watch(int peer, int pid);
-  void forget_all();
+  // Those watched, by peer, without their descriptors.
+  std::vector<Process> forget_all();
 
   bool pause(const Pause& pause) const;
   static void wake(uint32_t* word);
@@ -58,11 +80,7 @@ class Waiter {
   PausePolicy policy_;
   OtherCall ask_ = nullptr;
   void* of_ = nullptr;
-  struct Watched {
-    int pid = 0;     // 0: a thread of this process, or nobody
-    int pidfd = -1;  // -1: this kernel or sandbox has none, and the pid must do
-  };
-  std::vector<Watched> watched_;  // by peer
+  std::vector<Process> watched_;  // by peer
 };
 
 // Sleeps until one of the words leaves the value seen there, or `timeout_ns` passed.

@@ -69,6 +69,18 @@ void bind_heap(nb::module_& m) {
           [](const Block& b) { return reinterpret_cast<uintptr_t>(b.heap->base() + b.offset); })
       .def_ro("offset_bytes", &Block::offset)
       .def_ro("size_bytes", &Block::bytes);
+  nb::class_<Process>(m, "Process")
+      .def(
+          "__init__",
+          [](Process* self, int pid, bool with_descriptor) {
+            try {
+              new (self) Process(pid, with_descriptor);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("pid"), nb::arg("with_descriptor") = true)
+      .def("has_ended", &Process::has_ended);
   nb::class_<Mapping>(m, "PeerHeap")
       .def_static(
           "open",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ringcomm.cli.trace_chrome import chrome_text
-from ringcomm.cli.trace_live import live_recordings
+from ringcomm.cli.trace_live import ended_ranks, live_recordings
 from ringcomm.cli.trace_report import report
 from ringcomm.comm.recording import Recording
 from ringcomm.comm.trace_file import newest, read
@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     parts: list[str] = []
     if args.pid:
         recordings = live_recordings(args.pid)
-        parts = ["\n".join(report(each, args.last)) for each in recordings]
+        parts = [
+            "\n".join(report(each, args.last, ended_ranks(each, args.pid[0])))
+            for each in recordings
+        ]
     else:
         for path in args.file or [newest()]:
             trace = read(path)
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chrome is not None:
         try:
             args.chrome.write_text(chrome_text(recordings), encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ArgumentError(f"--chrome: cannot write {args.chrome}: {error}") from error
         print(f"\nwrote {args.chrome}", file=sys.stderr)
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,15 @@ from ringcomm.comm.recorder_block import (
 from ringcomm.comm.recording import RankRecording, Recording
 from ringcomm.errors import RingcommError
 
-__all__ = ["live_recordings"]
+__all__ = ["ended_ranks", "live_recordings"]
 
 # kernels/host/heap.h
 _HEAP_MAGIC = int.from_bytes(b"RNGHEAP1", "little")
 _HEAP_HEAD = struct.Struct("<QQII")
 _MOST_RECORDERS = 4096
+# proc_pid_stat(5): none, a zombie, dead.
+ENDED = ("", "Z", "X")
+CLOCKS_DIFFER_S = 0.1
 # kernels/include/ringcomm/call.h: ControlPage
 WAITS_FOR_OFFSET, WORD_BYTES = _native.STRUCTURES["page.waits_for"], 4
 
@@ -71,13 +75,53 @@ def live_recordings(pids: Iterable[int]) -> list[Recording]:
     return _by_world(found.values())
 
 
+def ended_ranks(recording: Recording, pid: int) -> frozenset[int]:
+    """The ranks whose processes have ended, zombies and those whose pid is another's now included.
+
+    Args:
+        recording: a live one, just taken.
+        pid: of a process that it was read from. Where that has other pids than this process, the
+            pids of ranks mean nothing here, and nobody is said to have ended.
+    """
+    try:
+        theirs, mine = (os.readlink(f"/proc/{each}/ns/pid") for each in (pid, "self"))
+    except OSError:
+        return frozenset()
+    ranks = recording.ranks if theirs == mine else ()
+    return frozenset(each.rank for each in ranks if _has_ended(each, recording.taken_ns))
+
+
+def _has_ended(rank: RankRecording, taken_ns: int) -> bool:
+    state, age_s = _state_of(rank.pid)
+    if state in ENDED:
+        return True
+    begun = [each.begin_ns for each in (*rank.collectives, *rank.messages)]
+    # Of the times of two clocks with ticks of 10 ms.
+    return bool(begun) and (taken_ns - min(begun)) / 1e9 > age_s + CLOCKS_DIFFER_S
+
+
+def _state_of(pid: int) -> tuple[str, float]:
+    """The state letter of a process, "" when there is none, and its age in seconds."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0.0
+    # proc_pid_stat(5): fields 3 and 22; the second may hold blanks and parentheses.
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return fields[0], time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
 def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
     """Tokens of the heaps that a process has open, each with a descriptor for the moment."""
     folder = Path(f"/proc/{pid}/fd")
+    if _state_of(pid)[0] in ENDED:
+        raise RingcommError(f"trace: expected a running process, got pid {pid}, which has ended")
     try:
         names = sorted(os.listdir(folder), key=int)
     except FileNotFoundError:
-        raise RingcommError(f"trace: expected a running process, got pid {pid}") from None
+        raise RingcommError(
+            f"trace: expected a running process, got pid {pid}, which has ended"
+        ) from None
     except PermissionError:
         raise RingcommError(
             f"trace: process {pid} is another user's, or not dumpable; run as its user, where "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ringcomm.comm.recording import (
     BEGUN,
     CAPTURED,
@@ -20,12 +22,13 @@ __all__ = ["report"]
 HERE = ">"
 
 
-def report(recording: Recording, last: int) -> list[str]:
+def report(recording: Recording, last: int, ended: Collection[int] = frozenset()) -> list[str]:
     """The lines of a report.
 
     Args:
         recording: of one communicator.
         last: how many collectives, and how many messages, to show of each rank; 0: all.
+        ended: ranks whose processes are known to have ended.
     """
     lines = [
         f"communicator {recording.communicator}, {recording.world_size} "
@@ -36,7 +39,7 @@ def report(recording: Recording, last: int) -> list[str]:
         lines.append(f"no recorder of rank {', '.join(map(str, missing))} could be read")
     if not recording.ranks:
         return lines
-    lines += ["", *(f"  {_now(each, recording.taken_ns)}" for each in recording.ranks)]
+    lines += ["", *(f"  {_now(each, recording.taken_ns, ended)}" for each in recording.ranks)]
     parted = divergence(recording)
     lines += ["", *_verdict(recording, parted)]
     marked = parted or _not_made_by_all(recording)
@@ -45,17 +48,21 @@ def report(recording: Recording, last: int) -> list[str]:
     return lines
 
 
-def _now(rank: RankRecording, taken_ns: int) -> str:
-    """What a rank does at the moment, in a line."""
-    who = f"rank {rank.rank} (pid {rank.pid})"
+def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
+    """What a rank does at the moment, or did when its process ended, in a line."""
+    who, verb = f"rank {rank.rank} (pid {rank.pid})", "is"
+    if rank.rank in ended:
+        who, verb = f"{who}, whose process has ended,", "was"
     if rank.on_device:
         return f"{who} {_enqueued(rank, taken_ns)}"
     running = [each for each in (*rank.collectives, *rank.messages) if each.state == RUNNING]
     if running:
         record = max(running, key=lambda each: each.begin_ns)
-        text = f"is in {_call(record)} for {_seconds(taken_ns - record.begin_ns)}"
+        seconds = _seconds(taken_ns - record.begin_ns)
+        since = f", begun {seconds} ago" if rank.rank in ended else f" for {seconds}"
+        text = f"{verb} in {_call(record)}{since}"
         if record.track == "collectives" and rank.waits_for >= 0:
-            text += f", waits for rank {rank.waits_for}"
+            text += f", {'waited' if rank.rank in ended else 'waits'} for rank {rank.waits_for}"
         return f"{who} {text}{_at(record)}"
     done = [track[-1] for track in (rank.collectives, rank.messages) if track]
     if not done:
@@ -65,7 +72,7 @@ def _now(rank: RankRecording, taken_ns: int) -> str:
     if record.status and record.peer >= 0:
         how += f", waiting for rank {record.peer},"
     return (
-        f"{who} is in no call; last: {_call(record)}, {how} "
+        f"{who} {verb} in no call; last: {_call(record)}, {how} "
         f"{_seconds(taken_ns - record.end_ns)} ago{_at(record)}"
     )
 

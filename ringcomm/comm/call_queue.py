@@ -11,6 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from ringcomm import _native
+from ringcomm.comm import thread_start
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.errors import AbortedError
 
@@ -48,21 +49,46 @@ class CallQueue:
         self.pending = 0
 
     def submit(self, run: Callable[[], Outputs], work: Work) -> Work:
-        """Queues ``run`` behind all earlier calls; ``work`` tells how it ended."""
-        with self._guard:
-            stopped = self._stopped
-            if not stopped:
-                self._put(run, work)
+        """Queues ``run`` behind all earlier calls; ``work`` tells how it ended.
+
+        Raises:
+            RingcommError: the worker thread cannot be started; nothing was queued.
+        """
+        try:
+            with self._guard:
+                stopped = self._stopped
+                if not stopped:
+                    self._put(run, work)
+        except KeyboardInterrupt:
+            work.interrupt()
+            raise
         if stopped:
             work.finish([], AbortedError("the communicator was closed before this call began"))
         return work
 
     def _put(self, run: Callable[[], Outputs], work: Work) -> None:
-        self.pending += 1
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
+            self._begin()
+        self.pending += 1
         self._items.put((run, work))
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+        # Until it runs, so that after Ctrl-C anywhere in here the queue takes nothing and waits for
+        # no thread; the loop ends where _thread does not name it.
+        self._stopped = True
+        try:
+            thread_start.start(
+                thread,
+                f"{self._name}: an asynchronous call",
+                "The call was not made, and the communicator is as good as before: make it "
+                "without async_op=True",
+            )
+        except Exception:
+            self._stopped = False
+            raise
+        self._thread = thread
+        self._stopped = False
 
     def on_worker_thread(self) -> bool:
         """True on the worker thread: in a call that it runs, or in a callback after one."""
@@ -73,6 +99,9 @@ class CallQueue:
         return self._in_call and self.on_worker_thread()
 
     def _loop(self) -> None:
+        with self._guard:
+            if self._thread is not threading.current_thread():
+                return  # Ctrl-C came before its starter knew that it runs
         _native.wait_in_background()
         while True:
             item = self._items.get()
@@ -106,11 +135,10 @@ class CallQueue:
         Negative means no limit. Called on the worker thread itself it does not wait.
         """
         with self._guard:
+            self._stopped = True
             thread = self._thread
-            if not self._stopped:
-                self._stopped = True
-                if thread is not None:
-                    self._items.put(None)
+            if thread is not None:
+                self._items.put(None)
         if thread is None or thread is threading.current_thread():
             return True
         thread.join(None if timeout_s < 0 else timeout_s)

@@ -37,6 +37,7 @@ from ringcomm.memory.device_peers import (
     map_device_heap,
 )
 from ringcomm.memory.exchange import Exchange, Meeting, check_agreement
+from ringcomm.memory.records import shown
 
 # Blocks per collective of a rank with a GPU of its own: they must fill its links and leave the rest
 # of the multiprocessors to the model. A choice, not swept.
@@ -73,7 +74,7 @@ class _Place:
             if type(value).__name__ != field.type:
                 raise RendezvousError(
                     f"{operation}: expected {field.name} of rank {rank} to be of type "
-                    f"{field.type}, got {value!r}"
+                    f"{field.type}, got {shown(value)}"
                 )
         return cls(**values)
 
@@ -237,7 +238,7 @@ def _channels(membership: Membership, places: Sequence[_Place]) -> int:
 def _handles(
     exchange: Exchange, meeting: Meeting, core: DeviceCore, places: Sequence[_Place]
 ) -> list[DeviceHandle]:
-    core.announce([Peer(place.pid, place.stay) for place in places])
+    core.announce([Peer.of(place.pid, place.stay) for place in places])
     recorder = core.recorder.address if core.recorder is not None else None
     mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
     texts = exchange.everyone("heap", asdict(mine))

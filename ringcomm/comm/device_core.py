@@ -11,7 +11,7 @@ from ringcomm import _native
 from ringcomm.comm.calls import Membership
 from ringcomm.comm.device_recorder import DeviceRecorder
 from ringcomm.comm.device_retired import Peer, end_stay, retire
-from ringcomm.comm.device_watch import Watched, unwatch, watch
+from ringcomm.comm.device_watch import Watched, process_of, unwatch, watch
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory import device_runtime
 from ringcomm.memory.device_blocks import DeviceBlock, DeviceHeap
@@ -172,8 +172,8 @@ class DeviceCore:
         self.native.activate(self._page.host_ptr)
         if self.recorder is not None:
             self.recorder.native.watch(self._page.host_ptr)
-        pids = {rank: each.pid for rank, each in enumerate(self._mapped) if each.pid}
-        self._watched = watch(self.native, pids)
+        others = {rank: process_of(each.pid) for rank, each in enumerate(self._mapped) if each.pid}
+        self._watched = watch(self.native, others)
 
     @property
     def timeout_ms(self) -> int:

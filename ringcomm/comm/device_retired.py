@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import NamedTuple, Protocol
 
+from ringcomm import _native
 from ringcomm.memory.device_blocks import DeviceBlock
 from ringcomm.memory.device_heap import existing_heap
 from ringcomm.memory.device_runtime import Event
@@ -30,15 +31,25 @@ POLL_S = 0.001
 
 
 class Peer(NamedTuple):
-    """A rank that may write into a region: its process, and its stay there."""
+    """A rank that may write into a region: its process, None for this one, and its stay there.
 
-    pid: int
+    The process is one that was opened while it ran: its pid may be another's later, or still be
+    there when it has ended, until its parent asks how.
+    """
+
+    process: _native.Process | None
     stay: int
 
+    @classmethod
+    def of(cls, pid: int, stay: int) -> Peer:
+        return cls(
+            None if pid == os.getpid() else _native.Process(pid, with_descriptor=False), stay
+        )
+
     def has_ended(self) -> bool:
-        if self.pid == os.getpid():
+        if self.process is None:
             return self.stay not in _process.stays
-        return not _is_alive(self.pid)
+        return self.process.has_ended()
 
 
 @dataclass(frozen=True)
@@ -116,16 +127,6 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def begin_stay() -> int:

@@ -7,24 +7,24 @@ and marks the ended ones in the page that the kernel looks at.
 from __future__ import annotations
 
 import os
-import select
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringcomm import _native
+from ringcomm.comm import thread_start
+from ringcomm.errors import RingcommError
 
-# How late the end of a process without a pidfd is noticed.
+# How late the end of a process is noticed.
 POLL_MS = 100
 
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """One communicator's peers in other processes: pid and, where there is one, pidfd, by rank."""
+    """One communicator's peers in other processes, by rank."""
 
     native: _native.DeviceComm
-    pids: Mapping[int, int]
-    pidfds: Mapping[int, int]
+    processes: dict[int, _native.Process]
 
 
 class _Process:
@@ -50,30 +50,21 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _open(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        # It has ended, or this kernel or sandbox has no pidfds: its pid must do.
-        return None
+def process_of(pid: int) -> _native.Process:
+    """A process that runs, to ask later whether it has ended.
 
-
-def _has_ended(watched: Watched, rank: int) -> bool:
-    descriptor = watched.pidfds.get(rank)
-    if descriptor is not None:
-        return bool(select.select([descriptor], [], [], 0)[0])
+    Raises:
+        RingcommError: there is no file descriptor left for it.
+    """
     try:
-        os.kill(watched.pids[rank], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+        return _native.Process(pid)
+    except OSError as error:
+        raise RingcommError(f"the watch for process {pid}: {error.strerror}") from error
 
 
 def _look(watched: Watched) -> None:
-    for rank in watched.pids:
-        if _has_ended(watched, rank):
+    for rank, process in watched.processes.items():
+        if process.has_ended():
             watched.native.mark_lost(rank)
 
 
@@ -81,6 +72,8 @@ def _loop(process: _Process, wake: threading.Event) -> None:
     while True:
         wake.wait(POLL_MS / 1000)
         with process.guard:
+            if process.thread is not threading.current_thread():
+                return  # Ctrl-C came before its starter knew that it runs
             if not process.watched:
                 process.thread = None
                 return
@@ -88,25 +81,32 @@ def _loop(process: _Process, wake: threading.Event) -> None:
                 _look(watched)
 
 
-def watch(native: _native.DeviceComm, pids: Mapping[int, int]) -> Watched:
+def watch(native: _native.DeviceComm, processes: Mapping[int, _native.Process]) -> Watched:
     """Watches peers from here on.
 
     Args:
         native: whose page is marked.
-        pids: of the peers that are processes of their own, by rank.
+        processes: of the peers that are processes of their own, by rank.
+
+    Raises:
+        RingcommError: there is no thread left to watch them.
     """
-    pidfds = {rank: fd for rank, pid in pids.items() if (fd := _open(pid)) is not None}
-    watched = Watched(native, dict(pids), pidfds)
+    watched = Watched(native, dict(processes))
     process = _process
-    if not pids:
+    if not processes:
         return watched
     with process.guard:
-        process.watched.append(watched)
         if process.thread is None:
-            process.thread = threading.Thread(
+            thread = threading.Thread(
                 target=_loop, args=(process, threading.Event()), name="ringcomm-watch", daemon=True
             )
-            process.thread.start()
+            thread_start.start(
+                thread,
+                "the watch for peers whose process ends",
+                "The communicator was not built",
+            )
+            process.thread = thread
+        process.watched.append(watched)
     return watched
 
 
@@ -116,5 +116,4 @@ def unwatch(watched: Watched) -> None:
     with process.guard:
         if watched in process.watched:
             process.watched.remove(watched)
-            for descriptor in watched.pidfds.values():
-                os.close(descriptor)
+            watched.processes.clear()  # the loop may still refer to it

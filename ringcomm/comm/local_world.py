@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
+from ringcomm.comm import thread_start
 from ringcomm.comm.calls import Turn
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.reduce_ops import SUM
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, where
+from ringcomm.memory.exchange import Exchange, Meeting
 
 T = TypeVar("T")
 _ONE_DEVICE = (str, int, torch.device, type(None))
@@ -214,10 +216,15 @@ def _run_threads(
         for rank in range(len(calls))
     ]
     try:
+        for rank, thread in enumerate(threads):
+            try:
+                thread_start.start(thread, f"rank {rank} of local_world", "This rank did not run")
+            except RingcommError as error:
+                errors.append(error)
+                on_error(rank, error)
         for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     except KeyboardInterrupt as interrupt:
         for rank in range(len(calls)):
             on_error(rank, interrupt)
@@ -225,10 +232,6 @@ def _run_threads(
     if errors:
         raise min(errors, key=_distance)
     return [results[rank] for rank in range(len(calls))]
-
-
-def _leave(rank: int, error: BaseException) -> None:
-    """A rank that cannot be built has told the others through the store."""
 
 
 def local_world(
@@ -253,6 +256,7 @@ def local_world(
     Raises:
         ArgumentError: ``n`` is not a positive integer, or there are not ``n`` devices.
         HeapError: no room for the heap or the communicators' regions in it.
+        RingcommError: a rank's thread cannot be started.
     """
     if not isinstance(n, int) or n < 1:
         raise ArgumentError(f"local_world: expected the number of ranks, >= 1, got {n!r}")
@@ -273,4 +277,8 @@ def local_world(
             device=devices[rank],
         )
 
-    return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], _leave))
+    def leave(rank: int, error: BaseException) -> None:
+        # One that was being built has told the others already: then nobody reads this.
+        Exchange(Meeting(store, "local", rank, n, 0.0, 0.0)).fail(error)
+
+    return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], leave))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import _native
+from ringcomm.comm import thread_start
 from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
 from ringcomm.comm.work import Outputs, Work, wait_seconds
@@ -100,7 +101,11 @@ class Message(Work):
         if not self._finished:
             # Nothing else would notice the end, since the native engine knows no Python. One
             # thread each: a shared one would wait in an order that may never come.
-            threading.Thread(target=self._watch, name="ringcomm-future", daemon=True).start()
+            thread_start.start(
+                threading.Thread(target=self._watch, name="ringcomm-future", daemon=True),
+                f"get_future of {self._name}",
+                "The message is still under way: call wait() instead",
+            )
         return future
 
     def _watch(self) -> None:
@@ -216,10 +221,17 @@ class Messages(Engine):
         """Keeps a message's tensors alive until it is done, whatever becomes of its Work."""
         if message.poll():
             return message
-        self._core.drive_in_background()
         with self._message_guard:
             self._under_way.add(message)
             sweep = len(self._under_way) >= self._sweep_at
+        try:
+            self._core.drive_in_background()
+        except RuntimeError as error:
+            # Nobody would move it on unless somebody waits, which a peer may need first.
+            text = "The message had begun, so the communicator is aborted: build another"
+            failed = thread_start.no_thread(message._name, error, text)
+            self.abort(str(failed))
+            raise failed from error
         if sweep:
             for each in tuple(self._under_way):
                 each.poll()

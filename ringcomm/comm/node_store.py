@@ -18,7 +18,8 @@ from pathlib import Path
 
 from torch.distributed import Store, TCPStore
 
-from ringcomm.errors import RendezvousError, where
+from ringcomm.comm import thread_start
+from ringcomm.errors import RendezvousError, RingcommError, where
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.005
@@ -103,9 +104,14 @@ def _serve(
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    threading.Thread(
+    thread = threading.Thread(
         target=_hand_out, args=(listener, port, world_size - 1, deadline), daemon=True
-    ).start()
+    )
+    try:
+        thread_start.start(thread, operation, "The other ranks cannot find this one")
+    except RingcommError as error:
+        listener.close()
+        raise RendezvousError(str(error)) from error
     return store
 
 

@@ -27,10 +27,13 @@ from typing import Any, cast
 
 from ringcomm.comm.topology import LEVELS, Gpu, NvLinks, Pair, Topology, plain_bus_id
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.records import read_bounded
 
 __all__ = ["from_json", "load", "save", "to_json"]
 
 FORMAT = "ringcomm topology 1"
+# Of 16 GPUs it has some 40000.
+LARGEST_BYTES = 16 << 20
 
 Object = Mapping[str, object]
 
@@ -74,8 +77,9 @@ def load(path: str | Path) -> Topology:
         ArgumentError: the file cannot be read, or is damaged.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        raw = read_bounded(Path(path), LARGEST_BYTES)
+        text = raw.decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: the recorded topology cannot be read: {error}") from error
     return from_json(text, str(path))
 
@@ -88,7 +92,7 @@ def save(topology: Topology, path: str | Path) -> None:
     """
     try:
         Path(path).write_text(to_json(topology), encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: the topology cannot be recorded: {error}") from error
 
 

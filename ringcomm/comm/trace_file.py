@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ringcomm.comm.recording import STATES, Record, Recording
 from ringcomm.errors import RingcommError, printable
+from ringcomm.memory.records import read_bounded
 
 __all__ = [
     "VARIABLE",
@@ -220,12 +221,11 @@ def read(path: Path) -> Trace:
         raise RingcommError(f"trace {path}: expected a trace of version {VERSION}, got {why}")
 
     try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_BYTES + 1)
+        raw = read_bounded(path, LARGEST_BYTES)
     except OSError as error:
         raise RingcommError(f"trace {path}: cannot be read: {error.strerror}") from error
-    if len(raw) > LARGEST_BYTES:
-        fail(f"more than {LARGEST_BYTES} bytes")
+    except ValueError as error:
+        fail(str(error))
     try:
         whole = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -28,6 +28,9 @@ class Work:
     """One call that runs off the caller's thread.
 
     The tensors of the call stay alive until it is done, even if the handle is dropped.
+
+    Attributes:
+        interrupt: aborts the communicator, since Ctrl-C came.
     """
 
     __slots__ = (
@@ -37,10 +40,10 @@ class Work:
         "_future",
         "_gate",
         "_guard",
-        "_interrupt",
         "_name",
         "_outputs",
         "_refuse_wait",
+        "interrupt",
     )
 
     def __init__(
@@ -50,7 +53,7 @@ class Work:
         refuse_wait: Callable[[], bool],
     ) -> None:
         self._name = name
-        self._interrupt = interrupt
+        self.interrupt = interrupt
         self._refuse_wait = refuse_wait
         self._finished = False
         self._error: BaseException | None = None
@@ -76,8 +79,12 @@ class Work:
             CollectiveTimeout: ``timeout`` passed first; the call goes on.
             RingcommError: what the call raised.
         """
-        if not self._finished:
-            self._await(timeout)
+        try:
+            if not self._finished:
+                self._await(timeout)
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         if self._error is not None:
             raise self._error
         return True
@@ -89,12 +96,7 @@ class Work:
                 f"{self._name}: waited for on the thread that is to run it, so it would never "
                 "end. Do not wait for a later call inside a callback of an earlier one"
             )
-        try:
-            opened = self._gate.acquire(timeout=seconds)
-        except KeyboardInterrupt:
-            self._interrupt()
-            raise
-        if not opened:
+        if not self._gate.acquire(timeout=seconds):
             raise CollectiveTimeout(
                 f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the call goes "
                 "on. Wait again, or abort the communicator"

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from ringcomm.errors import RendezvousError
+from ringcomm.errors import RendezvousError, printable
 
-__all__ = ["FORMAT_VERSION", "digest_of", "number_below", "read_fields", "read_record", "shown"]
+__all__ = [
+    "FORMAT_VERSION",
+    "digest_of",
+    "number_below",
+    "read_bounded",
+    "read_fields",
+    "read_record",
+    "shown",
+]
 
 FORMAT_VERSION = 1
 # A record is some hundred bytes; a topology of many GPUs some hundred thousand.
@@ -33,6 +44,23 @@ def shown(value: Any) -> str:
         return reprlib.repr(value)
     except (RecursionError, ValueError):  # an integer of too many digits, too
         return f"a {type(value).__name__} that is too large to show"
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """What a regular file holds; does not wait for whoever writes into a pipe.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        ValueError: it is no regular file, or is larger than ``most_bytes``; says what it is.
+    """
+    # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no regular file (a pipe must be written to a file first)")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes")
+    return content
 
 
 def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
@@ -56,7 +84,8 @@ def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
     if "error" in record:
         said = record["error"]
         told = said if type(said) is str else shown(said)
-        error = RendezvousError(f"{operation}: rank {rank} failed: {told[:LONGEST_TEXT]}")
+        told = printable(told[:LONGEST_TEXT])
+        error = RendezvousError(f"{operation}: rank {rank} failed: {told}")
         error.repeats = True
         raise error
     return dict(record)
@@ -96,9 +125,9 @@ def read_fields(
             wanted, fits = "hexadecimal digits", type(value) is str and _is_hex(value)
         else:
             wanted = "a string"
-            fits = type(value) is str and len(value) <= LONGEST_TEXT
+            fits = type(value) is str and len(value) <= LONGEST_TEXT and value.isprintable()
             if type(value) is str:
-                wanted += f" of at most {LONGEST_TEXT} characters"
+                wanted += f" of at most {LONGEST_TEXT} printable characters"
         if not fits:
             raise RendezvousError(
                 f"{operation}: expected {field.name} of rank {rank} to be {wanted}, "

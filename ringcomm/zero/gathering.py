@@ -11,6 +11,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device_engine import DeviceEngine
+from ringcomm.comm.thread_start import no_thread
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.device_runtime import Event
 from ringcomm.zero.stored import SplitBucket
@@ -40,6 +41,11 @@ class HostCopier(Copier):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ringcomm-gather")
+        try:
+            self._pool.submit(int).result()
+        except RuntimeError as error:
+            # Here rather than in a step, where a bucket would wait for what nobody does.
+            raise no_thread("zero", error, "Stage 3 gathers in one of its own") from error
 
     def begin(self, bucket: SplitBucket) -> None:
         bucket.coming = self._pool.submit(self._fill, bucket)
@@ -49,10 +55,12 @@ class HostCopier(Copier):
             bucket.fill()
 
     def end(self, bucket: SplitBucket) -> None:
-        if bucket.coming is not None:
-            with self._trace.waiting("gather"):
+        with self._trace.waiting("gather"):
+            if bucket.coming is None:
+                self._fill(bucket)  # Ctrl-C came before it was known to come
+            else:
                 bucket.coming.result()
-            bucket.coming = None
+        bucket.coming = None
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -81,7 +89,9 @@ class DeviceCopier(Copier):
 
     def end(self, bucket: SplitBucket) -> None:
         done = self._done.pop(bucket, None)
-        if done is not None:
+        if done is None:
+            bucket.fill()  # Ctrl-C came before it was known to come
+        else:
             runtime, device = self._runtime, self._device
             runtime.wait_event(device, runtime.current_stream(device), done)
 

@@ -18,6 +18,7 @@ from ringcomm.cli.trace_report import report
 from ringcomm.comm import trace_file
 from ringcomm.comm.recording import RankRecording, Record, Recording
 from ringcomm.errors import RingcommError
+from tests.support.faults import until_stopped
 from tests.support.ranks import Ranks
 
 MS = 1_000_000
@@ -272,11 +273,17 @@ def test_processes_that_hang_are_read_without_their_help(capsys):
                 recorded = live_recordings(ranks.pids[:1])
             except RingcommError:
                 return False  # it has not begun yet
-            pairs = [each for each in recorded if each.communicator.startswith("world/pair")]
-            return bool(pairs) and len(pairs[0].ranks) == 2 and pairs[0].ranks[0].waits_for == 1
+            world, *pairs = recorded
+            if not pairs or len(pairs[0].ranks) < 2 or pairs[0].ranks[0].waits_for != 1:
+                return False
+            # All have done with the barrier, and written it down.
+            last = [each.last for each in world.ranks]
+            return all(each is not None and each.state != "running" for each in last)
 
         until(waits)
+        until_stopped(ranks.pids[2])
         ranks.signal(0, signal.SIGSTOP)
+        until_stopped(ranks.pids[0])
         world, pair = live_recordings(ranks.pids[:1])
         assert (world.communicator, len(world.ranks)) == ("world", 3)
         assert [each.last.collective for each in world.ranks] == ["barrier"] * 3
@@ -286,6 +293,9 @@ def test_processes_that_hang_are_read_without_their_help(capsys):
         ranks.processes[2].join()
         assert main(["trace", "--pid", *map(str, ranks.pids[:2])]) == 0
         shown = capsys.readouterr().out
+        ended = [line for line in shown.splitlines() if "whose process has ended" in line]
+        assert [line.split(",")[0] for line in ended] == [f"  rank 2 (pid {ranks.pids[2]})"], shown
+        assert "was in no call; last: barrier(), call 1, done" in ended[0]
         line = hangs.__code__.co_firstlineno + 8
         assert "communicator world, 3 ranks" in shown and f"rank 2 (pid {ranks.pids[2]})" in shown
         assert f"waits for rank 1, at {__file__}:{line}" in shown, shown

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from ringcomm import ArgumentError, Communicator, RendezvousError, UnsupportedError
 from ringcomm.comm import node_store
@@ -154,6 +155,29 @@ def _is_open_mpi(mpirun: str) -> bool:
 def test_meeting_on_a_node_without_rank_0():
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: waited 0\.3 s for rank 0"):
         node_store.meet_on_node(1, 2, 0.3)
+
+
+def _listens_at(port: int) -> set[str]:
+    """The addresses, in hexadecimal digits, at which this machine listens on a port."""
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    texts = [each.read_text() for each in tables if each.exists()]
+    lines = [line.split() for text in texts for line in text.splitlines()[1:]]
+    listening = [line[1] for line in lines if line[3] == "0A"]
+    return {place.split(":")[0] for place in listening if int(place.split(":")[1], 16) == port}
+
+
+def test_the_store_of_a_node_listens_on_loopback_only():
+    store = node_store.meet_on_node(0, 1, 10.0)
+    assert isinstance(store, TCPStore)
+    loopback = int.from_bytes(socket.inet_aton("127.0.0.1"), sys.byteorder)
+    assert _listens_at(store.port) == {f"{loopback:08X}"}
+
+
+def test_a_store_that_listens_everywhere_is_noticed():
+    """As torch's own does, even one of 127.0.0.1."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = _listens_at(store.port)
+    assert found and all(set(address) == {"0"} for address in found)
 
 
 def test_another_users_process_learns_no_port(monkeypatch):

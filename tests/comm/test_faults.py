@@ -21,7 +21,7 @@ from ringcomm import (
     RingcommError,
 )
 from tests.support.fault_checks import check_deadline
-from tests.support.faults import die, is_stopped, shared_memory_files
+from tests.support.faults import die, is_stopped, meet, shared_memory_files, until_stopped
 from tests.support.ranks import Ranks, run_ranks
 
 LONG_S = 60.0
@@ -52,13 +52,19 @@ def _survivors(world):
 
 def _waits_for_the_last(store, rank, world, wait, timeout, end):
     """The last rank ends as ``end`` says; the others must not hang, and build a new world."""
-    comm = Communicator.from_store(store, rank, world, timeout=timeout)
+    comm = Communicator.from_store(store, rank, world, timeout=LONG_S)
     comm.barrier()
     if rank == world - 1:
+        store.set("pid", str(os.getpid()))
         if end == "die":
             die()
         os.kill(os.getpid(), signal.SIGSTOP)
         threading.Event().wait()
+    if end == "stop":
+        until_stopped(int(store.get("pid")))
+        # Else one that is late by its timeout is taken for the one that is stopped.
+        meet(store, "stopped", world - 1)
+    comm.timeout = timeout
     started = time.monotonic()
     try:
         WAITS[wait](comm)
@@ -129,12 +135,23 @@ def test_nothing_is_left_when_all_are_killed():
     assert shared_memory_files() == before
 
 
+def _interrupts_the_wait(comm):
+    """Ctrl-C, when a call has been under way for a moment."""
+    deadline = time.monotonic() + LONG_S
+    while time.monotonic() < deadline:
+        mine = comm.recording().rank(comm.rank)
+        if any(each.state == "running" for each in (*mine.collectives, *mine.messages)):
+            break
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def _interrupted(store, rank, world, wait):
     comm = Communicator.from_store(store, rank, world, timeout=LONG_S)
     comm.barrier()
     if rank == 0:
-        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
+        threading.Thread(target=_interrupts_the_wait, args=(comm,)).start()
         try:
             WAITS[wait](comm)
         except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ from ringcomm import Communicator
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # a process of that user like any other: dumpable
 store = TCPStore("127.0.0.1", {port}, is_master=False, timeout=timedelta(seconds=30))
+store.set("stranger", "is here")
 try:
     Communicator.from_store(store, 1, 2, timeout={TIMEOUT_S})
     print("joined")
@@ -225,6 +227,7 @@ def test_another_user_does_not_join():
     told: list[str] = []
     stranger = threading.Thread(target=lambda: told.append(_stranger_joins(server.port)))
     stranger.start()
+    server.wait(["stranger"], timedelta(seconds=60))  # who loads torch first
     with pytest.raises(RingcommError) as raised:
         Communicator.from_store(server, 0, 2, timeout=TIMEOUT_S)
     stranger.join()

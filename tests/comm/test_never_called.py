@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -156,6 +157,14 @@ def test_a_send_that_nobody_receives():
     assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
 
 
+def until_it_waits(comm, rank):
+    """Until this rank has told whom it waits for in a message."""
+    deadline = time.monotonic() + 30
+    while comm.recording().rank(rank).waits_for < 0:
+        assert time.monotonic() < deadline, "it does not wait"
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize(
     "call", [lambda c: c.recv(T(4), 1), lambda c: c.barrier()], ids=["recv", "barrier"]
 )
@@ -168,6 +177,8 @@ def test_the_rank_that_others_wait_for_is_named_through_messages(call):
         if comm.rank == 2:
             assert done.wait(60)
             return
+        if comm.rank == 0:
+            until_it_waits(comm, 1)
         comm.timeout = 0.5 if comm.rank == 0 else 30
         with pytest.raises(ringcomm.CollectiveTimeout) as raised:
             if comm.rank == 0:

@@ -22,6 +22,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
+from ringcomm.memory import records
 from ringcomm.memory.exchange import Exchange, HeapHandle, Meeting, machine_identity
 from ringcomm.memory.heap import process_heap
 from tests.support.ranks import run_ranks
@@ -96,6 +97,35 @@ def test_handles_that_do_not_fit(changes, kind, words):
     error = _rank_0_meets(_json(_handle(), **changes))
     assert type(error) is kind
     assert words in str(error)
+
+
+ESCAPES = "\x1b]0;other title\x07\x1b[31mred"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"error": f"{ESCAPES}\nTraceback"}, "rank 1 failed: ?]0;other title??[31mred\nTraceback"),
+        ({"error": [ESCAPES]}, "rank 1 failed: ["),
+        ({"host": ESCAPES}, "expected host of rank 1 to be a string of at most 4096 printable"),
+        ({"boot": ESCAPES}, "expected boot of rank 1"),
+        ({"pid_namespace": ESCAPES}, "expected pid_namespace of rank 1"),
+        ({"layout": ESCAPES}, "expected layout of rank 1"),
+        ({"pid": ESCAPES}, "expected pid of rank 1"),
+        ({"version": ESCAPES}, "not a version 1 record"),
+    ],
+    ids=["error", "list", "host", "boot", "pid_namespace", "layout", "pid", "version"],
+)
+def test_a_terminal_obeys_nothing_that_a_peer_posts(changes, words):
+    text = str(_rank_0_meets(_json(_handle(), **changes)))
+    assert words in text
+    assert text.replace("\n", "").isprintable(), text
+
+
+def test_what_a_terminal_obeys_is_noticed(monkeypatch):
+    monkeypatch.setattr(records, "printable", lambda text: text)
+    text = str(_rank_0_meets(json.dumps({"version": 1, "error": ESCAPES})))
+    assert ESCAPES in text and not text.isprintable()
 
 
 def test_a_peer_that_is_gone_or_another():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
 
+import ringcomm
 from bench import options as bench_options
 from ringcomm.cli import doctor_checks, main
+from ringcomm.comm import trace_file
 from ringcomm.comm.environment import LAUNCHERS, read_environment
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.memory.heap import parse_bytes
@@ -25,8 +29,8 @@ class Started(BaseException):
 VALUES = (
     "0", "1", "2", "3", "-1", "64", "1e9", "7.5B", "4K", "nan", "inf", "-inf", "1e400", "9" * 30,
     "1" * 5000, "0x10", "", " ", "x", "\x00", "\ud800", "\u0663", "²", "none", "full", "fp16",
-    "bf16", "a.b:c", "os:getcwd", "/", "/nonexistent/x.png", "../x", "x" * 300, "1,2", ",,",
-    "=", "--",
+    "bf16", "a.b:c", "os:getcwd", "/", "/dev/zero", "/dev/full", "/nonexistent/x.png",
+    "../x", "x" * 300, "1,2", ",,", "=", "--",
 )  # fmt: skip
 OPTIONS = {
     "estimate": (
@@ -36,7 +40,8 @@ OPTIONS = {
         "--layers", "--width", "--heads", "--context", "--vocab", "--untied", "--micro-batch",
         "--checkpointing", "--checkpoint-every",
     ),
-    "topo": ("--file", "--ranks", "--placement", "--json"),
+    "topo": ("--file", "--ranks", "--placement", "--json", "--save"),
+    "trace": ("--pid", "--last", "--chrome"),
     "train": (
         "--data", "--ranks", "--steps", "--batch", "--accum", "--clip", "--learning-rate", "--seed",
         "--width", "--depth", "--heads", "--context", "--tied", "--checkpoint-activations",
@@ -47,7 +52,7 @@ OPTIONS = {
     "bench": ("-b", "-e", "-g", "--ranks", "--json", "all_reduce"),
 }  # fmt: skip
 # With these a command gets past its parser.
-SOUND = {"estimate": ["--params", "1e6", "--world", "2"]}
+SOUND = {"estimate": ["--params", "1e6", "--world", "2"], "trace": ["trace.json"]}
 
 
 def arguments(command: str, chance: Random) -> list[str]:
@@ -60,7 +65,15 @@ def arguments(command: str, chance: Random) -> list[str]:
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch):
+def nothing_starts(monkeypatch, tmp_path):
+    """In a folder with a trace, and a pipe that nobody writes into."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with ringcomm.local_world(1) as world:
+        world[0].barrier()
+        recording = world[0].recording()
+    Path("trace.json").write_text(trace_file.text_of(trace_file.Trace(recording, 0, 1.0, "")))
+
     def start(*_: object, **__: object) -> None:
         raise Started
 
@@ -90,6 +103,17 @@ def told(call, *args) -> str:
 @pytest.mark.parametrize("words", [["--ranks", "9" * 30], ["--placement", "1" * 5000]])
 def test_numbers_of_many_digits(words, nothing_starts):
     assert told(main, ["topo", *words]) == "ended 2"
+
+
+@pytest.mark.parametrize("command", [["topo", "--file"], ["trace"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("file", ["/dev/zero", "pipe", "/", "/proc/self/mem", "\x00", "\ud800"])
+def test_files_that_are_none(command, file, nothing_starts):
+    code = {"topo": 2, "trace": 1}[command[0]]
+    assert told(main, [*command, file]) == f"ended {code}"
+
+
+def test_the_folder_has_a_trace(nothing_starts):
+    assert told(main, ["trace", "trace.json"]) == "ended 0"
 
 
 @pytest.mark.parametrize("command", OPTIONS)

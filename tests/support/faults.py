@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -24,6 +25,23 @@ def shared_memory_files() -> set[str]:
 def is_stopped(pid: int) -> bool:
     """True when the process is stopped by a signal."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def until_stopped(pid: int) -> None:
+    """Waits until the process is stopped: a signal takes its time on a busy machine."""
+    deadline = time.monotonic() + 60.0
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline, "it was not stopped"
+        time.sleep(0.001)
+
+
+def meet(store: Any, name: str, n: int) -> None:
+    """Returns in ``n`` processes at about the same time, whatever the machine's load."""
+    store.add(f"met/{name}", 1)
+    deadline = time.monotonic() + 60.0
+    while int(store.add(f"met/{name}", 0)) < n:
+        assert time.monotonic() < deadline, "the others did not come"
+        time.sleep(0.001)
 
 
 def until_rank_threads_have_ended(*ranks: int) -> None:

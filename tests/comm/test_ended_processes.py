@@ -1,0 +1,106 @@
+"""Peers that have ended and that nobody has asked how, and others that get their pids."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import Communicator, PeerLost, _native
+from tests.support.faults import die
+from tests.support.ranks import run_ranks
+
+LONG_S = 60.0
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+def forked(body: Callable[[], object]) -> int:
+    """A child that runs ``body`` and ends; nobody asks how before the test does."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def until_ended(pid: int) -> None:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def _loses_a_zombie(store: Any, rank: int, world: int) -> list[int]:
+    def other() -> None:
+        comm = Communicator.from_store(store, 1, 2, timeout=LONG_S)
+        comm.barrier()
+        die()
+
+    pid = forked(other)
+    used = []
+    comm = Communicator.from_store(store, 0, 2, timeout=LONG_S)
+    comm.barrier()
+    used.append(ringcomm.heap_stats()["used_bytes"])
+    try:
+        comm.all_reduce(torch.ones(10))
+    except PeerLost:
+        comm.close()
+    until_ended(pid)
+    Communicator.from_store(store, 0, 1, name="alone").close()
+    used.append(ringcomm.heap_stats()["used_bytes"])
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state == "Z"
+    os.waitpid(pid, 0)
+    return used
+
+
+def test_a_zombie_keeps_no_memory():
+    before, after = run_ranks(_loses_a_zombie, 1)[0]
+    assert after < before / 100
+
+
+@pytest.mark.parametrize("descriptor", [True, False])
+def test_a_zombie_has_ended(descriptor):
+    pid = forked(lambda: time.sleep(0.2))
+    process = _native.Process(pid, with_descriptor=descriptor)
+    assert not process.has_ended()
+    until_ended(pid)
+    assert process.has_ended()
+    os.waitpid(pid, 0)
+    assert process.has_ended()
+
+
+def _again(pid: int) -> int:
+    """A process that has the pid of an earlier one; it lives until it is killed."""
+    for _ in range(200):
+        try:
+            LAST_PID.write_text(str(pid - 1))
+        except OSError as error:
+            pytest.skip(f"this user cannot choose pids: {error}")
+        found = forked(lambda: time.sleep(LONG_S))
+        if found == pid:
+            return found
+        os.kill(found, 9)
+        os.waitpid(found, 0)
+    pytest.skip("other processes took the pid")
+
+
+@pytest.mark.parametrize("descriptor", [True, False])
+def test_who_gets_the_pid_of_a_process_is_another(descriptor):
+    # Starts are told apart by the system's clock ticks.
+    pid = forked(lambda: time.sleep(0.2))
+    process = _native.Process(pid, with_descriptor=descriptor)
+    assert not process.has_ended()
+    os.waitpid(pid, 0)
+    found = _again(pid)
+    try:
+        assert process.has_ended()
+        assert not _native.Process(found, with_descriptor=descriptor).has_ended()
+    finally:
+        os.kill(found, 9)
+        os.waitpid(found, 0)

@@ -1,0 +1,303 @@
+"""Threads that cannot be started, and Ctrl-C while one is: an error, and nothing that hangs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import AbortedError, Communicator, RendezvousError, RingcommError, _native
+from ringcomm.comm import device_watch, node_store
+from ringcomm.comm.call_queue import CallQueue
+from ringcomm.zero.gathering import HostCopier
+from ringcomm.zero.trace import Trace
+from tests.support.ranks import Ranks
+
+T = torch.ones
+SOON_S = 20.0
+LONG_S = 60.0
+# More than any process may have, so that no thread with it starts.
+STACK_BYTES = 1 << 46
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Inside, the system refuses new threads, as it does at a limit on processes."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, runs: bool) -> Iterator[None]:
+    """Inside, Ctrl-C comes while a thread is started: before it runs, or when it just does."""
+    start = threading.Thread.start
+
+    def begin(thread: threading.Thread) -> None:
+        if runs:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", begin)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns or raises; fails when it does neither in time."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append((call(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert ended, "it hangs"
+    value, error = ended[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == name]
+
+
+def a_call_without_a_thread() -> None:
+    comm = ringcomm.local_world(1, timeout=LONG_S)[0]
+    with no_threads(), pytest.raises(RingcommError, match=r"async_op=True.*ulimit -u"):
+        comm.all_reduce(T(4), async_op=True)
+    assert not comm.aborted
+    within(SOON_S, lambda: comm.all_reduce(T(4)))
+    work = comm.all_reduce(T(4), async_op=True)
+    within(SOON_S, work.wait)
+    within(SOON_S, comm.close)
+
+
+def test_an_asynchronous_call_without_a_thread() -> None:
+    a_call_without_a_thread()
+
+
+def test_close_without_a_thread() -> None:
+    comm = ringcomm.local_world(1, timeout=LONG_S)[0]
+    with no_threads(), pytest.raises(RingcommError):
+        comm.submit(list, "nothing")
+    within(SOON_S, comm.close)
+
+
+def test_a_queue_that_forgets_that_nothing_started_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = []
+
+    def begin(queue: Any) -> None:
+        begun.append(queue)
+        queue._thread = threading.Thread(target=queue._loop, name=queue._name, daemon=True)
+        queue._thread.start()
+
+    monkeypatch.setattr(CallQueue, "_begin", begin)
+    with pytest.raises((AssertionError, RuntimeError)) as raised:
+        a_call_without_a_thread()
+    assert not isinstance(raised.value, RingcommError)
+    begun[0]._thread = None  # else the garbage collector finds it, too
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_ctrl_c_while_the_worker_starts(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ringcomm.local_world(2, timeout=LONG_S, options=ringcomm.CommOptions())
+    first, second = world
+    name = f"ringcomm-{first.name}"
+    before = set(named(name))  # of other tests
+    with interrupted(monkeypatch, runs):
+        first.all_reduce(T(4), async_op=True)
+    assert first.aborted
+    for call in (lambda: first.all_reduce(T(4)), lambda: second.all_reduce(T(4))):
+        with pytest.raises(AbortedError, match="KeyboardInterrupt"):
+            within(SOON_S, call)
+    with pytest.raises(AbortedError, match="KeyboardInterrupt"):
+        first.all_reduce(T(4), async_op=True)
+    within(SOON_S, world.close)
+    until(lambda: not set(named(name)) - before)
+
+
+def test_a_future_of_a_message_without_a_thread() -> None:
+    first, second = ringcomm.local_world(2, timeout=LONG_S)
+    work = first.irecv(T(4), 1)
+    with no_threads(), pytest.raises(RingcommError, match=r"get_future of irecv.*call wait"):
+        work.get_future()
+    second.send(T(4), 0)
+    within(SOON_S, work.wait)
+    assert work.get_future().done()
+    for each in (first, second):
+        each.close()
+
+
+def _isend_without_room(store: Any, rank: int, world: int) -> tuple[str, bool]:
+    """Rank 0 may have no more memory than it has: the stack of a native thread does not fit."""
+    comm = Communicator.from_store(store, rank, world, timeout=LONG_S)
+    tensor = T(4_000_000)
+    comm.barrier()
+    if rank == 1:
+        try:
+            comm.recv(tensor, 0)
+        except AbortedError as error:
+            comm.close()
+            return str(error), True
+        return "received", False
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (int(status["VmSize"].split()[0]) * 1024 + (2 << 20), most[1])
+    )
+    try:
+        comm.isend(tensor, 1)
+    except RingcommError as error:
+        told = str(error)
+    else:
+        told = "sent"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, most)
+    aborted = comm.aborted
+    comm.close()
+    return told, aborted
+
+
+def test_a_message_without_a_thread_to_move_it() -> None:
+    with Ranks(_isend_without_room, 2) as ranks:
+        outcomes = ranks.wait(LONG_S)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+        told, aborted = outcome.value
+        assert "isend: expected to start a thread" in told, told
+        assert "build another" in told and aborted
+
+
+class Lost:
+    """A stand-in for the native end of a device's communicator."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+
+    def mark_lost(self, rank: int) -> None:
+        self.ranks.add(rank)
+
+
+def _ends_at_once() -> int:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+
+@pytest.mark.parametrize("how", ["refused", "interrupted", "interrupted as it runs"])
+def test_the_watch_for_processes_on_devices(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: not named("ringcomm-watch"))
+    native: Any = Lost()
+    pid = _ends_at_once()
+    processes = {3: device_watch.process_of(pid)}
+    if how == "refused":
+        with no_threads(), pytest.raises(RingcommError, match="was not built"):
+            device_watch.watch(native, processes)
+    else:
+        with interrupted(monkeypatch, how.endswith("runs")):
+            device_watch.watch(native, processes)
+    watched = device_watch.watch(native, processes)
+    until(lambda: native.ranks == {3})
+    device_watch.unwatch(watched)
+    until(lambda: not named("ringcomm-watch"))
+    os.waitpid(pid, 0)
+
+
+def test_a_meeting_on_a_node_without_a_thread() -> None:
+    address = f"\0ringcomm-test-without-threads-{os.getpid()}"
+    arguments = (address, 2, time.monotonic() + SOON_S, "meeting", SOON_S)
+    for _ in range(2):  # the first one left the address free
+        with no_threads(), pytest.raises(RendezvousError, match="meeting: expected to start"):
+            node_store._serve(*arguments)
+
+
+def test_a_local_world_without_threads() -> None:
+    with no_threads(), pytest.raises(RingcommError, match="rank 0 of local_world: expected"):
+        ringcomm.local_world(2)
+
+
+def _second_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def begin(thread: threading.Thread) -> None:
+        if thread.name == "ringcomm-rank-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+
+
+def test_a_local_world_with_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait out their timeouts."""
+    world = ringcomm.local_world(3, timeout=LONG_S)
+    _second_does_not_start(monkeypatch)
+    with pytest.raises(RingcommError, match="rank 1 of local_world: expected"):
+        within(SOON_S, lambda: world.run(lambda comm: comm.all_reduce(T(4))))
+    world.close()
+    with pytest.raises(RingcommError, match="rank 1 of local_world: expected"):
+        within(SOON_S, lambda: ringcomm.local_world(3, timeout=LONG_S))
+    assert not named("ringcomm-rank-0") and not named("ringcomm-rank-2")
+
+
+def test_stage_3_without_a_thread() -> None:
+    with no_threads(), pytest.raises(RingcommError, match="zero: expected to start a thread"):
+        HostCopier(Trace())
+
+
+def test_what_ctrl_c_kept_from_being_gathered_is_gathered_by_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Bucket:
+        flat = T(4)
+        coming = None
+        filled = False
+
+        def fill(self) -> None:
+            self.filled = True
+
+    copier, bucket = HostCopier(Trace()), Bucket()
+    taken: Any = bucket
+    with monkeypatch.context() as patch:
+        patch.setattr(copier._pool, "submit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            copier.begin(taken)
+    copier.end(taken)
+    assert bucket.filled
+    copier.close()
+
+
+def test_a_fault_without_a_thread_for_its_trace() -> None:
+    timeout = pytest.raises(ringcomm.CollectiveTimeout, match="No trace was written: can't start")
+    with ringcomm.local_world(2, timeout=0.1) as world, no_threads(), timeout:
+        world[0].barrier()
+
+
+def test_processes_of_threads_never_end() -> None:
+    assert not _native.Process(0).has_ended()
