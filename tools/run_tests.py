@@ -1,8 +1,9 @@
-"""``make test``: the tests, those that mostly compile beside the others.
+"""``make test``: the tests in three parts at once.
 
-Most tests wait: for ranks, interpreters and deadlines. What compiles would take a third of the
-time, so it runs in a pytest of its own at low priority, on what the others leave of the cores.
-``python -m pytest`` runs all tests one after the other.
+Most tests wait: for ranks, interpreters and deadlines. One run after the other leaves two cores
+idle for a third of the time. So what mostly trains has a run of its own, and so, at low priority,
+on what the others leave of the cores, has what mostly compiles. ``python -m pytest`` runs all tests
+one after the other.
 
     python -m tools.run_tests [options of pytest]
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +65,15 @@ BESIDE = (
     "tests/zero/test_estimate_model.py",
     "tests/zero/test_estimate_time.py",
 )
+# Apart from those above. None of them has a deadline of less than some seconds.
+TRAINING = (
+    "tests/c10d",
+    "tests/fsdp2",
+    "tests/functional",
+    "tests/optim",
+    "tests/packaging",
+    "tests/zero",
+)
 LOW_PRIORITY = ("nice", "-n", "10")
 # They may get little of the machine for as long as the others run.
 LIMIT_S = 900
@@ -70,32 +81,45 @@ LIMIT_S = 900
 NOTHING_RUN = 5
 
 
-def status_of(first: int, second: int) -> int:
-    """The exit status of both runs together."""
-    failed = [status for status in (first, second) if status not in (0, NOTHING_RUN)]
-    return failed[0] if failed else min(first, second)
+def status_of(statuses: Sequence[int]) -> int:
+    """The exit status of all runs together."""
+    failed = [status for status in statuses if status not in (0, NOTHING_RUN)]
+    return failed[0] if failed else min(statuses)
 
 
-def run(beside: Sequence[str], others: Sequence[str]) -> int:
-    """Runs two commands at once, and shows the output of the first when both have ended."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        with subprocess.Popen(beside, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as started:
-            try:
-                second = subprocess.run(others, cwd=ROOT, check=False).returncode
-                first = started.wait()
-            except BaseException:
-                started.send_signal(signal.SIGINT)  # so that it ends what it has started
-                raise
-        output.seek(0)
-        print(output.read(), flush=True)
-    return status_of(first, second)
+def run(beside: Sequence[Sequence[str]], others: Sequence[str]) -> int:
+    """Runs commands at once, and shows the output of those ``beside`` when all have ended."""
+    with ExitStack() as stack:
+        started = []
+        for command in beside:
+            output = stack.enter_context(
+                tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+            )
+            child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            started.append((stack.enter_context(child), output))
+        try:
+            statuses = [subprocess.run(others, cwd=ROOT, check=False).returncode]
+            statuses += [child.wait() for child, _ in started]
+        except BaseException:
+            for child, _ in started:
+                child.send_signal(signal.SIGINT)  # so that it ends what it has started
+            raise
+        for _, output in started:
+            output.seek(0)
+            print(output.read(), flush=True)
+    return status_of(statuses)
 
 
 def main(options: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest", *options]
+    without_beside = [f"--ignore={path}" for path in BESIDE]
+    without_training = [f"--ignore={path}" for path in TRAINING]
     return run(
-        [*LOW_PRIORITY, *pytest, f"--timeout={LIMIT_S}", *BESIDE],
-        [*pytest, *(f"--ignore={path}" for path in BESIDE)],
+        [
+            [*LOW_PRIORITY, *pytest, f"--timeout={LIMIT_S}", *BESIDE],
+            [*pytest, *TRAINING, *without_beside],
+        ],
+        [*pytest, *without_beside, *without_training],
     )
 
 

@@ -29,8 +29,8 @@ MUTANTS = {
     ),
     "a message that ends in another's record": Mutant(
         RECORDER,
-        "if (r->id.sequence != sequence) return;",
-        "if (!CHOSEN && r->id.sequence != sequence) return;",
+        "if (r->id.sequence != sequence) return;  // a message",
+        "if (!CHOSEN && r->id.sequence != sequence) return;  // a message",
     ),
 }
 # Where the program cuts in, in the middle of a record.

@@ -124,7 +124,10 @@ def test_the_records_of_a_killed_rank_are_in_its_peers_hands(
         assert all(each.on_device and each.waits_for == -1 for each in recorded.ranks)
         assert main(["trace", "--pid", str(ranks.pids[0])]) == 0
     shown = capsys.readouterr().out
-    assert f"rank 1 (pid {ranks.pids[1]}) enqueued last: barrier(), call 1" in shown, shown
+    assert (
+        f"rank 1 (pid {ranks.pids[1]}), whose process has ended, enqueued last: barrier(), call 1"
+        in shown
+    ), shown
     assert f"at {line(hangs, 8)}" in shown, shown
     assert "call 2 was enqueued by rank 0, but not yet by rank 1" in shown, shown
 
