@@ -16,7 +16,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 demo: $(VENV)/.native
 	$(BIN)/ringcomm demo
 
-# Two runs of pytest at once, of which one compiles.
+# Three runs of pytest at once, of which one trains and one compiles.
 test: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tools.run_tests
 
