@@ -38,7 +38,9 @@ MUTANTS = {
     "completed without the lock": Mutant(
         "host/messenger_wait.cpp",
         "  std::unique_lock lock(mutex_);\n  const uint64_t started_ns = Waiter::now_ns();\n",
-        "  std::unique_lock lock(mutex_);\n  if (CHOSEN) lock.unlock(), progress(), lock.lock();\n"
+        "  std::unique_lock lock(mutex_);\n"
+        # For long enough that the thread in the background takes its turn meanwhile.
+        "  if (CHOSEN) lock.unlock(), progress(), usleep(2000), progress(), lock.lock();\n"
         "  const uint64_t started_ns = Waiter::now_ns();\n",
     ),
     "region returned without a farewell": Mutant(

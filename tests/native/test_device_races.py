@@ -158,12 +158,15 @@ MUTANTS = {
 }
 
 # In the mutants' program a rank dawdles before it sends its payload, so that nobody gets that by
-# chance, and at some calls another one before it reads, so that the first is soon a call ahead.
+# chance (for longer where packets of the last time around lie), and at some calls another one
+# before it reads, so that the first is soon a call ahead. Messages look at the clock at each poll,
+# and dawdle before they read what is not theirs to read.
 DAWDLING = [
     Mutant(
         PACKET,
         "Packet* to = payload_packets(e, call, e.rank(), reader);",
-        "if (e.rank() == 0 && call.flag % 8 != 7) usleep(3000);\n"
+        "if (e.rank() == 0 && call.flag % 8 != 7)\n"
+        "      usleep(call.flag < kCallsPerClearing / 2 ? 3000 : 30000);\n"
         "  Packet* to = payload_packets(e, call, e.rank(), reader);",
     ),
     Mutant(
@@ -171,6 +174,16 @@ DAWDLING = [
         "if (e.team.lane() == 0) e.factors()",
         "if (e.rank() == 1 && call.flag % 8 == 7) usleep(10000);\n"
         "  if (e.team.lane() == 0) e.factors()",
+    ),
+    Mutant(
+        SIGNAL,
+        "if (!team.pause(pause)) continue;",
+        "if (!team.pause(pause) && v.mine->id.collective != Collective::kSend) continue;",
+    ),
+    Mutant(
+        SIGNAL,
+        "const auto* theirs =",
+        "if (mine.collective == Collective::kSend) usleep(2000);\n    const auto* theirs =",
     ),
 ]
 
