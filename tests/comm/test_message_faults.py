@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -22,12 +21,16 @@ def _stopped_in_a_wait(store, rank, world):
     comm = Communicator.from_store(store, rank, world, timeout=LONG_S)
     store.set(f"pid/{rank}", str(os.getpid()))
     comm.barrier()
-    comm.timeout = 2 * SHORT_S if rank == 0 else LONG_S
-    if rank == 2:
-        threading.Timer(SHORT_S / 2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     if rank == 3:
+        while comm.recording().ranks[2].waits_for != 3:
+            time.sleep(0.01)
+        os.kill(int(store.get("pid/2")), signal.SIGSTOP)
+    if rank in (0, 3):
         while not is_stopped(int(store.get("pid/2"))):
             time.sleep(0.01)
+    if rank == 0:
+        comm.timeout = SHORT_S
+    if rank == 3:
         comm.send(torch.ones(4), 2)
         store.wait(["learnt/0", "learnt/1"])
         # To show that the chain of waits does not end at rank 2, but here.
