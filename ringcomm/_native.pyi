@@ -367,14 +367,27 @@ class Comm:
         kind: int,
         words: int,
         algorithm: int,
+        step_bytes: int,
     ) -> int:
-        """Reduces a bucket in the heap into this rank's FP32 chunk, with the norm of its chunk."""
+        """Reduces a bucket in the heap into this rank's FP32 chunk, with the norm of its chunk.
+
+        ``words`` 0: without. ``step_bytes``: gradients that the whole step reduces, or 0.
+        """
     def adamw_all_gather(
-        self, shard: AdamWShard, grad: int, grad_dtype: int, algorithm: int
+        self, shard: AdamWShard, grad: int, grad_dtype: int, algorithm: int, step_bytes: int
     ) -> int:
-        """Updates the shards; every rank's bucket in the heap ends with all new parameters."""
+        """Updates the shards; every rank's bucket in the heap ends with all new parameters.
+
+        ``step_bytes``: parameters that the whole step updates, or 0.
+        """
     def reduce_scatter_adamw_all_gather(
-        self, shard: AdamWShard, grads: int, grad_dtype: int, op: int, algorithm: int
+        self,
+        shard: AdamWShard,
+        grads: int,
+        grad_dtype: int,
+        op: int,
+        algorithm: int,
+        step_bytes: int,
     ) -> int:
         """Both of the above in one pass, without a norm."""
     def all_gather(

@@ -61,12 +61,13 @@ struct NormCall {
   float* out;       // [elements of this rank's chunk]
   bool accumulate;  // out += the reduction, and the norm is that of the result
   NormKind kind;
-  NormWords* words;  // overwritten: of this rank's chunk
+  NormWords* words;     // overwritten: of this rank's chunk; null: no norm
+  uint64_t step_bytes;  // gradients that the step reduces in all its buckets; 0: these
 };
 
-// Calls that move at least this much store their results past the caches. Half of the 32 MiB of L3
-// that two Zen 4 ranks share: a choice, not swept. 32 MiB of FP32 sums take 3.7 ms past the caches
-// and 4.7 ms through them.
+// Calls that move at least this much, or belong to a step that does, store their results past the
+// caches. Half of the 32 MiB of L3 that two Zen 4 ranks share: a choice, not swept. 32 MiB of FP32
+// sums take 3.7 ms past the caches and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
 // Where the fault of this communicator began, and what the rank that saw it left behind.
@@ -112,8 +113,10 @@ class Comm {
   Status barrier();
 
   Status reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems, const NormCall& norm);
-  Status adamw_all_gather(const AdamWShard& shard, const GradCall& grad);
-  Status reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads);
+  // step_bytes: parameters that the step updates in all its buckets, where it has several.
+  Status adamw_all_gather(const AdamWShard& shard, const GradCall& grad, uint64_t step_bytes = 0);
+  Status reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads,
+                                         uint64_t step_bytes = 0);
 
   void abort(const std::string& reason);
   bool aborted() const;
@@ -140,7 +143,8 @@ class Comm {
   template <class Ops, class Body>
   Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
   template <class Body>
-  Status run_update(CallId id, const AdamWShard& shard, const GradCall& grads, Body body);
+  Status run_update(CallId id, const AdamWShard& shard, const GradCall& grads, uint64_t step_bytes,
+                    Body body);
   HostOps ops_for(ReduceFn fn, uint64_t total_bytes) {
     return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   }

@@ -1,4 +1,5 @@
 // The optimizer's collectives of a communicator, and what they do when there is none.
+#include <algorithm>
 #include <stdexcept>
 
 #include "kernels/host/comm.h"
@@ -57,7 +58,7 @@ void grad_norm(const GradCall& grad, uint64_t elems, NormKind kind, NormWords* w
   const void* ptr = grad.ptr;
   *words = NormWords{};
   kernels().reduce_norm(
-      NormJob{{&ptr, 1, grad.dtype, 0, 0}, nullptr, false, kind, words, 0, elems});
+      NormJob{{&ptr, 1, grad.dtype, 0, 0}, nullptr, false, kind, words, 0, elems, false});
 }
 
 Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
@@ -66,9 +67,12 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, view_.world};
   check_segments(view_, grads);
   if (!is_ring(grads)) check_in_heap(view_, "gradients", grads.ptr, bucket_elems * uint64_t(size));
-  *norm.words = NormWords{};
+  if (norm.words != nullptr) *norm.words = NormWords{};
+  const bool streaming =
+      std::max(norm.step_bytes, bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
   const NormFinish finish{
-      &kernels(), kind_of(grads, view_.world), norm.out, norm.accumulate, norm.kind, norm.words};
+      &kernels(), kind_of(grads, view_.world), norm.out, norm.accumulate, norm.kind, norm.words,
+      streaming};
   const OptimizerOps<NormFinish> ops{ops_for(partial_sum(grads), 0), finish, bucket,
                                      bucket.grads().get(view_.rank).ptr};
   const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
@@ -79,7 +83,8 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
 }
 
 template <class Body>
-Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grads, Body body) {
+Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grads,
+                        uint64_t step_bytes, Body body) {
   const int size = size_of(shard.param_dtype);
   const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype),
                       size,      view_.world};
@@ -91,7 +96,8 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
   }
   // The direct forms store in the peers' buckets, whose lines other cores have read; the ring's
   // results go no further than this rank's own.
-  const bool streaming = shard.bucket_elems * uint64_t(size) >= kStreamingMinBytes;
+  const bool streaming =
+      std::max(step_bytes, shard.bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
   const UpdateFinish finish{&kernels(),
                             &shard,
                             kind_of(grads, view_.world),
@@ -106,18 +112,19 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
   return status;
 }
 
-Status Comm::adamw_all_gather(const AdamWShard& shard, const GradCall& grad) {
+Status Comm::adamw_all_gather(const AdamWShard& shard, const GradCall& grad, uint64_t step_bytes) {
   const CallId id = id_of(Collective::kAdamWAllGather, grad, shard.bucket_elems, shard.param_dtype);
-  return run_update(id, shard, grad, [&](auto& e, const Bucket& bucket) {
+  return run_update(id, shard, grad, step_bytes, [&](auto& e, const Bucket& bucket) {
     return is_ring(grad) ? adamw_all_gather_ring(e, bucket, grad.ptr)
                          : adamw_all_gather_direct(e, bucket, grad.ptr);
   });
 }
 
-Status Comm::reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads) {
+Status Comm::reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads,
+                                             uint64_t step_bytes) {
   const CallId id =
       id_of(Collective::kReduceScatterAdamWAllGather, grads, shard.bucket_elems, shard.param_dtype);
-  return run_update(id, shard, grads, [&](auto& e, const Bucket& bucket) {
+  return run_update(id, shard, grads, step_bytes, [&](auto& e, const Bucket& bucket) {
     return is_ring(grads) ? reduce_scatter_adamw_all_gather_ring(e, bucket)
                           : reduce_scatter_adamw_all_gather_direct(e, bucket);
   });

@@ -144,7 +144,7 @@ inline const T* step_run(const AdamWShard& s, const float* g, uint64_t at, uint6
   }
 }
 
-inline void store_params(char* dst, const void* src, uint64_t bytes, bool streaming) {
+inline void store_result(char* dst, const void* src, uint64_t bytes, bool streaming) {
   if (streaming)
     stream_bytes(dst, static_cast<const char*>(src), bytes);
   else
@@ -171,10 +171,10 @@ inline void adamw_turns(const AdamWJob& job) {
         const T* const result = step_run<T>(s, g + (from - first), at, to - from, f, wide, fresh);
         const uint64_t bytes = (to - from) * sizeof(T);
         if constexpr (!kSame<T, float>)
-          store_params(s.params + from * sizeof(T), result, bytes, job.streaming);
+          store_result(s.params + from * sizeof(T), result, bytes, job.streaming);
         for (int c = 0; c < job.copy_count; ++c)
           if (job.copies[c] != nullptr)
-            store_params(job.copies[c] + from * sizeof(T), result, bytes, job.streaming);
+            store_result(job.copies[c] + from * sizeof(T), result, bytes, job.streaming);
       }
       if (here.end > last) break;  // it goes on in the next turn
     }
@@ -238,8 +238,9 @@ inline void reduce_norm_kernel(const NormJob& job) {
         for (uint64_t i = 0; i < n; ++i) buffer[i] = out[i] + g[i];
         g = buffer;
       }
-      if (g != out) memcpy(out, g, n * sizeof(float));
+      if (g != out) store_result(reinterpret_cast<char*>(out), g, n * sizeof(float), job.streaming);
     }
+    if (job.words == nullptr) continue;
     if (n < kBlockElems) {
       memset(padded, 0, sizeof(padded));
       memcpy(padded, g, n * sizeof(float));
@@ -247,6 +248,7 @@ inline void reduce_norm_kernel(const NormJob& job) {
     }
     add_norm(g, job.kind, *job.words);
   }
+  if (job.streaming) stream_fence();
 }
 
 }  // namespace host

@@ -48,8 +48,9 @@ struct NormJob {
   float* out;  // null: the norm only
   bool accumulate;
   NormKind kind;
-  NormWords* words;     // added to
+  NormWords* words;     // added to; null: no norm
   uint64_t begin, end;  // begin is a multiple of kBlockElems
+  bool streaming;       // `out` is stored past the caches
 };
 using NormFn = void (*)(const NormJob& job);
 

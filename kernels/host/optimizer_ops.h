@@ -63,7 +63,8 @@ struct NormFinish {
   float* out;
   bool accumulate;
   NormKind kind;
-  NormWords* words;  // of this lane alone
+  NormWords* words;  // of this lane alone; or null
+  bool streaming;
 
   void operator()(Run run, const Gradients& from, uint64_t first) const {
     NormWords mine{};
@@ -71,10 +72,11 @@ struct NormFinish {
                                out,
                                accumulate,
                                kind,
-                               &mine,
+                               words == nullptr ? nullptr : &mine,
                                run.begin,
-                               run.end});
-    merge_norms(*words, mine, kind);
+                               run.end,
+                               streaming});
+    if (words != nullptr) merge_norms(*words, mine, kind);
   }
 };
 

@@ -116,28 +116,28 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   bind_local(m);
   c.def("reduce_scatter_norm",
         [](NativeComm& n, uintptr_t grads, uint64_t bucket_elems, int dtype, int op, uintptr_t out,
-           bool accumulate, int kind, uintptr_t words, int algorithm) {
+           bool accumulate, int kind, uintptr_t words, int algorithm, uint64_t step_bytes) {
           const NormCall norm{pointer<float>(out), accumulate, NormKind(kind),
-                              pointer<NormWords>(words)};
+                              pointer<NormWords>(words), step_bytes};
           return recorded(n, [&] {
             return n.comm.reduce_scatter_norm(grad_call(grads, dtype, op, algorithm), bucket_elems,
                                               norm);
           });
         })
       .def("adamw_all_gather",
-           [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype,
-              int algorithm) {
+           [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype, int algorithm,
+              uint64_t step_bytes) {
              return recorded(n, [&] {
                return n.comm.adamw_all_gather(
-                   shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm));
+                   shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm), step_bytes);
              });
            })
       .def("reduce_scatter_adamw_all_gather",
            [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
-              int algorithm) {
+              int algorithm, uint64_t step_bytes) {
              return recorded(n, [&] {
                return n.comm.reduce_scatter_adamw_all_gather(
-                   shard, grad_call(grads, grad_dtype, op, algorithm));
+                   shard, grad_call(grads, grad_dtype, op, algorithm), step_bytes);
              });
            });
 }

@@ -89,8 +89,8 @@ class DeviceKernels(Kernels):
             ),
         )
 
-    def one_pass(self, bucket: Bucket) -> None:
-        shard, grads = self._shard(bucket), bucket.grads
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
             lambda native: native.reduce_scatter_adamw_all_gather(

@@ -23,7 +23,8 @@ class HostKernels(Kernels):
     """Alone they run on the caller's thread; else in the communicator's order of calls."""
 
     def __init__(self, comm: Communicator | None, options: AdamWOptions, table: StepTable) -> None:
-        super().__init__(comm is None, HostReducer(comm, options))
+        self._step_bytes = table.layout.size_bytes
+        super().__init__(comm is None, HostReducer(comm, options, self._step_bytes))
         self._comm = comm
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
@@ -53,16 +54,21 @@ class HostKernels(Kernels):
         self._call(
             "adamw_all_gather",
             lambda native: native.adamw_all_gather(
-                shard, grad.data_ptr(), DTYPE_CODES[grad.dtype], self._algorithm
+                shard, grad.data_ptr(), DTYPE_CODES[grad.dtype], self._algorithm, self._step_bytes
             ),
         )
 
-    def one_pass(self, bucket: Bucket) -> None:
-        shard, grads = self._shard(bucket), bucket.grads
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
             lambda native: native.reduce_scatter_adamw_all_gather(
-                shard, grads.data_ptr(), DTYPE_CODES[grads.dtype], self._op, self._algorithm
+                shard,
+                grads.data_ptr(),
+                DTYPE_CODES[grads.dtype],
+                self._op,
+                self._algorithm,
+                self._step_bytes,
             ),
         )
 

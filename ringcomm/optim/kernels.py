@@ -77,7 +77,7 @@ class Kernels(ABC):
         if self.alone:
             self.update_shard(bucket, bucket.grads)
         else:
-            self.one_pass(bucket)
+            self.one_pass(bucket, bucket.grads)
 
     @abstractmethod
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
@@ -93,8 +93,13 @@ class Kernels(ABC):
         """:meth:`update_shard` whose result goes to all ranks; collective."""
 
     @abstractmethod
-    def one_pass(self, bucket: Bucket) -> None:
-        """Reduces a bucket's gradients, updates and gathers; collective."""
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        """Reduces a bucket's gradients, updates and gathers; collective.
+
+        Args:
+            bucket: whose parameters are written.
+            grads: [bucket elements], in the heap.
+        """
 
 
 def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTable) -> Kernels:

@@ -138,6 +138,11 @@ class ShardLayout:
         return self.buckets[bucket].chunk(rank, world_size)
 
     @cached_property
+    def size_bytes(self) -> int:
+        """Of the parameters in all buckets, with the padding."""
+        return sum(bucket.elems * bucket.dtype.itemsize for bucket in self.buckets)
+
+    @cached_property
     def places(self) -> dict[int, tuple[int, Segment]]:
         """By parameter that has a place: its bucket's number and its segment."""
         return {

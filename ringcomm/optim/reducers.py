@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -45,7 +46,7 @@ class Reducer(ABC):
         grads: Tensor,
         out: Tensor,
         kind: str,
-        words: Tensor,
+        words: Tensor | None,
         accumulate: bool = False,
         async_op: bool = False,
     ) -> Work | None:
@@ -55,7 +56,7 @@ class Reducer(ABC):
             grads: [bucket elements], of any of the parameters' dtypes.
             out: float32 [chunk elements].
             kind: "l2", "l1" or "inf".
-            words: int64 [24], overwritten with the norm of ``out``.
+            words: int64 [24], overwritten with the norm of ``out``; None, on a CPU: no norm.
             accumulate: add to ``out``.
             async_op: run behind the caller's back; ``grads``, ``out`` and ``words`` must live on.
 
@@ -67,8 +68,11 @@ class Reducer(ABC):
 class HostReducer(Reducer):
     """The native kernels on the CPU. Alone, nothing is to be reduced: only norms."""
 
-    def __init__(self, comm: Communicator | None, options: ReduceOptions) -> None:
+    def __init__(
+        self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
+    ) -> None:
         self._comm = comm
+        self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
 
@@ -86,28 +90,43 @@ class HostReducer(Reducer):
         grads: Tensor,
         out: Tensor,
         kind: str,
-        words: Tensor,
+        words: Tensor | None,
         accumulate: bool = False,
         async_op: bool = False,
     ) -> Work | None:
-        if self._comm is None:
-            raise AssertionError("alone there is nothing to reduce")
+        arguments = self._arguments(grads, out, kind, words, accumulate)
 
         def run(native: _native.Comm) -> int:
-            return native.reduce_scatter_norm(
-                grads.data_ptr(),
-                grads.numel(),
-                DTYPE_CODES[grads.dtype],
-                self._op,
-                out.data_ptr(),
-                accumulate,
-                kind_code(kind),
-                words.data_ptr(),
-                self._algorithm,
-            )
+            return native.reduce_scatter_norm(*arguments, self._step_bytes)
 
-        call = Call("reduce_scatter_norm", run, [out, words])
-        return self._comm._start(call, async_op=async_op)
+        return self._start(run, out, words, async_op)
+
+    def _arguments(
+        self, grads: Tensor, out: Tensor, kind: str, words: Tensor | None, accumulate: bool
+    ) -> tuple[int, int, int, int, int, bool, int, int, int]:
+        return (
+            grads.data_ptr(),
+            grads.numel(),
+            DTYPE_CODES[grads.dtype],
+            self._op,
+            out.data_ptr(),
+            accumulate,
+            kind_code(kind),
+            0 if words is None else words.data_ptr(),
+            self._algorithm,
+        )
+
+    def _start(
+        self,
+        run: Callable[[_native.Comm], int],
+        out: Tensor,
+        words: Tensor | None,
+        async_op: bool,
+    ) -> Work | None:
+        if self._comm is None:
+            raise AssertionError("alone there is nothing to reduce")
+        outputs = [out] if words is None else [out, words]
+        return self._comm._start(Call("reduce_scatter_norm", run, outputs), async_op=async_op)
 
 
 class DeviceReducer(HostReducer):
@@ -138,14 +157,28 @@ class DeviceReducer(HostReducer):
         grads: Tensor,
         out: Tensor,
         kind: str,
-        words: Tensor,
+        words: Tensor | None,
         accumulate: bool = False,
         async_op: bool = False,
     ) -> Work | None:
+        assert words is not None
         words.zero_()
-        return super().reduce(grads, out, kind, words, accumulate, async_op)
+        arguments = self._arguments(grads, out, kind, words, accumulate)
+
+        def run(native: _native.DeviceComm) -> int:
+            return native.reduce_scatter_norm(*arguments)
+
+        return self._start(cast(Any, run), out, words, async_op)
 
 
-def make_reducer(comm: Communicator, options: ReduceOptions) -> Reducer:
-    """The native kernels' reducer for the tensors of a communicator."""
-    return DeviceReducer(comm, options) if comm.launches else HostReducer(comm, options)
+def make_reducer(comm: Communicator, options: ReduceOptions, step_bytes: int) -> Reducer:
+    """The native kernels' reducer for the tensors of a communicator.
+
+    Args:
+        comm: which.
+        options: what to use.
+        step_bytes: of the gradients of all buckets.
+    """
+    if comm.launches:
+        return DeviceReducer(comm, options)
+    return HostReducer(comm, options, step_bytes)

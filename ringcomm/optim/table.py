@@ -28,6 +28,7 @@ class StepTable:
     """The table of one optimizer.
 
     Attributes:
+        layout: of the parameters.
         control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken, skipped.
         hyper: float64 [groups, 6]: lr, beta1, beta2, eps, weight decay, flags.
         group: int64 [params].
@@ -46,6 +47,7 @@ class StepTable:
 
     def __init__(self, layout: ShardLayout, groups: int, place: torch.device) -> None:
         params = len(layout.params)
+        self.layout = layout
         self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=place)
         self.hyper = torch.zeros(groups, 6, dtype=torch.float64, device=place)
         self.group = layout.group_table(place)

@@ -117,11 +117,11 @@ class TritonReducer(Reducer):
         grads: Tensor,
         out: Tensor,
         kind: str,
-        words: Tensor,
+        words: Tensor | None,
         accumulate: bool = False,
         async_op: bool = False,
     ) -> Work | None:
-        if accumulate or async_op:
+        if accumulate or async_op or words is None:
             raise UnsupportedError(
                 f'{self._triton.site}: kernels="triton" reduces at the step alone; use '
                 'kernels="native"'
@@ -223,15 +223,15 @@ class TritonKernels(Kernels):
             bucket.params,
         )
 
-    def one_pass(self, bucket: Bucket) -> None:
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
         from ringcomm._tl.adamw_launch import plan_one_pass
 
         op, elems = self._op, bucket.layout.elems
-        kind = self._kind(bucket, bucket.grads.dtype, op)
+        kind = self._kind(bucket, grads.dtype, op)
         self._triton.plan(
             "reduce_scatter_adamw_all_gather",
             lambda algorithm: plan_one_pass(elems, kind, op, algorithm),
-            bucket.grads,
+            grads,
             self._shard(bucket),
             bucket.params,
         )

@@ -73,9 +73,7 @@ class Engine:
         self.plan, self.stored = parts.plan, parts.stored
         self.trace = Trace()
         self.syncs = True
-        self.reduction = (
-            Reduction(parts.stored, self.comm, self.options, self.trace) if self.stage > 1 else None
-        )
+        self.reduction = self._make_reduction() if self.stage > 1 else None
         self.gatherer = self._make_gatherer() if self.stage == 3 else None
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
@@ -91,6 +89,13 @@ class Engine:
             self._zero_grad_of_module = parts.module.zero_grad
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
+    def _make_reduction(self) -> Reduction:
+        # At stage 3 a step gathers nothing; and what 16 bits hold of a gradient is not what one
+        # pass would take.
+        exact = self.options.precision.reduced_dtype is torch.float32
+        one_pass = self.stage == 2 and exact and not self.comm.launches
+        return Reduction(self.stored, self.comm, self.options, self.trace, keeps=one_pass)
+
     def _make_gatherer(self) -> Gatherer:
         of: dict[int, list[SplitBucket]] = {number: [] for number in range(len(self.parts.units))}
         for plan, stored in (
@@ -101,7 +106,7 @@ class Engine:
                 assert isinstance(bucket, SplitBucket)
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
-        return Gatherer(units, self.comm, self.options.prefetch, self.trace)
+        return Gatherer(units, self.comm, self.options, self.trace)
 
     def keep(self, handle: RemovableHandle) -> None:
         """A hook that ends with the engine."""

@@ -14,6 +14,7 @@ from ringcomm.comm.device_engine import DeviceEngine
 from ringcomm.comm.thread_start import no_thread
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.device_runtime import Event
+from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.stored import SplitBucket
 from ringcomm.zero.trace import Trace
 from ringcomm.zero.units import Unit
@@ -66,6 +67,24 @@ class HostCopier(Copier):
         self._pool.shutdown()
 
 
+class HereCopier(Copier):
+    """By the caller, when it needs them."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def begin(self, bucket: SplitBucket) -> None:
+        return
+
+    def end(self, bucket: SplitBucket) -> None:
+        size_bytes = bucket.flat.numel() * bucket.flat.element_size()
+        with self._trace.waiting("gather"), self._trace.span("gather", size_bytes):
+            bucket.fill()
+
+    def close(self) -> None:
+        return
+
+
 class DeviceCopier(Copier):
     """On a stream of its own, by the copy engines.
 
@@ -110,14 +129,16 @@ class Gatherer:
         self,
         units: Sequence[tuple[Unit, Sequence[SplitBucket]]],
         comm: Communicator,
-        prefetch: int,
+        options: ZeroOptions,
         trace: Trace,
     ) -> None:
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
-        self._prefetch = prefetch
-        self._copier: Copier = (
-            DeviceCopier(comm) if isinstance(comm, DeviceEngine) else HostCopier(trace)
-        )
+        self._prefetch = options.prefetch if options.overlap else 0
+        self._copier: Copier
+        if isinstance(comm, DeviceEngine):
+            self._copier = DeviceCopier(comm)
+        else:
+            self._copier = HostCopier(trace) if options.overlap else HereCopier(trace)
         self._coming: set[SplitBucket] = set()
         # In order of arrival, so that of several errors the same is raised each time.
         self._here: dict[SplitBucket, None] = {}

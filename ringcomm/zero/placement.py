@@ -54,7 +54,7 @@ class ReducedGradients(Gradients):
 
     def collect(self) -> list[float]:
         self._engine.forget_backward()
-        found = self._reduction.finish()
+        found = self._reduction.finish(keep=True)
         active = [0.0] * len(self._params)
         for bucket, flags in zip(self._layout.buckets, found, strict=True):
             for segment, flag in zip(bucket.segments, flags, strict=True):
@@ -214,7 +214,7 @@ class ModulePlacement(Placement):
         if engine.stage == 2:
             assert engine.reduction is not None
             return ReducedKernels(native, engine.reduction)
-        reducer = make_reducer(comm, engine.options)
+        reducer = make_reducer(comm, engine.options, engine.plan.layout.size_bytes)
         if engine.stage == 0:
             return ReplicatedKernels(native, reducer, comm, dtype)
         return native if dtype is torch.float32 else RoundedKernels(native, reducer, dtype)

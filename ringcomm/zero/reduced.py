@@ -27,7 +27,8 @@ class Reduced:
         taken: those whose gradient is in ``buffer``.
         buffer: [elements], in the heap, while the bucket is filled.
         gone: whether this backward has reduced it.
-        version: of ``shard`` when ``words`` were computed.
+        summed: whether ``words`` were computed.
+        version: of ``shard`` when it was reduced last.
     """
 
     stored: Stored
@@ -39,6 +40,7 @@ class Reduced:
     taken: set[int] = field(default_factory=set)
     buffer: Tensor | None = None
     gone: bool = False
+    summed: bool = False
     version: int = -1
 
     def __post_init__(self) -> None:
@@ -114,7 +116,8 @@ class Buffers:
         # The padding is reduced, too, and nobody else writes it.
         end = 0
         for placed in stored.params:
-            whole[end : placed.begin].zero_()
+            if end < placed.begin:
+                whole[end : placed.begin].zero_()
             end = placed.end
         whole[end:elems].zero_()
         return whole[:elems]

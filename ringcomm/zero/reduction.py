@@ -1,17 +1,17 @@
 """Stages 2 and 3: reduces each bucket of gradients while backward fills the next.
 
-NOTE [Order of reductions]
-Reductions are collective, so all ranks must make them in one order, whatever order their backwards
-run in. Buckets are reduced in a fixed order: that of the layout, backwards, and after the first
-backward the order in which rank 0 had its buckets full. A bucket that is full early waits for its
-turn. At the end of backward all buckets have been reduced, those without gradients too, since
-another rank may have some.
-
 NOTE [What is left over]
 Gradients that no backward has reduced, since they came under ``no_sync`` or after their bucket had
 gone (a reentrant checkpoint runs backwards inside backwards), stay in ``p.grad``. The next backward
 takes them along, and at the latest the step: where there may be any, which is so on all ranks or on
 none, they agree on the buckets that have some.
+
+NOTE [Kept for the step]
+A host's cores reduce the last buckets of a backward when nothing of it is left to hide that behind.
+At stage 2 they stay as they are, as many as there are buffers, and the step reduces, updates and
+gathers them in one pass, which moves less memory than reducing them first. Whatever needs them
+reduced does that before anything else: another backward that adds to them, a norm, a look at the
+gradients. The bits are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.norms import NORM_WORDS
 from ringcomm.optim.reducers import make_reducer
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.order import Order
 from ringcomm.zero.reduced import Buffers, Reduced
 from ringcomm.zero.stored import Stored
 from ringcomm.zero.trace import Trace
@@ -36,7 +37,16 @@ Tensor = torch.Tensor
 
 
 class Reduction:
-    """The gradients of all buckets of one rank."""
+    """The gradients of all buckets of one rank.
+
+    Attributes:
+        buckets: by number.
+        reducer: what reduces them.
+        has_left_over: see NOTE [What is left over].
+        kept: by number of a bucket, its gradients; see NOTE [Kept for the step].
+        generation: counts reductions, so that what was computed from the shards can be told to be
+            old.
+    """
 
     def __init__(
         self,
@@ -44,11 +54,13 @@ class Reduction:
         comm: Communicator,
         options: ZeroOptions,
         trace: Trace,
+        keeps: bool = False,
     ) -> None:
         self._comm = comm
         self._options = options
         self._trace = trace
-        self.reducer = make_reducer(comm, options)
+        step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
+        self.reducer = make_reducer(comm, options, step_bytes)
         dtype = options.precision.reduced_dtype
         self.buckets = [
             Reduced(
@@ -60,20 +72,21 @@ class Reduction:
         ]
         most = max(each.layout.elems for each in stored)
         self._buffers = Buffers(most, options.in_flight, comm.heap_device)
-        self._order = list(range(len(self.buckets)))[::-1]
-        self._learned = False
-        self._filled: list[int] = []
-        self._position = 0
-        #: See NOTE [What is left over].
+        self._order = Order(len(self.buckets))
         self.has_left_over = False
+        self.kept: dict[int, Tensor] = {}
+        self._keeps = options.in_flight if keeps else 0
+        # Whether norms were asked for since the gradients were last dropped, and before that: who
+        # clips, clips each step, and others need not pay for sums of squares.
+        self._asked, self._sums = False, False
         self._flying: deque[tuple[Reduced, Tensor, Work | None]] = deque()
-        #: Counts reductions, so that what was computed from the shards can be told to be old.
         self.generation = 0
         self.begin()
 
     def begin_backward(self) -> None:
         """A backward begins that takes along what earlier ones have left."""
         self.has_left_over = False
+        self.settle()
         self.begin()
 
     def begin(self) -> None:
@@ -81,8 +94,7 @@ class Reduction:
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.stored.params)))
             bucket.gone = False
-        self._position = 0
-        self._filled = []
+        self._order.begin()
 
     # ---- during backward ------------------------------------------------------------------------
 
@@ -93,85 +105,86 @@ class Reduction:
             self.has_left_over = True
             return
         bucket.missing.discard(index)
-        if bucket.buffer is None and self._is_soon(number):
+        # Those further behind would keep buffers from those whose turn it is.
+        if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
+            # A gradient that moves now is in the cache still, and its memory free for the next one.
+            self._land_ended()
             bucket.buffer = self._buffers.get(bucket.stored, must=False)
         bucket.take(index)
         if not bucket.missing:
-            self._filled.append(number)
+            self._order.filled(number)
             self._advance()
-
-    def _is_soon(self, number: int) -> bool:
-        # Those further behind would keep buffers from those whose turn it is.
-        window = self._order[self._position : self._position + self._options.in_flight]
-        return number in window
 
     def _advance(self) -> None:
         """Reduces the buckets that are full and whose turn it is."""
-        while self._position < len(self._order):
-            bucket = self.buckets[self._order[self._position]]
+        while (number := self._order.turn) is not None:
+            bucket = self.buckets[number]
             if bucket.missing:
                 return
-            self._position += 1
             bucket.gone = True
-            self._launch(bucket)
+            buffer = self._filled_buffer(bucket)
+            if self._order.left <= self._keeps and not bucket.holds:
+                self.kept[number] = buffer
+            else:
+                self._launch(bucket, buffer)
+            self._order.advance()
 
     def end_backward(self) -> None:
         """Reduces all that is left, in order; collective."""
-        filled = [*self._filled]
         for bucket in self.buckets:
             bucket.missing.clear()
         self._advance()
-        if not self._learned:
-            self._learn(filled)
+        self._order.learn(self._comm)
         self.begin()
 
-    def _learn(self, filled: list[int]) -> None:
-        """Agrees on the order of rank 0; see NOTE [Order of reductions]."""
-        rest = [number for number in self._order if number not in filled]
-        order = torch.tensor([*filled, *rest], dtype=torch.int64, device=self._comm.device)
-        if len(order):
-            self._comm.broadcast(order, 0)
-        self._order = order.tolist()
-        self._learned = True
-
-    def _launch(self, bucket: Reduced) -> None:
-        """Starts one reduction; collective."""
+    def _filled_buffer(self, bucket: Reduced) -> Tensor:
+        """All gradients of a bucket, which has them no longer."""
         buffer = bucket.buffer if bucket.buffer is not None else self._buffer_for(bucket)
         bucket.fill_up(buffer)
         for index in bucket.taken:
             bucket.active[index] = True
-        bucket.buffer, accumulate = None, bucket.holds
+        bucket.buffer = None
         bucket.taken.clear()
-        bucket.holds = True
         self.generation += 1
+        return buffer
+
+    def _launch(self, bucket: Reduced, buffer: Tensor) -> None:
+        """Starts one reduction; collective."""
+        accumulate, bucket.holds = bucket.holds, True
         self._flying.append((bucket, buffer, self._reduce(bucket, buffer, accumulate)))
 
     def _reduce(self, bucket: Reduced, buffer: Tensor, accumulate: bool) -> Work | None:
+        # What 16 bits keep of a gradient has another norm.
+        rounded = bucket.shard.dtype is not torch.float32
+        bucket.summed = self._sums or rounded or self._comm.launches
+        words = bucket.words if bucket.summed else None
+
         def run() -> list[Tensor]:
             with self._trace.span("reduce_scatter", buffer.nbytes):
-                self._reduce_now(bucket, buffer, accumulate)
+                self._reduce_now(bucket, buffer, words, accumulate)
             return [bucket.shard]
 
         if not self._options.overlap:
-            run()
+            with self._trace.waiting("reduce_scatter"):
+                run()
         elif not self._comm.launches:
             return self._comm.submit(run, "reduce_scatter_norm")
         elif bucket.shard.dtype is torch.float32:
-            return self.reducer.reduce(
-                buffer, bucket.shard, "l2", bucket.words, accumulate, async_op=True
-            )
+            return self.reducer.reduce(buffer, bucket.shard, "l2", words, accumulate, async_op=True)
         else:
             run()
         return None
 
-    def _reduce_now(self, bucket: Reduced, buffer: Tensor, accumulate: bool) -> None:
+    def _reduce_now(
+        self, bucket: Reduced, buffer: Tensor, words: Tensor | None, accumulate: bool
+    ) -> None:
         if bucket.shard.dtype is torch.float32:
-            self.reducer.reduce(buffer, bucket.shard, "l2", bucket.words, accumulate)
+            self.reducer.reduce(buffer, bucket.shard, "l2", words, accumulate)
             return
         exact = torch.empty_like(bucket.shard, dtype=torch.float32)
         if accumulate:
             exact.copy_(bucket.shard)
-        self.reducer.reduce(buffer, exact, "l2", bucket.words, accumulate)
+        self.reducer.reduce(buffer, exact, "l2", words, accumulate)
         bucket.shard.copy_(exact)
 
     def _buffer_for(self, bucket: Reduced) -> Tensor:
@@ -181,6 +194,13 @@ class Reduction:
             self._land()
             buffer = self._buffers.get(bucket.stored, must=not self._flying)
         return buffer
+
+    def _land_ended(self) -> None:
+        while self._flying:
+            *_, work = self._flying[0]
+            if work is not None and not work.is_completed():
+                return
+            self._land()
 
     def _land(self) -> None:
         """Waits for the oldest reduction."""
@@ -193,20 +213,26 @@ class Reduction:
 
     # ---- at the step ----------------------------------------------------------------------------
 
-    def finish(self) -> list[list[bool]]:
+    def finish(self, keep: bool = False) -> list[list[bool]]:
         """All gradients are in the shards when it returns; collective.
+
+        Args:
+            keep: but for those in ``kept``.
 
         Returns:
             By bucket and parameter: whether this rank has had a gradient for it.
         """
-        for number in self._left_over():
-            self._launch(self.buckets[number])
+        left = self._left_over()
+        if left or not keep:
+            self.settle()
+        for number in left:
+            bucket = self.buckets[number]
+            self._launch(bucket, self._filled_buffer(bucket))
         self.has_left_over = False
         self.begin()
-        while self._flying:
-            self._land()
-        for bucket in self.buckets:
-            if not bucket.holds:
+        self.wait()
+        for number, bucket in enumerate(self.buckets):
+            if not bucket.holds and number not in self.kept:
                 bucket.shard.zero_()
         return [bucket.active for bucket in self.buckets]
 
@@ -220,10 +246,19 @@ class Reduction:
         self._comm.all_reduce(left, ReduceOp.MAX)
         return [number for number, has in enumerate(left.tolist()) if has]
 
+    def settle(self) -> None:
+        """Reduces what was kept; collective."""
+        for number in sorted(self.kept, reverse=True):
+            self._launch(self.buckets[number], self.kept.pop(number))
+
     def norm(self, number: int, kind: str, words: Tensor) -> None:
-        """Sums a finished shard for the norm; ``words`` int64 [24] is overwritten."""
+        """Sums a shard for the norm; collective. ``words`` int64 [24] is overwritten."""
+        self._asked = True
+        self.settle()
+        self.wait()
         bucket = self.buckets[number]
-        if kind == "l2" and bucket.holds and bucket.version == bucket.shard._version:
+        known = bucket.holds and bucket.summed and bucket.version == bucket.shard._version
+        if kind == "l2" and known:
             words.copy_(bucket.words)
         else:
             self.reducer.norm(bucket.shard, kind, words)
@@ -234,15 +269,23 @@ class Reduction:
             bucket.holds = False
             bucket.drop()
             bucket.active = [False] * len(bucket.stored.params)
+        self._give_kept()
+        self._sums, self._asked = self._asked, False
         self.generation += 1
 
     def zero(self) -> None:
         """Zeroes all gradients; parameters that had one still have one."""
         self.wait()
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             bucket.drop()
             bucket.shard.zero_()
+            bucket.holds |= number in self.kept
+        self._give_kept()
         self.generation += 1
+
+    def _give_kept(self) -> None:
+        while self.kept:
+            self._buffers.give(self.kept.popitem()[1])
 
     def wait(self) -> None:
         """Waits for what is under way."""

@@ -44,8 +44,8 @@ class StageKernels(Kernels):
         else:
             self._native.update_gather(bucket, grad)
 
-    def one_pass(self, bucket: Bucket) -> None:
-        self._native.one_pass(bucket)
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        self._native.one_pass(bucket, grads)
 
 
 class RoundedKernels(StageKernels):
@@ -117,7 +117,10 @@ class ReplicatedKernels(StageKernels):
 
 
 class ReducedKernels(StageKernels):
-    """Stage 2: gradients were reduced while backward ran."""
+    """Stage 2: gradients were reduced while backward ran.
+
+    But for the last ones; see NOTE [Kept for the step] in ``reduction.py``.
+    """
 
     def __init__(self, native: Kernels, reduction: Reduction) -> None:
         super().__init__(native, reduction.reducer)
@@ -130,7 +133,13 @@ class ReducedKernels(StageKernels):
         self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
 
     def reduce_update(self, bucket: Bucket) -> None:
-        self.update(bucket)
+        kept = self._reduction.kept.get(bucket.number)
+        if kept is None:
+            self.update(bucket)
+        elif self.alone:
+            self._native.update_shard(bucket, kept[: bucket.chunk.elems])
+        else:
+            self._native.one_pass(bucket, kept)
 
 
 class SplitKernels(ReducedKernels):

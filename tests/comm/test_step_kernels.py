@@ -137,9 +137,12 @@ def test_every_instruction_set_gives_the_same_bits(isa, dtype, kind):
 
 
 class Step:
-    """A step of one rank in one of its forms."""
+    """A step of one rank in one of its forms; ``step_bytes`` of all its buckets."""
 
-    def __init__(self, comm, shard: Shard, grads: torch.Tensor, algorithm: str) -> None:
+    def __init__(
+        self, comm, shard: Shard, grads: torch.Tensor, algorithm: str, step_bytes: int = 0
+    ) -> None:
+        self.step_bytes = step_bytes
         self.core, self.comm, self.shard, self.grads = comm._core, comm, shard, grads
         self.grad_code = code(grads.dtype)
         self.algorithm = _native.ALGORITHMS[algorithm]
@@ -153,27 +156,33 @@ class Step:
             self.grad_code,
             _native.OPS["AVG"],
             self.algorithm,
+            self.step_bytes,
         )
         assert status == 0, self.core.fault()
 
-    def reduce(self) -> None:
+    def reduce(self, accumulate: bool = False, sums: bool = True) -> None:
         status = self.core.reduce_scatter_norm(
             self.grads.data_ptr(),
             self.shard.elems,
             self.grad_code,
             _native.OPS["AVG"],
             self.reduced.data_ptr(),
-            False,
+            accumulate,
             0,
-            self.words.data_ptr(),
+            self.words.data_ptr() if sums else 0,
             self.algorithm,
+            self.step_bytes,
         )
         assert status == 0, self.core.fault()
 
     def two_passes(self) -> None:
         self.reduce()
         status = self.core.adamw_all_gather(
-            self.shard.native, self.reduced.data_ptr(), code(torch.float32), self.algorithm
+            self.shard.native,
+            self.reduced.data_ptr(),
+            code(torch.float32),
+            self.algorithm,
+            self.step_bytes,
         )
         assert status == 0, self.core.fault()
 
@@ -187,11 +196,11 @@ class Step:
         self.comm.all_gather(outputs, params[shard.begin : shard.begin + shard.own].clone())
 
 
-def train(comm, form: str, elems: int, dtypes, algorithm: str):
+def train(comm, form: str, elems: int, dtypes, algorithm: str, step_bytes: int = 0):
     grad_dtype, dtype = dtypes
     shard = Shard(elems, dtype, comm.rank, comm.world_size, in_heap=True)
     grads = ringcomm.empty(elems, dtype=grad_dtype)
-    step = Step(comm, shard, grads, algorithm)
+    step = Step(comm, shard, grads, algorithm, step_bytes)
     for turn in range(3):
         grads.copy_(gradient(elems, grad_dtype, comm.rank, turn))
         shard.active[1] = float(turn != 1)
@@ -227,6 +236,41 @@ def test_one_pass_two_passes_and_separate_kernels_give_the_same_bits(world_size,
             assert torch.equal(results["one_pass"], results["separate"])
 
 
+@pytest.mark.parametrize("dtypes", MIXES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("form", ["one_pass", "two_passes"])
+def test_stores_past_the_caches_give_the_same_bits(form, algorithm, dtypes):
+    """A bucket of a large step, whose first and last elements lie in no whole vector."""
+    with ringcomm.local_world(3, timeout=60) as world:
+        for elems in (1, 9 * BLOCK + 3):
+            (small, words), *_ = world.run(train, form, elems, dtypes, algorithm)
+            for found, others in world.run(train, form, elems, dtypes, algorithm, 1 << 40):
+                assert torch.equal(found, small)
+                assert others == words
+
+
+@pytest.mark.parametrize("step_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_sums_are_the_same_with_and_without_a_norm(algorithm, step_bytes):
+    def body(comm):
+        elems = 3 * BLOCK + 7
+        shard = Shard(elems, torch.float32, comm.rank, comm.world_size, in_heap=True)
+        grads = ringcomm.empty(elems)
+        found = []
+        for sums in (True, False):
+            step = Step(comm, shard, grads, algorithm, step_bytes)
+            step.words.fill_(-7)
+            for turn in range(2):
+                grads.copy_(gradient(elems, torch.float32, comm.rank, turn))
+                step.reduce(accumulate=turn > 0, sums=sums)
+            assert bool((step.words == -7).all()) != sums
+            found.append(step.reduced)
+        return torch.equal(*found)
+
+    with ringcomm.local_world(2, timeout=60) as world:
+        assert world.run(body) == [True, True]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_rank_alone_in_a_step_names_the_other(algorithm):
     """And its bucket's memory stays until the other cannot store into it any more."""
@@ -258,10 +302,10 @@ def test_different_forms_are_a_mismatch():
         def run(native):
             if one_pass:
                 return native.reduce_scatter_adamw_all_gather(
-                    shard.native, grads.data_ptr(), step.grad_code, 0, step.algorithm
+                    shard.native, grads.data_ptr(), step.grad_code, 0, step.algorithm, 0
                 )
             return native.adamw_all_gather(
-                shard.native, step.reduced.data_ptr(), step.grad_code, step.algorithm
+                shard.native, step.reduced.data_ptr(), step.grad_code, step.algorithm, 0
             )
 
         name = "reduce_scatter_adamw_all_gather" if one_pass else "adamw_all_gather"

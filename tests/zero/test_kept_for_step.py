@@ -1,0 +1,178 @@
+"""Stage 2 keeps its last buckets for the step: which calls that makes, and that no bit changes."""
+
+from collections import Counter
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.optim import AdamW, GradScaler
+
+Tensor = torch.Tensor
+LAYERS, WIDTH = 5, 64
+BUCKET_ELEMS = WIDTH * WIDTH  # a layer
+TURNS = 3
+
+
+def _deep() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+# Here, where no other thread draws random numbers.
+torch.manual_seed(3)
+DEEP = _deep()
+
+
+class Loop:
+    """One rank's training."""
+
+    def __init__(self, comm, stage: int, **options) -> None:
+        chosen = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, **options)
+        self.module = zero.shard(deepcopy(DEEP), stage, comm=comm, options=chosen)
+        self.optimizer = AdamW(self.module.parameters(), lr=1e-2)
+        self.scaler = GradScaler("cpu", init_scale=8.0)
+        self.generator = torch.Generator().manual_seed(comm.rank)
+        self.norms: list[float] = []
+
+    def loss(self) -> Tensor:
+        return self.module(torch.randn(4, WIDTH, generator=self.generator)).square().mean()
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def quietly(self) -> None:
+        with zero.no_sync(self.module):
+            self.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def clip(self) -> None:
+        self.norms.append(self.optimizer.clip_grad_norm_(1e-3).item())
+
+    def scaled(self) -> None:
+        self.scaler.scale(self.loss()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+
+    def to_zeros(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def run(self, turns: int, what: str) -> None:
+        for _ in range(turns):
+            for name in what.split():
+                getattr(self, name)()
+
+    def params(self) -> list[Tensor]:
+        with zero.gathered(self.module):
+            return [param.detach().clone() for param in self.module.parameters()]
+
+
+LOOPS = [
+    "backward step zero",
+    "backward step step zero",
+    "backward backward step zero",
+    "backward step backward step zero",
+    "backward to_zeros step zero",
+    "backward step to_zeros",
+    "backward zero backward step zero",
+    "backward quietly step zero",
+    "quietly backward step zero",
+    "backward clip step zero",
+    "backward clip clip step zero",
+    "backward step clip step zero",
+    "backward clip step zero backward step zero",
+    "scaled zero",
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("what", LOOPS)
+def test_every_loop_ends_with_the_bits_of_stage_3_which_keeps_nothing(
+    worlds, what, world_size, overlap
+):
+    def body(comm):
+        found = []
+        for stage in (2, 3):
+            loop = Loop(comm, stage, overlap=overlap)
+            loop.run(TURNS, what)
+            found.append((loop.params(), loop.norms))
+            zero.unshard(loop.module)
+        return found
+
+    for (kept, norms), (wanted, wanted_norms) in worlds(world_size).run(body):
+        assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
+        assert norms == wanted_norms
+
+
+def _calls(comm, loop: Loop, what: str) -> Counter[str]:
+    """The collectives of one turn, in the steady state."""
+    loop.run(2, what)
+    before = comm.recording().ranks[comm.rank].collectives[-1].number
+    loop.run(1, what)
+    found = comm.recording().ranks[comm.rank].collectives
+    return Counter(each.collective for each in found if each.number > before)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4, LAYERS + 1])
+def test_as_many_buckets_as_there_are_buffers_take_one_pass(worlds, in_flight):
+    def body(comm):
+        loop = Loop(comm, 2, in_flight=in_flight)
+        calls = _calls(comm, loop, "backward step zero")
+        zero.unshard(loop.module)
+        return calls
+
+    kept = min(in_flight, LAYERS)
+    for calls in worlds(2).run(body):
+        assert calls["reduce_scatter_adamw_all_gather"] == kept
+        assert calls["reduce_scatter_norm"] == calls["adamw_all_gather"] == LAYERS - kept
+
+
+@pytest.mark.parametrize("what", ["backward clip step zero", "scaled zero"])
+def test_what_must_be_known_before_the_step_takes_two(worlds, what):
+    def body(comm):
+        loop = Loop(comm, 2)
+        calls = _calls(comm, loop, what)
+        zero.unshard(loop.module)
+        return calls
+
+    for calls in worlds(2).run(body):
+        assert calls["reduce_scatter_adamw_all_gather"] == 0
+        assert calls["reduce_scatter_norm"] == calls["adamw_all_gather"] == LAYERS
+
+
+def test_gradients_rounded_to_16_bits_are_rounded_at_every_bucket(worlds):
+    def body(comm):
+        half = torch.bfloat16
+        loop = Loop(comm, 2, precision=zero.Precision(param=half, reduce=half))
+        calls = _calls(comm, loop, "backward step zero")
+        zero.unshard(loop.module)
+        return calls
+
+    for calls in worlds(2).run(body):
+        assert calls["reduce_scatter_adamw_all_gather"] == 0
+
+
+def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_does(worlds):
+    def body(comm):
+        loop = Loop(comm, 2, in_flight=1)
+        reduction = vars(loop.module)["_ringcomm_engine"].reduction
+        summed = []
+        for what in ("step", "clip step", "clip step", "step", "step"):
+            loop.run(1, f"backward {what} zero")
+            # In the step before last it was asked for, or not.
+            summed.append([bucket.summed for bucket in reduction.buckets[1:]])
+        zero.unshard(loop.module)
+        return summed
+
+    for summed in worlds(2).run(body):
+        expected = [False, False, True, True, False]
+        assert summed == [[each] * (LAYERS - 1) for each in expected]
