@@ -113,9 +113,10 @@ def _zero(shape: Shape, stage: int, comm: ringcomm.Communicator, batch: Tensor) 
 
 
 def traced_steps(shape: Shape, stage: int, comm: ringcomm.Communicator) -> ringcomm.zero.Trace:
-    """When a stage communicates in a few steps, and when it waits for that."""
+    """When a stage that overlaps communicates in a few steps, and when it waits for that."""
     batch = batch_of(shape, comm)
-    module = ringcomm.zero.shard(_model(shape, comm.device), stage, comm=comm)
+    options = ringcomm.zero.ZeroOptions(overlap=True)
+    module = ringcomm.zero.shard(_model(shape, comm.device), stage, comm=comm, options=options)
     step = _step(module, ringcomm.optim.AdamW(module.parameters(), lr=1e-4), batch)
     with ringcomm.zero.traced(module) as trace:
         for _ in range(TRACED_STEPS):

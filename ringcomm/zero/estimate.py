@@ -172,7 +172,8 @@ def working_buffers(
 
     Stage 0 stores the reduced gradient of its chunks and gathers it bucket by bucket. Stages 2 and
     3 have ``options.in_flight`` buffers, each as large as the largest bucket. Stage 3 has the root
-    and ``options.prefetch + 1`` units: one that computes, and those being fetched.
+    and ``options.prefetch + 1`` units: one that computes, and those being fetched; with
+    ``overlap=False`` only the former.
 
     Args:
         two_passes: whether steps are clipped, scaled or checked, so that stage 1 stores its reduced
@@ -191,7 +192,8 @@ def working_buffers(
         return WorkingBytes(0, 0, each.reduced * shard if stored else 0)
     bucket = _largest_bucket(model, options)
     buckets = min(options.in_flight, -(-model.trainable // bucket)) if bucket else 0
-    shown = len(model.units) if options.keep_gathered else options.prefetch + 1
+    fetched = 0 if options.overlap is False else options.prefetch
+    shown = len(model.units) if options.keep_gathered else fetched + 1
     gathered = model.root + sum(heapq.nlargest(shown, model.units))
     return WorkingBytes(
         buckets=each.grad * bucket * buckets,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
@@ -13,6 +16,7 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.prepare import check_memory
 from ringcomm.zero.before import Before
 from ringcomm.zero.engine import Engine, Parts
+from ringcomm.zero.freed_memory import keep_freed_memory
 from ringcomm.zero.materialize import Initialize, is_meta
 from ringcomm.zero.moving import make_bucket, move_in, settle_rest
 from ringcomm.zero.options import ZeroOptions
@@ -82,6 +86,7 @@ def shard(
     before = Before(module)
     stored: list[Stored] = []
     stored_frozen: list[Stored] = []
+    options = _resolved(options, comm)
     parts = Parts(module, stage, comm, options, units, plan, frozen, stored, stored_frozen)
     with before.put_back_on_failure():
         with all_or_none(comm, "shard"):
@@ -96,6 +101,8 @@ def shard(
         # At its end all chunks are written.
         with all_or_none(comm, "shard"):
             _attach(parts, before)
+    if not comm.launches:
+        keep_freed_memory()
     return module
 
 
@@ -136,6 +143,12 @@ def _communicator(comm: Communicator | None, module: nn.Module) -> Communicator:
     first = next(module.parameters(), None)
     on_gpu = first is not None and first.device.type == "cuda"
     return local_world(1, device=first.device if first is not None and on_gpu else None)[0]
+
+
+def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
+    if comm.launches:
+        return options.resolved(ranks=0, threads=0, cores=0)
+    return options.resolved(comm.world_size, torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 
 def _no_plan(options: ZeroOptions) -> Plan:

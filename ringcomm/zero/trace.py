@@ -58,7 +58,7 @@ class Trace:
     def hidden_share(self) -> float:
         """How much of the communication's time no caller waited for; NaN when there was none.
 
-        Communication on the thread that waits for it is waited for by itself.
+        Communication on the caller's own thread is recorded as waiting, too.
         """
         moved = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "communication")
         waited = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "wait")

@@ -185,7 +185,7 @@ def options_of(run: Run) -> zero.ZeroOptions:
     return zero.ZeroOptions(
         precision=run.precision,
         units=run.units,
-        **{"bucket_elems": SMALL_BUCKET_ELEMS, **run.options},
+        **{"bucket_elems": SMALL_BUCKET_ELEMS, "overlap": True, **run.options},
     )
 
 

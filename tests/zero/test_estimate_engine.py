@@ -71,7 +71,7 @@ def train(comm, stage, options, master):
     }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "overlap"), [*((stage, True) for stage in STAGES), (3, False)])
 @pytest.mark.parametrize(
     ("precision", "master"),
     [
@@ -82,8 +82,8 @@ def train(comm, stage, options, master):
         (Precision(param=torch.bfloat16), "none"),
     ],
 )
-def test_model_state_is_what_training_holds(stage, precision, master):
-    options = ZeroOptions(precision=precision, bucket_elems=2048)
+def test_model_state_is_what_training_holds(stage, precision, master, overlap):
+    options = ZeroOptions(precision=precision, bucket_elems=2048, overlap=overlap)
     dtype = precision.param or torch.float32
     each = BytesPerElement.of(dtype, precision.reduce or torch.float32, master)
     model = ModelElems.of_module(Net())

@@ -74,6 +74,8 @@ def test_reducing_each_backward_is_close_to_reducing_once(worlds, name):
     "options",
     [
         {"overlap": False},
+        {"overlap": None},
+        {"overlap": False, "prefetch": 2, "keep_gathered": True},
         {"in_flight": 1},
         {"prefetch": 0},
         {"prefetch": 3, "in_flight": 4},
