@@ -5,7 +5,7 @@
 #include "ringcomm/all_gather.h"
 #include "ringcomm/exchange.h"
 #include "ringcomm/reduce_scatter.h"
-#include "tests/native/race_world.h"
+#include "tests/native/race_buffers.h"
 
 namespace {
 
@@ -13,7 +13,7 @@ namespace {
 // channels would be too short to go zero copy.
 template <class Start>
 struct Lender {
-  World& w;
+  BufferWorld& w;
   E& e;
   Start start;
   int number;  // of the call: what the buffers hold depends on it
@@ -40,7 +40,7 @@ struct Lender {
 };
 
 template <class Start>
-Status lend_in_reductions(World& w, E& e, Start start, int round) {
+Status lend_in_reductions(BufferWorld& w, E& e, Start start, int round) {
   Lender<Start> user{w, e, start, round * 100};
   const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
   char* const heap = reinterpret_cast<char*>(w.buffers[size_t(e.rank())].heap_in);
@@ -63,7 +63,7 @@ Status lend_in_reductions(World& w, E& e, Start start, int round) {
 }
 
 template <class Start>
-Status lend_in_moves(World& w, E& e, Start start, int round) {
+Status lend_in_moves(BufferWorld& w, E& e, Start start, int round) {
   Lender<Start> user{w, e, start, round * 100 + 50};
   const uint64_t elems = kChunkElems * uint64_t(w.world), chunk = kChunkElems * sizeof(float),
                  total = elems * sizeof(float), mine = uint64_t(e.rank()) * kChunkElems;

@@ -3,19 +3,15 @@
 // builds it with mutated headers, each of which must fail.
 //
 //   race_test WORLD CHANNELS LANES ROUNDS
-#include <pthread.h>
-
-#include <thread>
-
 #include "ringcomm/all_reduce.h"
 #include "ringcomm/exchange.h"
+#include "tests/native/race_buffers.h"
 #include "tests/native/race_lent.h"
-#include "tests/native/race_world.h"
 
 namespace {
 
 // The two barriers around a round are the users': they fill and read the buffers between.
-void fill(World& w, int rank, int round) {
+void fill(BufferWorld& w, int rank, int round) {
   Buffers& b = w.buffers[size_t(rank)];
   const uint64_t elems = kChunkElems * uint64_t(w.world);
   for (auto* v : {&b.in, &b.all_reduced, &b.gathered, &b.ring_reduced, &b.ring_gathered,
@@ -29,7 +25,7 @@ void fill(World& w, int rank, int round) {
   for (uint64_t i = 0; i < kChunkElems; ++i) b.broadcast[i] = value(rank, i, round);
 }
 
-bool check(World& w, int rank, int round) {
+bool check(BufferWorld& w, int rank, int round) {
   const Buffers& b = w.buffers[size_t(rank)];
   const uint64_t elems = kChunkElems * uint64_t(w.world);
   const float* in_place = w.channels == 1 ? b.heap_reduced.data() : b.heap_in;
@@ -56,7 +52,7 @@ bool check(World& w, int rank, int round) {
 char* bytes_of(std::vector<float>& v) { return reinterpret_cast<char*>(v.data()); }
 
 template <class Start>
-Status rooted_and_exchanged(World& w, E& e, Start start) {
+Status rooted_and_exchanged(BufferWorld& w, E& e, Start start) {
   Buffers& b = w.buffers[size_t(e.rank())];
   const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
   const Chunks in{bytes_of(b.in), total, chunk, nullptr};
@@ -78,7 +74,7 @@ Status rooted_and_exchanged(World& w, E& e, Start start) {
   return exchange_direct(e, in, Chunks{nullptr, 0, 0, dealt.data()}, Edges{.only_sender = 0});
 }
 
-Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
+Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   Buffers& b = w.buffers[size_t(v.rank)];
   StorePath path;  // this lane's own: what it learns changes no result
   LateOps ops{{&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)],
@@ -89,7 +85,7 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
   const auto start = [&](Collective c) {
     const CallId id{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kDirect};
     team.sync();  // the lanes may still compare the header of the call before
-    if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0};
+    if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
   };
   const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
   const Chunks in{bytes_of(b.in), total, chunk, nullptr};
@@ -141,10 +137,9 @@ Status collectives(World& w, ThreadTeam& team, const View& v, int round) {
   return exchange_direct(e, nothing, nothing, Edges{});
 }
 
-void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all) {
+void run_lane(BufferWorld& w, int rank, int channel, int lane, pthread_barrier_t* all) {
   const View v = w.view(rank, channel);
-  ThreadTeam team{{&w.waiter}, lane,       w.lanes,
-                  channel,     w.channels, w.groups[size_t(rank * w.channels + channel)].get()};
+  ThreadTeam team = w.team(rank, channel, lane);
   const bool leader = lane == 0 && channel == 0;
   for (int round = 0; round < w.rounds; ++round) {
     if (leader) fill(w, rank, round);
@@ -158,18 +153,4 @@ void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all)
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (argc != 5) return 2;
-  World w(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
-  const int threads = w.world * w.channels * w.lanes;
-  pthread_barrier_t all;
-  pthread_barrier_init(&all, nullptr, unsigned(threads));
-  std::vector<std::thread> lanes;
-  for (int r = 0; r < w.world; ++r)
-    for (int c = 0; c < w.channels; ++c)
-      for (int l = 0; l < w.lanes; ++l)
-        lanes.emplace_back([&, r, c, l] { run_lane(w, r, c, l, &all); });
-  for (std::thread& t : lanes) t.join();
-  std::puts("ok");
-  return 0;
-}
+int main(int argc, char** argv) { return run_lanes(argc, argv, run_lane); }

@@ -1,16 +1,17 @@
-// Ranks of race_test as threads of one process: their memory, and what they compute on.
+// Ranks x channels x lanes as threads of one process: their memory, and what they contribute.
 #pragma once
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <thread>
 #include <vector>
 
-#include "kernels/host/ops.h"
 #include "kernels/host/team.h"
+#include "ringcomm/endpoint.h"
 
 using namespace ringcomm;
 using namespace ringcomm::host;
@@ -19,23 +20,6 @@ namespace {
 
 constexpr uint32_t kSegmentBytes = 4096;
 constexpr int kSlots = 4;
-// Not a multiple of a segment, a line or a vector; per rank, so that the heap forms go zero copy.
-constexpr uint64_t kChunkElems = 5003;
-constexpr uint64_t kSmallElems = 37;
-
-// A rank may come late to a reduction: what it reads must stand until then.
-struct LateOps : HostOps {
-  bool late;
-
-  template <class Team>
-  void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,
-              int finish_world) const {
-    if (late) usleep(2000);
-    HostOps::reduce(team, to, from, bytes, finish_world);
-  }
-};
-
-using E = Endpoint<ThreadTeam, LateOps>;
 
 // What rank r contributes at index i in a round: small integers, so that every sum is exact.
 float value(int rank, uint64_t i, int round) { return float((rank * 7 + i * 3 + round) % 11) - 5; }
@@ -46,65 +30,64 @@ float sum_at(int world, uint64_t i, int round) {
   return total;
 }
 
-struct Buffers {
-  std::vector<float> in, all_reduced, scattered, gathered, ring_reduced, ring_scattered,
-      ring_gathered;
-  std::vector<float> small, broadcast, exchanged, reduced, collected, dealt;
-  std::vector<float> heap_reduced, from_lent;
-  float* heap_in;  // zero copy, reduced in place
-};
-
 struct World {
   int world, channels, lanes, rounds;
   Layout layout;
-  std::vector<char> arena;
+  std::vector<char> arena;  // every rank's heap: its region, then its tensors
   std::vector<char*> regions, heaps;
   std::vector<uint64_t> heap_bytes;
-  std::vector<Buffers> buffers;
   std::vector<std::vector<PeerState>> in;
   std::vector<std::vector<const void*>> sources;
   std::vector<std::vector<double>> factors;
-  std::vector<std::unique_ptr<CallHeader>> mine;  // by rank and channel, as the three above
+  std::vector<std::vector<char*>> results;
+  std::vector<std::unique_ptr<CallHeader>> mine;  // by rank and channel, as the four above
   std::vector<std::unique_ptr<LaneGroup>> groups;
   Waiter waiter{PausePolicy{20, 2000}};
 
-  World(int w, int c, int l, int n)
+  // tensor_bytes: what a rank has in the heap behind its region.
+  World(int w, int c, int l, int n, uint64_t tensor_bytes)
       : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes, 0, 0} {
-    const uint64_t elems = kChunkElems * uint64_t(world),
-                   tensor = (elems * sizeof(float) + 4095) / 4096 * 4096;
-    const uint64_t share = layout.region_bytes() + tensor;
-    arena.resize(share * uint64_t(world) + 4096);
+    const uint64_t share = layout.region_bytes() + layout.whole_pages(tensor_bytes);
+    arena.resize(share * uint64_t(world) + kPageBytes);
     char* base =
-        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(arena.data()) + 4095) / 4096 * 4096);
-    buffers.resize(size_t(world));
+        reinterpret_cast<char*>(layout.whole_pages(reinterpret_cast<uintptr_t>(arena.data())));
     for (int r = 0; r < world; ++r) {
       regions.push_back(base + share * uint64_t(r));
       heaps.push_back(base);
-      heap_bytes.push_back(arena.size() - 4096);
-      buffers[size_t(r)].heap_in = reinterpret_cast<float*>(regions.back() + layout.region_bytes());
+      heap_bytes.push_back(arena.size() - kPageBytes);
       for (int ch = 0; ch < channels; ++ch) {
         in.emplace_back(size_t(Stream::kCount) * size_t(world));
         sources.emplace_back(size_t(std::max(world, 2)));
         factors.emplace_back(size_t(std::max(world, 2)));
+        results.emplace_back(size_t(world));
         mine.emplace_back(std::make_unique<CallHeader>());
         groups.push_back(std::make_unique<LaneGroup>(lanes));
       }
     }
   }
 
+  char* tensors(int rank) const { return regions[size_t(rank)] + layout.region_bytes(); }
+
   View view(int rank, int channel) {
     const size_t r = size_t(rank * channels + channel);
-    return {rank,
-            world,
-            layout,
-            regions.data(),
-            heaps.data(),
-            heap_bytes.data(),
-            120'000'000'000,
-            in[r].data(),
-            sources[r].data(),
-            factors[r].data(),
-            mine[r].get()};
+    View v{rank,
+           world,
+           layout,
+           regions.data(),
+           heaps.data(),
+           heap_bytes.data(),
+           120'000'000'000,
+           in[r].data(),
+           sources[r].data(),
+           factors[r].data(),
+           mine[r].get()};
+    v.results = results[r].data();
+    return v;
+  }
+
+  ThreadTeam team(int rank, int channel, int lane) const {
+    LaneGroup* const group = groups[size_t(rank * channels + channel)].get();
+    return {{&waiter}, lane, lanes, channel, channels, group};
   }
 };
 
@@ -112,6 +95,22 @@ struct World {
 [[noreturn]] void give_up(int rank, const char* what, int number = 0) {
   std::fprintf(stderr, "rank %d: %s %d\n", rank, what, number);
   std::_Exit(1);
+}
+
+// main() of a race test: a world of its arguments, a thread for each lane, and their barrier.
+template <class W>
+int run_lanes(int argc, char** argv, void (*run)(W&, int, int, int, pthread_barrier_t*)) {
+  if (argc != 5) return 2;
+  W w(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
+  pthread_barrier_t all;
+  pthread_barrier_init(&all, nullptr, unsigned(w.world * w.channels * w.lanes));
+  std::vector<std::thread> lanes;
+  for (int r = 0; r < w.world; ++r)
+    for (int c = 0; c < w.channels; ++c)
+      for (int l = 0; l < w.lanes; ++l) lanes.emplace_back([&, r, c, l] { run(w, r, c, l, &all); });
+  for (std::thread& t : lanes) t.join();
+  std::puts("ok");
+  return 0;
 }
 
 }  // namespace

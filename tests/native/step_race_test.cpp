@@ -4,25 +4,17 @@
 //
 //   step_race_test WORLD CHANNELS LANES ROUNDS
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
-#include <thread>
 #include <vector>
 
 #include "kernels/host/optimizer_ops.h"
-#include "kernels/host/team.h"
 #include "ringcomm/adamw_prepare.h"
 #include "ringcomm/reduce_scatter_adamw_all_gather.h"
-
-using namespace ringcomm;
-using namespace ringcomm::host;
+#include "tests/native/race_world.h"
 
 namespace {
 
-constexpr uint32_t kSegmentBytes = 4096;
-constexpr int kSlots = 4;
 constexpr uint64_t kElems = 5 * kBlockElems + 77;  // the last rank's chunk is short, or empty
+constexpr uint64_t kTensorBytes = Layout{}.whole_pages(kElems * sizeof(float));
 constexpr AdamWSegment kSegments[] = {{0, 700, 0}, {704, 1500, 1}, {1536, kElems, 2}};
 constexpr int kParams = 3;
 constexpr double kActive[kParams] = {1, 0, 1};
@@ -30,9 +22,7 @@ constexpr int64_t kGroups[kParams] = {0, 0, 1};
 constexpr AdamWHyper kHyper[] = {{1e-2, 0.9, 0.999, 1e-8, 1e-2, 0},
                                  {1e-3, 0.8, 0.99, 1e-8, 0, double(kAdamAmsgrad)}};
 
-float gradient_at(int rank, uint64_t i, int round) {
-  return float((uint64_t(rank) * 7 + i * 3 + uint64_t(round)) % 11) - 5;
-}
+float first_param(uint64_t i) { return float(i % 13) - 6; }
 
 // One rank's optimizer. The factors are the same for all lanes; one of them prepares.
 struct Optimizer {
@@ -68,46 +58,17 @@ struct Optimizer {
   }
 };
 
-struct World {
-  int world, channels, lanes, rounds;
-  Layout layout;
-  std::vector<char> arena;
-  std::vector<char*> regions, heaps;
-  std::vector<uint64_t> heap_bytes;
-  std::vector<float*> grads, params;
-  std::vector<std::vector<PeerState>> in;
-  std::vector<std::vector<const void*>> sources;
-  std::vector<std::vector<double>> factors;
-  std::vector<std::vector<char*>> results;
-  std::vector<std::unique_ptr<CallHeader>> mine;
-  std::vector<std::unique_ptr<LaneGroup>> groups;
-  std::vector<std::unique_ptr<Optimizer>> optimizers;  // by rank
-  Waiter waiter{PausePolicy{20, 2000}};
+struct StepWorld : World {
+  std::vector<float*> grads, params;  // by rank
+  std::vector<Optimizer> optimizers;
 
-  World(int w, int c, int l, int n)
-      : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes, 0, 0} {
-    const uint64_t tensor = (kElems * sizeof(float) + 4095) / 4096 * 4096,
-                   share = layout.region_bytes() + 2 * tensor;
-    arena.resize(share * uint64_t(world) + 4096);
-    char* base =
-        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(arena.data()) + 4095) / 4096 * 4096);
+  StepWorld(int w, int c, int l, int n)
+      : World(w, c, l, n, 2 * kTensorBytes), optimizers(size_t(w)) {
     for (int r = 0; r < world; ++r) {
-      regions.push_back(base + share * uint64_t(r));
-      heaps.push_back(base);
-      heap_bytes.push_back(arena.size() - 4096);
-      grads.push_back(reinterpret_cast<float*>(regions.back() + layout.region_bytes()));
-      params.push_back(reinterpret_cast<float*>(regions.back() + layout.region_bytes() + tensor));
-      optimizers.push_back(std::make_unique<Optimizer>());
-      for (uint64_t i = 0; i < kElems; ++i) params.back()[i] = float(i % 13) - 6;
-      optimizers.back()->own(bucket(r).chunk(r), params.back());
-      for (int ch = 0; ch < channels; ++ch) {
-        in.emplace_back(size_t(Stream::kCount) * size_t(world));
-        sources.emplace_back(size_t(std::max(world, 2)));
-        factors.emplace_back(size_t(std::max(world, 2)));
-        results.emplace_back(size_t(world));
-        mine.emplace_back(std::make_unique<CallHeader>());
-        groups.push_back(std::make_unique<LaneGroup>(lanes));
-      }
+      grads.push_back(reinterpret_cast<float*>(tensors(r)));
+      params.push_back(reinterpret_cast<float*>(tensors(r) + kTensorBytes));
+      for (uint64_t i = 0; i < kElems; ++i) params.back()[i] = first_param(i);
+      optimizers[size_t(r)].own(bucket(r).chunk(r), params.back());
     }
   }
 
@@ -119,27 +80,10 @@ struct World {
             4,
             world};
   }
-
-  View view(int rank, int channel) {
-    const size_t r = size_t(rank * channels + channel);
-    View v{rank,
-           world,
-           layout,
-           regions.data(),
-           heaps.data(),
-           heap_bytes.data(),
-           120'000'000'000,
-           in[r].data(),
-           sources[r].data(),
-           factors[r].data(),
-           mine[r].get()};
-    v.results = results[r].data();
-    return v;
-  }
 };
 
 template <class Finish, class Body>
-Status call(World& w, ThreadTeam& team, const View& v, uint64_t sequence, Finish finish,
+Status call(StepWorld& w, ThreadTeam& team, const View& v, uint64_t sequence, Finish finish,
             Body body) {
   StorePath path;
   const Bucket bucket = w.bucket(v.rank);
@@ -161,8 +105,8 @@ Status call(World& w, ThreadTeam& team, const View& v, uint64_t sequence, Finish
 }
 
 // Step `round` in the form that is its turn; a step is 1 or 2 calls.
-Status step(World& w, ThreadTeam& team, const View& v, int round) {
-  Optimizer& o = *w.optimizers[size_t(v.rank)];
+Status step(StepWorld& w, ThreadTeam& team, const View& v, int round) {
+  Optimizer& o = w.optimizers[size_t(v.rank)];
   const bool ring = round % 2 != 0;
   const GradKind sum{DType::kFloat32, 0};
   const UpdateFinish update{&kBaselineKernels,          &o.shard,           sum,
@@ -174,7 +118,8 @@ Status step(World& w, ThreadTeam& team, const View& v, int round) {
                   : reduce_scatter_adamw_all_gather_direct(e, b);
     });
   NormWords words{};
-  const NormFinish norm{&kBaselineKernels, sum, o.shard_grad.data(), false, NormKind::kTwo, &words};
+  const NormFinish norm{
+      &kBaselineKernels, sum, o.shard_grad.data(), false, NormKind::kTwo, &words, false};
   RC_RETURN_IF_FAILED(call(w, team, v, sequence, norm, [&](auto& e, const Bucket& b) {
     return ring ? reduce_scatter_norm_ring(e, b) : reduce_scatter_norm_direct(e, b);
   }));
@@ -190,14 +135,11 @@ struct Reference {
   Optimizer o;
 
   Reference() {
-    for (uint64_t i = 0; i < kElems; ++i) params[i] = float(i % 13) - 6;
+    for (uint64_t i = 0; i < kElems; ++i) params[i] = first_param(i);
     o.own(Run{0, kElems}, params.data());
   }
   void step(int world, int round) {
-    for (uint64_t i = 0; i < kElems; ++i) {
-      grads[i] = 0;
-      for (int r = 0; r < world; ++r) grads[i] += gradient_at(r, i, round);
-    }
+    for (uint64_t i = 0; i < kElems; ++i) grads[i] = sum_at(world, i, round);
     o.begin();
     const void* source = grads.data();
     kBaselineKernels.adamw(
@@ -205,22 +147,15 @@ struct Reference {
   }
 };
 
-// The other threads wait at a barrier: the process ends here.
-[[noreturn]] void give_up(int rank, const char* what, int number) {
-  std::fprintf(stderr, "rank %d: %s %d\n", rank, what, number);
-  std::_Exit(1);
-}
-
-void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all) {
+void run_lane(StepWorld& w, int rank, int channel, int lane, pthread_barrier_t* all) {
   const View v = w.view(rank, channel);
-  ThreadTeam team{{&w.waiter}, lane,       w.lanes,
-                  channel,     w.channels, w.groups[size_t(rank * w.channels + channel)].get()};
+  ThreadTeam team = w.team(rank, channel, lane);
   const bool leader = lane == 0 && channel == 0;
   Reference reference;
   for (int round = 0; round < w.rounds; ++round) {
     if (leader) {
-      for (uint64_t i = 0; i < kElems; ++i) w.grads[size_t(rank)][i] = gradient_at(rank, i, round);
-      w.optimizers[size_t(rank)]->begin();
+      for (uint64_t i = 0; i < kElems; ++i) w.grads[size_t(rank)][i] = value(rank, i, round);
+      w.optimizers[size_t(rank)].begin();
     }
     pthread_barrier_wait(all);
     const Status status = step(w, team, v, round);
@@ -239,18 +174,4 @@ void run_lane(World& w, int rank, int channel, int lane, pthread_barrier_t* all)
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (argc != 5) return 2;
-  World w(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
-  const int threads = w.world * w.channels * w.lanes;
-  pthread_barrier_t all;
-  pthread_barrier_init(&all, nullptr, unsigned(threads));
-  std::vector<std::thread> lanes;
-  for (int r = 0; r < w.world; ++r)
-    for (int c = 0; c < w.channels; ++c)
-      for (int l = 0; l < w.lanes; ++l)
-        lanes.emplace_back([&, r, c, l] { run_lane(w, r, c, l, &all); });
-  for (std::thread& t : lanes) t.join();
-  std::puts("ok");
-  return 0;
-}
+int main(int argc, char** argv) { return run_lanes(argc, argv, run_lane); }

@@ -3,6 +3,7 @@
 //
 //   wake_test ITEMS SECONDS
 #include <sched.h>
+#include <unistd.h>
 
 #include <thread>
 
@@ -47,7 +48,7 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const auto items = uint32_t(std::atoi(argv[1]));
   alarm(unsigned(std::atoi(argv[2])));  // ends the process where nobody wakes a sleeper
-  World w(2, 1, 1, 1);
+  World w(2, 1, 1, 1, 0);
   std::thread sender([&] { send_all(w, items); }), receiver([&] { receive_all(w, items); });
   sender.join();
   receiver.join();
