@@ -71,8 +71,12 @@ class Placement(ABC):
         """The kernels of a step, made of those that work on whole buckets."""
 
     @abstractmethod
-    def drop_gradients(self) -> None:
-        """Forgets what backwards have left, with or without an optimizer."""
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """Forgets what backwards have left, with or without an optimizer.
+
+        Args:
+            set_to_none: parameters have no gradient then, rather than zeros.
+        """
 
     @abstractmethod
     def bind(self, owner: ShardedStep) -> None:

@@ -254,7 +254,7 @@ class ShardedAdam(torch.optim.Optimizer):
             self.accumulator.clear()
         if sharded is None:
             if self._placement is not None:
-                self._placement.drop_gradients()
+                self._placement.forget_gradients(set_to_none)
             super().zero_grad(set_to_none)
             return
         sharded.forget_reduced()

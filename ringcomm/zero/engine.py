@@ -175,8 +175,13 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The module's own, which forgets what was reduced, too."""
-        assert self.reduction is not None
         self._zero_grad_of_module(set_to_none)
+        self.forget_gradients(set_to_none)
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """Stages 2 and 3: forgets what was reduced, and what a backward has left."""
+        if self.reduction is None:
+            return
         self.forget_backward()
         if set_to_none:
             self.reduction.drop()

@@ -219,10 +219,8 @@ class ModulePlacement(Placement):
             return ReplicatedKernels(native, reducer, comm, dtype)
         return native if dtype is torch.float32 else RoundedKernels(native, reducer, dtype)
 
-    def drop_gradients(self) -> None:
-        if self._engine.reduction is not None:
-            self._engine.forget_backward()
-            self._engine.reduction.drop()
+    def forget_gradients(self, set_to_none: bool) -> None:
+        self._engine.forget_gradients(set_to_none)
 
     @property
     def owner(self) -> ShardedStep | None:

@@ -108,7 +108,9 @@ class Reduction:
         # Those further behind would keep buffers from those whose turn it is.
         if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
             # A gradient that moves now is in the cache still, and its memory free for the next one.
-            self._land_ended()
+            # Of a device's event nobody asks: while a graph is captured that is an error.
+            if not self._comm.launches:
+                self._land_ended()
             bucket.buffer = self._buffers.get(bucket.stored, must=False)
         bucket.take(index)
         if not bucket.missing:
@@ -265,27 +267,19 @@ class Reduction:
 
     def drop(self) -> None:
         """Forgets all gradients."""
+        self.zero()
+        for bucket in self.buckets:
+            bucket.active = [False] * len(bucket.stored.params)
+
+    def zero(self) -> None:
+        """Forgets all gradients, which are zero then where a parameter had one."""
         for bucket in self.buckets:
             bucket.holds = False
             bucket.drop()
-            bucket.active = [False] * len(bucket.stored.params)
-        self._give_kept()
-        self._sums, self._asked = self._asked, False
-        self.generation += 1
-
-    def zero(self) -> None:
-        """Zeroes all gradients; parameters that had one still have one."""
-        self.wait()
-        for number, bucket in enumerate(self.buckets):
-            bucket.drop()
-            bucket.shard.zero_()
-            bucket.holds |= number in self.kept
-        self._give_kept()
-        self.generation += 1
-
-    def _give_kept(self) -> None:
         while self.kept:
             self._buffers.give(self.kept.popitem()[1])
+        self._sums, self._asked = self._asked, False
+        self.generation += 1
 
     def wait(self) -> None:
         """Waits for what is under way."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringcomm import CommOptions, zero
+from ringcomm.comm.device_work import DeviceWork
 from tests.support.device_worlds import on_host
 from tests.zero.models import Run, assert_same_bits, new_model, train
 
@@ -57,3 +58,16 @@ def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
         for state, their_norms in devices.run(world, _on_device, base, run):
             assert their_norms == norms
             assert_same_bits(state, wanted)
+
+
+def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):
+    """While a graph is captured that is an error."""
+
+    def ask(work: DeviceWork) -> bool:
+        raise AssertionError("asked in a backward")
+
+    monkeypatch.setattr(DeviceWork, "is_completed", ask)
+    base = new_model("mlp")
+    with devices.new_world(2, options=OPTIONS) as world:
+        run = replace(RUNS["accumulated"], stage=2, options={"algorithm": "direct"})
+        assert len(devices.run(world, _on_device, base, run)) == 2

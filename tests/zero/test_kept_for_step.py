@@ -9,6 +9,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW, GradScaler
+from ringcomm.zero import reduced
 
 Tensor = torch.Tensor
 LAYERS, WIDTH = 5, 64
@@ -32,7 +33,8 @@ class Loop:
     def __init__(self, comm, stage: int, **options) -> None:
         chosen = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, **options)
         self.module = zero.shard(deepcopy(DEEP), stage, comm=comm, options=chosen)
-        self.optimizer = AdamW(self.module.parameters(), lr=1e-2)
+        first, *others = self.module.parameters()
+        self.optimizer = AdamW([{"params": [first], "lr": 3e-2}, {"params": others}], lr=1e-2)
         self.scaler = GradScaler("cpu", init_scale=8.0)
         self.generator = torch.Generator().manual_seed(comm.rank)
         self.norms: list[float] = []
@@ -53,11 +55,28 @@ class Loop:
     def clip(self) -> None:
         self.norms.append(self.optimizer.clip_grad_norm_(1e-3).item())
 
-    def scaled(self) -> None:
+    def scaled(self, clips: bool = False) -> None:
         self.scaler.scale(self.loss()).backward()
         self.scaler.unscale_(self.optimizer)
+        if clips:
+            self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def scaled_clip(self) -> None:
+        self.scaled(clips=True)
+
+    def failing(self) -> None:
+        """A backward that ends in its middle, on all ranks."""
+        layer = self.module[2 * (LAYERS // 2) - 1]
+
+        def fail(grad: Tensor) -> None:
+            raise InterruptedError
+
+        watch = layer.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+        with pytest.raises(InterruptedError):
+            self.backward()
+        watch.remove()
 
     def zero(self) -> None:
         self.optimizer.zero_grad()
@@ -69,6 +88,12 @@ class Loop:
         for _ in range(turns):
             for name in what.split():
                 getattr(self, name)()
+
+    def found(self) -> tuple[list[Tensor], list[float]]:
+        """Parameters and norms; the module is plain afterwards."""
+        params = self.params()
+        zero.unshard(self.module)
+        return params, self.norms
 
     def params(self) -> list[Tensor]:
         with zero.gathered(self.module):
@@ -90,6 +115,20 @@ LOOPS = [
     "backward step clip step zero",
     "backward clip step zero backward step zero",
     "scaled zero",
+    "scaled_clip zero",
+    "failing backward step zero",
+    "backward failing zero backward step zero",
+]
+# Where each step has one backward, stage 1 adds the same numbers in the same order.
+ONE_BACKWARD = [
+    "backward step zero",
+    "backward step step zero",
+    "backward to_zeros step zero",
+    "backward step to_zeros",
+    "backward zero backward step zero",
+    "backward clip step zero",
+    "backward clip clip step zero",
+    "scaled_clip zero",
 ]
 
 
@@ -104,13 +143,54 @@ def test_every_loop_ends_with_the_bits_of_stage_3_which_keeps_nothing(
         for stage in (2, 3):
             loop = Loop(comm, stage, overlap=overlap)
             loop.run(TURNS, what)
-            found.append((loop.params(), loop.norms))
-            zero.unshard(loop.module)
+            found.append(loop.found())
         return found
 
-    for (kept, norms), (wanted, wanted_norms) in worlds(world_size).run(body):
-        assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
-        assert norms == wanted_norms
+    for kept, wanted in worlds(world_size).run(body):
+        _assert_same(kept, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "ring"},
+        {"reduce": "sum", "in_flight": 1},
+        {"precision": zero.Precision(param=torch.bfloat16), "in_flight": LAYERS + 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ONE_BACKWARD)
+def test_where_each_step_has_one_backward_the_bits_are_those_of_stage_1(worlds, what, options):
+    def body(comm):
+        found = []
+        for stage in (2, 1):
+            loop = Loop(comm, stage, **options)
+            loop.run(TURNS, what)
+            found.append(loop.found())
+        return found
+
+    for kept, wanted in worlds(2).run(body):
+        _assert_same(kept, wanted)
+
+
+def test_the_norm_of_a_rounded_gradient_is_that_before_it_was_rounded(worlds):
+    def body(comm):
+        half = torch.bfloat16
+        found = []
+        for stage in (2, 1):
+            loop = Loop(comm, stage, precision=zero.Precision(param=half, reduce=half))
+            loop.run(TURNS, "backward clip step zero")
+            found.append(loop.found())
+        return found
+
+    for kept, wanted in worlds(2).run(body):
+        _assert_same(kept, wanted)
+
+
+def _assert_same(kept, wanted) -> None:
+    for found, expected in zip(kept[0], wanted[0], strict=True):
+        assert torch.equal(found, expected)
+    assert kept[1] == wanted[1]
 
 
 def _calls(comm, loop: Loop, what: str) -> Counter[str]:
@@ -122,11 +202,12 @@ def _calls(comm, loop: Loop, what: str) -> Counter[str]:
     return Counter(each.collective for each in found if each.number > before)
 
 
+@pytest.mark.parametrize("what", ["backward step zero", "backward step to_zeros"])
 @pytest.mark.parametrize("in_flight", [1, 2, 4, LAYERS + 1])
-def test_as_many_buckets_as_there_are_buffers_take_one_pass(worlds, in_flight):
+def test_as_many_buckets_as_there_are_buffers_take_one_pass(worlds, in_flight, what):
     def body(comm):
         loop = Loop(comm, 2, in_flight=in_flight)
-        calls = _calls(comm, loop, "backward step zero")
+        calls = _calls(comm, loop, what)
         zero.unshard(loop.module)
         return calls
 
@@ -161,13 +242,16 @@ def test_gradients_rounded_to_16_bits_are_rounded_at_every_bucket(worlds):
         assert calls["reduce_scatter_adamw_all_gather"] == 0
 
 
-def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_does(worlds):
+@pytest.mark.parametrize("zero_grad", ["zero", "to_zeros"])
+def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_does(
+    worlds, zero_grad
+):
     def body(comm):
         loop = Loop(comm, 2, in_flight=1)
         reduction = vars(loop.module)["_ringcomm_engine"].reduction
         summed = []
         for what in ("step", "clip step", "clip step", "step", "step"):
-            loop.run(1, f"backward {what} zero")
+            loop.run(1, f"backward {what} {zero_grad}")
             # In the step before last it was asked for, or not.
             summed.append([bucket.summed for bucket in reduction.buckets[1:]])
         zero.unshard(loop.module)
@@ -176,3 +260,26 @@ def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_do
     for summed in worlds(2).run(body):
         expected = [False, False, True, True, False]
         assert summed == [[each] * (LAYERS - 1) for each in expected]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["backward zero", "backward step zero", "backward clip step to_zeros", "failing zero backward"],
+)
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_buffers_of_what_was_kept_are_used_again(worlds, what, in_flight, monkeypatch):
+    made = []
+
+    def counted(*args, **kwargs):
+        made.append(1)
+        return empty(*args, **kwargs)
+
+    def body(comm):
+        loop = Loop(comm, 2, in_flight=in_flight)
+        loop.run(2 * TURNS, what)
+        zero.unshard(loop.module)
+
+    empty = reduced.empty
+    monkeypatch.setattr(reduced, "empty", counted)
+    worlds(2).run(body)
+    assert len(made) == 2 * in_flight
