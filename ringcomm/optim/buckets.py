@@ -29,6 +29,11 @@ def empty_for_streams(elems: int, dtype: torch.dtype, place: torch.device) -> Te
     return tensor
 
 
+def following(master: Tensor, params: Tensor) -> Tensor:
+    """``master``, or what the parameters are where that is not what it rounds to."""
+    return torch.where(master.to(params.dtype) == params, master, params.to(master.dtype))
+
+
 @dataclass
 class ShardState:
     """What a rank keeps of its chunk; all [chunk elements], zero in the padding.
@@ -192,6 +197,8 @@ class Bucket:
         """Makes the master what the parameters were before they were rounded, if that is known."""
         self.refresh_master()
         wide = self._memory.wide
+        if wide is not None:
+            wide = following(wide, self.own_params)
         if wide is not None and self.state.master is not None:
             self.state.master.copy_(wide)
         if wide is not None and self.state.remainder is not None:
@@ -199,6 +206,11 @@ class Bucket:
             self.own_params.copy_(param)
             self.state.remainder.copy_(remainder)
         self._memory = replace(self._memory, wide=None)
+
+    def follow_params(self) -> None:
+        """Makes the FP32 master what the parameters are, but where it rounds to just that."""
+        if self.state.master is not None:
+            self.state.master.copy_(following(self.state.master, self.own_params))
 
     def refresh_master(self) -> None:
         """Makes the master what the parameters are."""

@@ -9,6 +9,7 @@ import torch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import communicator_of, is_initialized
 from ringcomm.comm.reduce_ops import ReduceOp
+from ringcomm.errors import ArgumentError
 from ringcomm.optim.sharded_adam import ShardedAdam
 
 Tensor = torch.Tensor
@@ -54,6 +55,8 @@ class GradScaler(torch.amp.GradScaler):
                 torch.autograd.graph.increment_version(sums)
             found = {local.device: local}
         else:
+            if isinstance(optimizer, ShardedAdam) and not allow_fp16:
+                _check_not_fp16(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # A rank without gradients still has to hear of the others'.
         found = found or {found_inf.device: found_inf.clone()}
@@ -71,3 +74,15 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._found_inf_agreed = False
+
+
+def _check_not_fp16(optimizer: ShardedAdam) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.dtype is torch.float16:
+                raise ArgumentError(
+                    "GradScaler.unscale_: expected FP32 gradients, got float16, which unscaled "
+                    "would lose their small values. To clip them, build the optimizer with "
+                    "loss_scaler=ringcomm.optim.LossScaler() in place of a GradScaler: its "
+                    "clip_grad_norm_() takes the scale into account"
+                )

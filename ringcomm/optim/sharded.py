@@ -22,6 +22,7 @@ from ringcomm.optim.norms import NORM_WORDS, combine, found_non_finite, norm_of
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import Placement, find_placement
 from ringcomm.optim.table import StepTable
+from ringcomm.optim.written import WrittenParams
 
 Tensor = torch.Tensor
 _log = logging.getLogger("ringcomm.optim")
@@ -113,6 +114,7 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
+        self.written = WrittenParams(self.params, self.buckets, options)
         self.torn = False
         self._reduced: _Reduced | None = None
         self._seen_skipped = 0
@@ -165,6 +167,7 @@ class ShardedStep:
         """The state was replaced as a whole: what was wrong with it is past."""
         self.torn = False
         self._reduced = None
+        self.written.accept()
         if self.setting.device.type == "cpu":
             self._seen_skipped = int(self.table.control[table.SKIPPED])
 
@@ -232,6 +235,7 @@ class ShardedStep:
         if reduced is None:
             self._collect()
         self._write_control(amp, reduced)
+        self.written.take_over()
         self.torn = True
         self.kernels.begin(self.table)
         for bucket in self.buckets:

@@ -23,6 +23,7 @@ _LOAD = "load_state_dict"
 def save(sharded: ShardedStep) -> dict[str, Any]:
     """This rank's shard as in :mod:`ringcomm.optim.shards`; its tensors are no copies."""
     sharded.refuse_if_torn("state_dict")
+    sharded.written.take_over()
     control = sharded.table.control
     return {
         "state": {

@@ -25,6 +25,7 @@ _LOAD = "load_torch_state_dict"
 def gather(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     """The state of all parameters on rank ``dst``, or on all ranks; collective."""
     sharded.refuse_if_torn("full_state_dict")
+    sharded.written.take_over()
     steps: list[float] = sharded.table.step.tolist()
     amsgrad = [group["amsgrad"] for group in sharded.groups]
     state: dict[int, dict[str, Tensor]] = {}

@@ -76,6 +76,7 @@ def param_parts(engine: Engine, whole: bool) -> Iterator[Part]:
 
 def state_parts(engine: Engine, step: ShardedStep, whole: bool) -> Iterator[Part]:
     """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has."""
+    step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
         wanted = stored.state_chunk if whole else stored.chunk
         for kind, flat in bucket.state.tensors().items():

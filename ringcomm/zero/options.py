@@ -17,6 +17,11 @@ from ringcomm.optim.layout import BLOCK_ELEMS
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHOICES = {"algorithm": ("auto", "direct", "ring"), "reduce": ("avg", "sum")}
+_SWITCHES = {
+    "overlap": (True, False, None),
+    "keep_gathered": (True, False),
+    "broadcast": (True, False),
+}
 
 # Which modules are gathered as one: their types, or a test of a name and a module.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
@@ -100,6 +105,13 @@ class ZeroOptions:
             if getattr(self, name) not in choices:
                 raise ArgumentError(
                     f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        for name, states in _SWITCHES.items():
+            # By identity: 1 equals True, and "no" is as true.
+            if not any(getattr(self, name) is state for state in states):
+                raise ArgumentError(
+                    f"{name}: expected one of {', '.join(map(str, states))}, got "
+                    f"{getattr(self, name)!r}"
                 )
         if not isinstance(self.precision, Precision):
             raise ArgumentError(f"precision: expected a Precision, got {self.precision!r}")

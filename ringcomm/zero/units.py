@@ -36,7 +36,7 @@ def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
     them.
 
     Raises:
-        ArgumentError: ``rule`` is neither types nor a function.
+        ArgumentError: ``rule`` is neither types nor a function, or no module is of its types.
     """
     chosen = {id(root): Unit("", root)}
     for name, module in _chosen(root, rule):
@@ -51,16 +51,23 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
     if rule is None:
         found = list(_list_elements(root, ""))
         yield from found or root.named_children()
-    elif callable(rule):
+    elif callable(rule) and not isinstance(rule, type):
         yield from ((name, module) for name, module in root.named_modules() if rule(name, module))
     else:
-        types = tuple(rule)
+        types = () if isinstance(rule, type) else tuple(rule)
         if not types or not all(isinstance(each, type) for each in types):
             raise ArgumentError(
                 f"units: expected types of modules, or a function of a name and a module, got "
                 f"{rule!r}"
             )
-        yield from ((n, m) for n, m in root.named_modules() if isinstance(m, types))
+        of_types = [(n, m) for n, m in root.named_modules() if isinstance(m, types)]
+        if not of_types:
+            raise ArgumentError(
+                f"units: expected types of modules, but {type(root).__name__} has none of "
+                f"{', '.join(each.__name__ for each in types)}. To gather all of it as one, pass "
+                "lambda name, module: False"
+            )
+        yield from of_types
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

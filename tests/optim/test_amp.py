@@ -208,6 +208,19 @@ def test_unscaling_before_clipping_gives_the_norm_of_the_gradient():
     assert optimizer.steps_taken.item() == 1
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+def test_only_unscaling_refuses_fp16_gradients(unscale):
+    params = weights(torch.float16)
+    optimizer, scaler = AdamW(params), GradScaler(init_scale=4.0)
+    scaler.scale(loss_of(params, 0)).backward()
+    if unscale:
+        with pytest.raises(ArgumentError, match=r"build the optimizer with loss_scaler="):
+            scaler.unscale_(optimizer)
+    else:
+        scaler.step(optimizer)
+    assert optimizer.steps_taken.item() == (0 if unscale else 1)
+
+
 def test_clipping_what_is_still_scaled_is_refused():
     params = weights()
     optimizer, scaler = AdamW(params), torch.amp.GradScaler("cpu", init_scale=1024.0)

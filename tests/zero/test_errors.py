@@ -165,6 +165,10 @@ def test_options_that_shard_decides(worlds, options, error):
         lambda: zero.ZeroOptions(algorithm="tree"),
         lambda: zero.ZeroOptions(in_flight=0),
         lambda: zero.ZeroOptions(prefetch=-1),
+        lambda: zero.ZeroOptions(overlap="no"),  # type: ignore[arg-type]
+        lambda: zero.ZeroOptions(overlap=1),  # type: ignore[arg-type]
+        lambda: zero.ZeroOptions(keep_gathered="no"),  # type: ignore[arg-type]
+        lambda: zero.ZeroOptions(broadcast=None),  # type: ignore[arg-type]
         lambda: zero.ZeroOptions(precision="bf16"),  # type: ignore[arg-type]
         lambda: zero.Precision(param=torch.int8),
         lambda: zero.Precision(param=torch.bfloat16, reduce=torch.float16),
@@ -178,7 +182,7 @@ def test_options_out_of_range(make):
 
 def test_units_that_are_no_rule(worlds):
     def work(comm):
-        rules: list[Any] = [(), "blocks", (nn.Linear(2, 2),)]
+        rules: list[Any] = [(), "blocks", (nn.Linear(2, 2),), nn.Linear, (nn.Conv2d,)]
         for rule in rules:
             with pytest.raises(ArgumentError, match="units: expected types of modules"):
                 zero.shard(nn.Linear(2, 2), 3, comm=comm, options=zero.ZeroOptions(units=rule))
