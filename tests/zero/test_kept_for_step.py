@@ -2,11 +2,13 @@
 
 from collections import Counter
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import ringcomm
 from ringcomm import zero
 from ringcomm.optim import AdamW, GradScaler
 from ringcomm.zero import reduced
@@ -32,9 +34,10 @@ class Loop:
 
     def __init__(self, comm, stage: int, **options) -> None:
         chosen = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, **options)
-        self.module = zero.shard(deepcopy(DEEP), stage, comm=comm, options=chosen)
+        self.module: Any = zero.shard(deepcopy(DEEP), stage, comm=comm, options=chosen)
         first, *others = self.module.parameters()
-        self.optimizer = AdamW([{"params": [first], "lr": 3e-2}, {"params": others}], lr=1e-2)
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": 3e-2}, {"params": others}]
+        self.optimizer = AdamW(groups, lr=1e-2)
         self.scaler = GradScaler("cpu", init_scale=8.0)
         self.generator = torch.Generator().manual_seed(comm.rank)
         self.norms: list[float] = []
@@ -272,14 +275,13 @@ def test_buffers_of_what_was_kept_are_used_again(worlds, what, in_flight, monkey
 
     def counted(*args, **kwargs):
         made.append(1)
-        return empty(*args, **kwargs)
+        return ringcomm.empty(*args, **kwargs)
 
     def body(comm):
         loop = Loop(comm, 2, in_flight=in_flight)
         loop.run(2 * TURNS, what)
         zero.unshard(loop.module)
 
-    empty = reduced.empty
     monkeypatch.setattr(reduced, "empty", counted)
     worlds(2).run(body)
     assert len(made) == 2 * in_flight
