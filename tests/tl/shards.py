@@ -197,7 +197,7 @@ class Steps:
             sizes = case.elems, DTYPE_CODES[case.grad], _native.OPS[case.op]
             results = of.ptr("out"), accumulate, code, of.ptr("words")
             self._run(
-                "norm", lambda end: end.reduce_scatter_norm(grads, *sizes, *results, self._code)
+                "norm", lambda end: end.reduce_scatter_norm(grads, *sizes, *results, self._code, 0)
             )
             return
         from ringcomm._tl.adamw_launch import plan_reduce_scatter_norm
@@ -214,7 +214,9 @@ class Steps:
         grad = of.ptr("out")
         if kernels == "native":
             code = DTYPE_CODES[torch.float32]
-            self._run("update", lambda end: end.adamw_all_gather(of.shard, grad, code, self._code))
+            self._run(
+                "update", lambda end: end.adamw_all_gather(of.shard, grad, code, self._code, 0)
+            )
             return
         from dataclasses import replace
 
@@ -230,7 +232,7 @@ class Steps:
         """reduce_scatter_adamw_all_gather."""
         case, grads = of.case, of.grads_ptr
         if kernels == "native":
-            codes = DTYPE_CODES[case.grad], _native.OPS[case.op], self._code
+            codes = DTYPE_CODES[case.grad], _native.OPS[case.op], self._code, 0
             self._run(
                 "step", lambda end: end.reduce_scatter_adamw_all_gather(of.shard, grads, *codes)
             )
