@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.errors import ArgumentError
+from tests.cli.processes import is_running, wait_until
 
 
 def run_rank(config: Mapping[str, Any]) -> int:
@@ -18,7 +19,12 @@ def run_rank(config: Mapping[str, Any]) -> int:
     act = config["acts"][rank]
     if "folder" in config:
         Path(config["folder"], f"rank{rank}").write_text(str(os.getpid()))
-    if act == "fail":
+    if act == "follow":
+        # As a rank that loses its peer.
+        other = Path(config["folder"], f"rank{1 - rank}")
+        wait_until(lambda: other.exists() and other.read_text(), "the other rank's start")
+        wait_until(lambda: not is_running(int(other.read_text())), "its end")
+    if act in ("fail", "follow"):
         return 3
     if act == "raise":
         raise ArgumentError("the value is bad")

@@ -38,8 +38,8 @@ def test_exit_code_of_a_failed_rank_is_returned_and_the_others_end(capfd):
     assert not ranks_of(os.getpid())
 
 
-def test_killed_rank_is_named_rather_than_the_one_that_failed(capfd):
-    assert run_acts("fail", "kill") == 1
+def test_killed_rank_is_named_rather_than_the_one_that_failed(capfd, tmp_path):
+    assert run_acts("follow", "kill", folder=str(tmp_path)) == 1
     assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
     assert not ranks_of(os.getpid())
 

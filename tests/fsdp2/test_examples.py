@@ -1,11 +1,11 @@
 """The examples in docs/ run under torchrun, learn, and print what a reference prints."""
 
 import contextlib
+import gc
 import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
 from tests.support.ranks import run_ranks
@@ -49,22 +51,31 @@ def losses(lines: list[str]) -> list[float]:
     return [float(match[1]) for match in found if match]
 
 
-def on_gloo(store, rank, world_size, path, port):
+def on_gloo(store, rank, world_size, path):
     """What the example prints with torch's own backend, and FSDP2 as torch has it."""
+
+    def begin(backend, before=dist.init_process_group):
+        # No port that another test might take first.
+        before(backend, store=store, rank=rank, world_size=world_size)
+
+    def end(before=dist.destroy_process_group):
+        assert not [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+        before()
+
     os.environ |= {
         **OFFLINE,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
     printed = io.StringIO()
     with (
         mock.patch("ringcomm.fsdp2.plug"),
         mock.patch("ringcomm.fsdp2.unplug"),
+        mock.patch.object(dist, "init_process_group", begin),
+        mock.patch.object(dist, "destroy_process_group", end),
         contextlib.redirect_stdout(printed),
     ):
         runpy.run_path(path)["main"]("gloo")
@@ -93,13 +104,6 @@ def by_one_process(store, rank, world_size, path):
     return lines
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @needs("transformers")
 def test_transformers():
     lines = under_torchrun("transformers_adamw.py")
@@ -120,5 +124,5 @@ def test_as_on_gloo(name, count, share):
     lines = under_torchrun(name)
     found = losses(lines)
     assert len(found) == count and found[-1] < share * found[0]
-    printed = run_ranks(on_gloo, 2, str(EXAMPLES / name), free_port(), timeout_s=120)
+    printed = run_ranks(on_gloo, 2, str(EXAMPLES / name), timeout_s=120)
     assert printed == [lines, []]
