@@ -40,10 +40,8 @@ def train(accelerator: Accelerator) -> None:
 def main(backend: str = "ringcomm") -> None:
     # First, since Accelerate uses a group that is there, and itself makes one of Gloo on CPUs.
     dist.init_process_group(backend)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    train(accelerator)
-    # The model before its group: on Gloo some runs hang the other way round.
-    accelerator.free_memory()
+    # The model goes with train(), before its group: on Gloo some runs hang the other way round.
+    train(Accelerator(cpu=True, gradient_accumulation_steps=2))
     dist.destroy_process_group()
 
 

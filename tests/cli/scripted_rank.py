@@ -22,7 +22,7 @@ def run_rank(config: Mapping[str, Any]) -> int:
     if act == "follow":
         # As a rank that loses its peer.
         other = Path(config["folder"], f"rank{1 - rank}")
-        wait_until(lambda: other.exists() and other.read_text(), "the other rank's start")
+        wait_until(lambda: other.exists() and other.read_text() != "", "the other rank's start")
         wait_until(lambda: not is_running(int(other.read_text())), "its end")
     if act in ("fail", "follow"):
         return 3
