@@ -15,8 +15,8 @@ from ringcomm.cli.demo_collectives import Cell
 from ringcomm.cli.demo_stages import Standing
 from ringcomm.cli.demo_stages_report import failed_stages, stages_summary
 from ringcomm.cli.demo_training import Result
-from ringcomm.cli.launch import available_cores
 from ringcomm.cli.rank import World
+from ringcomm.memory.cores import available_cores
 
 NAME_CHARS = 23
 

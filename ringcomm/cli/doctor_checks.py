@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ringcomm.cli.launch import available_cores
 from ringcomm.errors import RingcommError
+from ringcomm.memory.cores import available_cores
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SELF_TEST_S = 60.0

@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
+
+from ringcomm.memory.cores import available_cores
 
 STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # where rank 0 serves the store of this launch
 STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # rank 0 only: the socket, already bound and listening
@@ -35,18 +36,6 @@ class Plan:
     config: Mapping[str, object]
     ranks: int
     threads: int
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity mask, cut to the control group's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:  # no version-2 control group here: the affinity mask is all there is to know
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
 
 
 def threads_per_rank(ranks: int) -> int:

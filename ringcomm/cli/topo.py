@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ringcomm.cli.launch import available_cores
 from ringcomm.comm.topology import LEVELS, Connection, Gpu, Topology, plain_name
 from ringcomm.comm.topology_file import load, save, to_json
 from ringcomm.comm.topology_nvml import read_machine
 from ringcomm.comm.topology_plan import Plan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.cores import available_cores
 
 # More make a plan that nobody reads.
 MOST_RANKS = 65536

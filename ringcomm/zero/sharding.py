@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import communicator_of, is_initialized
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.cores import available_cores
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.prepare import check_memory
@@ -147,8 +148,9 @@ def _communicator(comm: Communicator | None, module: nn.Module) -> Communicator:
 
 def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     if comm.launches:
-        return options.resolved(ranks=0, threads=0, cores=0)
-    return options.resolved(comm.world_size, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        # On streams of their own and by copy engines, which need no core of the host.
+        return replace(options, overlap=options.overlap is not False)
+    return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
 
 def _no_plan(options: ZeroOptions) -> Plan:
