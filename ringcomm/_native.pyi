@@ -50,6 +50,15 @@ RECORD_NAMES: dict[str, list[str]]
 """Names by code, as records carry them: collectives, dtypes, ops, algorithms."""
 MAX_RECORDS: int
 
+def grad_tag(module: int, backward: int, bucket: int) -> int:
+    """Tells reductions of gradients of one size apart; counts wrap around."""
+
+def describe_tag(tag: int) -> str:
+    """A tag that is not 0, in words."""
+
+def results_and_tag(root: int) -> tuple[int, int]:
+    """The dtype of its results and the tag, which an optimizer's call has in place of a root."""
+
 def clock_pair() -> tuple[int, int]:
     """Now, in ticks of the records' clock and in ns of CLOCK_MONOTONIC."""
 
@@ -368,10 +377,12 @@ class Comm:
         words: int,
         algorithm: int,
         step_bytes: int,
+        tag: int,
     ) -> int:
         """Reduces a bucket in the heap into this rank's FP32 chunk, with the norm of its chunk.
 
-        ``words`` 0: without. ``step_bytes``: gradients that the whole step reduces, or 0.
+        ``words`` 0: without. ``step_bytes``: gradients that the whole step reduces, or 0. ``tag``:
+        see `grad_tag`; equal on all ranks; 0: none.
         """
     def adamw_all_gather(
         self, shard: AdamWShard, grad: int, grad_dtype: int, algorithm: int, step_bytes: int
@@ -388,6 +399,7 @@ class Comm:
         op: int,
         algorithm: int,
         step_bytes: int,
+        tag: int,
     ) -> int:
         """Both of the above in one pass, without a norm."""
     def all_gather(
@@ -626,13 +638,21 @@ class DeviceComm:
         kind: int,
         words: int,
         algorithm: int,
+        tag: int,
     ) -> int:
         """As the host's, but adds to the words, which the caller has zeroed."""
     def adamw_all_gather(
         self, shard: AdamWShard, address: int, grad: int, grad_dtype: int, algorithm: int
     ) -> int: ...
     def reduce_scatter_adamw_all_gather(
-        self, shard: AdamWShard, address: int, grads: int, grad_dtype: int, op: int, algorithm: int
+        self,
+        shard: AdamWShard,
+        address: int,
+        grads: int,
+        grad_dtype: int,
+        op: int,
+        algorithm: int,
+        tag: int,
     ) -> int: ...
     def all_gather(
         self, in_ptr: int, out_ptr: int, size_bytes: int, dtype: int, algorithm: int

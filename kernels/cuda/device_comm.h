@@ -113,6 +113,7 @@ class DeviceComm {
     DType dtype;
     RedOp op;  // kSum or kAvg
     Algorithm algorithm;
+    int32_t tag = 0;  // a packed GradTag
   };
   struct NormOf {
     NormWords* words;  // added to

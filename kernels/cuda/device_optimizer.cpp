@@ -78,7 +78,8 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
         std::to_string(least) + " or more");
   Prepared p{kernel(unit_of(grads.dtype), name),
              channels_for(chunk_bytes),
-             args_of(collective, algorithm, grads.dtype, bucket_elems, int(results)),
+             args_of(collective, algorithm, grads.dtype, bucket_elems,
+                     ResultsAndTag{int(results), grads.tag}.as_root()),
              {},
              {}};
   p.args.in = grads.ptr;

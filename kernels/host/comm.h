@@ -55,6 +55,7 @@ struct GradCall {
   DType dtype;
   RedOp op;  // kSum or kAvg; of a chunk that is reduced already: kSum
   Algorithm algorithm;
+  int32_t tag = 0;  // a packed GradTag
 };
 
 struct NormCall {

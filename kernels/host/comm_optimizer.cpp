@@ -20,7 +20,8 @@ ReduceFn partial_sum(const GradCall& grads) {
 }
 
 CallId id_of(Collective collective, const GradCall& grads, uint64_t elems, DType results) {
-  return {0, elems, collective, int(grads.dtype), int(grads.op), int(results), grads.algorithm};
+  const int32_t root = ResultsAndTag{int(results), grads.tag}.as_root();
+  return {0, elems, collective, int(grads.dtype), int(grads.op), root, grads.algorithm};
 }
 
 bool is_ring(const GradCall& grads) { return grads.algorithm == Algorithm::kRing; }

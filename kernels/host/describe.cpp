@@ -6,8 +6,7 @@
 namespace ringcomm::host {
 namespace {
 
-// From gradients in one dtype to results in another, which stands where others have their root;
-// ranks agree on the elements of the bucket.
+// From gradients in one dtype to results in another; ranks agree on the elements of the bucket.
 bool is_optimizers(Collective collective) {
   return collective == Collective::kReduceScatterNorm ||
          collective == Collective::kAdamWAllGather ||
@@ -104,6 +103,12 @@ Fault trusted(const Fault& record, int owner, int world) {
   return fault;
 }
 
+std::string describe_tag(int32_t tag) {
+  const GradTag t = GradTag::of(tag);
+  return "bucket " + std::to_string(t.bucket) + " of module " + std::to_string(t.module) +
+         " in backward " + std::to_string(t.backward);
+}
+
 std::string describe(const CallHeader& h) {
   const CallId& id = h.id;
   if (id.collective == Collective::kNone) return "a Triton kernel of the user's";
@@ -115,7 +120,8 @@ std::string describe(const CallHeader& h) {
   if (id.collective != Collective::kBarrier) {
     const bool updates = is_optimizers(id.collective);
     text += name_of(DType(id.dtype));
-    if (updates) text += std::string(" to ") + name_of(DType(id.root));
+    const auto [results, tag] = ResultsAndTag::of_root(id.root);
+    if (updates) text += std::string(" to ") + name_of(DType(results));
     text += ", ";
     if (id.redop >= 0) text += std::string(name_of(RedOp(id.redop))) + ", ";
     if (id.root >= 0 && !updates) text += "root " + std::to_string(id.root) + ", ";
@@ -123,6 +129,7 @@ std::string describe(const CallHeader& h) {
                 ? std::to_string(h.stream_bytes) + " bytes for this pair"
                 : std::to_string(id.match_bytes) + (updates ? " elements" : " bytes");
     text += std::string(", ") + name_of(id.algorithm) + ", ";
+    if (updates && tag != 0) text += describe_tag(tag) + ", ";
     if (id.kernels == Kernels::kTriton) text += "Triton kernels, ";
   }
   return text + "call " + std::to_string(id.sequence) + " of this communicator)";

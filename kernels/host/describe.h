@@ -22,4 +22,7 @@ Fault trusted(const Fault& record, int owner, int world);
 // A call as its user would name it, with dtype, operator, root, size and sequence number.
 std::string describe(const CallHeader& header);
 
+// A packed GradTag that is not 0.
+std::string describe_tag(int32_t tag);
+
 }  // namespace ringcomm::host

@@ -16,8 +16,8 @@ DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
-DeviceComm::GradsOf grads_of(uintptr_t ptr, int dtype, int op, int algorithm) {
-  return {at(ptr), DType(dtype), RedOp(op), Algorithm(algorithm)};
+DeviceComm::GradsOf grads_of(uintptr_t ptr, int dtype, int op, int algorithm, int tag = 0) {
+  return {at(ptr), DType(dtype), RedOp(op), Algorithm(algorithm), tag};
 }
 
 DeviceComm::NormOf norm_of(uintptr_t words, int kind, uintptr_t out, bool accumulate) {
@@ -64,8 +64,8 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
            })
       .def("reduce_scatter_norm",
            [](DeviceComm& d, uintptr_t grads, uint64_t bucket_elems, int dtype, int op,
-              uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm) {
-             d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm), bucket_elems,
+              uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm, int tag) {
+             d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm, tag), bucket_elems,
                                    norm_of(words, kind, out, accumulate));
              return 0;
            })
@@ -77,9 +77,9 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
            })
       .def("reduce_scatter_adamw_all_gather",
            [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grads, int dtype,
-              int op, int algorithm) {
+              int op, int algorithm, int tag) {
              d.reduce_scatter_adamw_all_gather(shard_of(shard, address),
-                                               grads_of(grads, dtype, op, algorithm));
+                                               grads_of(grads, dtype, op, algorithm, tag));
              return 0;
            });
 }

@@ -17,10 +17,10 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-GradCall grad_call(uintptr_t ptr, int dtype, int op, int algorithm) {
+GradCall grad_call(uintptr_t ptr, int dtype, int op, int algorithm, int tag = 0) {
   const auto chosen =
       Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
-  return {at(ptr), DType(dtype), RedOp(op), chosen};
+  return {at(ptr), DType(dtype), RedOp(op), chosen, tag};
 }
 
 void bind_shard(nb::module_& m) {
@@ -114,16 +114,17 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   m.attr("GRAD_NORM_KINDS") = kinds;
   bind_shard(m);
   bind_local(m);
-  c.def("reduce_scatter_norm",
-        [](NativeComm& n, uintptr_t grads, uint64_t bucket_elems, int dtype, int op, uintptr_t out,
-           bool accumulate, int kind, uintptr_t words, int algorithm, uint64_t step_bytes) {
-          const NormCall norm{pointer<float>(out), accumulate, NormKind(kind),
-                              pointer<NormWords>(words), step_bytes};
-          return recorded(n, [&] {
-            return n.comm.reduce_scatter_norm(grad_call(grads, dtype, op, algorithm), bucket_elems,
-                                              norm);
-          });
-        })
+  c.def(
+       "reduce_scatter_norm",
+       [](NativeComm& n, uintptr_t grads, uint64_t bucket_elems, int dtype, int op, uintptr_t out,
+          bool accumulate, int kind, uintptr_t words, int algorithm, uint64_t step_bytes, int tag) {
+         const NormCall norm{pointer<float>(out), accumulate, NormKind(kind),
+                             pointer<NormWords>(words), step_bytes};
+         return recorded(n, [&] {
+           return n.comm.reduce_scatter_norm(grad_call(grads, dtype, op, algorithm, tag),
+                                             bucket_elems, norm);
+         });
+       })
       .def("adamw_all_gather",
            [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype, int algorithm,
               uint64_t step_bytes) {
@@ -134,10 +135,10 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
            })
       .def("reduce_scatter_adamw_all_gather",
            [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
-              int algorithm, uint64_t step_bytes) {
+              int algorithm, uint64_t step_bytes, int tag) {
              return recorded(n, [&] {
                return n.comm.reduce_scatter_adamw_all_gather(
-                   shard, grad_call(grads, grad_dtype, op, algorithm), step_bytes);
+                   shard, grad_call(grads, grad_dtype, op, algorithm, tag), step_bytes);
              });
            });
 }

@@ -39,6 +39,20 @@ void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
   codes["algorithms"] =
       names(int(Algorithm::kCopy) + 1, [](int i) { return name_of(Algorithm(i)); });
   m.attr("RECORD_NAMES") = codes;
+  m.def(
+      "grad_tag",
+      [](int module, int backward, int bucket) {
+        return GradTag{module, backward, bucket}.packed();
+      },
+      nb::arg("module"), nb::arg("backward"), nb::arg("bucket"));
+  m.def("describe_tag", &describe_tag, nb::arg("tag"));
+  m.def(
+      "results_and_tag",
+      [](int root) {
+        const auto [results, tag] = ResultsAndTag::of_root(root);
+        return std::pair(results, tag);
+      },
+      nb::arg("root"));
   m.attr("MAX_RECORDS") = kMaxRecords;
   m.def("clock_pair", [] {
     const ClockPair now = clock_pair();

@@ -128,9 +128,10 @@ def _name(kind: str, code: int) -> str:
 
 
 def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
-    """The optimizer's calls have the dtype of their results where others have the root."""
+    """The optimizer's calls have the dtype of their results and a tag in place of a root."""
     if collective in OPTIMIZERS:
-        return f"{_name('dtypes', dtype)} to {_name('dtypes', root)}", -1
+        results, tag = _native.results_and_tag(root)
+        return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
     return _name("dtypes", dtype), root
 
 

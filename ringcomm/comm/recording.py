@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ringcomm import _native
+
 __all__ = [
     "BEGUN",
     "CAPTURED",
@@ -48,7 +50,7 @@ class Record:
         collective: "all_reduce", "send" and so on.
         dtype, op: by name; "" where the call has none. An optimizer's call has "bfloat16 to
             float32", of its gradients and its results.
-        root: of the call, or the tag of a message; -1: none.
+        root: of the call, or the tag of a message or of an optimizer's call; -1: none.
         algorithm, kernels: "direct", "native" and so on.
         match_bytes: the size on which all ranks must agree, of an optimizer's call in elements;
             0: none.
@@ -182,8 +184,11 @@ def describe(record: Record) -> str:
         size = f"{record.match_bytes} elements"
     parts = []
     if record.collective != "barrier":
-        parts = [record.dtype, record.op, f"root {record.root}" if record.root >= 0 else "", size]
+        tagged = record.collective in OPTIMIZERS and record.root >= 0
+        rooted = record.root >= 0 and not tagged
+        parts = [record.dtype, record.op, f"root {record.root}" if rooted else "", size]
         parts.append(record.algorithm)
+        parts.append(_native.describe_tag(record.root) if tagged else "")
         parts.append("Triton kernels" if record.kernels == "triton" else "")
     return f"{record.collective}({', '.join([part for part in parts if part])})"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,6 +125,8 @@ class Bucket:
         state: of this rank's chunk.
         grad_shard: float32 [chunk elements], what two passes hand from the first to the second;
             None until the first such step.
+        tag: what tells a reduction of its gradients from others of the same size; returns 0 where
+            nothing does.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Bucket:
         self.segments = layout.segment_table(self._place)
         self.state = ShardState.zeros(layout, chunk, master, self._place)
         self.grad_shard: Tensor | None = None
+        self.tag: Callable[[], int] = int
 
     @property
     def has_all_params(self) -> bool:

@@ -100,6 +100,7 @@ class DeviceKernels(Kernels):
                 DTYPE_CODES[grads.dtype],
                 self._op,
                 self._algorithm,
+                bucket.tag(),
             ),
         )
 

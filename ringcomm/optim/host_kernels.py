@@ -69,6 +69,7 @@ class HostKernels(Kernels):
                 self._op,
                 self._algorithm,
                 self._step_bytes,
+                bucket.tag(),
             ),
         )
 

@@ -14,7 +14,7 @@ from ringcomm.errors import UnsupportedError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reducers import Reducer
+from ringcomm.optim.reducers import Into, Reducer
 from ringcomm.optim.table import StepTable
 
 Tensor = torch.Tensor
@@ -63,7 +63,7 @@ class Kernels(ABC):
         if self.alone:
             self.reducer.norm(bucket.grads, kind, words)
         else:
-            self.reducer.reduce(bucket.grads, bucket.ensure_grad_shard(), kind, words)
+            self.reducer.reduce(bucket.grads, Into(bucket.ensure_grad_shard(), kind, words))
 
     def update(self, bucket: Bucket) -> None:
         """After :meth:`reduce_norm` and :meth:`begin`: parameters are updated on all ranks."""

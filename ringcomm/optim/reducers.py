@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,6 +28,25 @@ class ReduceOptions(Protocol):
     def algorithm(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class Into:
+    """Where a bucket's gradients are reduced to, and how.
+
+    Attributes:
+        out: float32 [chunk elements].
+        kind: "l2", "l1" or "inf".
+        words: int64 [24], overwritten with the norm of ``out``; None, on a CPU: no norm.
+        accumulate: add to ``out``.
+        tag: equal on all ranks: what tells this reduction from others of the same size; 0: nothing.
+    """
+
+    out: Tensor
+    kind: str
+    words: Tensor | None
+    accumulate: bool = False
+    tag: int = 0
+
+
 class Reducer(ABC):
     """Of one communicator; whose kernels, the subclass says."""
 
@@ -41,24 +61,13 @@ class Reducer(ABC):
         """
 
     @abstractmethod
-    def reduce(
-        self,
-        grads: Tensor,
-        out: Tensor,
-        kind: str,
-        words: Tensor | None,
-        accumulate: bool = False,
-        async_op: bool = False,
-    ) -> Work | None:
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         """Reduces a bucket's gradients to this rank's chunk; collective.
 
         Args:
             grads: [bucket elements], of any of the parameters' dtypes.
-            out: float32 [chunk elements].
-            kind: "l2", "l1" or "inf".
-            words: int64 [24], overwritten with the norm of ``out``; None, on a CPU: no norm.
-            accumulate: add to ``out``.
-            async_op: run behind the caller's back; ``grads``, ``out`` and ``words`` must live on.
+            into: where to, and how.
+            async_op: run behind the caller's back; ``grads`` and what ``into`` has must live on.
 
         Returns:
             With ``async_op`` what to wait for.
@@ -85,47 +94,33 @@ class HostReducer(Reducer):
             words.data_ptr(),
         )
 
-    def reduce(
-        self,
-        grads: Tensor,
-        out: Tensor,
-        kind: str,
-        words: Tensor | None,
-        accumulate: bool = False,
-        async_op: bool = False,
-    ) -> Work | None:
-        arguments = self._arguments(grads, out, kind, words, accumulate)
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        arguments = self._arguments(grads, into)
 
         def run(native: _native.Comm) -> int:
-            return native.reduce_scatter_norm(*arguments, self._step_bytes)
+            return native.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
 
-        return self._start(run, out, words, async_op)
+        return self._start(run, into, async_op)
 
     def _arguments(
-        self, grads: Tensor, out: Tensor, kind: str, words: Tensor | None, accumulate: bool
+        self, grads: Tensor, into: Into
     ) -> tuple[int, int, int, int, int, bool, int, int, int]:
         return (
             grads.data_ptr(),
             grads.numel(),
             DTYPE_CODES[grads.dtype],
             self._op,
-            out.data_ptr(),
-            accumulate,
-            kind_code(kind),
-            0 if words is None else words.data_ptr(),
+            into.out.data_ptr(),
+            into.accumulate,
+            kind_code(into.kind),
+            0 if into.words is None else into.words.data_ptr(),
             self._algorithm,
         )
 
-    def _start(
-        self,
-        run: Callable[[_native.Comm], int],
-        out: Tensor,
-        words: Tensor | None,
-        async_op: bool,
-    ) -> Work | None:
+    def _start(self, run: Callable[[_native.Comm], int], into: Into, async_op: bool) -> Work | None:
         if self._comm is None:
             raise AssertionError("alone there is nothing to reduce")
-        outputs = [out] if words is None else [out, words]
+        outputs = [into.out] if into.words is None else [into.out, into.words]
         return self._comm._start(Call("reduce_scatter_norm", run, outputs), async_op=async_op)
 
 
@@ -152,23 +147,15 @@ class DeviceReducer(HostReducer):
         call = Call("grad_norm", cast(Any, run), [])
         self._device_comm._start(call, async_op=False)
 
-    def reduce(
-        self,
-        grads: Tensor,
-        out: Tensor,
-        kind: str,
-        words: Tensor | None,
-        accumulate: bool = False,
-        async_op: bool = False,
-    ) -> Work | None:
-        assert words is not None
-        words.zero_()
-        arguments = self._arguments(grads, out, kind, words, accumulate)
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        assert into.words is not None
+        into.words.zero_()
+        arguments = self._arguments(grads, into)
 
         def run(native: _native.DeviceComm) -> int:
-            return native.reduce_scatter_norm(*arguments)
+            return native.reduce_scatter_norm(*arguments, into.tag)
 
-        return self._start(cast(Any, run), out, words, async_op)
+        return self._start(cast(Any, run), into, async_op)
 
 
 def make_reducer(comm: Communicator, options: ReduceOptions, step_bytes: int) -> Reducer:

@@ -22,7 +22,7 @@ from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.kernels import Kernels, shard_of
 from ringcomm.optim.norms import NORM_WORDS, kind_code
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reducers import Reducer
+from ringcomm.optim.reducers import Into, Reducer
 from ringcomm.optim.table import StepTable
 
 if TYPE_CHECKING:
@@ -112,21 +112,13 @@ class TritonReducer(Reducer):
         dtype = DTYPE_NAMES[grads.dtype]
         launch_grad_norm(grads.data_ptr(), dtype, grads.numel(), kind_code(kind), words.data_ptr())
 
-    def reduce(
-        self,
-        grads: Tensor,
-        out: Tensor,
-        kind: str,
-        words: Tensor | None,
-        accumulate: bool = False,
-        async_op: bool = False,
-    ) -> Work | None:
-        if accumulate or async_op or words is None:
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        if into.accumulate or async_op or into.words is None or into.tag:
             raise UnsupportedError(
                 f'{self._triton.site}: kernels="triton" reduces at the step alone; use '
                 'kernels="native"'
             )
-        self._run(grads, out, kind, words)
+        self._run(grads, into.out, into.kind, into.words)
         return None
 
     def _run(self, grads: Tensor, out: Tensor, kind: str, words: Tensor) -> None:

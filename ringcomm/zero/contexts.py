@@ -142,6 +142,8 @@ def unshard(module: nn.Module) -> nn.Module:
     # Peers may still be reading this rank's chunks.
     engine.comm.barrier()
     engine.close()
+    if engine.stage > 1:
+        engine.order.leave(engine.number)
     for param, copy in copies:
         param.data = copy
     forget_engine(root)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
@@ -18,6 +19,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim import placement as placements
 from ringcomm.zero.gathering import Gatherer
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.order import module_order
 from ringcomm.zero.other_optimizers import watch_optimizers
 from ringcomm.zero.placement import ModulePlacement
 from ringcomm.zero.placing import Plan
@@ -43,6 +45,7 @@ class Parts:
         frozen: of the others; of stage 3 alone.
         stored: the buckets of ``plan``.
         stored_frozen: those of ``frozen``.
+        number: stages 2 and 3: see ``ModuleOrder.join``.
     """
 
     module: nn.Module
@@ -54,6 +57,7 @@ class Parts:
     frozen: Plan
     stored: Sequence[Stored]
     stored_frozen: Sequence[Stored]
+    number: int = 0
 
 
 class Engine:
@@ -64,20 +68,22 @@ class Engine:
         reduction: stages 2 and 3: the gradients.
         gatherer: stage 3: the parameters.
         trace: when it communicates.
-        syncs: whether backwards reduce; see ``no_sync``.
+        number: of the module among those that its communicator reduces for.
+        order: whose turn it is to be reduced; of the communicator.
     """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.stage, self.comm, self.options = parts.stage, parts.comm, parts.options
         self.plan, self.stored = parts.plan, parts.stored
+        self.number = parts.number
+        self.order = module_order(self.comm)
         self.trace = Trace()
-        self.syncs = True
         self.reduction = self._make_reduction() if self.stage > 1 else None
         self.gatherer = self._make_gatherer() if self.stage == 3 else None
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
-        self._in_backward = False
+        self._takes_part = False
         self._creates_graph = False
         self._pending: dict[SplitBucket, int] = {}
         self.placement = ModulePlacement(self)
@@ -94,7 +100,9 @@ class Engine:
         # pass would take.
         exact = self.options.precision.reduced_dtype is torch.float32
         one_pass = self.stage == 2 and exact and not self.comm.launches
-        return Reduction(self.stored, self.comm, self.options, self.trace, keeps=one_pass)
+        return Reduction(
+            self.stored, self.comm, self.options, self.trace, self.number, keeps=one_pass
+        )
 
     def _make_gatherer(self) -> Gatherer:
         of: dict[int, list[SplitBucket]] = {number: [] for number in range(len(self.parts.units))}
@@ -126,13 +134,23 @@ class Engine:
             for index, placed in enumerate(bucket.params):
                 hook = partial(_gradient_arrived, me, number, index)
                 self.keep(placed.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        params = [placed.param for bucket in self.stored for placed in bucket.params]
+        # What autograd adds a gradient in; parameters refer to it weakly.
+        self._accumulators = [get_gradient_edge(param).node for param in params]
+        self.order.add(self)
+
+    def expects_gradients(self) -> bool:
+        """Whether the backward that runs now will bring a parameter its gradient."""
+        return any(_will_run(node) for node in self._accumulators)
 
     def gradient_arrived(self, number: int, index: int) -> None:
         """A parameter has its gradient of this backward."""
         assert self.reduction is not None
         self.begin_backward()
-        if self.syncs:
-            self.reduction.arrived(number, index)
+        if self.order.reduces(self.number):
+            self.order.arrived(self.number)
+            if self.reduction.arrived(number, index):
+                self.order.advance()
         else:
             self.reduction.has_left_over = True
         bucket = self.stored[number]
@@ -144,34 +162,47 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Called by whatever hook is the first of a backward."""
-        if not self._in_backward:
-            self._in_backward = True
-            # Of the outermost backward, if hooks of a nested one come later.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not self.in_backward:
+            self._takes_part = True
             # With create_graph=True; the graph of the gradients has the parameters' memory, too.
             self._creates_graph = torch.is_grad_enabled()
             if self.gatherer is not None and self._creates_graph:
                 self.gatherer.held = True
-            if self.reduction is not None and self.syncs:
-                self.reduction.begin_backward()
+            self.order.take_part(self)
 
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        if self.reduction is not None and self.syncs:
-            self.reduction.end_backward()
+    def begin_reducing(self) -> None:
+        """The ranks have agreed that this backward reduces the module's gradients; collective."""
+        assert self.reduction is not None
+        self.reduction.begin_backward()
+
+    def reduce_filled(self) -> bool:
+        """Reduces the buckets that are full and whose turn it is; whether all have gone."""
+        assert self.reduction is not None
+        return self.reduction.advance()
+
+    def reduce_rest(self) -> None:
+        """Reduces all that this backward has left; collective."""
+        assert self.reduction is not None
+        self.reduction.reduce_rest()
+
+    def end_reducing(self) -> None:
+        """All modules have reduced what this backward brought; collective."""
+        assert self.reduction is not None
+        self.reduction.end_backward()
+
+    def end_backward(self) -> None:
+        """The backward is over, or it has raised."""
+        self._takes_part = False
         self._pending.clear()
-        if self.gatherer is not None and not self._creates_graph:
-            self.gatherer.held = False
-        self.free_all()
+        if self.gatherer is not None:
+            self.gatherer.held = self.gatherer.held and self._creates_graph
+            self.gatherer.end_backward()
 
-    def forget_backward(self) -> None:
-        """After a backward that raised, and so never came to its end."""
-        if self._in_backward:
-            self._in_backward = False
-            self._pending.clear()
-            if self.reduction is not None:
-                self.reduction.begin()
-                self.reduction.has_left_over = True
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward through the module is running."""
+        self.order.settle()
+        return self._takes_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The module's own, which forgets what was reduced, too."""
@@ -182,16 +213,11 @@ class Engine:
         """Stages 2 and 3: forgets what was reduced, and what a backward has left."""
         if self.reduction is None:
             return
-        self.forget_backward()
+        self.order.settle()
         if set_to_none:
             self.reduction.drop()
         else:
             self.reduction.zero()
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is running."""
-        return self._in_backward
 
     def expect_gradients(self, buckets: Sequence[SplitBucket]) -> None:
         """A backward through a unit begins: its parameters' gradients are all to come."""
@@ -201,14 +227,14 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backwards reduce nothing; see ``ringcomm.zero.no_sync``."""
-        before, self.syncs = self.syncs, False
-        if self.reduction is not None:
-            # Even if no gradient comes on this rank: others may have some.
-            self.reduction.has_left_over = True
+        assert self.reduction is not None
+        self.order.pause(self.number)
+        # Even if no gradient comes on this rank: others may have some.
+        self.reduction.has_left_over = True
         try:
             yield
         finally:
-            self.syncs = before
+            self.order.resume(self.number)
 
     # ---- parameters -----------------------------------------------------------------------------
 
@@ -263,6 +289,15 @@ class Engine:
 
     def __getstate__(self) -> NoReturn:
         self.__deepcopy__({})
+
+
+def _will_run(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that runs now adds to a leaf's gradient."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # torch.autograd.grad() returns the leaf's gradient.
+        return False
 
 
 def _gradient_arrived(engine: weakref.ref[Engine], number: int, index: int, param: Tensor) -> None:

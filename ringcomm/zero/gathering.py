@@ -145,8 +145,11 @@ class Gatherer:
         self._pins = 0
         #: Whether nothing is freed since a graph of gradients refers to what is here.
         self.held = False
+        #: How many units run now, one inside another.
+        self.running = 0
         self._last: list[int] = []
         self._now: list[int] = []
+        self._backward_ended = False
 
     def buckets_of(self, unit: Unit) -> tuple[SplitBucket, ...]:
         """What a unit's parameters lie in."""
@@ -253,8 +256,24 @@ class Gatherer:
         self._pins -= 1
         self._free_but(kept)
 
+    def is_repeated(self, unit: Unit) -> bool:
+        """Whether a call of a unit past the root begins an iteration.
+
+        So it does after a backward, where it began the last iteration, and in evaluation where it
+        was called before.
+        """
+        key = id(unit)
+        again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now
+        return self._backward_ended or again
+
+    def end_backward(self) -> None:
+        """A backward through the module is over."""
+        self._backward_ended = True
+        self.free_all()
+
     def new_iteration(self) -> None:
         """What is needed from now on is compared with what was needed since the last call."""
+        self._backward_ended = False
         if self._now:
             self._last, self._now = self._now, []
 

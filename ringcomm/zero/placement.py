@@ -53,7 +53,7 @@ class ReducedGradients(Gradients):
         self._engine.check()
 
     def collect(self) -> list[float]:
-        self._engine.forget_backward()
+        self._engine.order.settle()
         found = self._reduction.finish(keep=True)
         active = [0.0] * len(self._params)
         for bucket, flags in zip(self._layout.buckets, found, strict=True):
@@ -72,11 +72,11 @@ class ReducedGradients(Gradients):
         return self._reduction.generation, shards, super().mark()
 
     def zero(self) -> None:
-        self._engine.forget_backward()
+        self._engine.order.settle()
         self._reduction.zero()
 
     def drop(self) -> None:
-        self._engine.forget_backward()
+        self._engine.order.settle()
         self._reduction.drop()
 
 
@@ -172,6 +172,7 @@ class ModulePlacement(Placement):
             )
             if self._engine.reduction is not None:
                 bucket.grad_shard = self._engine.reduction.buckets[number].shard
+                bucket.tag = partial(self._engine.reduction.tag, number)
             made.append(bucket)
         return Buckets(layout, made)
 

@@ -18,17 +18,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.comm.work import Work
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.norms import NORM_WORDS
-from ringcomm.optim.reducers import make_reducer
+from ringcomm.optim.reducers import Into, make_reducer
 from ringcomm.zero.options import ZeroOptions
-from ringcomm.zero.order import Order
+from ringcomm.zero.order import BucketOrder
 from ringcomm.zero.reduced import Buffers, Reduced
 from ringcomm.zero.stored import Stored
 from ringcomm.zero.trace import Trace
@@ -54,9 +56,12 @@ class Reduction:
         comm: Communicator,
         options: ZeroOptions,
         trace: Trace,
+        number: int,
         keeps: bool = False,
     ) -> None:
         self._comm = comm
+        self._number = number
+        self._backwards = 0
         self._options = options
         self._trace = trace
         step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
@@ -72,7 +77,7 @@ class Reduction:
         ]
         most = max(each.layout.elems for each in stored)
         self._buffers = Buffers(most, options.in_flight, comm.heap_device)
-        self._order = Order(len(self.buckets))
+        self._order = BucketOrder(len(self.buckets))
         self.has_left_over = False
         self.kept: dict[int, Tensor] = {}
         self._keeps = options.in_flight if keeps else 0
@@ -87,6 +92,7 @@ class Reduction:
         """A backward begins that takes along what earlier ones have left."""
         self.has_left_over = False
         self.settle()
+        self._backwards += 1
         self.begin()
 
     def begin(self) -> None:
@@ -98,12 +104,16 @@ class Reduction:
 
     # ---- during backward ------------------------------------------------------------------------
 
-    def arrived(self, number: int, index: int) -> None:
-        """Parameter ``index`` of a bucket has its gradient of this backward in ``p.grad``."""
+    def arrived(self, number: int, index: int) -> bool:
+        """Parameter ``index`` of a bucket has its gradient of this backward in ``p.grad``.
+
+        Returns:
+            Whether the bucket is full now, and may have its turn.
+        """
         bucket = self.buckets[number]
         if bucket.gone:
             self.has_left_over = True
-            return
+            return False
         bucket.missing.discard(index)
         # Those further behind would keep buffers from those whose turn it is.
         if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
@@ -113,29 +123,34 @@ class Reduction:
                 self._land_ended()
             bucket.buffer = self._buffers.get(bucket.stored, must=False)
         bucket.take(index)
-        if not bucket.missing:
-            self._order.filled(number)
-            self._advance()
+        if bucket.missing:
+            return False
+        self._order.filled(number)
+        return True
 
-    def _advance(self) -> None:
-        """Reduces the buckets that are full and whose turn it is."""
+    def advance(self) -> bool:
+        """Reduces the buckets that are full and whose turn it is; whether all have gone."""
         while (number := self._order.turn) is not None:
             bucket = self.buckets[number]
             if bucket.missing:
-                return
+                return False
             bucket.gone = True
             buffer = self._filled_buffer(bucket)
             if self._order.left <= self._keeps and not bucket.holds:
                 self.kept[number] = buffer
             else:
-                self._launch(bucket, buffer)
+                self._launch(number, buffer)
             self._order.advance()
+        return True
 
-    def end_backward(self) -> None:
+    def reduce_rest(self) -> None:
         """Reduces all that is left, in order; collective."""
         for bucket in self.buckets:
             bucket.missing.clear()
-        self._advance()
+        self.advance()
+
+    def end_backward(self) -> None:
+        """All buckets have gone; collective."""
         self._order.learn(self._comm)
         self.begin()
 
@@ -150,21 +165,27 @@ class Reduction:
         self.generation += 1
         return buffer
 
-    def _launch(self, bucket: Reduced, buffer: Tensor) -> None:
-        """Starts one reduction; collective."""
-        accumulate, bucket.holds = bucket.holds, True
-        self._flying.append((bucket, buffer, self._reduce(bucket, buffer, accumulate)))
+    def tag(self, number: int) -> int:
+        """Tells a reduction of a bucket from others, in this backward and of other modules."""
+        return _native.grad_tag(self._number, self._backwards, number)
 
-    def _reduce(self, bucket: Reduced, buffer: Tensor, accumulate: bool) -> Work | None:
+    def _launch(self, number: int, buffer: Tensor) -> None:
+        """Starts one reduction; collective."""
+        bucket = self.buckets[number]
+        self._flying.append((bucket, buffer, self._reduce(bucket, buffer, self.tag(number))))
+        bucket.holds = True
+
+    def _reduce(self, bucket: Reduced, buffer: Tensor, tag: int) -> Work | None:
         # What 16 bits keep of a gradient has another norm.
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._comm.launches
         words = bucket.words if bucket.summed else None
+        into = Into(bucket.shard, "l2", words, bucket.holds, tag)
 
         def run() -> list[Tensor]:
             with self._trace.span("reduce_scatter", buffer.nbytes):
-                self._reduce_now(bucket, buffer, words, accumulate)
-            return [bucket.shard]
+                self._reduce_now(buffer, into)
+            return [into.out]
 
         if not self._options.overlap:
             with self._trace.waiting("reduce_scatter"):
@@ -172,22 +193,21 @@ class Reduction:
         elif not self._comm.launches:
             return self._comm.submit(run, "reduce_scatter_norm")
         elif bucket.shard.dtype is torch.float32:
-            return self.reducer.reduce(buffer, bucket.shard, "l2", words, accumulate, async_op=True)
+            return self.reducer.reduce(buffer, into, async_op=True)
         else:
             run()
         return None
 
-    def _reduce_now(
-        self, bucket: Reduced, buffer: Tensor, words: Tensor | None, accumulate: bool
-    ) -> None:
-        if bucket.shard.dtype is torch.float32:
-            self.reducer.reduce(buffer, bucket.shard, "l2", words, accumulate)
+    def _reduce_now(self, buffer: Tensor, into: Into) -> None:
+        shard = into.out
+        if shard.dtype is torch.float32:
+            self.reducer.reduce(buffer, into)
             return
-        exact = torch.empty_like(bucket.shard, dtype=torch.float32)
-        if accumulate:
-            exact.copy_(bucket.shard)
-        self.reducer.reduce(buffer, exact, "l2", words, accumulate)
-        bucket.shard.copy_(exact)
+        exact = torch.empty_like(shard, dtype=torch.float32)
+        if into.accumulate:
+            exact.copy_(shard)
+        self.reducer.reduce(buffer, replace(into, out=exact))
+        shard.copy_(exact)
 
     def _buffer_for(self, bucket: Reduced) -> Tensor:
         """A buffer; waits for the oldest reductions where there are enough of them."""
@@ -228,8 +248,7 @@ class Reduction:
         if left or not keep:
             self.settle()
         for number in left:
-            bucket = self.buckets[number]
-            self._launch(bucket, self._filled_buffer(bucket))
+            self._launch(number, self._filled_buffer(self.buckets[number]))
         self.has_left_over = False
         self.begin()
         self.wait()
@@ -251,7 +270,7 @@ class Reduction:
     def settle(self) -> None:
         """Reduces what was kept; collective."""
         for number in sorted(self.kept, reverse=True):
-            self._launch(self.buckets[number], self.kept.pop(number))
+            self._launch(number, self.kept.pop(number))
 
     def norm(self, number: int, kind: str, words: Tensor) -> None:
         """Sums a shard for the norm; collective. ``words`` int64 [24] is overwritten."""

@@ -21,6 +21,7 @@ from ringcomm.zero.freed_memory import keep_freed_memory
 from ringcomm.zero.materialize import Initialize, is_meta
 from ringcomm.zero.moving import make_bucket, move_in, settle_rest
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.order import module_order
 from ringcomm.zero.placing import Plan, plan_buckets
 from ringcomm.zero.stored import Stored
 from ringcomm.zero.unit_hooks import hook_modules
@@ -88,8 +89,11 @@ def shard(
     stored: list[Stored] = []
     stored_frozen: list[Stored] = []
     options = _resolved(options, comm)
-    parts = Parts(module, stage, comm, options, units, plan, frozen, stored, stored_frozen)
     with before.put_back_on_failure():
+        turn = _join(comm, before) if stage > 1 else 0
+        parts = Parts(
+            module, stage, comm, options, units, plan, frozen, stored, stored_frozen, turn
+        )
         with all_or_none(comm, "shard"):
             _check_devices(module, comm)
             check_memory(plan.params, plan.layout)
@@ -144,6 +148,14 @@ def _communicator(comm: Communicator | None, module: nn.Module) -> Communicator:
     first = next(module.parameters(), None)
     on_gpu = first is not None and first.device.type == "cuda"
     return local_world(1, device=first.device if first is not None and on_gpu else None)[0]
+
+
+def _join(comm: Communicator, before: Before) -> int:
+    """The module's number among those that the communicator reduces for; collective."""
+    order = module_order(comm)
+    number = order.join()
+    before.call(order.leave, number)
+    return number
 
 
 def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:

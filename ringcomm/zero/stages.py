@@ -15,7 +15,7 @@ from ringcomm.memory.heap import zeros
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.norms import NORM_WORDS
-from ringcomm.optim.reducers import Reducer
+from ringcomm.optim.reducers import Into, Reducer
 from ringcomm.optim.table import StepTable
 from ringcomm.zero.reduction import Reduction
 
@@ -58,7 +58,7 @@ class RoundedKernels(StageKernels):
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
-        self.reducer.reduce(bucket.grads, exact, kind, words)
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
         self._shards[bucket.number] = exact.to(self._dtype)
 
     def update(self, bucket: Bucket) -> None:
@@ -99,7 +99,7 @@ class ReplicatedKernels(StageKernels):
         exact = own
         if self._dtype is not torch.float32:
             exact = torch.empty(chunk.elems, dtype=torch.float32, device=own.device)
-        self.reducer.reduce(bucket.grads, exact, kind, words)
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
         if exact is not own:
             own.copy_(exact)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
@@ -136,6 +137,7 @@ class _UnitHooks:
         self._engine = engine
         self._unit = unit
         self.outside: list[_UnitHooks] = []
+        self.everyone: Sequence[_UnitHooks] = ()
         self._is_root = is_root
         self._depth = 0
         # Whether somebody has asked for a parameter since the unit was gathered.
@@ -160,10 +162,17 @@ class _UnitHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         gatherer = self._engine.gatherer
         assert gatherer is not None
-        if self._is_root and not self._depth and not self._engine.in_backward:
-            gatherer.free_all()
-            gatherer.new_iteration()
+        if self._depth and not _calls_itself(module):
+            for each in self.everyone:
+                each._depth = 0
+            gatherer.running = 0
+        if not gatherer.running and not self._engine.in_backward:
+            if self._is_root:
+                gatherer.free_all()
+            if self._is_root or gatherer.is_repeated(self._unit):
+                gatherer.new_iteration()
         self._depth += 1
+        gatherer.running += 1
         if not all(bucket.is_here for bucket in self._buckets):
             self._touched = False
         self._need()
@@ -185,8 +194,12 @@ class _UnitHooks:
 
     @outside_of_compile
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
         # Called after an exception, too, with None; it may have come before _before() did.
-        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            self._depth -= 1
+            gatherer.running -= 1
         copied = self._without_parameters(output)
         grad = torch.is_grad_enabled()
         self._free_after_forward(not grad or _watch_gradients(copied, self._backward))
@@ -242,6 +255,20 @@ class _UnitHooks:
         self._need()
 
 
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether the module's call that has just begun is inside another one of the same module.
+
+    Else a unit that is thought to run was left by Ctrl-C, after which torch calls no forward hook
+    (it catches Exception, and KeyboardInterrupt is none).
+    """
+    frame, calls = sys._getframe(), 0
+    while frame.f_back is not None and calls < 2:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+    return calls > 1
+
+
 class _Watched(dict[str, Any]):
     """A module's parameters; asking for one by its name gathers it.
 
@@ -270,7 +297,7 @@ def _watch_accesses(engine: Engine, hooks: Sequence[_UnitHooks]) -> None:
     outside: list[_UnitHooks] = []
     owner: dict[int, tuple[SplitBucket, _UnitHooks]] = {}
     for each in hooks:
-        each.outside = outside
+        each.outside, each.everyone = outside, hooks
         for bucket in each._buckets:
             owner.update({id(placed.param): (bucket, each) for placed in bucket.params})
 

@@ -157,6 +157,7 @@ class Step:
             _native.OPS["AVG"],
             self.algorithm,
             self.step_bytes,
+            0,
         )
         assert status == 0, self.core.fault()
 
@@ -172,6 +173,7 @@ class Step:
             self.words.data_ptr() if sums else 0,
             self.algorithm,
             self.step_bytes,
+            0,
         )
         assert status == 0, self.core.fault()
 
@@ -302,7 +304,7 @@ def test_different_forms_are_a_mismatch():
         def run(native):
             if one_pass:
                 return native.reduce_scatter_adamw_all_gather(
-                    shard.native, grads.data_ptr(), step.grad_code, 0, step.algorithm, 0
+                    shard.native, grads.data_ptr(), step.grad_code, 0, step.algorithm, 0, 0
                 )
             return native.adamw_all_gather(
                 shard.native, step.reduced.data_ptr(), step.grad_code, step.algorithm, 0

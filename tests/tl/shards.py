@@ -197,7 +197,8 @@ class Steps:
             sizes = case.elems, DTYPE_CODES[case.grad], _native.OPS[case.op]
             results = of.ptr("out"), accumulate, code, of.ptr("words")
             self._run(
-                "norm", lambda end: end.reduce_scatter_norm(grads, *sizes, *results, self._code, 0)
+                "norm",
+                lambda end: end.reduce_scatter_norm(grads, *sizes, *results, self._code, 0, 0),
             )
             return
         from ringcomm._tl.adamw_launch import plan_reduce_scatter_norm
@@ -232,7 +233,7 @@ class Steps:
         """reduce_scatter_adamw_all_gather."""
         case, grads = of.case, of.grads_ptr
         if kernels == "native":
-            codes = DTYPE_CODES[case.grad], _native.OPS[case.op], self._code, 0
+            codes = DTYPE_CODES[case.grad], _native.OPS[case.op], self._code, 0, 0
             self._run(
                 "step", lambda end: end.reduce_scatter_adamw_all_gather(of.shard, grads, *codes)
             )

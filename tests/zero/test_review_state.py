@@ -12,6 +12,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
+from ringcomm.zero.sharding import engine_of
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -148,6 +149,110 @@ def test_a_forward_that_raised_leaves_nothing_behind(worlds):
         assert not are_gathered(module)
 
     worlds(1).run(work)
+
+
+class Interrupted(nn.Linear):
+    """Ctrl-C comes while this layer computes, once."""
+
+    comes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.comes:
+            self.comes = False
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_ctrl_c_in_a_forward_is_forgotten_at_the_next(worlds):
+    """Torch calls no hook after it."""
+
+    def work(comm):
+        interrupted = Interrupted(8, 8)
+        module = nn.Sequential(nn.Linear(8, 8), interrupted, nn.Linear(8, 8))
+        zero.shard(module, 3, comm=comm)
+        for _ in range(2):
+            interrupted.comes = True
+            with pytest.raises(KeyboardInterrupt):
+                module(torch.ones(1, 8))
+            with torch.no_grad():
+                module(torch.ones(1, 8))
+            assert not are_gathered(module)
+
+    worlds(1).run(work)
+
+
+def test_a_module_that_calls_itself_keeps_what_it_uses(worlds):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            if again:
+                x = self(x, again=False)
+            assert are_gathered(self)
+            return self.layer(x) * self.scale
+
+    def work(comm):
+        module = Twice()
+        plain = deepcopy(module)
+        zero.shard(module, 3, comm=comm)
+        with torch.no_grad():
+            assert torch.equal(module(torch.ones(1, 8)), plain(torch.ones(1, 8)))
+        assert not are_gathered(module)
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_root_that_is_never_called_prefetches(worlds, trains):
+    """Language models have a method for their loss, and generate with another."""
+
+    def work(comm):
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(overlap=True))
+        gatherer = engine_of(module, "test").gatherer
+        assert gatherer is not None
+        coming = []
+        for layer in module:
+            layer.register_forward_hook(lambda *_: coming.append(len(gatherer._coming)))
+        for _ in range(3):
+            coming.clear()
+            x = torch.ones(1, 8)
+            with torch.set_grad_enabled(trains):
+                for layer in module:
+                    x = layer(x)
+            if trains:
+                x.sum().backward()
+            assert len(gatherer._now) <= 2 * len(module)
+        assert coming[:3] == [1, 1, 1]
+
+    worlds(1).run(work)
+
+
+def test_a_backward_that_raised_keeps_nothing_gathered(worlds):
+    def work(comm):
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        zero.shard(module, 3, comm=comm)
+        module[1].register_full_backward_pre_hook(_raise)
+        x = torch.ones(1, 8, requires_grad=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="on purpose"):
+                module(x).sum().backward()
+            module[1]._backward_pre_hooks.clear()
+            with torch.no_grad():
+                module(x)
+            assert not are_gathered(module)
+            module(x).sum().backward()
+            assert not are_gathered(module)
+            module[1].register_full_backward_pre_hook(_raise)
+
+    worlds(1).run(work)
+
+
+def _raise(*_: object) -> None:
+    raise ValueError("on purpose")
 
 
 def _refuse(_: nn.Module, args: tuple[Tensor, ...]) -> None:

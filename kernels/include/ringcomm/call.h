@@ -42,6 +42,36 @@ struct CallId {
 // No padding: packets carry and compare headers word by word.
 static_assert(sizeof(CallId) == offsetof(CallId, kernels) + sizeof(Kernels));
 
+// Tells a reduction of gradients from others of the same size: the sharded module and its bucket,
+// and the backward that brought them. Counts wrap around; a tag of 0 says nothing.
+struct GradTag {
+  static constexpr int kBucketBits = 10, kBackwardBits = 6, kModules = 127;
+  int32_t module, backward, bucket;  // the module from 1
+
+  static GradTag of(int32_t tag) {
+    const int32_t rest = tag >> kBucketBits;
+    return {rest >> kBackwardBits, rest & ((1 << kBackwardBits) - 1),
+            tag & ((1 << kBucketBits) - 1)};
+  }
+  int32_t packed() const {
+    const int32_t number = (module - 1) % kModules + 1;
+    return ((number << kBackwardBits | (backward & ((1 << kBackwardBits) - 1))) << kBucketBits) |
+           (bucket & ((1 << kBucketBits) - 1));
+  }
+};
+
+// An optimizer's collective has no root. In its place stand the dtype of its results, and a packed
+// GradTag.
+struct ResultsAndTag {
+  static constexpr int kDTypeBits = 8;
+  int32_t results, tag;
+
+  static ResultsAndTag of_root(int32_t root) {
+    return {root & ((1 << kDTypeBits) - 1), root >> kDTypeBits};
+  }
+  int32_t as_root() const { return results | tag << kDTypeBits; }
+};
+
 RC_FN bool same_call(const CallId& a, const CallId& b) {
   return a.sequence == b.sequence && a.match_bytes == b.match_bytes &&
          a.collective == b.collective && a.dtype == b.dtype && a.redop == b.redop &&
