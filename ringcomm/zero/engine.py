@@ -134,14 +134,11 @@ class Engine:
             for index, placed in enumerate(bucket.params):
                 hook = partial(_gradient_arrived, me, number, index)
                 self.keep(placed.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        params = [placed.param for bucket in self.stored for placed in bucket.params]
-        # What autograd adds a gradient in; parameters refer to it weakly.
-        self._accumulators = [get_gradient_edge(param).node for param in params]
         self.order.add(self)
 
     def expects_gradients(self) -> bool:
         """Whether the backward that runs now will bring a parameter its gradient."""
-        return any(_will_run(node) for node in self._accumulators)
+        return any(_brings_gradient(param) for param in self.plan.params)
 
     def gradient_arrived(self, number: int, index: int) -> None:
         """A parameter has its gradient of this backward."""
@@ -291,10 +288,11 @@ class Engine:
         self.__deepcopy__({})
 
 
-def _will_run(node: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that runs now adds to a leaf's gradient."""
+def _brings_gradient(param: Tensor) -> bool:
+    """Whether the backward that runs now adds to a parameter's gradient."""
+    # Autograd's node for it is not kept: it remembers the stream on which it was made.
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError:
         # torch.autograd.grad() returns the leaf's gradient.
         return False
