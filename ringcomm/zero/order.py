@@ -157,7 +157,7 @@ class ModuleOrder:
         self.settle()
         if self._numbers:
             alive = [number in self._modules for number in self._numbers]
-            self._numbers = _any_of(self._comm, self._numbers, alive)
+            self._numbers = any_of(self._comm, self._numbers, alive)
         self._learned.clear()
         self._last_number += 1
         self._numbers.append(self._last_number)
@@ -213,7 +213,7 @@ class ModuleOrder:
         self._reduces = bool(reducing) and (any(mine) or not alone)
         if not self._reduces:
             return
-        expected = reducing if len(self._numbers) == 1 else _any_of(self._comm, reducing, mine)
+        expected = reducing if len(self._numbers) == 1 else any_of(self._comm, reducing, mine)
         self._expected = tuple(expected)
         self._sequence = self._learned.get(self._expected, expected[::-1])
         self._turns = list(self._sequence)
@@ -288,7 +288,7 @@ class ModuleOrder:
             for number in self._numbers
             if number not in self._expected and number not in self._paused
         ]
-        unexpected = _any_of(self._comm, others, [number in self._arrived for number in others])
+        unexpected = any_of(self._comm, others, [number in self._arrived for number in others])
         self._begin_reducing(unexpected[::-1])
         self._end_reducing(unexpected[::-1], unexpected[::-1])
 
@@ -311,11 +311,12 @@ class ModuleOrder:
                     all_end.callback(module.end_backward)
 
 
-def _any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
+def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
     """Those numbers that some rank says yes to; collective."""
     flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
     if len(flags):
         comm.all_reduce(flags, ReduceOp.MAX)
+        comm._finish_host_side()
     return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
 
 
@@ -325,6 +326,7 @@ def _order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[i
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
     if len(order):
         comm.broadcast(order, 0)
+        comm._finish_host_side()
     return [int(number) for number in order.tolist()]
 
 

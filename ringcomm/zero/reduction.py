@@ -24,13 +24,12 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.comm.work import Work
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.norms import NORM_WORDS
 from ringcomm.optim.reducers import Into, make_reducer
 from ringcomm.zero.options import ZeroOptions
-from ringcomm.zero.order import BucketOrder
+from ringcomm.zero.order import BucketOrder, any_of
 from ringcomm.zero.reduced import Buffers, Reduced
 from ringcomm.zero.stored import Stored
 from ringcomm.zero.trace import Trace
@@ -263,9 +262,7 @@ class Reduction:
         # Somebody may have set p.grad by hand.
         if not self.has_left_over and not any(mine):
             return []
-        left = torch.tensor(mine, dtype=torch.int32, device=self._comm.device)
-        self._comm.all_reduce(left, ReduceOp.MAX)
-        return [number for number, has in enumerate(left.tolist()) if has]
+        return any_of(self._comm, range(len(mine)), mine)
 
     def settle(self) -> None:
         """Reduces what was kept; collective."""

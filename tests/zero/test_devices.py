@@ -12,8 +12,10 @@ from ringcomm import CommOptions, zero
 from ringcomm.comm.device_work import DeviceWork
 from tests.support.device_worlds import on_host
 from tests.zero.models import Run, assert_same_bits, new_model, train
+from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 
 Tensor = torch.Tensor
+SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="direct")
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 # Segments hold whole blocks of 512 elements.
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
@@ -58,6 +60,20 @@ def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
         for state, their_norms in devices.run(world, _on_device, base, run):
             assert their_norms == norms
             assert_same_bits(state, wanted)
+
+
+def _on_device_alone(comm, *arguments):
+    with torch.autograd.set_multithreading_enabled(False):
+        return norms_of_two(comm, *arguments)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_modules_of_which_ranks_use_different_parameters(devices, worlds, stage):
+    modules = two_modules()
+    wanted = worlds(2).run(norms_of_two, modules, 1, SMALL, one_uses_more)
+    with devices.new_world(2, options=OPTIONS) as world:
+        found = devices.run(world, _on_device_alone, modules, stage, SMALL, one_uses_more)
+        assert found == wanted
 
 
 def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):

@@ -45,7 +45,7 @@ def _whole(module: nn.Module) -> nn.Module:
     return module
 
 
-def _modules() -> tuple[nn.Module, nn.Module]:
+def two_modules() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     return _whole(_generator()), _whole(Discriminator())
 
@@ -54,9 +54,12 @@ def _norm(optimizer: AdamW) -> float:
     return float(optimizer.clip_grad_norm_(float("inf")))
 
 
-def _norms(comm, modules, stage, options, backward, turns=3):
+def norms_of_two(comm, modules, stage, options, backward, turns=3):
     """The norms of both modules' gradients in each turn, with a learning rate of 0."""
-    g, d = (zero.shard(deepcopy(each), stage, comm=comm, options=options) for each in modules)
+    g, d = (
+        zero.shard(deepcopy(each).to(comm.device), stage, comm=comm, options=options)
+        for each in modules
+    )
     optimizers = [AdamW(each.parameters(), lr=0.0, weight_decay=0.0) for each in (g, d)]
     found = []
     for turn in range(turns):
@@ -70,10 +73,10 @@ def _norms(comm, modules, stage, options, backward, turns=3):
 
 def _rows(comm, turn):
     generator = torch.Generator().manual_seed(10 * turn + comm.rank)
-    return torch.randint(-1, 2, (2, 8), generator=generator).float()
+    return torch.randint(-1, 2, (2, 8), generator=generator).float().to(comm.device)
 
 
-def _one_uses_more(comm, g, d, turn):
+def one_uses_more(comm, g, d, turn):
     d(g(_rows(comm, turn)), comm.rank == 0).sum().backward()
 
 
@@ -114,18 +117,18 @@ def _checkpointed(comm, g, d, turn):
     checkpoint(d, h, comm.rank == 0, use_reentrant=True).sum().backward()
 
 
-BACKWARDS = (_one_uses_more, _by_turns, _one_leaves_one_out, _in_other_order, _checkpointed)
+BACKWARDS = (one_uses_more, _by_turns, _one_leaves_one_out, _in_other_order, _checkpointed)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["waits", "overlaps"])
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_gradients_are_right_whatever_ranks_use(worlds, backward, options):
     """Stages 0 and 1 reduce at the step, in the order of the buckets."""
-    modules = _modules()
-    wanted = worlds(2).run(_norms, modules, 0, options, backward)
+    modules = two_modules()
+    wanted = worlds(2).run(norms_of_two, modules, 0, options, backward)
     assert any(norm > 0 for norm, _ in wanted[0])
     for stage in (1, 2, 3):
-        assert worlds(2).run(_norms, modules, stage, options, backward) == wanted
+        assert worlds(2).run(norms_of_two, modules, stage, options, backward) == wanted
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -152,7 +155,7 @@ def test_three_modules_on_three_ranks_under_no_sync(worlds, stage):
 def test_one_rank_may_run_backwards_alone_under_no_sync(worlds, stage):
     """Though the communicator reduces for another module, too."""
 
-    bases = _modules()
+    bases = two_modules()
 
     def work(comm, stage):
         modules = [
@@ -170,7 +173,7 @@ def test_one_rank_may_run_backwards_alone_under_no_sync(worlds, stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_may_take_gradients_alone(worlds, stage):
     """Forces are gradients of an energy by positions: autograd adds nothing to parameters then."""
-    g, d = _modules()
+    g, d = two_modules()
 
     def work(comm):
         modules = [zero.shard(deepcopy(each), stage, comm=comm) for each in (g, d)]
@@ -317,7 +320,7 @@ def _raise_argument(_):
 
 
 def test_a_module_that_one_rank_has_dropped(worlds):
-    g, d = _modules()
+    g, d = two_modules()
 
     def work(comm):
         kept = [zero.shard(deepcopy(each), 2, comm=comm) for each in (g, d)]
