@@ -68,7 +68,7 @@ class CMakeBuild(build_ext):
             f"-Dnanobind_DIR={nanobind.cmake_dir()}",
             # The source tree has the CUDA sources, and compiles from them at first use, for the
             # GPU at hand only.
-            f"-DRINGCOMM_CUDA={'OFF' if self.in_tree else 'AUTO'}",
+            f"-DRINGCOMM_CUDA={'OFF' if self.in_tree else 'native'}",
             f"-DRINGCOMM_BUNDLE_SOURCES={'OFF' if self.in_tree else 'ON'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]

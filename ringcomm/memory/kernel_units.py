@@ -141,6 +141,15 @@ def best_target(targets: Iterable[Target], capability: tuple[int, int]) -> Targe
     return max(covering, key=lambda t: (not t.ptx, t.major, t.minor), default=None)
 
 
+def targets_for(capabilities: Iterable[str]) -> list[Target]:
+    """Of :data:`PREBUILT`, those that devices such as ``"9.0"`` load; all for no device."""
+    devices = [tuple(map(int, text.split("."))) for text in capabilities]
+    if not devices:
+        return list(PREBUILT)
+    chosen = {best_target(PREBUILT, (major, minor)) for major, minor in devices}
+    return [target for target in PREBUILT if target in chosen]
+
+
 def compiler_target(known: Sequence[int], capability: tuple[int, int]) -> Target | None:
     """What a compiler that knows the architectures ``known`` (80, 90, ...) makes for a device.
 
@@ -243,12 +252,15 @@ def manifest(root: Path, compiler: str, targets: Sequence[Target]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``options``, ``targets`` or ``units``: one per line; ``manifest ROOT COMPILER TARGET...``."""
+    """One per line: ``options``, ``units``, or ``targets [CAPABILITY...]``.
+
+    Or ``manifest ROOT COMPILER TARGET...``.
+    """
     what, *rest = arguments
     if what == "options":
         print("\n".join(OPTIONS))
     elif what == "targets":
-        print("\n".join(map(str, PREBUILT)))
+        print("\n".join(map(str, targets_for(rest))))
     elif what == "units":
         for unit in UNITS.values():
             print(unit.name, *(f"-D{macro}" for macro in unit.macros))

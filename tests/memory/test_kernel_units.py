@@ -66,6 +66,12 @@ def test_the_build_reads_the_units_line_by_line(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "move -DRINGCOMM_UNIT_MOVE"
     assert len(lines) == len(UNITS)
+    kernel_units.main(["targets"])
+    assert capsys.readouterr().out.split() == [str(target) for target in PREBUILT]
+    kernel_units.main(["targets", "12.0", "8.9", "8.0", "7.5"])
+    assert capsys.readouterr().out.split() == ["sm_80", "compute_100"]
+    kernel_units.main(["targets", "7.5"])
+    assert capsys.readouterr().out.split() == []
     with pytest.raises(SystemExit, match="expected options, targets, units or manifest"):
         kernel_units.main(["nonsense"])
 

@@ -36,9 +36,7 @@ def build(place: Workplace, limit_s: float) -> Result:
     has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
     told = os.environ.get("CMAKE_ARGS", "")
     major = int(place.facts["compute capability"].partition(".")[0])
-    extra = f"-DRINGCOMM_CUDA={'ON' if has_nvcc else 'OFF'}"
-    if has_nvcc and major in _TARGETS:
-        extra += f" -DRINGCOMM_CUDA_TARGETS={_TARGETS[major]}"
+    extra = f"-DRINGCOMM_CUDA={_TARGETS.get(major, 'all') if has_nvcc else 'OFF'}"
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     command += ["--parallel", str(len(os.sched_getaffinity(0)))]
     done = place.runner.run(command, limit_s, {"CMAKE_ARGS": f"{extra} {told}".strip()})

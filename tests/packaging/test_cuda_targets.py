@@ -1,0 +1,192 @@
+"""What a build compiles the CUDA kernels for: the GPUs of the machine, or what it is told.
+
+The compiler and nvidia-smi are stand-ins; tests/native/test_cuda_compile.py has the real compiler.
+"""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cmake
+import ninja
+import pytest
+
+from ringcomm.memory.kernel_units import PREBUILT, UNITS
+
+ROOT = Path(__file__).resolve().parents[2]
+CMAKE = Path(cmake.CMAKE_BIN_DIR, "cmake")
+EVERYTHING = [str(target) for target in PREBUILT]
+# Under these, CMake finds no program.
+HIDDEN = ["-DCMAKE_FIND_ROOT_PATH=/nowhere", "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=ONLY"]
+
+# It knows every architecture but sm_77, and writes what it was asked for.
+NVCC = """#!/bin/sh
+case "$*" in
+  *sm_77*) echo "nvcc fatal: unsupported architecture" >&2; exit 1 ;;
+  *--dryrun*) exit 0 ;;
+  *--version*) echo "release 13.0, V13.0.99"; exit 0 ;;
+esac
+words="$*"
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -o) product=$2 ;;
+    -MF) needs=$2 ;;
+  esac
+  shift
+done
+echo "$words" > "$product"
+echo "$product:" > "$needs"
+"""
+
+
+class Machine:
+    """A build folder, with the compiler and the nvidia-smi that the machine pretends to have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.build = folder / "build"
+        self.nvcc = self.script("nvcc", NVCC)
+        # Finds the host's compiler, which HIDDEN would hide from a test that runs alone.
+        assert self.configure("-DRINGCOMM_CUDA=OFF") == []
+
+    def script(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def shows(self, answer: str, status: int = 0) -> str:
+        """The option that names an nvidia-smi which gives that answer."""
+        wanted = '[ "$*" = "--query-gpu=compute_cap --format=csv,noheader" ] || exit 9'
+        text = f"#!/bin/sh\n{wanted}\nprintf {shlex.quote(answer)}\nexit {status}\n"
+        return f"-DRINGCOMM_NVIDIA_SMI={self.script('nvidia-smi', text)}"
+
+    def cmake(self, *words: object) -> str:
+        command = [str(word) for word in (CMAKE, *words)]
+        done = subprocess.run(command, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def configure(self, *options: str) -> list[str]:
+        """The lines in which the build says what becomes of the CUDA kernels."""
+        names = [f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR, 'ninja')}", "-G", "Ninja"]
+        names += [f"-DPython_EXECUTABLE={sys.executable}", "-DRINGCOMM_PYTHON=OFF"]
+        # What an earlier call set does not last.
+        forget = ["-URINGCOMM_*", "-UCMAKE_FIND_*"]
+        given = [f"-DRINGCOMM_NVCC={self.nvcc}", *options]
+        said = self.cmake("-S", ROOT, "-B", self.build, *forget, *names, *given)
+        lines = [line for line in said.splitlines() if "ringcomm:" in line]
+        return [line.removeprefix("-- ringcomm: ") for line in lines]
+
+    def chosen(self, *options: str) -> str:
+        """As :meth:`configure`, where there is one line."""
+        (line,) = self.configure(*options)
+        return line
+
+    def make(self) -> tuple[list[str], Path]:
+        """The lines that the build of the kernels prints, and the package that it installs."""
+        said = self.cmake("--build", self.build, "--target", "ringcomm_cuda").splitlines()
+        prefix = self.folder / "prefix"
+        shutil.rmtree(prefix, ignore_errors=True)
+        self.cmake("--install", self.build, "--component", "kernels", "--prefix", prefix)
+        return said, prefix / "ringcomm" / "_kernels"
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    return Machine(tmp_path_factory.mktemp("machine"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "capabilities", "targets"),
+    [
+        ("8.9\\n", "8.9", "sm_80"),
+        ("9.0\\n9.0\\n", "9.0", "sm_90a"),
+        ("10.0\\n8.0\\n", "10.0, 8.0", "sm_80, sm_100a"),
+        ("12.0\\n", "12.0", "compute_100"),
+        ("[N/A]\\n9.0\\n", "9.0", "sm_90a"),
+    ],
+)
+def test_the_gpus_of_the_machine_are_compiled_for(machine, answer, capabilities, targets):
+    said = machine.chosen(machine.shows(answer))
+    assert said == (
+        f"GPUs of compute capability {capabilities}: CUDA kernels by nvcc 13.0.99 for {targets}"
+    )
+
+
+def test_a_gpu_that_nothing_covers_is_left_to_the_first_use(machine):
+    said = machine.chosen(machine.shows("7.5\\n"))
+    assert said == (
+        "GPUs of compute capability 7.5, nothing that nvcc makes: "
+        "the CUDA kernels will be compiled at first use"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "why"),
+    [
+        ("No devices were found\\n", 0, "nvidia-smi shows no GPU"),
+        ("", 0, "nvidia-smi shows no GPU"),
+        ("", 9, "nvidia-smi failed (9)"),
+        ("9.0\\n", 15, "nvidia-smi failed (15)"),
+    ],
+)
+def test_without_a_gpu_nothing_is_compiled(machine, answer, status, why):
+    said = machine.chosen(machine.shows(answer, status))
+    assert said.startswith(f"{why}: the CUDA kernels will be compiled at first use; ")
+    assert said.endswith("RINGCOMM_CUDA=all compiles them now, for every GPU")
+    assert "ringcomm_cuda" not in machine.cmake("--build", machine.build, "--target", "help")
+
+
+def test_an_nvidia_smi_that_hangs_is_given_up(machine):
+    hangs = machine.script("nvidia-smi", "#!/bin/sh\nsleep 170\n")
+    said = machine.chosen(f"-DRINGCOMM_NVIDIA_SMI={hangs}", "-DRINGCOMM_NVIDIA_SMI_LIMIT_S=1")
+    assert said.startswith("nvidia-smi failed (Process terminated due to timeout): ")
+
+
+def test_an_nvidia_smi_that_is_missing_is_no_gpu(machine):
+    said = machine.chosen("-DRINGCOMM_NVIDIA_SMI=RINGCOMM_NVIDIA_SMI-NOTFOUND", *HIDDEN)
+    assert said.startswith("no nvidia-smi: ")
+
+
+def test_without_a_compiler_everything_is_left_to_the_first_use(machine):
+    said = machine.chosen("-DRINGCOMM_NVCC=RINGCOMM_NVCC-NOTFOUND", *HIDDEN)
+    assert said == "no nvcc: the CUDA kernels will be compiled at first use"
+    with pytest.raises(AssertionError, match="RINGCOMM_CUDA=all, but there is no nvcc"):
+        machine.configure("-DRINGCOMM_NVCC=RINGCOMM_NVCC-NOTFOUND", "-DRINGCOMM_CUDA=all", *HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("asked", "targets"),
+    [("all", EVERYTHING), ("sm_90a;compute_100", ["sm_90a", "compute_100"])],
+)
+def test_what_is_asked_for_is_compiled_whatever_the_machine_has(machine, asked, targets):
+    said = machine.chosen(machine.shows("8.0\\n"), f"-DRINGCOMM_CUDA={asked}")
+    assert said == f"as asked: CUDA kernels by nvcc 13.0.99 for {', '.join(targets)}"
+    lines, package = machine.make()
+    # One line of progress for each unit.
+    for unit in UNITS:
+        assert sum(line.endswith(f"Compiling the CUDA kernels of {unit}") for line in lines) == 1
+    assert {path.stem for path in package.glob("*.fatbin")} == set(UNITS)
+    assert json.loads((package / "units.json").read_text())["targets"] == targets
+    command = (package / "move.fatbin").read_text()
+    assert all(f"code={target}" in command for target in targets)
+    assert command.count("-gencode") == len(targets)
+
+
+@pytest.mark.parametrize("asked", ["ON", "AUTO", "sm90", "all;sm_80", "native;all"])
+def test_another_word_stops_the_build(machine, asked):
+    # CMake breaks lines where it likes.
+    wanted = " expected native, all, OFF, or targets such as".replace(" ", r"\s+")
+    with pytest.raises(AssertionError, match=f"RINGCOMM_CUDA={asked}:{wanted}"):
+        machine.configure(f"-DRINGCOMM_CUDA={asked}")
+
+
+def test_a_target_that_the_compiler_does_not_know_stops_the_build(machine):
+    with pytest.raises(
+        AssertionError, match=r"RINGCOMM_CUDA=sm_77: .*/nvcc\s+does\s+not\s+know\s+sm_77"
+    ):
+        machine.configure("-DRINGCOMM_CUDA=sm_77")
