@@ -139,6 +139,8 @@ _MODULES = ("fsdp2", "functional", "optim", "tl", "zero")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_native":
+        return _load_native()
     if name in _MODULES:
         return import_module(f"ringcomm.{name}")
     home = _HOME_OF.get(name)
@@ -147,6 +149,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
+
+
+def _load_native() -> Any:
+    """Serves the first ``from ringcomm import _native``, after which it is a plain attribute."""
+    try:
+        return import_module("ringcomm._native")
+    except ImportError as error:
+        from pathlib import Path
+
+        from ringcomm.errors import native_missing
+
+        raise native_missing(Path(__file__).resolve().parent, error) from error
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,9 @@ what to do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -158,6 +160,33 @@ _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "peer_lost": _peer_lost,
     "timeout": _timeout,
 }
+
+
+def native_missing(package: Path, cause: ImportError) -> ImportError:
+    """The error for a native module that is not built, or not for this Python; says what to do.
+
+    Args:
+        package: the folder of ringcomm's Python files, where the module should be.
+        cause: what Python said.
+    """
+    version = ".".join(map(str, sys.version_info[:2]))
+    built = sorted(path.name for path in package.glob("_native*.so"))
+    if not built:
+        found = f"the native module is not built: there is no _native in {package}"
+    else:
+        found = f"the native module does not load in Python {version}: {package} has " + ", ".join(
+            built
+        )
+        if not isinstance(cause, ModuleNotFoundError):
+            found += f", and Python says: {cause}"
+    if (package.parent / "CMakeLists.txt").is_file():
+        advice = (
+            f"In {package.parent}, run 'make native' and use .venv/bin/python, or 'pip install .' "
+            "with this Python and start it in another folder, so that it finds what was installed"
+        )
+    else:
+        advice = "Install ringcomm again with this Python: pip install --force-reinstall ringcomm"
+    return ImportError(f"ringcomm: {found}. {advice}", name="ringcomm._native", path=str(package))
 
 
 def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:

@@ -59,9 +59,7 @@ def check_native() -> Finding:
     try:
         from ringcomm import _native
     except ImportError as error:
-        return Finding(
-            "native module", FAIL, str(error), "build it: pip install . (or make native)"
-        )
+        return Finding("native module", FAIL, "cannot be imported", str(error))
     return Finding("native module", OK, f"instruction set {_native.isa()}")
 
 

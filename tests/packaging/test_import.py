@@ -1,6 +1,7 @@
 """What `import ringcomm` brings along, in a fresh interpreter."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,58 @@ def test_it_works_without_numpy_and_without_a_gpu_stack():
 def test_the_blocker_blocks():
     with pytest.raises(AssertionError, match="No module named 'numpy'"):
         run(BLOCK_ABSENT + "import numpy")
+
+
+def unbuilt(folder: Path) -> Path:
+    """A copy of the package without the native module, in what looks like a source tree."""
+    package = folder / "ringcomm"
+    shutil.copytree(
+        ROOT / "ringcomm", package, ignore=shutil.ignore_patterns("_native*.so", "__pycache__")
+    )
+    (folder / "CMakeLists.txt").write_text("")
+    return package
+
+
+# An editable install would find the native module that it has built.
+TRY_NATIVE = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in each.__module__]
+import ringcomm
+try:
+    from ringcomm import _native
+except ImportError as error:
+    print(type(error.__cause__).__name__, error.name, error)
+"""
+
+
+def fails_in(folder: Path) -> str:
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", TRY_NATIVE]
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_the_native_module_what_to_run_is_said(tmp_path):
+    package = unbuilt(tmp_path)
+    said = fails_in(tmp_path)
+    assert said.startswith("ModuleNotFoundError ringcomm._native ringcomm: the native module is ")
+    assert f"not built: there is no _native in {package}. In {tmp_path}, run 'make native'" in said
+    assert "or 'pip install .'" in said
+
+
+def test_a_native_module_of_another_python_is_named(tmp_path):
+    package = unbuilt(tmp_path)
+    other = package / "_native.cpython-39-x86_64-linux-gnu.so"
+    other.write_bytes(b"")
+    python = ".".join(map(str, sys.version_info[:2]))
+    said = fails_in(tmp_path)
+    assert f"does not load in Python {python}: {package} has {other.name}. In " in said
+    # One of the stable ABI, which is found, and needs a newer Python.
+    other.unlink()
+    (package / "_native.abi3.so").write_bytes(b"no library")
+    (tmp_path / "CMakeLists.txt").unlink()
+    said = fails_in(tmp_path)
+    assert said.startswith("ImportError ringcomm._native ringcomm: the native module does not load")
+    assert "has _native.abi3.so, and Python says: " in said
+    assert "Install ringcomm again with this Python: pip install" in said
