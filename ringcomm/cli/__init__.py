@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.metadata
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -45,8 +46,19 @@ COMMANDS = {
 }
 
 
+def hide_missing_numpy() -> None:
+    """Hides torch's warning that NumPy is not installed; to be called before torch is imported.
+
+    torch says it in every process that imports it (pytorch issue 125678), and nothing here needs
+    NumPy. A NumPy that is there and does not work is still reported.
+    """
+    said = "Failed to initialize NumPy: No module named 'numpy'"
+    warnings.filterwarnings("ignore", said, UserWarning)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status; ``argv`` defaults to the process's."""
+    hide_missing_numpy()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, module = _build_parser(arguments)
     namespace = parser.parse_args(arguments)

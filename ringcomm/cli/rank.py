@@ -8,11 +8,11 @@ import json
 import os
 import signal
 import sys
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ringcomm.cli import hide_missing_numpy
 from ringcomm.cli.launch import (
     INTERRUPTED,
     STORE_FD_VARIABLE,
@@ -64,8 +64,7 @@ def main() -> int:
     """Entry of ``python -m ringcomm.cli.rank PARENT MODULE CONFIG``."""
     parent, module, config = sys.argv[1:]
     _die_with(int(parent))
-    # torch says this once per process although nothing here needs NumPy (pytorch issue 125678).
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    hide_missing_numpy()
     try:
         code: int = importlib.import_module(module).run_rank(json.loads(config))
     except RingcommError as error:

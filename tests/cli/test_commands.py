@@ -1,0 +1,40 @@
+"""All commands together: what each of them prints besides its own words."""
+
+import warnings
+
+import pytest
+
+from ringcomm.cli import hide_missing_numpy
+from tests.cli.processes import run
+
+BROKEN = "Failed to initialize NumPy: module compiled against ABI version 0x1000009"
+
+
+@pytest.fixture
+def no_numpy(tmp_path):
+    """Where Python looks first: there, NumPy is missing."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["estimate", "--params", "1M", "--world", "2"], ["bench", "--help"]],
+    ids=lambda words: words[0],
+)
+def test_a_command_says_nothing_of_a_missing_numpy(no_numpy, words):
+    done = run("-m", "ringcomm", *words, path=no_numpy)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_other_warnings_are_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        hide_missing_numpy()
+        warnings.warn(
+            "Failed to initialize NumPy: No module named 'numpy' (Triggered", stacklevel=1
+        )
+        warnings.warn(BROKEN, stacklevel=1)
+        warnings.warn("anything else", stacklevel=1)
+    assert [str(each.message) for each in shown] == [BROKEN, "anything else"]
