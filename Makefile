@@ -88,8 +88,10 @@ $(VENV)/.torch: tools/make_venv.sh tools/install_torch.sh
 	@touch $@
 
 # Without build isolation, so that later builds find the same tools and compile only what changed.
+# The compilation comes first by itself, since pip would hide its progress for minutes.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) install --quiet $(BUILD_REQUIRES)
+	$(BIN)/python setup.py -q build_ext --inplace
 	$(PIP) install --quiet --no-build-isolation --editable .
 	@$(BIN)/python tools/add_source_path.py
 	@touch $@
