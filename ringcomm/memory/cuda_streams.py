@@ -19,6 +19,15 @@ _NOT_READY = 600
 _HIGH_PRIORITY, _USUAL_PRIORITY = -1, 0
 
 
+def _torch_stream(device: int, handle: int) -> torch.cuda.Stream:
+    """The stream of a handle, 0 for the default one.
+
+    ``torch.cuda.ExternalStream`` would make a new stream of torch's pool of handle 0, which is in
+    no order with the default stream (https://github.com/pytorch/pytorch/issues/182960).
+    """
+    return torch.cuda.get_stream_from_external(handle, device)
+
+
 class CudaStream:
     """A stream that no one else uses; it returns to its pool with this object.
 
@@ -29,9 +38,7 @@ class CudaStream:
 
     def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
         self.handle = handle
-        self.torch_stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
-            handle, device=device
-        )
+        self.torch_stream = _torch_stream(device, handle)
         self._pool = pool
 
     def __del__(self) -> None:
@@ -100,10 +107,7 @@ class CudaStreams:
         return torch.cuda.stream(stream.torch_stream)
 
     def call_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
-        external = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
-            stream, device=device
-        )
-        with self.on_device(device), torch.cuda.stream(external):
+        with self.on_device(device), torch.cuda.stream(_torch_stream(device, stream)):
             function()
 
     def record_event(self, device: int, stream: int) -> CudaEvent:

@@ -85,6 +85,10 @@ class Stack(SimpleNamespace):
     runtime: CudaRuntime
 
 
+def _wrapped(handle: int) -> Any:
+    return SimpleNamespace(cuda_stream=handle)
+
+
 @pytest.fixture
 def stack(monkeypatch) -> Stack:
     properties = SimpleNamespace(
@@ -96,11 +100,10 @@ def stack(monkeypatch) -> Stack:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=70 + index)
     )
-    monkeypatch.setattr(
-        torch.cuda,
-        "ExternalStream",
-        lambda handle, device: SimpleNamespace(cuda_stream=handle, device=device),
-    )
+    # As torch has them: handle 0 makes the one a new stream of torch's pool, and the other the
+    # default stream (https://github.com/pytorch/pytorch/issues/182960).
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: _wrapped(handle or 33))
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, _: _wrapped(handle))
     cuda, modules = Library(deviceGetPCIBusId="0000:1B:00.0"), Library()
     driver = Driver()
     modules.CUDADriverError = CUDADriverError  # type: ignore[attr-defined]
@@ -232,6 +235,24 @@ def test_streams_are_our_own_and_are_used_again(stack):
     del one
     assert stack.runtime.make_stream(1).handle != handle
     assert stack.runtime.make_stream(0).handle == handle
+
+
+@pytest.mark.parametrize("handle", [0, 2, 0x7F0000000001])
+def test_a_call_goes_to_the_stream_of_its_handle(stack, monkeypatch, handle):
+    """The default stream, the one of each thread (cudaStreamPerThread), and any other."""
+    current: list[int] = []
+
+    @contextmanager
+    def stream(given: Any) -> Any:
+        current.append(given.cuda_stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    seen: list[list[int]] = []
+    stack.runtime.call_on_stream(1, handle, lambda: seen.append(list(current)))
+    assert seen == [[handle]]
+    assert stack.cuda.named("setDevice") == [(1,)]
 
 
 def test_events(stack):
