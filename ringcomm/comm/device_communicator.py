@@ -84,6 +84,9 @@ class DeviceCommunicator(DeviceMessages, Communicator):
 
     _device_index: int
     _plan: Plan
+    # Multiprocessors for the kernels of each rank, which run beside those of the ranks that share
+    # its device; equal on all ranks.
+    _multiprocessors: int
 
     @property
     def plan(self) -> Plan:
@@ -139,6 +142,7 @@ class DeviceCommunicator(DeviceMessages, Communicator):
             raise
         communicator._device_index = device
         communicator._plan = chosen
+        communicator._multiprocessors = max(1, min(_shares(places)))
         return communicator
 
     @classmethod
@@ -220,19 +224,22 @@ def _topology(places: Sequence[_Place]) -> Topology:
 
 def _message_channels(places: Sequence[_Place]) -> int:
     """Blocks per message, equal on all ranks: every rank of a GPU may send and receive at once."""
+    return max(1, min(_shares(places)) // 2)
+
+
+def _shares(places: Sequence[_Place]) -> list[int]:
+    """By rank: the multiprocessors of its GPU, divided among the ranks that share it."""
     ranks_on = Counter(place.uuid for place in places)
-    return max(1, min(place.multiprocessors // (2 * ranks_on[place.uuid]) for place in places))
+    return [place.multiprocessors // ranks_on[place.uuid] for place in places]
 
 
 def _channels(membership: Membership, places: Sequence[_Place]) -> int:
     """Blocks per collective, equal on all ranks: as many as the fullest GPU has for each rank."""
     if membership.options.channels:
         return membership.options.channels
-    ranks_on = Counter(place.uuid for place in places)
-    shares = [place.multiprocessors // ranks_on[place.uuid] for place in places]
-    if max(ranks_on.values()) == 1:
-        return max(1, min(CHANNELS_ALONE, *shares))
-    return max(1, min(shares))
+    share = max(1, min(_shares(places)))
+    alone = len({place.uuid for place in places}) == len(places)
+    return min(CHANNELS_ALONE, share) if alone else share
 
 
 def _handles(

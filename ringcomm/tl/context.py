@@ -51,8 +51,9 @@ class Context:
     Args:
         comm: whose ranks communicate.
         blocks: the largest grid of a launch. All blocks of a launch must run at once, since they
-            wait for each other, so on a GPU there are at most as many as multiprocessors, which
-            is the default; on the host it is 8. Equal on all ranks.
+            wait for each other, so on a GPU there are at most as many as multiprocessors, divided
+            by the ranks that share it, which is the default; on the host it is 8. Equal on all
+            ranks.
 
     Attributes:
         comm: the communicator.
@@ -75,8 +76,9 @@ class Context:
         if not 1 <= self.blocks <= place.most_blocks:
             raise ArgumentError(
                 f"{self._where('ringcomm.tl.Context')}: blocks: expected 1 to {place.most_blocks}, "
-                f"the multiprocessors of the device, got {blocks}. The blocks of a launch wait for "
-                "each other, so all of them must run at once"
+                "the multiprocessors of the device divided by the ranks that share it, got "
+                f"{blocks}. The blocks of all ranks wait for each other, so all of them must run "
+                "at once"
             )
         self.geometry: Geometry = place.geometry
         state_bytes = _native.STRUCTURES["scratch"]

@@ -13,7 +13,8 @@ from ringcomm import _native
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, interpreting, lives
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device_engine import DeviceEngine
+from ringcomm.comm.device_communicator import DeviceCommunicator
+from ringcomm.comm.triton_calls import ONE_RANK
 from ringcomm.errors import UnsupportedError, where
 
 # In the interpreter the blocks of a grid run one after another: more of them only take longer.
@@ -35,7 +36,8 @@ class Place:
         table: bytes of a rank table of this rank.
         geometry: of the communicator's regions.
         heap_device: in whose heap symmetric memory lies, as ``ringcomm.empty`` names it.
-        most_blocks: so many blocks of one kernel run at once, whatever they need.
+        most_blocks: so many blocks of each rank's kernel run at once, whatever they need: a
+            multiprocessor for each, and the ranks that share a device share those.
         default_blocks: of a context that does not say.
         health: status of a peer's process, for the interpreter; on a GPU kernels see it themselves.
         around: what a launch happens inside.
@@ -80,7 +82,7 @@ def place_of(comm: Communicator, operation: str) -> Place:
             f"{head}: expected a communicator of at most {_native.MAX_DEVICE_WORLD} ranks. Divide "
             "it with split()"
         )
-    if isinstance(comm, DeviceEngine):
+    if isinstance(comm, DeviceCommunicator):
         return _device_place(comm, head)
     return _host_place(comm, head)
 
@@ -105,7 +107,7 @@ def _host_place(comm: Communicator, head: str) -> Place:
     return Place(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
 
 
-def _device_place(comm: DeviceEngine, head: str) -> Place:
+def _device_place(comm: DeviceCommunicator, head: str) -> Place:
     core = comm._device_core
     runtime, device = core.runtime, core.device
     if (runtime.kind == "emulated") != IS_INTERPRETED:
@@ -114,8 +116,10 @@ def _device_place(comm: DeviceEngine, head: str) -> Place:
             f"of emulated devices alone, and compiled kernels that of GPUs; the device is of kind "
             f"{runtime.kind!r}. Change TRITON_INTERPRET before Triton is imported"
         )
+    if IS_INTERPRETED and comm._meeting is not None:
+        raise UnsupportedError(f"{head}: {ONE_RANK}")
     table = runtime.read(device, core.native.table_ptr, _native.STRUCTURES["table"])
-    blocks = runtime.identity(device).multiprocessors
+    blocks = comm._multiprocessors
     geometry = Geometry.of(core.native.geometry)
     name = f"cuda:{device}"
     return Place(table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device))

@@ -99,8 +99,11 @@ def _threads_are_refused(store, rank, world):
         from ringcomm._tl import launch  # noqa: F401
     devices = Devices("emulated")
     refused = []
+    from ringcomm import tl as rc
 
     def body(comm):
+        with pytest.raises(UnsupportedError, match="threads of one process"):
+            rc.Context(comm)
         tensor = put(comm, torch.ones(3), "heap")
         with pytest.raises(UnsupportedError, match="threads of one process"):
             comm.all_reduce(tensor, kernels="triton")

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from ringcomm import ArgumentError
 from tests.support.exact import pattern
 from tests.support.ranks import run_ranks
 from tests.tl.device_ranks import open_context, run_kernel
@@ -122,17 +123,21 @@ def _on_devices(store, rank, world):
     from tests.support.device_worlds import OPTIONS, Devices
     from tests.tl import device_kernels as kernels
 
-    devices = Devices("emulated", devices=1, physical=(0,))
+    # Ranks 0 and 1 share a device of 8 multiprocessors, rank 2 has one alone.
+    devices = Devices("emulated", devices=1, physical=(rank // 2,))
     with (
         Communicator.from_store(store, rank, world, device="cuda:0", options=OPTIONS) as comm,
         devices.as_on_gpu(comm),
-        rc.Context(comm, 2) as context,
+        rc.Context(comm) as context,
     ):
-        _gather(context, kernels, 2)
+        assert context.blocks == 4
+        with pytest.raises(ArgumentError, match=r"blocks: expected 1 to 4, .* got 5"):
+            rc.Context(comm, 5)
+        _gather(context, kernels, 4)
 
 
-def test_a_context_on_devices():
-    run_ranks(_on_devices, 2, timeout_s=LIMIT_S)
+def test_contexts_on_devices_divide_the_multiprocessors_among_ranks():
+    run_ranks(_on_devices, 3, timeout_s=LIMIT_S)
 
 
 def _without_wait(store, rank, world):
