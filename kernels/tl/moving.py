@@ -62,11 +62,16 @@ def is_aligned(addresses):
 
 @triton.jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address as a pointer to elements; ``ALIGNED`` vouches for a multiple of 16."""
-    typed = address.to(tl.pointer_type(DTYPE), bitcast=True)
+    """The address as a pointer to elements; ``ALIGNED`` vouches for a multiple of 16.
+
+    Triton 3.9 makes of the cast of a sum a sum behind a cast, and what ``tl.multiple_of`` has said
+    of the cast is lost with it. So what is cast then is no sum.
+    """
     if ALIGNED:
-        typed = tl.multiple_of(typed, 16)
-    return typed
+        typed = (address & -16).to(tl.pointer_type(DTYPE), bitcast=True)
+        return tl.multiple_of(typed, 16)
+    else:
+        return address.to(tl.pointer_type(DTYPE), bitcast=True)
 
 
 @triton.jit
