@@ -17,8 +17,7 @@ from .adamw_kind import NormKind, ShardKind
 from .adamw_shard import adamw_shard_kernel
 from .grad_norm import grad_norm_kernel
 from .hooks import IS_INTERPRETED, interpreting, lives
-from .launch import DTYPES, Plan
-from .moving import NUM_WARPS
+from .launch import DTYPES, OPTIONS, Plan
 from .reduce_scatter_adamw_all_gather import reduce_scatter_adamw_all_gather_kernel
 from .reduce_scatter_norm import reduce_scatter_norm_kernel
 
@@ -31,8 +30,6 @@ __all__ = [
     "shard_kind",
 ]
 
-# A product and a sum must not become one operation where the kernels do not say so.
-OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 # Of the kernels of one rank, a choice, not swept: four for each multiprocessor of the largest GPUs.
 # In the interpreter blocks run one after another.
 PROGRAMS = 2 if IS_INTERPRETED else 528
@@ -104,7 +101,7 @@ def plan_reduce_scatter_norm(
         reduce_scatter_norm_kernel,
         (elems,),
         _words("reduce_scatter_norm", elems, grad, op, "float32", algorithm),
-        {"RING": _is_ring(algorithm), "NORM": norm, "enable_fp_fusion": False},
+        {"RING": _is_ring(algorithm), "NORM": norm},
     )
 
 
@@ -115,7 +112,7 @@ def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> Plan:
         adamw_all_gather_kernel,
         (elems,),
         _words("adamw_all_gather", elems, grad, "SUM", param, algorithm),
-        {"RING": _is_ring(algorithm), "KIND": kind, "enable_fp_fusion": False},
+        {"RING": _is_ring(algorithm), "KIND": kind},
     )
 
 
@@ -126,7 +123,7 @@ def plan_one_pass(elems: int, kind: ShardKind, op: str, algorithm: int) -> Plan:
         reduce_scatter_adamw_all_gather_kernel,
         (elems,),
         _words("reduce_scatter_adamw_all_gather", elems, grad, op, param, algorithm),
-        {"RING": _is_ring(algorithm), "KIND": kind, "enable_fp_fusion": False},
+        {"RING": _is_ring(algorithm), "KIND": kind},
     )
 
 

@@ -20,6 +20,7 @@ from .device import (
     begin_kernel,
     end_kernel,
     get,
+    is_aligned,
     peer_address,
     peer_at,
     pointer,
@@ -120,8 +121,7 @@ def multiply_tile(
 def compute(
     ws, shards, arrived, epochs, gathered, b, out, m, shape, strides, status,
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGNED: tl.constexpr, G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """A computing block: its part of the tiles of out, in the order in which rows arrive."""
     me = rank_of(ws)
@@ -146,19 +146,24 @@ def compute(
             at = source * m
         if status == 0:
             rows = at + first + tl.arange(0, BLOCK_M)
-            multiply_tile(
-                a, b, out, rows, at + m, source * m - at, cols, shape, strides,
-                DTYPE, BLOCK_K, ALIGNED,
-            )  # fmt: skip
+            if is_aligned((a, b, out)):
+                multiply_tile(
+                    a, b, out, rows, at + m, source * m - at, cols, shape, strides,
+                    DTYPE, BLOCK_K, True,
+                )  # fmt: skip
+            else:
+                multiply_tile(
+                    a, b, out, rows, at + m, source * m - at, cols, shape, strides,
+                    DTYPE, BLOCK_K, False,
+                )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def all_gather_matmul_kernel(
     table, timeout_ns, shards, words, arrived, epochs, gathered, b, out, m, n, k,
     stride_k, stride_n,
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGNED: tl.constexpr, G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Grid: COMM collecting blocks, then any number of computing ones, equally many in each call.
 
@@ -174,7 +179,6 @@ def all_gather_matmul_kernel(
         DTYPE: of all elements; products are summed in FP32.
         COMM, CHUNKS: collecting blocks, and chunks of a rank's rows, equal on all ranks.
         BLOCK_M, BLOCK_N, BLOCK_K: of a tile.
-        ALIGNED: all addresses are multiples of 16.
         G: the communicator's Geometry.
     """
     zero = tl.full((), 0, tl.int64)
@@ -192,5 +196,5 @@ def all_gather_matmul_kernel(
         compute(
             ws, shards, zero + arrived, zero + epochs, zero + gathered, zero + b, zero + out,
             m, (n, k), (stride_k, stride_n), status,
-            DTYPE, COMM, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED, G,
+            DTYPE, COMM, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, G,
         )  # fmt: skip

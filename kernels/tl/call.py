@@ -89,12 +89,15 @@ def end_call(ws, status, G: tl.constexpr):
 
     A sender that gave up may use its buffer again, but it raises its abort word first.
     """
+    reads_peers = get(ws, READS_PEERS)
     tl.debug_barrier()
-    if (status == 0) & (get(ws, READS_PEERS) != 0):
-        # Orders the block's reads of data before those of the words; it touches nothing else.
+    if (status == 0) & (reads_peers != 0):
+        # Orders the block's reads of data before those of the words; it touches nothing else. It is
+        # one lane's, between barriers.
         tl.atomic_add(
             word64(ws) + READS_PEERS, tl.full((), 0, tl.int64), sem="acq_rel", scope="sys"
         )
+        tl.debug_barrier()
         for distance in range(1, G.world):
             peer = peer_at(ws, distance, G)
             if status == 0:

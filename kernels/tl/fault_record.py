@@ -73,6 +73,7 @@ def claim_fault(ws, status, peer):
     page = my_region(ws)
     # Blocks of one rank race for the record; no other rank touches the claim.
     one = tl.full((), 1, tl.int32)
+    tl.debug_barrier()  # one lane claims for all
     taken = tl.atomic_xchg(word32(page + PAGE_CLAIMED), one, sem="acq_rel", scope="sys")
     if taken == 0:
         fault = page + PAGE_FAULT

@@ -19,8 +19,12 @@ from .hooks import IS_INTERPRETED, interpreting, lives
 from .moving import NUM_WARPS
 from .reduce_scatter import reduce_scatter_kernel
 
-__all__ = ["DTYPES", "OPS", "Part", "Plan", "launch", "plan_all_gather", "plan_all_reduce",
-           "plan_reduce_scatter"]  # fmt: skip
+__all__ = ["DTYPES", "OPS", "OPTIONS", "Part", "Plan", "launch", "plan_all_gather",
+           "plan_all_reduce", "plan_reduce_scatter"]  # fmt: skip
+
+# Of every launch of ours. A product and a sum must not become one operation where the kernels do
+# not say so; Triton's own choice is another one from 3.10 on.
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 
 # What the kernels reduce, and by which operators; by the native module's names.
 DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -150,5 +154,5 @@ def launch(
             tagged(plan.call),
             **plan.constants,
             G=geometry,
-            num_warps=NUM_WARPS,
+            **OPTIONS,
         )

@@ -14,6 +14,7 @@ from .device import (
     barrier_sys,
     begin_kernel,
     end_kernel,
+    is_aligned,
     peer_address,
     pointer,
     rank_of,
@@ -58,10 +59,24 @@ def normalize_row(
 
 
 @triton.jit
+def normalize_rows(
+    partials, residual, weight, out, summed, rows, me, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ADDS: tl.constexpr,
+    KEEPS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """This block's rows."""
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        normalize_row(
+            partials, residual, weight, out, summed, row, rows, me, eps,
+            D, BLOCK_D, DTYPE, ADDS, KEEPS, ALIGNED, G,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
 def reduce_scatter_rms_norm_kernel(
     table, timeout_ns, partials, words, residual, weight, out, summed, rows, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, ADDS: tl.constexpr,
-    KEEPS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
+    KEEPS: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of blocks, equally many on all ranks; block i takes rows i, i + blocks, ...
 
@@ -69,7 +84,8 @@ def reduce_scatter_rms_norm_kernel(
         table, timeout_ns: of the context.
         partials: addresses of every rank's partial sums.
         words: addresses of every rank's words of barrier_sys().
-        residual, weight, out, summed: addresses; of the first and the last only if ADDS and KEEPS.
+        residual, weight, out, summed: addresses; the first and the last count if ADDS and KEEPS,
+            and are aligned if they do not.
         rows: of the result.
         eps: added to the mean square.
         D: elements of a row.
@@ -77,7 +93,6 @@ def reduce_scatter_rms_norm_kernel(
         DTYPE: of all elements.
         ADDS: there is a residual.
         KEEPS: the sum is wanted too.
-        ALIGNED: all addresses are multiples of 16.
         G: the communicator's Geometry.
     """
     zero = tl.full((), 0, tl.int64)
@@ -87,10 +102,18 @@ def reduce_scatter_rms_norm_kernel(
     status = barrier_sys(ws, words, block, 0, status, G)
     if status == 0:
         me = rank_of(ws)
-        for row in range(block, rows, tl.num_programs(0)):
-            normalize_row(
-                partials, zero + residual, zero + weight, zero + out, zero + summed, row, rows, me,
-                eps, D, BLOCK_D, DTYPE, ADDS, KEEPS, ALIGNED, G,
+        more, factors = zero + residual, zero + weight
+        to, sums = zero + out, zero + summed
+        # The copies of partial sums lie as one's own does: the heap hands out whole lines.
+        if is_aligned((peer_address(partials, me), more, factors, to, sums)):
+            normalize_rows(
+                partials, more, factors, to, sums, rows, me, eps,
+                D, BLOCK_D, DTYPE, ADDS, KEEPS, True, G,
+            )  # fmt: skip
+        else:
+            normalize_rows(
+                partials, more, factors, to, sums, rows, me, eps,
+                D, BLOCK_D, DTYPE, ADDS, KEEPS, False, G,
             )  # fmt: skip
     # ... and from here none of them does: the callers may store there again.
     status = barrier_sys(ws, words, block, 1, status, G)

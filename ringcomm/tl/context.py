@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import triton
+from triton.runtime import JITFunction
 
 from ringcomm import _native
 from ringcomm._tl.geometry import Geometry
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 # Memory that a peer may still touch, of contexts that ended without all ranks' consent.
 _abandoned: list[object] = []
+# By a kernel and which of its parameters are addresses: the kernel, and what is launched for it.
+_launched: dict[tuple[int, tuple[int | str, ...]], tuple[Any, Any]] = {}
 
 __all__ = ["Context", "Symmetric"]
 
@@ -36,6 +40,31 @@ class Symmetric:
 
     tensor: torch.Tensor
     ptrs: torch.Tensor
+
+
+def _for_any_alignment(kernel: Any, addresses: tuple[int | str, ...]) -> Any:
+    """The kernel, compiled once for all values of the parameters ``addresses``.
+
+    Triton compiles anew (seconds) for an address that is a multiple of 16 where others were not,
+    while the peers wait. The kernels themselves see whether addresses are aligned.
+    """
+    if not isinstance(kernel, JITFunction) or not addresses:
+        return kernel  # it is the interpreter's, or the user's own wrapper of one
+    key = id(kernel), addresses
+    if key not in _launched:
+        launched = triton.jit(
+            kernel.fn,
+            version=kernel.version,
+            repr=kernel._repr,
+            launch_metadata=kernel.launch_metadata,
+            do_not_specialize=kernel.do_not_specialize,
+            do_not_specialize_on_alignment=[*kernel.do_not_specialize_on_alignment, *addresses],
+            debug=kernel.debug,
+            noinline=kernel.noinline,
+        )
+        launched.pre_run_hooks = kernel.pre_run_hooks
+        _launched.setdefault(key, (kernel, launched))
+    return _launched[key][1]
 
 
 class Context:
@@ -172,7 +201,8 @@ class Context:
             grid: at most ``blocks`` programs in all.
             args: tensors are passed as their addresses (int64), never as tensors: Triton's
                 interpreter would write whole storages back, over what peers have stored there.
-                They must lie on the communicator's device.
+                They must lie on the communicator's device. A kernel is compiled once wherever
+                they lie; ask ``is_aligned`` in it what a wide access needs to know.
             constants: by name: constexpr arguments and Triton's own, such as ``num_warps``.
 
         Raises:
@@ -189,9 +219,12 @@ class Context:
             )
         passed = [self._passed(name, arg) for arg in args]
         named = {key: self._passed(name, arg) for key, arg in constants.items()}
+        given = (*enumerate(args), *constants.items())
+        addresses = tuple(key for key, arg in given if isinstance(arg, torch.Tensor))
+        launched = _for_any_alignment(kernel, addresses)
         try:
             with self._place.launching():
-                kernel[tuple(grid)](*passed, **named)
+                launched[tuple(grid)](*passed, **named)
         except BaseException as error:
             # Peers wait for what this rank was about to signal.
             self.comm.abort(f"{name} was interrupted by {type(error).__name__}: {error}")
@@ -207,7 +240,8 @@ class Context:
                 f"{self._where(name)}: expected tensors on {self.comm.device}, got one on "
                 f"{arg.device}. Copy it there"
             )
-        return arg.data_ptr()
+        # An empty tensor has no address, and a small number would be another type to Triton.
+        return arg.data_ptr() or self.table_ptr
 
     def check(self, name: str = "check") -> None:
         """Raises what made the communicator unusable, if anything did.

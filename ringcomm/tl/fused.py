@@ -16,7 +16,6 @@ from ringcomm.tl.context import Context, Symmetric
 Tensor = torch.Tensor
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_VECTOR_BYTES = 16
 # Choices, not swept: how many blocks pull rows, into how many chunks these are cut, and the tiles
 # of a GPU, by the size of an element, and of the interpreter.
 _COLLECTING_BLOCKS = 16
@@ -64,10 +63,6 @@ class _Site:
                 f"{tuple(given.shape)} of {given.dtype} with strides {given.stride()}"
             )
         return given
-
-
-def _is_aligned(*tensors: Tensor) -> bool:
-    return all(tensor.data_ptr() % _VECTOR_BYTES == 0 for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -151,9 +146,9 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
         COMM=collecting,
         CHUNKS=_CHUNKS_PER_BLOCK * collecting,
         **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles, strict=True)),
-        ALIGNED=_is_aligned(mine, gathered, b, out),
         G=context.geometry,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -227,14 +222,14 @@ def reduce_scatter_rms_norm(
         out,
         sums,
         n,
-        eps,
+        float(eps),
         D=d,
         BLOCK_D=width,
         DTYPE=_DTYPES[partials.dtype],
         ADDS=residual is not None,
         KEEPS=summed is not None,
-        ALIGNED=_is_aligned(partials, more, weight, out, sums),
         G=context.geometry,
         num_warps=16 if width >= _WIDE_ROW else 8,
+        enable_fp_fusion=True,
     )
     return out

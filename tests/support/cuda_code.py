@@ -31,7 +31,8 @@ _LABEL = re.compile(r"^([.$\w]+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _PTX_FUNCTION = re.compile(
-    r"^(?:\.visible |\.weak |\.extern )*\.(entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^;{]*\{(.*?)^\}",
+    r"^(?:\.visible |\.weak |\.extern )*\.(entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^;{]*\{(.*?)"
+    r"^\}(?!\s*// end inline asm)",
     re.MULTILINE | re.DOTALL,
 )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from ringcomm._tl.geometry import Geometry
-from ringcomm._tl.launch import Plan
-from ringcomm._tl.moving import NUM_WARPS
+from ringcomm._tl.launch import OPTIONS, Part, Plan, launch
 from tests.support.cuda_code import Binary, Kernel, Loop
 
 WARP = 32
@@ -22,34 +24,100 @@ ACQUIRE_SYS = re.compile(r"\bld\.(?:acquire\.sys|global\.sys\.acquire|acquire\.g
 RELEASE_SYS = re.compile(r"\b(?:atom|red)\.(?:[\w:]+\.)*(?:sys\.release|release\.sys)\b")
 
 
+_devices = itertools.count()
+
+
+class StandIn:
+    """In the place of Triton's driver of a GPU: launches compile as there, and run nothing.
+
+    Attributes:
+        made: what was compiled, in this order.
+        launched: the kernels' names, in the order of their launches.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, WARP)
+        self._device = next(_devices)  # a new one has no kernels yet
+        self.utils = self
+        self.made: list[Any] = []
+        self.launched: list[str] = []
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024
+
+    def unload_module(self, module: int) -> None: ...
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *_: self.launched.append(metadata.name)
+
+    @property
+    def binary(self) -> Binary:
+        """The one kernel that was compiled."""
+        (made,) = self.made
+        return Binary(made.asm["cubin"], made.asm["ptx"], "")
+
+
+@contextmanager
+def on_gpu(capability: int) -> Iterator[StandIn]:
+    """Inside, Triton's launches take place on a stand-in for a GPU."""
+    gpu = StandIn(capability)
+    compile_as_ever = triton.compiler.compile
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        gpu.made.append(compile_as_ever(*args, **kwargs))
+        return gpu.made[-1]
+
+    before = driver._active
+    driver.set_active(gpu)
+    triton.compiler.compile = recorded
+    try:
+        yield gpu
+    finally:
+        triton.compiler.compile = compile_as_ever
+        driver._active = before
+
+
 def compile_kernel(
     kernel: Any, signature: Mapping[str, Any], target: int, **constants: Any
 ) -> Binary:
-    """A kernel's PTX and machine code.
+    """A kernel's PTX and machine code, for arguments of which Triton knows the types alone.
 
     Args:
         kernel: a ``triton.jit`` function.
         signature: type of each argument that is no constant.
         target: compute capability, 10 * major + minor.
-        constants: compile-time arguments, and of a launch's options ``enable_fp_fusion``.
+        constants: compile-time arguments.
     """
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": constants.pop("enable_fp_fusion", True)}
     full = {**signature, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
         fn=kernel, signature={name: full[name] for name in kernel.arg_names}, constexprs=constants
     )
-    made = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=OPTIONS)
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 
 
 def compile_plan(plan: Plan, world: int, target: int) -> Binary:
-    """A collective for one rank per launch."""
-    addresses = ("i64",)
-    signature: dict[str, Any] = dict.fromkeys(plan.kernel.arg_names, "i64")
-    signature |= dict.fromkeys(("tables", "inputs", "outputs"), addresses)
-    signature["call"] = ("i64",) * 4
+    """What a launch of a collective for one rank compiles, wherever its buffers lie."""
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
-    return compile_kernel(plan.kernel, signature, target, **plan.constants, G=geometry)
+    with on_gpu(target) as gpu:
+        for offset in (0, 4):
+            parts = [Part(1 << 40, (1 << 40) + offset, (1 << 41) + 2 * offset)]
+            launch(plan, parts, 20_000_000_000, geometry)
+    assert gpu.launched == [plan.kernel.__name__] * 2
+    assert not gpu.made[0].metadata.enable_fp_fusion
+    return gpu.binary
 
 
 def hot_loops(kernel: Kernel) -> list[Loop]:

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 from ringcomm import _native
 from ringcomm._tl.adamw_launch import (
-    OPTIONS,
     plan_adamw_all_gather,
     plan_one_pass,
     plan_reduce_scatter_norm,
@@ -30,6 +29,7 @@ from tests.tl.compiled import (
     hot_loops,
     opcodes,
 )
+from tests.tl.ptx_order import misplaced
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles")
 
@@ -99,10 +99,7 @@ def _check_arithmetic(ptx, updates):
 def test_a_shard_moves_vectors_and_rounds_as_meant(name, target):
     kind, loads, stores = SHARDS[name]
     signature = dict.fromkeys(("shard", "grad", "elems"), "i64")
-    fusion = OPTIONS["enable_fp_fusion"]
-    binary = compile_kernel(
-        adamw_shard_kernel, signature, target, KIND=kind, enable_fp_fusion=fusion
-    )
+    binary = compile_kernel(adamw_shard_kernel, signature, target, KIND=kind)
     _check_arithmetic(binary.ptx, True)
     if not have_tools():
         return
@@ -118,10 +115,10 @@ def test_a_shard_moves_vectors_and_rounds_as_meant(name, target):
 @pytest.mark.parametrize(("name", "target"), PLAN_CASES)
 def test_collectives_order_and_move_as_meant(name, target):
     world, plan = PLANS[name]
-    assert plan.constants["enable_fp_fusion"] is False
     binary = compile_plan(plan, world, target)
     assert ACQUIRE_SYS.search(binary.ptx), "no wait acquires at system scope"
     assert RELEASE_SYS.search(binary.ptx), "nothing is published with release at system scope"
+    assert misplaced(binary.functions) == []
     _check_arithmetic(binary.ptx, not name.startswith("norm"))
     if not have_tools():
         return

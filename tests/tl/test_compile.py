@@ -6,10 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from triton.backends.nvidia.compiler import CUDABackend
-
 from ringcomm import _native
-from ringcomm._tl.call import tagged
 from ringcomm._tl.hooks import IS_INTERPRETED
 from ringcomm._tl.launch import plan_all_gather, plan_all_reduce, plan_reduce_scatter
 from tests.support.cuda_code import have_tools
@@ -21,6 +18,7 @@ from tests.tl.compiled import (
     hot_loops,
     opcodes,
 )
+from tests.tl.ptx_order import misplaced
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles")
 
@@ -44,26 +42,13 @@ ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 CASES = [(name, target) for name in PLANS for target in TARGETS if ALL or name in SOME[target]]
 
 
-def test_a_kernel_is_compiled_once_wherever_the_buffers_lie():
-    """Triton's own choice of what to compile for, of the arguments that differ between calls."""
-    specialize = pytest.importorskip("triton.runtime.jit").native_specialize_impl
-    for plan in (each for _, each in PLANS.values()):
-        plain = {each.name for each in plan.kernel.params if not each.is_constexpr}
-        fixed = {each.name for each in plan.kernel.params if each.do_not_specialize}
-        assert plain - fixed == {"tables", "inputs", "outputs", "call"}
-    kinds = {
-        specialize(CUDABackend, tagged((address, 1 << 40)), False, True, True)
-        for address in ((1 << 40) + offset for offset in (0, 1, 2, 4, 8, 16))
-    }
-    assert len(kinds) == 1
-
-
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_orders_widths_and_no_local_memory(name, target):
     world, plan = PLANS[name]
     binary = compile_plan(plan, world, target)
     assert ACQUIRE_SYS.search(binary.ptx), "no wait acquires at system scope"
     assert RELEASE_SYS.search(binary.ptx), "nothing is published with release at system scope"
+    assert misplaced(binary.functions) == []
     assert ".local" not in binary.ptx
     assert f".maxntid {8 * 32}" in binary.ptx or f".reqntid {8 * 32}" in binary.ptx
     if not have_tools():
