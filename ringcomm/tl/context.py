@@ -219,9 +219,11 @@ class Context:
             )
         passed = [self._passed(name, arg) for arg in args]
         named = {key: self._passed(name, arg) for key, arg in constants.items()}
-        given = (*enumerate(args), *constants.items())
-        addresses = tuple(key for key, arg in given if isinstance(arg, torch.Tensor))
-        launched = _for_any_alignment(kernel, addresses)
+        addresses: list[int | str] = [
+            position for position, arg in enumerate(args) if isinstance(arg, torch.Tensor)
+        ]
+        addresses += [key for key, arg in constants.items() if isinstance(arg, torch.Tensor)]
+        launched = _for_any_alignment(kernel, tuple(addresses))
         try:
             with self._place.launching():
                 launched[tuple(grid)](*passed, **named)
