@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def _leaf(case: Case, seed: int) -> torch.nn.Parameter:
 
 
 def _ringcomm(
-    case: Case, comm: ringcomm.Communicator | None, options: ringcomm.optim.AdamWOptions
+    case: Case, comm: ringcomm.Communicator | Literal["alone"], options: ringcomm.optim.AdamWOptions
 ) -> Step:
     param = _leaf(case, 1)
     optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
@@ -105,7 +106,7 @@ def _deepspeed(case: Case) -> Step | None:
 
 def _shard_entrants(case: Case, _: ringcomm.Communicator | None) -> dict[str, Step]:
     steps = {
-        SUBJECT: _ringcomm(case, None, ringcomm.optim.AdamWOptions(bucket_elems=case.elems)),
+        SUBJECT: _ringcomm(case, "alone", ringcomm.optim.AdamWOptions(bucket_elems=case.elems)),
         "torch fused": _torch_fused(case),
     }
     other = _deepspeed(case) if case.dtype == torch.float32 else None
@@ -126,7 +127,7 @@ def _separate(case: Case, comm: ringcomm.Communicator) -> Step:
     reduced = torch.empty(chunk, dtype=case.dtype)
     own.grad = reduced
     options = ringcomm.optim.AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
-    update = ringcomm.optim.AdamW([own], options=options)
+    update = ringcomm.optim.AdamW([own], comm="alone", options=options)
     update.step()  # its bucket takes the shard over: parameters are gathered from there
     shard, grad = own.data, own.grad
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -178,14 +177,7 @@ class _Connections:
         if built is None:
             # Also at a first call: set_separate_reduce_scatter_group() may have made a group since.
             options = self._options or CommOptions()
-            built = self._built[group] = Communicators.meet(
-                group.get_group_store(),
-                group.rank(),
-                group.size(),
-                name=f"fsdp2:{group.group_name}",
-                timeout=timedelta(seconds=options.timeout_s),
-                options=options,
-            )
+            built = self._built[group] = Communicators.over(group, "fsdp2", options)
         return built
 
     def add(self, user: _OnHeap) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
@@ -68,6 +68,24 @@ class Communicators:
             options=options,
         )
         return cls(store, host)
+
+    @classmethod
+    def over(cls, group: ProcessGroup, user: str, options: CommOptions) -> Communicators:
+        """Those of the ranks of a group of another backend, which meet over its store.
+
+        Args:
+            group: of torch; all its members call.
+            user: for what; part of the name.
+            options: theirs, the timeout included.
+        """
+        return cls.meet(
+            group.get_group_store(),
+            group.rank(),
+            group.size(),
+            name=f"{user}:{group.group_name}",
+            timeout=timedelta(seconds=options.timeout_s),
+            options=options,
+        )
 
     def of(self, tensors: Sequence[Tensor], operation: str) -> Communicator:
         """The communicator of the device that all of a call's tensors are on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ringcomm.comm.communicator import Communicator
+from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.sharded_adam import Params, ShardedAdam
@@ -31,12 +31,16 @@ class AdamW(ShardedAdam):
         capturable: see ``foreach``.
         differentiable: must be False.
         fused: see ``foreach``.
-        comm: the ranks that share the work; None for the default group, or alone without one.
+        comm: the ranks that share the work: a Communicator, a ProcessGroup of
+            ``torch.distributed`` or a one-dimensional DeviceMesh. None for ringcomm's default
+            group, else that of ``torch.distributed``, else this rank, in a world of one. "alone"
+            for this rank whatever groups there are, as under DDP, which reduces by itself.
         options: ringcomm's own choices.
         loss_scaler: what multiplies the losses; its scale moves with the steps.
 
     Raises:
-        ArgumentError: hyper-parameters or parameters that cannot be used.
+        ArgumentError: hyper-parameters or parameters that cannot be used; a ``comm`` that this rank
+            is not in; ranks of a launcher that have no group.
         UnsupportedError: ``differentiable=True``.
     """
 
@@ -54,7 +58,7 @@ class AdamW(ShardedAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        comm: Communicator | None = None,
+        comm: CommArgument = None,
         options: AdamWOptions | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:
@@ -95,7 +99,7 @@ class Adam(ShardedAdam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        comm: Communicator | None = None,
+        comm: CommArgument = None,
         options: AdamWOptions | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.params import DTYPE_NAMES, DTYPES
+from ringcomm.optim.params import DTYPE_NAMES, DTYPES, check_local
 
 Tensor = torch.Tensor
 
@@ -26,15 +24,13 @@ def listed(params: Any) -> Any:
     ]
 
 
-def alone_on_device(params: Any) -> Communicator | None:
-    """A communicator of one rank on the GPU that the first parameter is on; None for the CPU's."""
+def first_device(params: Any) -> torch.device | None:
+    """Where the first parameter is; None where there is none."""
     first = next(iter(params), None) if isinstance(params, list) else None
     while isinstance(first, (dict, tuple, list)):
         inside = first["params"] if isinstance(first, dict) else first[1:]
         first = inside if isinstance(inside, Tensor) else next(iter(inside), None)
-    if not isinstance(first, Tensor) or first.device.type != "cuda":
-        return None
-    return local_world(1, device=first.device)[0]
+    return first.device if isinstance(first, Tensor) else None
 
 
 def numbers(betas: Any) -> Any:
@@ -48,11 +44,12 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
     """Checks an entry of "params": a tensor, or a name and one.
 
     Raises:
-        ArgumentError: its dtype, layout or device cannot be used.
+        ArgumentError: its class, dtype, layout or device cannot be used.
     """
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, Tensor):
         return  # torch words it
+    check_local(param, called)
     if param.dtype not in DTYPE_NAMES:
         raise ArgumentError(
             f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; use torch.optim for "

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import communicator_of, is_initialized
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_device_type
 from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.sharded_adam import ShardedAdam
@@ -23,18 +22,18 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: "cpu" or "cuda"; None for that of the communicator.
-        comm: for optimizers of others; None for the default group, or this rank alone without one.
+        comm: the ranks that agree on the steps of other optimizers, in the forms that
+            :class:`AdamW` takes; looked up when the gradients of such an optimizer are unscaled.
         settings: torch's further arguments: init_scale, growth_factor, backoff_factor,
             growth_interval, enabled.
     """
 
     def __init__(
-        self, device: str | None = None, *, comm: Communicator | None = None, **settings: Any
+        self, device: str | None = None, *, comm: CommArgument = None, **settings: Any
     ) -> None:
-        if comm is not None or is_initialized():
-            comm = communicator_of(comm, "GradScaler")
+        found = find_device_type(comm, "GradScaler")
         self._comm = comm
-        super().__init__(device or (comm.device.type if comm is not None else "cpu"), **settings)
+        super().__init__(device or found, **settings)
 
     def _unscale_grads_(
         self,
@@ -43,10 +42,11 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        comm: Communicator | None = self._comm
         sums: list[Tensor] | None = None
         if isinstance(optimizer, ShardedAdam):
             comm, sums = optimizer.communicator, optimizer._gradient_flats()
+        else:
+            comm = find_communicator(self._comm, "GradScaler", found_inf.device)
         if sums is not None:
             local = found_inf.clone()
             if sums:

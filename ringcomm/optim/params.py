@@ -21,6 +21,20 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def check_local(param: Tensor, called: str) -> None:
+    """Checks that a parameter is this rank's own, and no part of a distributed one.
+
+    Raises:
+        ArgumentError: it is a DTensor, whose data lies elsewhere and differs between ranks.
+    """
+    if getattr(param, "device_mesh", None) is not None:
+        raise ArgumentError(
+            f"{called}: expected a tensor that every rank has whole, got a "
+            f"{type(param).__name__}, as fully_shard() and tensor parallelism make them; use "
+            "torch.optim for it, or ringcomm.zero.shard() in place of fully_shard()"
+        )
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter, as the layout sees it.

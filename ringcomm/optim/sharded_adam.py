@@ -8,11 +8,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import communicator_of, is_initialized
+from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import state, table, torch_state
-from ringcomm.optim.arguments import alone_on_device, check_param, listed, numbers
+from ringcomm.optim.arguments import check_param, first_device, listed, numbers
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.norms import norm_kind
@@ -41,7 +42,7 @@ class ShardedAdam(torch.optim.Optimizer):
         self,
         params: Params,
         defaults: dict[str, Any],
-        comm: Communicator | None,
+        comm: CommArgument,
         options: AdamWOptions | None,
         loss_scaler: LossScaler | None,
     ) -> None:
@@ -59,14 +60,16 @@ class ShardedAdam(torch.optim.Optimizer):
             )
         params = listed(params)
         self._placement = placement_of(params)
-        comm = self._chosen_comm(comm, params)
-        device = torch.device("cpu") if comm is None else comm.device
-        self.communicator = comm
+        found = self._chosen_comm(comm, params)
+        device = torch.device("cpu") if found is None else found.device
+        self.communicator = found
         # On a device a communicator launches the kernels, be it of one rank.
-        alone = comm is None or (comm.world_size == 1 and not comm.launches)
+        alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
-        self._setting = Setting(None if alone else comm, device, options, loss_scaler, accumulator)
+        self._setting = Setting(None if alone else found, device, options, loss_scaler, accumulator)
         self._sharded: ShardedStep | None = None
+        chosen_for_user = comm is None and self._placement is None and self._setting.world_size > 1
+        self._built_on: list[Tensor] | None = [] if chosen_for_user else None
         defaults["betas"] = numbers(defaults["betas"])
         super().__init__(params, defaults)
         if loss_scaler is not None:
@@ -80,18 +83,21 @@ class ShardedAdam(torch.optim.Optimizer):
         # that has none, and would find none afterwards.
         self.state[self.param_groups[0]["params"][0]] = {}
 
-    def _chosen_comm(self, comm: Communicator | None, params: Any) -> Communicator | None:
-        """The given one, or that of the parameters' placement, the default group or the device."""
+    def _chosen_comm(self, comm: CommArgument, params: Any) -> Communicator | None:
+        """That of the parameters' placement, or of the argument, or one of this rank's device."""
+        operation, device = type(self).__name__, first_device(params)
         if self._placement is not None:
-            if comm not in (None, self._placement.comm):
-                raise ArgumentError(
-                    f"{type(self).__name__}: comm: the parameters were sharded over another "
-                    "communicator; leave comm= away"
-                )
-            return self._placement.comm
-        if comm is not None or is_initialized():
-            return communicator_of(comm, type(self).__name__)
-        return alone_on_device(params)
+            own = self._placement.comm
+            if comm is None or _same_ranks(find_communicator(comm, operation, device), own):
+                return own
+            raise ArgumentError(
+                f"{operation}: comm: the parameters were sharded over another communicator; leave "
+                "comm= away"
+            )
+        found = find_communicator(comm, operation, device)
+        if found is None and device is not None and device.type == "cuda":
+            return local_world(1, device=device)[0]
+        return found
 
     @property
     def options(self) -> AdamWOptions:
@@ -141,9 +147,30 @@ class ShardedAdam(torch.optim.Optimizer):
     def _prepared(self) -> ShardedStep:
         if self._sharded is None:
             check_order(self._placement, self.param_groups)
+            self._check_own_params()
             with torch.no_grad():
                 self._sharded = ShardedStep(self.param_groups, self._setting)
         return self._sharded
+
+    def _check_own_params(self) -> None:
+        """Checks that the parameters are still those that it was built on.
+
+        Who takes the place of an optimizer's parameters, as DeepSpeed does, may have put shards
+        there that differ between ranks. Then the ranks' default group is none to be used unasked.
+        """
+        if self._built_on is None:
+            return
+        own = set(map(id, self._built_on))
+        for index, group in enumerate(self.param_groups):
+            for number, param in enumerate(group["params"]):
+                if id(param) not in own:
+                    raise ArgumentError(
+                        f"{self._setting.where('prepare')}: param group {index}, parameter "
+                        f"{number}: expected one that the optimizer was built on, got another "
+                        'that has taken its place. Pass comm="alone" if that was DeepSpeed or '
+                        "another that shards or reduces by itself, else the ranks as comm="
+                    )
+        self._built_on = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; before the first step only.
@@ -168,6 +195,8 @@ class ShardedAdam(torch.optim.Optimizer):
                 called = f"param group {index}, parameter {number}"
                 check_param(param, called, self._setting.device)
         super().add_param_group(param_group)
+        if self._built_on is not None:
+            self._built_on.extend(self.param_groups[-1]["params"])
         accumulator = self._setting.accumulator
         if accumulator is not None:
             for number, param in enumerate(self.param_groups[-1]["params"]):
@@ -326,3 +355,8 @@ class ShardedAdam(torch.optim.Optimizer):
             f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
             "process's heap; save state_dict()"
         )
+
+
+def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
+    """Whether two communicators are one, or both are of this rank alone."""
+    return one is other or all(each is None or each.world_size == 1 for each in (one, other))

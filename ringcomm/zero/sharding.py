@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import communicator_of, is_initialized
 from ringcomm.comm.local_world import local_world
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, where
 from ringcomm.memory.cores import available_cores
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.params import check_local
 from ringcomm.optim.prepare import check_memory
 from ringcomm.zero.before import Before
 from ringcomm.zero.engine import Engine, Parts
@@ -36,7 +38,7 @@ def shard(
     module: nn.Module,
     stage: int = 2,
     *,
-    comm: Communicator | None = None,
+    comm: CommArgument = None,
     options: ZeroOptions | None = None,
     init: Initialize | None = None,
 ) -> nn.Module:
@@ -51,7 +53,10 @@ def shard(
             here, a unit at a time.
         stage: 0: everything is replicated; 1: the optimizer's state is sharded; 2: gradients, too;
             3: parameters, too.
-        comm: the ranks; None for the default group, or this rank alone without one.
+        comm: the ranks that share the work: a Communicator, a ProcessGroup of
+            ``torch.distributed`` or a one-dimensional DeviceMesh. None for ringcomm's default
+            group, else that of ``torch.distributed``, else this rank, in a world of one. "alone"
+            for this rank whatever groups there are.
         options: choices, equal on all ranks.
         init: for parameters on the meta device: fills those of one module, which it is called with;
             None calls ``reset_parameters()``.
@@ -61,7 +66,9 @@ def shard(
 
     Raises:
         ArgumentError: a bad stage, no trainable parameter, a module that is sharded already, a
-            parameter of a dtype that no optimizer takes, or two that share memory.
+            parameter of a dtype that no optimizer takes, or two that share memory; a
+            DistributedDataParallel among several ranks; a ``comm`` that this rank is not in; ranks
+            of a launcher that have no group.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
 
@@ -75,7 +82,7 @@ def shard(
     if any(_ENGINE in vars(each) for each in module.modules()):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
     options = ZeroOptions() if options is None else options
-    comm = _communicator(comm, module)
+    ranks = _communicator(comm, module)
     units = find_units(module, options.units)
     plan = plan_buckets(units, options, trainable=True)
     if not plan.layout.buckets:
@@ -84,29 +91,29 @@ def shard(
             "requires_grad_() on what shall be trained before shard()"
         )
     frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
-    _check_same(comm, stage, plan, frozen, options)
+    _check_same(ranks, stage, plan, frozen, options)
     before = Before(module)
     stored: list[Stored] = []
     stored_frozen: list[Stored] = []
-    options = _resolved(options, comm)
+    options = _resolved(options, ranks)
     with before.put_back_on_failure():
-        turn = _join(comm, before) if stage > 1 else 0
+        turn = _join(ranks, before) if stage > 1 else 0
         parts = Parts(
-            module, stage, comm, options, units, plan, frozen, stored, stored_frozen, turn
+            module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn
         )
-        with all_or_none(comm, "shard"):
-            _check_devices(module, comm)
+        with all_or_none(ranks, "shard"):
+            _check_params(module, ranks)
             check_memory(plan.params, plan.layout)
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
                 for number in range(len(kind.unit_of)):
-                    buckets.append(make_bucket(comm, stage, kind, number, kind is plan))
+                    buckets.append(make_bucket(ranks, stage, kind, number, kind is plan))
                     before.call(buckets[-1].give_back)
         move_in(parts, init, before)
         settle_rest(parts, before)
         # At its end all chunks are written.
-        with all_or_none(comm, "shard"):
+        with all_or_none(ranks, "shard"):
             _attach(parts, before)
-    if not comm.launches:
+    if not ranks.launches:
         keep_freed_memory()
     return module
 
@@ -142,12 +149,22 @@ def _attach(parts: Parts, before: Before) -> None:
     hook_modules(engine, parts.module)
 
 
-def _communicator(comm: Communicator | None, module: nn.Module) -> Communicator:
-    if comm is not None or is_initialized():
-        return communicator_of(comm, "shard")
+def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
     first = next(module.parameters(), None)
-    on_gpu = first is not None and first.device.type == "cuda"
-    return local_world(1, device=first.device if first is not None and on_gpu else None)[0]
+    device = None if first is None else first.device
+    found = find_communicator(comm, "shard", device)
+    if found is None:
+        on_gpu = device is not None and device.type == "cuda"
+        return local_world(1, device=device if on_gpu else None)[0]
+    if found.world_size > 1 and any(
+        isinstance(each, DistributedDataParallel) for each in module.modules()
+    ):
+        raise ArgumentError(
+            f"{where('shard', found.rank, found.world_size)}: module: expected one without "
+            "DistributedDataParallel, which would reduce the gradients, too; leave DDP away, since "
+            'shard() takes its place, or pass comm="alone"'
+        )
+    return found
 
 
 def _join(comm: Communicator, before: Before) -> int:
@@ -183,8 +200,9 @@ def _check_same(
     check_agreement(comm, "shard", mine)
 
 
-def _check_devices(module: nn.Module, comm: Communicator) -> None:
+def _check_params(module: nn.Module, comm: Communicator) -> None:
     for name, param in module.named_parameters():
+        check_local(param, f"shard: parameter {name}")
         if not is_meta(param) and param.device != comm.device:
             raise ArgumentError(
                 f"shard: parameter {name}: expected it on {comm.device}, as the communicator's "
