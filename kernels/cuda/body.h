@@ -63,6 +63,12 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
   return team.share(status);
 }
 
+// The last thing a block does with a status that all lanes share.
+template <class Team>
+RC_TEAM_FN void end_call(const Team& team, const View& v, Status status) {
+  if (status != Status::kOk && team.lane() == 0) await_raised(v);
+}
+
 template <class E>
 RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, const Chunks& out) {
   switch (args.collective) {
@@ -94,8 +100,10 @@ RC_TEAM_FN void run_collective(Team team, const LaunchParams& p, int rank_in_lau
   if (begin_call(team, args, w) != Status::kOk) return;
   const bool message = args.collective == Collective::kSend;
   Endpoint<Team, Ops> e{team, w.view, ops, message ? Stream::kMessage : Stream::kPair};
-  if (!message && e.verify_streams() != Status::kOk) return;
-  if (run(e, args) == Status::kOk) e.verify_peer_buffers();
+  Status status = message ? Status::kOk : e.verify_streams();
+  if (status == Status::kOk) status = run(e, args);
+  if (status == Status::kOk) status = e.verify_peer_buffers();
+  end_call(team, w.view, status);
 }
 
 template <class Team>
@@ -137,7 +145,7 @@ RC_TEAM_FN void run_packets(Team team, const LaunchParams& p, int rank_in_launch
   load_table(team, args, p.spans, w);
   if (begin_call(team, args, w) != Status::kOk) return;
   Endpoint<Team, Ops> e{team, w.view, ops};
-  run(e, args);
+  end_call(team, w.view, run(e, args));
 }
 
 template <class Team>

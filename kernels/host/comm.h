@@ -149,6 +149,8 @@ class Comm {
   HostOps ops_for(ReduceFn fn, uint64_t total_bytes) {
     return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   }
+  // Before a call ends with `status`.
+  void settle(Status status) const;
   void say_farewell();
   const char* recorder_of(int rank) const { return regions_[rank] + layout_.region_bytes(); }
   const CallHeader* other_call(const CallId& mine, int peer);
@@ -189,6 +191,7 @@ Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body bo
   Status status = e.verify_streams();
   if (status == Status::kOk) status = body(e);
   if (status == Status::kOk) status = e.verify_peer_buffers();
+  settle(status);
   recorder_.end(Track::kCollectives, id.sequence, status, awaited());
   return status;
 }

@@ -40,10 +40,15 @@ std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   return bytes;
 }
 
+// The messenger of this rank, or an abort, may have the fault record: it raises the word.
+void Comm::settle(Status status) const {
+  if (status != Status::kOk) await_raised(view_);
+}
+
 void Comm::abort(const std::string& reason) {
   if (regions_[view_.rank] == nullptr) return;
   Fault* record = claim_fault(view_);
-  if (record == nullptr) return;
+  if (record == nullptr) return await_raised(view_);
   ControlPage* mine = view_.control(view_.rank);
   std::snprintf(mine->reason, sizeof(mine->reason), "%s", reason.c_str());
   *record = Fault{};

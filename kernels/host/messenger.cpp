@@ -176,6 +176,8 @@ bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
     record->theirs = h;
     SoloTeam team{{&comm_.waiter()}};
     raise_fault(team, v);
+  } else {
+    await_raised(v);
   }
   fail_all(Status::kCorrupt);
   return false;

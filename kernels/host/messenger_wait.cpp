@@ -106,6 +106,8 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
     record->waited_ns = waited_ns;
     record->mine = header_of(*r, false);
     raise_fault(team, comm_.view());
+  } else {
+    await_raised(comm_.view());
   }
   fail_all(status);
 }

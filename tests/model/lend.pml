@@ -28,15 +28,18 @@ inline raise_fault() {
 #endif
 }
 
-// When the record is taken, the thread that has it raises the word, though perhaps later.
 // signal.h: claim_fault
 inline claim_fault() {
-  atomic { taken = claimed; claimed = true };
+  atomic { taken = claimed; claimed = true }
+}
+
+// When the record is taken, the thread that has it raises the word, though perhaps later.
+// signal.h: await_raised
+inline await_raised() {
 #ifndef MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED
-  if
-  :: taken -> aborted
-  :: else
-  fi
+  aborted
+#else
+  skip
 #endif
 }
 
@@ -45,7 +48,7 @@ inline give_up() {
   claim_fault();
   if
   :: !taken -> raise_fault()
-  :: else
+  :: else -> await_raised()  // at the end of the call
   fi
 }
 

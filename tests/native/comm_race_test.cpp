@@ -5,8 +5,10 @@
 //
 //   comm_race_test WORLD GENERATIONS ROUNDS
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -154,10 +156,46 @@ void generation(World& w, int rank, int abort_by) {
   w.meet();
 }
 
+// Rank 0 alone makes calls, which fail, while another thread of the rank has the fault record and
+// raises the abort word late: until then none of them may return.
+void nothing_returns_before_the_word() {
+  using Call = void (*)(Rank&);
+  const Call calls[] = {
+      [](Rank& r) { r.comm->barrier(); },
+      [](Rank& r) { r.comm->abort("beside another"); },
+      [](Rank& r) {
+        char byte = 0;
+        r.messenger->wait(r.messenger->post_receive(&byte, 1, 1, 0, DType::kUInt8), kTimeoutNs);
+      },
+  };
+  for (const Call call : calls) {
+    World w(2, 1);
+    std::thread other(build, std::ref(w), 1);
+    build(w, 0);
+    other.join();
+    Comm& comm = *w.ranks[0].comm;
+    comm.set_timeout_ns(1'000'000);
+    ControlPage* page = comm.view().control(0);
+    claim_fault(comm.view());
+    std::atomic<bool> returned = false;
+    std::thread caller([&] {
+      call(w.ranks[0]);
+      if (load_acquire_sys(&page->aborted) == 0) give_up(0, "returned before the abort word");
+      returned = true;
+    });
+    for (int naps = 0; naps < 40 && !returned; ++naps) usleep(5000);
+    store_release_sys(&page->aborted, 1);
+    caller.join();
+    for (Rank& rank : w.ranks) rank.messenger->stop();
+    for (Rank& rank : w.ranks) rank.comm->close();
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 4) return 2;
+  nothing_returns_before_the_word();
   World w(std::atoi(argv[1]), std::atoi(argv[3]));
   const uint64_t before = w.heap->used_bytes();
   std::vector<std::thread> threads;

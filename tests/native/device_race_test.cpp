@@ -4,9 +4,14 @@
 // ThreadSanitizer a race of the templates is reported, and without it wrong results are.
 //
 // With ROUNDS 0 each kernel runs once, and the last rank makes another call, or none: all lanes of
-// all blocks must come to an end together, and a rank must say why.
+// all blocks must come to an end together, and a rank must say why. The fault record is also taken
+// by a lane that does not run on until the others have given up, as lanes of one warp may, and by
+// another kernel of the rank, whose word the others' end must wait for.
 //
 //   device_race_test WORLD CHANNELS LANES ROUNDS FIRST TIMEOUT_MS
+#include <unistd.h>
+
+#include <atomic>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -118,6 +123,67 @@ bool every_fault_ends(const Setting& s) {
   return true;
 }
 
+// The view of a rank's first block, as its kernel has it.
+View view_of(World& w, int rank, Workspace& workspace) {
+  host::LaneGroup alone(1);
+  EmulatedTeam team{&workspace, &alone, 0, 1, 0, 1};
+  Queue& q = w.queues[kCollectives][size_t(rank)];
+  load_table(team, q.params.calls[rank % kMaxRanksPerLaunch], q.params.spans, workspace);
+  return workspace.view;
+}
+
+// Two lanes of one warp fail at once, and the one that has the record goes on only when the other
+// has come to where the lanes meet again. The alarm ends a lane that waits before that.
+void a_lane_leaves_the_record_to_its_warp(const Setting& s) {
+  World w(s);
+  prepare(w, w.queues[kCollectives][0], kCollectives, 0,
+          case_of(kCollectives, 0, s.world, s.channels));
+  Workspace workspace{};
+  const View v = view_of(w, 0, workspace);
+  host::LaneGroup alone(1);
+  EmulatedTeam team{&workspace, &alone, 0, 1, 0, 1};
+  auto* const record = claim_fault(v);
+  alarm(60);
+  const Status other = fail(team, v, Status::kMismatch, 1, nullptr, 0);
+  alarm(0);
+  fill_fault(record, v, Status::kPeerLost, 1);
+  raise_fault(team, v);
+  if (other != Status::kMismatch || w.control(0)->fault.status != Status::kPeerLost)
+    give_up(0, w.queues[kCollectives][0].running, "two lanes, one record", int(other));
+}
+
+// Whether the kernel of a step, which fails, ended while the rank's abort word was down: another
+// kernel of the rank has the record, and raises the word late.
+bool ends_before_the_word(const Setting& s, uint64_t step) {
+  World w(s);
+  w.hosts[0]->lost[s.world - 1] = 1;
+  Queue& q = w.queues[kCollectives][0];
+  prepare(w, q, kCollectives, 0, case_of(kCollectives, step, s.world, s.channels));
+  uint32_t* const word = &w.control(0)->aborted;
+  w.control(0)->claimed = 1;
+  std::atomic<int> running = q.running.blocks, early = 0;
+  std::vector<std::thread> blocks;
+  for (int c = 0; c < q.running.blocks; ++c)
+    blocks.emplace_back([&, c] {
+      std::vector<std::thread> lanes;
+      for (int l = 0; l < s.lanes; ++l) lanes.emplace_back([&, l] { run_block(s, q, 0, c, l); });
+      for (std::thread& t : lanes) t.join();
+      early += load_acquire_sys(word) == 0;
+      --running;
+    });
+  for (int naps = 0; naps < 40 && running > 0; ++naps) usleep(5000);
+  store_release_sys(word, 1);
+  for (std::thread& t : blocks) t.join();
+  return early > 0;
+}
+
+void the_record_is_anothers(const Setting& s) {
+  a_lane_leaves_the_record_to_its_warp(s);
+  for (uint64_t step : {0, 1})  // a collective, and packets
+    if (ends_before_the_word(s, step))
+      give_up(0, case_of(kCollectives, step, s.world, s.channels), "ended before the word", 0);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -126,6 +192,7 @@ int main(int argc, char** argv) {
            std::strtoull(argv[4], nullptr, 10), uint32_t(std::strtoull(argv[5], nullptr, 10)),
            std::strtoull(argv[6], nullptr, 10)});
   if (w.s.rounds == 0) {
+    the_record_is_anothers(w.s);
     if (!every_fault_ends(w.s)) return 1;
     std::puts("ok");
     return 0;

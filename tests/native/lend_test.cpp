@@ -193,6 +193,7 @@ Status call(World& w, const Form& form, int rank) {
                          kNotInHeap};
   Status status = form.run(e, mine);
   if (status == Status::kOk) status = e.verify_peer_buffers();
+  if (status != Status::kOk) await_raised(view);
   return status;
 }
 

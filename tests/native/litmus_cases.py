@@ -212,7 +212,7 @@ BUFFER = Litmus(
 
 # The same of a sender whose other thread has the fault record: it waits for the abort word.
 CLAIM = Litmus(
-    [["fail"], ["claim_fault"], ["verify_peer_buffers"]],
+    [["fail"], ["claim_fault", "await_raised"], ["verify_peer_buffers"]],
     [
         [
             exchange_acq_rel_sys("claimed by", "claimed", 1),

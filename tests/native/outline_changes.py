@@ -75,15 +75,15 @@ CHANGES = {
     "a message without the acknowledgement's fence": Change(
         SIGNAL, "wake", f"{FENCE}  // store the epoch", "//", "message"
     ),
-    "claim_fault without a wait": Change(
+    "a failed call that does not wait": Change(
         SIGNAL,
-        "claim_fault",
-        "  while (load_acquire_sys(&mine->aborted) == 0) {\n  }\n",
+        "await_raised",
+        "  while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {\n  }\n",
         "",
         "claim",
     ),
-    "claim_fault without a fence": Change(
-        SIGNAL, "claim_fault", f"{FENCE}  // as in raise_fault()", "", "claim"
+    "a failed call without a fence": Change(
+        SIGNAL, "await_raised", f"{FENCE}  // as in raise_fault()", "", "claim"
     ),
     "claimed by a look": Change(
         SIGNAL,

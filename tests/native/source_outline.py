@@ -15,9 +15,9 @@ from collections.abc import Iterator
 WATCHED = re.compile(
     r"\b(?:\w+_sys|__atomic_\w+|atomic_\w+|sync|share|debug_barrier|futex|syscall|nanosleep|wake"
     r"|sleep_on_any|sleep_flag_at|word_at|publish|acknowledge|await|await_alone|await_slowly"
-    r"|await_packet_slowly|slot_is_free|claim_fault|raise_fault|fill_fault|give_up|aborted"
-    r"|abort_seen|is_aborted|tell_host|copy_words|copy_shared|load_words|memcpy|insert|lock|unlock"
-    r"|progress|progress_sends|progress_receives|take_item)\("
+    r"|await_packet_slowly|slot_is_free|claim_fault|await_raised|raise_fault|fill_fault|give_up"
+    r"|aborted|abort_seen|is_aborted|tell_host|copy_words|copy_shared|load_words|memcpy|insert"
+    r"|lock|unlock|progress|progress_sends|progress_receives|take_item)\("
 )
 _NO_CODE = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|^[ \t]*\#[^\n]*""", re.S | re.M

@@ -17,7 +17,6 @@ HOST = ROOT / "kernels/host"
 STEADY = (
     "comm",
     "comm_optimizer",
-    "comm_report",
     "describe",
     "fault_plan",
     "heap",
@@ -26,8 +25,21 @@ STEADY = (
     "recorder",
     "waiter",
 )
-MUTATED = ("messenger", "messenger_wait", "retired")
+MUTATED = ("comm_report", "messenger", "messenger_wait", "retired")
 MUTANTS = {
+    "a failed call that returns before the word": Mutant(
+        "host/comm_report.cpp",
+        "  if (status != Status::kOk) await_raised(",
+        "  if (!CHOSEN && status != Status::kOk) await_raised(",
+    ),
+    "an abort that returns before the word": Mutant(
+        "host/comm_report.cpp",
+        "  if (record == nullptr) return await_raised(",
+        "  if (record == nullptr && CHOSEN) return;\n  if (record == nullptr) return await_raised(",
+    ),
+    "a failed message that returns before the word": Mutant(
+        "host/messenger_wait.cpp", "    await_raised(", "    if (!CHOSEN) await_raised("
+    ),
     "acknowledged before it was copied": Mutant(
         "host/messenger.cpp",
         "  if (m.goes == Goes::kThere && bytes > 0) std::memcpy(",

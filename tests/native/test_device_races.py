@@ -149,6 +149,21 @@ MUTANTS = {
         "return ring == nullptr || CHOSEN ? rank : ring_position;",
         (RINGS,),
     ),
+    "a lane that waits for its warp": Mutant(
+        SIGNAL,
+        "  return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;",
+        "  if (exchange_acq_rel_sys(&mine->claimed, 1) == 0) return &mine->fault;\n"
+        "  for (int i = 0; CHOSEN && load_acquire_sys(&mine->aborted) == 0; ++i)\n"
+        "    if (i == 1000000) _exit(1);\n"
+        "  return nullptr;",
+        ((2, 1, 2, 0, 0),),
+    ),
+    "ended before the word of another kernel": Mutant(
+        BODY,
+        "if (status != Status::kOk && team.lane() == 0)",
+        "if (!CHOSEN && status != Status::kOk && team.lane() == 0)",
+        ((2, 1, 2, 0, 0),),
+    ),
     "messages look at collectives": Mutant(
         SIGNAL,
         "if (mine.collective == Collective::kSend ||",
@@ -242,7 +257,10 @@ def test_no_race_and_right_results(programs):
 
 def test_mutants_are_rejected(programs):
     program = programs["mutated"].result()
-    assert_right(program, [SMALL, RINGS, (2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)])
+    assert_right(
+        program,
+        [FAULT_TEAMS[0], SMALL, RINGS, (2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)],
+    )
 
     def survives(number: int) -> bool:
         teams = list(MUTANTS.values())[number - 1].teams or (SMALL,)

@@ -38,19 +38,26 @@ RC_FN uint32_t* sleep_flag_at(const View& v, int channel, const Site& site) {
   return site.on_consumed ? &line->on_consumed : &line->on_ready;
 }
 
-// This rank's fault record, for the one lane or thread that may fill it. Null when it is taken; the
-// abort word is up then, so that the caller may return a buffer that it has lent.
+// This rank's fault record, for the one lane or thread that may fill it. Null when it is taken. It
+// never waits: whoever has the record may be a lane of the caller's own warp, which a GPU may leave
+// where it is for as long as another lane of the warp spins.
 // model: claim_fault (tests/model/lend.pml)
 RC_TEAM_FN Fault* claim_fault(const View& v) {
   ControlPage* mine = v.control(v.rank);
   // Lanes, channels and threads of one rank race for the record (collectives and send/recv have
   // their own); no other rank touches the claim, so its ordering pairs with nothing but itself.
-  if (exchange_acq_rel_sys(&mine->claimed, 1) == 0) return &mine->fault;
-  // Pairs with the release in raise_fault(). Whoever has the record waits for nobody until then.
-  while (load_acquire_sys(&mine->aborted) == 0) {
+  return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;
+}
+
+// One lane, once all lanes of its team know that the call has failed (a share() stands between):
+// the abort word is up when it returns, so that the call may return a buffer that it has lent.
+// Whoever has the record is then past it, or is of another team or thread and waits for nobody.
+// model: await_raised (tests/model/lend.pml)
+RC_TEAM_FN void await_raised(const View& v) {
+  // Pairs with the release in raise_fault().
+  while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {
   }
   fence_seq_cst_sys();  // as in raise_fault()
-  return nullptr;
 }
 
 // After the record was filled.
