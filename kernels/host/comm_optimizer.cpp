@@ -33,6 +33,14 @@ void check_in_heap(const View& v, const char* what, const char* ptr, uint64_t by
                               " must lie in the heap (ringcomm.empty), where peers can reach them");
 }
 
+// Peers refuse results that they could not store by vectors.
+void check_results(const View& v, const char* ptr, uint64_t bytes) {
+  check_in_heap(v, "parameters", ptr, bytes);
+  if (v.world > 1 && bytes > 0 && reinterpret_cast<uintptr_t>(ptr) % kResultAlign != 0)
+    throw std::invalid_argument("parameters must begin at a multiple of " +
+                                std::to_string(kResultAlign) + " bytes");
+}
+
 // Norms need blocks that no segment cuts.
 void check_segments(const View& v, const GradCall& grads) {
   constexpr uint64_t least = kBlockElems * sizeof(float);
@@ -91,7 +99,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
                       size,      view_.world};
   check_segments(view_, grads);
   if (!is_ring(grads)) {
-    check_in_heap(view_, "parameters", shard.params, shard.bucket_elems * uint64_t(size));
+    check_results(view_, shard.params, shard.bucket_elems * uint64_t(size));
     if (id.collective == Collective::kReduceScatterAdamWAllGather)
       check_in_heap(view_, "gradients", grads.ptr, bucket.grads().total_bytes);
   }

@@ -3,6 +3,7 @@
 #include "kernels/cuda/device_comm.h"
 #include "kernels/module/module.h"
 #include "ringcomm/adamw.h"
+#include "ringcomm/sound.h"
 
 namespace nb = nanobind;
 using namespace ringcomm;
@@ -12,7 +13,10 @@ namespace {
 
 using device::DeviceComm;
 
+// The kernels store parameters by vectors, here and in the peers' buckets.
 DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
+  if (reinterpret_cast<uintptr_t>(s.params) % kResultAlign != 0)
+    throw nb::value_error("parameters must begin at a multiple of 16 bytes");
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 

@@ -32,6 +32,7 @@ class Shard:
     world: int = 1
     kind: str = "master"  # or "remainder", "stochastic"
     in_heap: bool = False
+    elems_before: int = 0  # in the parameters' memory
     hyper: list[list[float]] = field(
         default_factory=lambda: [
             [1e-2, 0.9, 0.999, 1e-8, 1e-2, 0],
@@ -60,7 +61,8 @@ class Shard:
         self.own = min(chunk, self.elems - self.begin)
         values = torch.randn(self.elems, generator=torch.Generator().manual_seed(1)).to(self.dtype)
         make = ringcomm.empty if self.in_heap else torch.empty
-        self.params = make(self.elems, dtype=self.dtype)
+        whole = make(self.elems_before + self.elems, dtype=self.dtype)
+        self.params = whole[self.elems_before :]
         self.params.copy_(values)
         self.state = torch.zeros(3, max(self.own, 1))
         self.master = values[self.begin : self.begin + self.own].float()
@@ -335,3 +337,10 @@ def test_memory_that_peers_cannot_reach_is_refused():
         plain = Shard(BLOCK, torch.float32, 0, 2)
         with pytest.raises(ValueError, match="parameters must lie in the heap"):
             Step(world[0], plain, ringcomm.zeros(BLOCK), "direct").one_pass()
+
+
+def test_parameters_that_peers_cannot_store_by_vectors_are_refused():
+    with ringcomm.local_world(2, timeout=5) as world:
+        shard = Shard(BLOCK, torch.float32, 0, 2, in_heap=True, elems_before=1)
+        with pytest.raises(ValueError, match="parameters must begin at a multiple of 16 bytes"):
+            Step(world[0], shard, ringcomm.zeros(BLOCK), "direct").one_pass()

@@ -60,7 +60,8 @@ void update(const AdamWJob& job) {
   for (int c = 0; c < job.copy_count; ++c) {
     if (job.copies[c] == nullptr) continue;
     check_inside(job.copies[c], bytes, "stored");
-    if (reinterpret_cast<uintptr_t>(job.copies[c]) % sizeof(float) != 0) std::abort();
+    // A GPU stores them by 16 bytes at a time.
+    if (reinterpret_cast<uintptr_t>(job.copies[c]) % 16 != 0) std::abort();
   }
   for (int s = 0; s < job.grads.count; ++s)
     check_inside(job.grads.ptrs[s], (job.end - job.begin) * sizeof(float), "summed");

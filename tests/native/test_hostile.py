@@ -49,8 +49,13 @@ MUTANTS = {
         "!storable(v, stores, sender, results)",
         "(!CHOSEN && !storable(v, stores, sender, results))",
     ),
+    "results at the alignment of an element": Mutant(
+        SOUND,
+        "stores.bytes, kResultAlign)",
+        "stores.bytes, CHOSEN ? 4 : kResultAlign)",
+    ),
     "results at any alignment": Mutant(
-        SOUND, "(offset & (elem_bytes - 1)) == 0", "(CHOSEN || (offset & (elem_bytes - 1)) == 0)"
+        SOUND, "(offset & (align - 1)) == 0", "(CHOSEN || (offset & (align - 1)) == 0)"
     ),
     "only the begin is in the heap": Mutant(
         VIEW,

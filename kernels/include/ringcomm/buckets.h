@@ -101,7 +101,7 @@ RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
 // and results[rank] its bucket of parameters.
 template <class E>
 RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
-  if (results) e.stores = {b.elems * uint64_t(b.param_bytes), uint64_t(b.param_bytes)};
+  if (results) e.stores = {b.elems * uint64_t(b.param_bytes)};
   const Span mine = grads_of(e, b, e.rank());
   const Peers all{1, e.world()};
   e.each_by_lanes(all, [&](int p) { e.begin_receive(e.pairs, p); });

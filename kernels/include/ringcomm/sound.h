@@ -1,5 +1,5 @@
 // Whether a header of a peer can be followed: what it points at lies in that peer's heap. A GPU
-// faults at an element that is not aligned, so that is looked at, too.
+// faults at an element or a vector that is not aligned, so that is looked at, too.
 #pragma once
 
 #include "ringcomm/dtypes.h"
@@ -7,17 +7,18 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
+// Results are stored in a peer's heap by vectors of this many bytes.
+constexpr uint64_t kResultAlign = 16;
+
 // What I store in each sender's heap, where its header says. Most collectives store nothing.
 struct Stores {
   uint64_t bytes = kNotInHeap;
-  uint64_t elem_bytes = 1;
 };
 
 // `bytes` at an offset that anybody may have written; nothing of them may begin at the very end.
-RC_FN bool reachable(const View& v, int owner, uint64_t offset, uint64_t bytes,
-                     uint64_t elem_bytes) {
+RC_FN bool reachable(const View& v, int owner, uint64_t offset, uint64_t bytes, uint64_t align) {
   if (bytes == 0) return offset <= v.heap_bytes[owner];
-  return v.in_heap_of(owner, offset, bytes) && (offset & (elem_bytes - 1)) == 0;
+  return v.in_heap_of(owner, offset, bytes) && (offset & (align - 1)) == 0;
 }
 
 RC_FN bool readable(const View& v, int sender, uint64_t offset, uint64_t bytes) {
@@ -26,7 +27,7 @@ RC_FN bool readable(const View& v, int sender, uint64_t offset, uint64_t bytes) 
 
 RC_FN bool storable(const View& v, const Stores& stores, int sender, uint64_t offset) {
   if (stores.bytes == kNotInHeap || offset == kNotInHeap) return offset == stores.bytes;
-  return reachable(v, sender, offset, stores.bytes, stores.elem_bytes);
+  return reachable(v, sender, offset, stores.bytes, kResultAlign);
 }
 
 RINGCOMM_NAMESPACE_END
