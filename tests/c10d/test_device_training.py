@@ -1,7 +1,7 @@
 """DDP, FSDP and pipelines on tensors of a device, emulated, train as on Gloo to the bit.
 
 torch takes the tensors for those of the CPU, so what it does otherwise on a GPU (streams of its
-own, futures with events) runs in tests/gpu only.
+own, futures with events) runs in tests/gpu/test_training.py only, on a GPU.
 """
 
 from functools import partial

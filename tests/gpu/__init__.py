@@ -1,1 +1,1 @@
-"""Tests that need a CUDA device; ``make gpu-check`` runs them."""
+"""Tests on a CUDA device, which ``make gpu-check`` runs, or without one on an emulated device."""

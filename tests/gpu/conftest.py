@@ -1,4 +1,4 @@
-"""Marks what lies here, skips it without a device, and keeps worlds of one-launch ranks."""
+"""Gives each test a device, names those that need a real one, and keeps one-launch worlds."""
 
 from __future__ import annotations
 
@@ -9,42 +9,84 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu import device as the_device
 from tests.gpu.worlds import one_launch_world
+from tests.support.emulator.library import COMPILER
 
 HERE = Path(__file__).resolve().parent
+
+# Files, and functions of files, that cannot run on an emulated device. All others run on a GPU if
+# there is one, and otherwise on an emulated device.
+NEEDS_A_GPU = {
+    "test_training.py": "torch's wrappers use streams of their own for tensors of CUDA only",
+    "test_arguments.py::test_tensors_of_another_device_are_refused": "needs tensors of two devices",
+    "test_optimizer.py::test_a_graph_replays_steps_as_eager_ones": (
+        "a step has operations of torch's in it, which an emulated device cannot record"
+    ),
+    "test_optimizer.py::test_a_step_does_not_wait_for_the_device": (
+        "torch says where it would wait for CUDA only"
+    ),
+}
 
 Worlds = Callable[[int], Any]
 
 
 def why_no_gpu() -> str | None:
-    """Why the tests cannot run here; None where they can."""
+    """Why tests that need a GPU cannot run here; None where they can."""
     if torch.cuda.is_available():
         return None
     built = torch.version.cuda
     return f"needs a CUDA device (torch {torch.__version__}, built for CUDA: {built})"
 
 
+def _why_not_emulated(item: pytest.Item) -> str | None:
+    name = getattr(item, "originalname", item.name)
+    return NEEDS_A_GPU.get(item.path.name) or NEEDS_A_GPU.get(f"{item.path.name}::{name}")
+
+
 @pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = why_no_gpu()
+    without = why_no_gpu()
     for item in items:
-        if HERE in item.path.parents:
+        if HERE not in item.path.parents:
+            continue
+        needed = _why_not_emulated(item)
+        if needed or without is None:
             item.add_marker(pytest.mark.gpu)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        if needed and without:
+            item.add_marker(pytest.mark.skip(reason=f"{without}: {needed}"))
+        elif without and COMPILER is None:
+            item.add_marker(pytest.mark.skip(reason="the emulator needs a C++ compiler"))
 
 
-@pytest.fixture(scope="session")
-def gpu_worlds() -> Iterator[Worlds]:
-    """``gpu_worlds(n)``: n ranks of this process on one GPU, kept for later tests while whole."""
-    built: dict[int, Any] = {}
+@pytest.fixture(scope="module")
+def device() -> Iterator[None]:
+    """Has the device for a file; what the file made there must be gone at its end."""
+    with the_device.in_use():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def in_stream_order(device: None) -> Iterator[None]:
+    with the_device.ordered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def gpu_worlds(device: None) -> Iterator[Worlds]:
+    """``gpu_worlds(n)``: n ranks of this process on one GPU, kept while whole for later tests.
+
+    One world at a time: those of all sizes would leave no room in the device's heap.
+    """
+    built: list[Any] = []
 
     def get(n: int) -> Any:
-        world = built.get(n)
-        if world is None or any(each.aborted for each in world):
-            world = built[n] = one_launch_world(n)
-        return world
+        if not built or len(built[0]) != n or any(each.aborted for each in built[0]):
+            while built:
+                built.pop().close()
+            built.append(one_launch_world(n))
+        return built[0]
 
     yield get
-    for world in built.values():
+    for world in built:
         world.close()

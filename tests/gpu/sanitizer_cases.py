@@ -6,7 +6,6 @@ wrong.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,9 @@ import torch
 
 import ringcomm
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.gpu.worlds import DEVICE, one_launch_world, ramp
+from tests.gpu import device
+from tests.gpu.device import DEVICE, PLAIN
+from tests.gpu.worlds import one_launch_world, ramp
 
 # A tail only, and whole vectors with a tail behind them.
 COUNTS = (3, 2053)
@@ -28,7 +29,7 @@ Tensor = torch.Tensor
 def buffers(count: int, in_heap: bool) -> Tensor:
     if in_heap:
         return ringcomm.zeros(count, device=DEVICE)
-    return torch.zeros(count, device=DEVICE)
+    return torch.zeros(count, device=PLAIN)
 
 
 def given(count: int, in_heap: bool) -> list[Tensor]:
@@ -130,7 +131,7 @@ def steps(world: Any, alone: Any, count: int) -> None:
             check(f"step, {algorithm}, clip: {clip}", found, [expected] * RANKS)
 
 
-def main() -> int:
+def run() -> None:
     parts: list[Callable[[Any, int, bool], None]] = [reductions, gathers, others, messages]
     with one_launch_world(RANKS, timeout=TIMEOUT_S) as world:
         for part in parts:
@@ -140,9 +141,9 @@ def main() -> int:
         with one_launch_world(1, timeout=TIMEOUT_S) as alone:
             for count in COUNTS:
                 steps(world, alone, count)
-        torch.cuda.synchronize()
-    return 0
+        device.synchronize()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with device.in_use(), device.ordered():
+        run()

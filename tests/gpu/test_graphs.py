@@ -1,12 +1,14 @@
-"""Captured once, replayed a thousand times, with other inputs each time."""
+"""Captured once, replayed many times, with other inputs each time."""
 
 import pytest
 import torch
 
 import ringcomm
-from tests.gpu.worlds import DEVICE, ramp
+from tests.gpu.device import DEVICE, PLAIN, REAL, capture, synchronize
+from tests.gpu.worlds import ramp
 
-REPLAYS = 1000
+# On an emulated device each takes milliseconds.
+REPLAYS = 1000 if REAL else 12
 CASES = [
     ("all_reduce", algorithm, count)
     for algorithm, count in (
@@ -71,36 +73,36 @@ def empty(count):
     return ringcomm.empty(count, dtype=torch.float32, device=DEVICE)
 
 
-def capture(cell):
-    graph = torch.cuda.CUDAGraph()
+def recorded(cell):
+    """What replays the cell's call."""
     cell.fill(0)
     cell.call()  # what is made at a first call must not be made in a capture
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    synchronize()
+    with capture() as replay:
         cell.call()
-    return graph
+    return replay
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize(("name", "algorithm", "count"), CASES)
-def test_a_thousand_replays(gpu_worlds, n, name, algorithm, count):
+def test_many_replays(gpu_worlds, n, name, algorithm, count):
     cell = Cell(gpu_worlds(n), name, algorithm, count)
-    graph = capture(cell)
-    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    replay = recorded(cell)
+    wrong = torch.zeros((), dtype=torch.int64, device=PLAIN)
     for turn in range(REPLAYS):
         given = cell.fill(turn)
-        graph.replay()
+        replay()
         wrong += cell.count_wrong(given)
     assert wrong.item() == 0
 
 
 def test_replays_and_plain_calls_alternate(gpu_worlds):
     cell = Cell(gpu_worlds(4), "all_reduce", "auto", 2000)
-    graph = capture(cell)
-    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for turn in range(100):
+    replay = recorded(cell)
+    wrong = torch.zeros((), dtype=torch.int64, device=PLAIN)
+    for turn in range(min(REPLAYS, 100)):
         given = cell.fill(turn)
-        cell.call() if turn % 3 == 0 else graph.replay()
+        cell.call() if turn % 3 == 0 else replay()
         wrong += cell.count_wrong(given)
     assert wrong.item() == 0
 
@@ -112,16 +114,15 @@ def test_a_chain_of_collectives_in_one_graph(gpu_worlds):
         Cell(world, "all_gather", "auto", 1000),
     )
     gather.inputs = scatter.outputs
-    graph = torch.cuda.CUDAGraph()
     for cell in (scatter, gather):
         cell.call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    synchronize()
+    with capture() as replay:
         scatter.call()
         gather.call()
-    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for turn in range(100):
+    wrong = torch.zeros((), dtype=torch.int64, device=PLAIN)
+    for turn in range(min(REPLAYS, 100)):
         total = torch.stack(scatter.fill(turn)).sum(0)
-        graph.replay()
+        replay()
         wrong += torch.stack([(output != total).sum() for output in gather.outputs]).sum()
     assert wrong.item() == 0

@@ -1,14 +1,12 @@
 """Memory comes back: torch's, the heap's and the device's, whatever order things end in."""
 
-import gc
-
 import pytest
 import torch
 
 import ringcomm
 from ringcomm import HeapError
-from tests.gpu.worlds import DEVICE, connect, one_launch_world
-from tests.support.ranks import run_ranks
+from tests.gpu.device import DEVICE, PLAIN, plain_bytes, settled_bytes, synchronize
+from tests.gpu.worlds import connect, one_launch_world, run_ranks
 
 # What the driver may keep for itself from one round to the next.
 SLACK_BYTES = 8 << 20
@@ -17,15 +15,7 @@ SLACK_BYTES = 8 << 20
 def use(world):
     tensors = [ringcomm.zeros(1 << 20, device=DEVICE) for _ in range(len(world))]
     world.all_reduce(tensors)
-    world.run(lambda comm: comm.all_reduce(torch.ones(1 << 20, device=DEVICE)))
-
-
-def settled_bytes():
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(0)
-    return free_bytes
+    world.run(lambda comm: comm.all_reduce(torch.ones(1 << 20, device=PLAIN)))
 
 
 def test_worlds_leave_no_memory_behind():
@@ -33,14 +23,14 @@ def test_worlds_leave_no_memory_behind():
         use(world)  # whatever is made once and kept
     del world
     before = settled_bytes()
-    allocated = torch.cuda.memory_allocated(0)
+    allocated = plain_bytes()
     used = ringcomm.heap_stats(DEVICE)["used_bytes"]
     for _ in range(5):
         with one_launch_world(4) as world:
             use(world)
         del world
     assert settled_bytes() >= before - SLACK_BYTES
-    assert torch.cuda.memory_allocated(0) == allocated
+    assert plain_bytes() == allocated
     assert ringcomm.heap_stats(DEVICE)["used_bytes"] == used
 
 
@@ -51,10 +41,10 @@ def test_heap_tensors_come_back_with_their_last_view():
     del tensor
     assert ringcomm.heap_stats(DEVICE)["used_bytes"] > before
     del view
-    torch.cuda.synchronize()
+    synchronize()
     again = ringcomm.empty(1 << 20, device=DEVICE)
     del again
-    torch.cuda.synchronize()
+    synchronize()
     assert ringcomm.heap_stats(DEVICE)["used_bytes"] == before
 
 
@@ -85,8 +75,8 @@ def opened_and_closed(store, rank, world):
     """IPC mappings are closed before what they map; many rounds would run out otherwise."""
     free_bytes = []
     for turn in range(6):
-        with connect(store, rank, world, name=f"turn {turn}") as comm:
-            tensor = torch.full((100_000,), float(rank), device=DEVICE)
+        with connect(store, rank, world, name=f"turn-{turn}") as comm:
+            tensor = torch.full((100_000,), float(rank), device=PLAIN)
             comm.all_reduce(tensor)
             assert bool((tensor == sum(range(world))).all())
             comm.barrier()
@@ -104,10 +94,10 @@ def test_processes_leave_no_memory_behind():
 
 def closes_in_another_order(store, rank, world):
     first, second = (connect(store, rank, world, name=name) for name in ("first", "second"))
-    tensor = torch.ones(1000, device=DEVICE)
+    tensor = torch.ones(1000, device=PLAIN)
     for comm in (first, second):
         comm.all_reduce(tensor)
-    torch.cuda.synchronize()
+    synchronize()
     ordered = (first, second) if rank == 0 else (second, first)
     for comm in ordered:
         comm.close()

@@ -3,27 +3,30 @@
 import pytest
 import torch
 
-from tests.gpu.worlds import DEVICE, ramp
+from tests.gpu.device import (
+    PLAIN,
+    REAL,
+    is_busy,
+    keep_busy,
+    kept_busy,
+    new_stream,
+    synchronize,
+    synchronize_stream,
+)
+from tests.gpu.worlds import ramp
 
-COUNT = 1 << 20
-# Long enough that a collective queued behind it has not begun when the host goes on.
-BUSY_CYCLES = 400_000_000
-
-
-def keep_busy():
-    torch.cuda._sleep(BUSY_CYCLES)
+COUNT = 1 << 20 if REAL else 1 << 16
 
 
 def test_a_call_is_ordered_on_the_current_stream(gpu_worlds):
     def body(comm):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            tensor = torch.zeros(COUNT, device=DEVICE)
+        with new_stream():
+            tensor = torch.zeros(COUNT, device=PLAIN)
             keep_busy()
             tensor += comm.rank + 1
             comm.all_reduce(tensor)
             tensor *= 2
-        stream.synchronize()
+            synchronize_stream()
         return tensor
 
     for tensor in gpu_worlds(2).run(body):
@@ -32,15 +35,15 @@ def test_a_call_is_ordered_on_the_current_stream(gpu_worlds):
 
 def test_wait_orders_the_stream_and_not_the_host(gpu_worlds):
     def body(comm):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            keep_busy()
+        with new_stream():
             tensor = ramp(COUNT, comm.rank)
-            work = comm.all_reduce(tensor, async_op=True)
-            work.wait()
+            with kept_busy():
+                work = comm.all_reduce(tensor, async_op=True)
+                work.wait()
+                # The host has come here while the stream is still busy with what came first.
+                ahead = is_busy()
             result = tensor.clone()
-            # The host has come here while the stream is still busy with what came first.
-            ahead = not torch.cuda.current_stream().query()
-            torch.cuda.current_stream().synchronize()
+            synchronize_stream()
             assert work.is_completed() and work.is_success()
         return result, ahead
 
@@ -56,13 +59,13 @@ def test_a_tensor_freed_during_an_async_call_is_not_used_again_too_early(gpu_wor
     def body(comm):
         others, works = [], []
         # torch gives freed memory to the next tensor of the same stream.
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for turn in range(50):
-                tensor = torch.full((4 * COUNT,), float(turn), device=DEVICE)
+        with new_stream():
+            for turn in range(50 if REAL else 10):
+                tensor = torch.full((4 * COUNT,), float(turn), device=PLAIN)
                 works.append(comm.all_reduce(tensor, async_op=True))
                 del tensor
-                others.append(torch.full((4 * COUNT,), -5.0, device=DEVICE))
-            torch.cuda.synchronize()
+                others.append(torch.full((4 * COUNT,), -5.0, device=PLAIN))
+            synchronize()
             for work in works:
                 work.wait()
         return others
@@ -73,7 +76,7 @@ def test_a_tensor_freed_during_an_async_call_is_not_used_again_too_early(gpu_wor
 
 def test_async_calls_complete_in_order(gpu_worlds):
     def body(comm):
-        tensor = torch.full((COUNT,), float(comm.rank), device=DEVICE)
+        tensor = torch.full((COUNT,), float(comm.rank), device=PLAIN)
         works = [comm.all_reduce(tensor, async_op=True) for _ in range(10)]
         for work in works:
             work.wait()
@@ -89,8 +92,8 @@ def test_a_gather_overlaps_matrix_work(gpu_worlds, algorithm):
 
     def body(comm):
         part = ramp(COUNT, comm.rank)
-        whole = torch.zeros(COUNT * comm.world_size, device=DEVICE)
-        matrix = torch.eye(1024, device=DEVICE)
+        whole = torch.zeros(COUNT * comm.world_size, device=PLAIN)
+        matrix = torch.eye(1024 if REAL else 64, device=PLAIN)
         work = comm.all_gather_into_tensor(whole, part, async_op=True, algorithm=algorithm)
         product = matrix
         for _ in range(10):

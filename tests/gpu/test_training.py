@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm.c10d
-from tests.support.ranks import run_ranks
+from tests.gpu.worlds import run_ranks
 
 STEPS = 4
 LIMIT_S = 100.0
@@ -77,7 +77,6 @@ def in_group(backend, device, rank, world, folder, wrapper):
 
 
 def trains_alike(store, rank, world, folder, wrapper):
-    torch.cuda.set_device(0)
     # Else products of 32-bit floats keep 10 bits of each factor.
     torch.backends.cuda.matmul.allow_tf32 = False
     ringcomm.c10d.register()
@@ -99,7 +98,6 @@ def test_trains_as_gloo_does_on_the_cpu(wrapper):
 
 
 def all_of_the_backend(store, rank, world):
-    torch.cuda.set_device(0)
     ringcomm.c10d.register()
     dist.init_process_group("ringcomm", store=store, rank=rank, world_size=world)
     try:

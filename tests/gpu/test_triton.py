@@ -7,26 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-import ringcomm
-from ringcomm import CommOptions
-from tests.gpu.worlds import DEVICE, TIMEOUT_S, ramp, to_device
+from tests.gpu.device import REAL, capture, synchronize
+from tests.gpu.worlds import one_launch_world, ramp, to_device
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _world(ranks: int, kernels: str) -> Any:
-    options = CommOptions(timeout=TIMEOUT_S, kernels=kernels)
-    return ringcomm.local_world(ranks, device=DEVICE, options=options)
+    # Triton's interpreter runs no launch of several ranks: on an emulated device the CUDA kernels
+    # stand in, with the same tensors.
+    return one_launch_world(ranks, kernels=kernels if REAL else "native")
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_in_one_launch(ranks, algorithm):
     with _world(ranks, "triton") as world:
-        for turn, count in enumerate((1, 257, 70_001, 1 << 20)):
+        for turn, count in enumerate((1, 257, 70_001, 1 << (20 if REAL else 17))):
             dtype, in_heap = DTYPES[turn % 3], turn % 2 == 0
             tensors = [to_device(ramp(count, r, dtype), in_heap) for r in range(ranks)]
             want = sum(ramp(count, r) for r in range(ranks)).to(dtype)
@@ -37,7 +36,7 @@ def test_all_ranks_in_one_launch(ranks, algorithm):
             total = sum(ramp(count * ranks, r) for r in range(ranks)).to(dtype).chunk(ranks)
             gathered = [to_device(ramp(count * ranks, r, dtype), in_heap) for r in range(ranks)]
             world.all_gather_into_tensor(gathered, outputs, algorithm=algorithm)
-            torch.cuda.synchronize()
+            synchronize()
             for r in range(ranks):
                 assert torch.equal(tensors[r], want), (count, dtype, r)
                 assert torch.equal(outputs[r], total[r]), (count, dtype, r)
@@ -52,9 +51,9 @@ def test_direct_sums_have_the_bits_of_the_cuda_kernels(dtype, op):
     results = []
     for kernels in ("native", "triton"):
         with _world(3, kernels) as world:
-            tensors = [each.to(dtype).to(DEVICE) for each in made]
+            tensors = [to_device(each.to(dtype), False) for each in made]
             world.all_reduce(tensors, getattr(torch.distributed.ReduceOp, op), algorithm="direct")
-            torch.cuda.synchronize()
+            synchronize()
             results.append(tensors[0].cpu())
     assert torch.equal(*results)
 
@@ -64,14 +63,13 @@ def test_a_graph_replays_triton_kernels():
         tensors = [to_device(ramp(5000, r), True) for r in range(2)]
         kept = [each.clone() for each in tensors]
         world.all_reduce(tensors)  # compiled and loaded before the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        synchronize()
+        with capture() as replay:
+            world.all_reduce(tensors)
+        for _ in range(100 if REAL else 10):
             for tensor, given in zip(tensors, kept, strict=True):
                 tensor.copy_(given)
-            world.all_reduce(tensors)
-        for _ in range(100):
-            graph.replay()
-        torch.cuda.synchronize()
+            replay()
+        synchronize()
         for tensor in tensors:
             assert torch.equal(tensor, kept[0] + kept[1])

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import Store
 
 import ringcomm
-from ringcomm import Communicator
+from ringcomm import CommOptions, Communicator, LocalWorld
+from tests.gpu import device
+from tests.gpu.device import DEVICE, PLAIN
+from tests.support import ranks
 
-DEVICE = "cuda:0"
+T = TypeVar("T")
 TIMEOUT_S = 30.0
+# Staging of algorithm="copy", which is not available without: several turns of the larger messages.
+COPY_BYTES = 1 << 20
 
 
-def one_launch_world(n: int, timeout: float = TIMEOUT_S, device: str = DEVICE) -> Any:
+class _OrderedWorld(LocalWorld):
+    """Its ranks' threads use torch's tensors as on a GPU."""
+
+    def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
+        return super().run(device.in_order(fn), *args)
+
+
+def one_launch_world(
+    n: int, timeout: float = TIMEOUT_S, on: str = DEVICE, kernels: str = "native"
+) -> Any:
     """``n`` ranks of this process on one GPU."""
-    return ringcomm.local_world(n, device=device, timeout=timeout)
+    options = CommOptions(timeout=timeout, copy_bytes=COPY_BYTES, kernels=kernels)
+    return _OrderedWorld(ringcomm.local_world(n, device=on, options=options))
 
 
 def connect(
     store: Store, rank: int, world_size: int, timeout: float = TIMEOUT_S, name: str = "world"
 ) -> Any:
     """The communicator of a process of its own, on the GPU that all of them share."""
-    torch.cuda.set_device(0)
+    options = CommOptions(timeout=timeout, copy_bytes=COPY_BYTES)
     return Communicator.from_store(
-        store, rank, world_size, device=DEVICE, timeout=timeout, name=name
+        store, rank, world_size, device=DEVICE, options=options, name=name
     )
+
+
+def in_process(store: Store, rank: int, world_size: int, fn: Callable[..., T], *args: Any) -> T:
+    """``fn`` as a rank of ``ranks.Ranks``, on the device."""
+    device.take()
+    with device.ordered():
+        return fn(store, rank, world_size, *args)
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """As ``tests.support.ranks.run_ranks``, for ranks that use the device."""
+    return ranks.run_ranks(in_process, world_size, fn, *args, timeout_s=timeout_s)
 
 
 def to_device(tensor: torch.Tensor, in_heap: bool) -> torch.Tensor:
     """A copy on the GPU, in ringcomm's heap or in torch's memory."""
     if not in_heap:
-        return tensor.to(DEVICE)
+        return tensor.to(PLAIN, copy=True)
     target = ringcomm.empty(tensor.numel(), dtype=tensor.dtype, device=DEVICE)
     # As bytes: not every dtype has a copy kernel.
     target.view(torch.uint8).copy_(tensor.contiguous().view(-1).view(torch.uint8))
@@ -41,5 +71,5 @@ def to_device(tensor: torch.Tensor, in_heap: bool) -> torch.Tensor:
 
 def ramp(count: int, rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> torch.Tensor:
     """Small integers on the GPU that tell ranks and places apart; sums of 16 ranks are exact."""
-    places = torch.arange(count, device=DEVICE)
+    places = torch.arange(count, device=PLAIN)
     return ((places * 5 + rank * 3 + shift) % 7 - 3).to(dtype)

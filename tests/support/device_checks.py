@@ -23,7 +23,7 @@ EMULATED = {
     torch.complex64: MEANS,
     torch.int32: (*MEANS, "PRODUCT", "MIN", "MAX"),
     torch.uint32: ("SUM", "PRODUCT"),
-    torch.int64: (*MEANS, "BAND", "BOR", "BXOR"),
+    torch.int64: (*MEANS, "MAX", "BAND", "BOR", "BXOR"),
     torch.uint64: ("SUM", "BAND", "BOR", "BXOR"),
     torch.int16: MEANS,
     torch.uint16: ("SUM",),

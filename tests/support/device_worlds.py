@@ -12,6 +12,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, LocalWorld
+from ringcomm.comm import device_retired
 from ringcomm.comm.device_communicator import DeviceCommunicator
 from ringcomm.memory import device_heap, device_runtime
 from ringcomm.memory.device_blocks import BLOCK_ALIGN
@@ -113,12 +114,14 @@ class Devices:
         gc.collect()
         for device in range(self.runtime.device_count()):
             self.runtime.synchronize(device)  # space is kept until its streams are idle
-        assert self._heaps_used() == self._used_bytes, self._heaps_used()
-        if self.emulated is None:
-            return
-        device_heap.close_heaps()
-        assert self.emulated.allocated() == []
-        device_runtime.use(self._before)
+        device_retired.reclaim()
+        used_bytes, allocated = self._heaps_used(), []
+        if self.emulated is not None:
+            device_heap.close_heaps()
+            allocated = self.emulated.allocated()
+            device_runtime.use(self._before)
+        assert used_bytes == self._used_bytes, used_bytes
+        assert allocated == []
 
 
 def device_of(comm: Communicator) -> int:

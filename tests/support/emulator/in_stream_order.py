@@ -24,20 +24,31 @@ class InStreamOrder(TorchDispatchMode):
     """Inside, an operation waits for the thread's current streams, and then runs at once.
 
     The tensors that operations return are kept until the end of the block: a GPU's caching
-    allocator would not reuse their memory before the kernels that use them, malloc would.
+    allocator would not reuse their memory before the kernels that use them, malloc would. Those in
+    memory that ``waits`` for its streams by itself are not kept.
     """
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(
+        self, wait: Callable[[], None], waits: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> None:
         super().__init__()
         self._wait = wait
+        self._waits = waits
         self._kept: list[torch.Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch loads its compiler, for seconds, in each process that enters this."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _touches_data(func):
             self._wait()
         result = func(*args, **(kwargs or {}))
         self._kept += [
-            each for each in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(each)
+            each
+            for each in torch.utils._pytree.tree_leaves(result)
+            if torch.is_tensor(each) and not self._waits(each)
         ]
         return result
 

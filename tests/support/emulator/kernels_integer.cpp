@@ -4,6 +4,7 @@ void add_integer_kernels(KernelMap& kernels) {
   using ringcomm::RedOp;
   add_arithmetic<int32_t>(kernels, "reduce_int32");
   add_reduction<int64_t, RedOp::kSum>(kernels, "reduce_int64", "sum");
+  add_reduction<int64_t, RedOp::kMax>(kernels, "reduce_int64", "max");
   add_reduction<int64_t, RedOp::kBand>(kernels, "reduce_int64", "band");
   add_reduction<int64_t, RedOp::kBor>(kernels, "reduce_int64", "bor");
   add_reduction<int64_t, RedOp::kBxor>(kernels, "reduce_int64", "bxor");

@@ -200,7 +200,10 @@ class EmulatedRuntime(EmulatedMemory):
 
     def in_stream_order(self) -> InStreamOrder:
         """Inside, torch's operations of this thread wait for its current streams, as on a GPU."""
-        return InStreamOrder(self._await_current_streams)
+        return InStreamOrder(self._await_current_streams, self._is_of_heap)
+
+    def _is_of_heap(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and self.owner_of(tensor.data_ptr()) is not None
 
     def _await_current_streams(self) -> None:
         for device in range(self.devices):
