@@ -71,6 +71,14 @@ class Placement(ABC):
         """The kernels of a step, made of those that work on whole buckets."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Checks, before a step changes anything, that the parameters are where they were placed.
+
+        Raises:
+            ArgumentError: one was moved, replaced, or written to where that is lost.
+        """
+
+    @abstractmethod
     def forget_gradients(self, set_to_none: bool) -> None:
         """Forgets what backwards have left, with or without an optimizer.
 

@@ -95,6 +95,7 @@ class ShardedStep:
         if placement is not None:
             setting = replace(setting, options=placement.options(setting.options))
         self.setting = setting
+        self._placement = placement
         self.groups = groups
         self.params = prepare.all_params(groups)
         options, comm = setting.options, setting.comm
@@ -265,6 +266,8 @@ class ShardedStep:
     def _collect(self) -> None:
         """Gradients into the buckets, and which parameters step."""
         self.gradients.check()
+        if self._placement is not None:
+            self._placement.check()
         options, comm = self.setting.options, self.setting.comm
         active = self.gradients.collect()
         if options.unused == "zero":

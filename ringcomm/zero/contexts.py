@@ -39,7 +39,7 @@ def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]
 
     Raises:
         ArgumentError: the module is not sharded, there is no such rank, or parameters were changed
-            at stage 3 without ``write_from``.
+            at stage 3 without ``write_from``, or replaced.
     """
     engine = engine_of(module, "gathered")
     world_size = engine.comm.world_size
@@ -105,6 +105,7 @@ def _all_here(engine: Engine) -> Iterator[None]:
 def _take_changes(engine: Engine, rank: int) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective."""
     comm = engine.comm
+    engine.slots.check_all(comm, "gathered")
     # Chunks are about to change: all ranks have read them.
     comm.barrier()
     placed: set[int] = set()

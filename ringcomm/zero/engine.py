@@ -24,6 +24,7 @@ from ringcomm.zero.other_optimizers import watch_optimizers
 from ringcomm.zero.placement import ModulePlacement
 from ringcomm.zero.placing import Plan
 from ringcomm.zero.reduction import Reduction
+from ringcomm.zero.slots import Slots
 from ringcomm.zero.stored import SplitBucket, Stored
 from ringcomm.zero.trace import Trace
 from ringcomm.zero.units import Unit
@@ -70,6 +71,7 @@ class Engine:
         trace: when it communicates.
         number: of the module among those that its communicator reduces for.
         order: whose turn it is to be reduced; of the communicator.
+        slots: where the module has its parameters.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -87,6 +89,13 @@ class Engine:
         self._creates_graph = False
         self._pending: dict[SplitBucket, int] = {}
         self.placement = ModulePlacement(self)
+        everywhere = (*parts.stored, *parts.stored_frozen)
+        self.slots = Slots(
+            parts.module,
+            [placed for bucket in everywhere for placed in bucket.params],
+            where("zero", parts.comm.rank, parts.comm.world_size),
+        )
+        self.slots.watch_loads(self.keep)
         watch_optimizers()
         for param in self.plan.params:
             placements.place(param, self.placement)

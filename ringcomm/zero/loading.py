@@ -67,13 +67,15 @@ def load(
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another model; nothing was changed.
-        ArgumentError: the module is not sharded, or the optimizer is another's.
+        ArgumentError: the module is not sharded, the optimizer is another's, or a parameter was
+            replaced since ``shard()``.
     """
     engine = engine_of(module, "load")
     comm = engine.comm
     operation = where("load", comm.rank, comm.world_size)
     with torch.no_grad():
         sharded = contents.step_of(engine, optimizer, "load")
+        engine.slots.check_all(comm, "load")
         with agreed_load(comm, operation) as agreement:
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step

@@ -48,10 +48,6 @@ class ReducedGradients(Gradients):
         self._engine = engine
         self._reduction = engine.reduction
 
-    def check(self) -> None:
-        super().check()
-        self._engine.check()
-
     def collect(self) -> list[float]:
         self._engine.order.settle()
         found = self._reduction.finish(keep=True)
@@ -219,6 +215,12 @@ class ModulePlacement(Placement):
         if engine.stage == 0:
             return ReplicatedKernels(native, reducer, comm, dtype)
         return native if dtype is torch.float32 else RoundedKernels(native, reducer, dtype)
+
+    def check(self) -> None:
+        self._engine.slots.check()
+        # Of whole buckets the gradients look at the same addresses.
+        if self._engine.reduction is not None:
+            self._engine.check()
 
     def forget_gradients(self, set_to_none: bool) -> None:
         self._engine.forget_gradients(set_to_none)

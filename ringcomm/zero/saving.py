@@ -77,7 +77,7 @@ def save(
 
     Raises:
         ArgumentError: the module is not sharded, the optimizer is another's, or the step is not
-            after those that are saved.
+            after those that are saved, or a parameter was replaced since ``shard()``.
         CheckpointError: a rank could not write; on all ranks.
         UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
     """
@@ -86,6 +86,7 @@ def save(
         sharded = contents.step_of(engine, optimizer, "save")
         if sharded is not None:
             sharded.refuse_if_torn("save")
+        engine.slots.check_all(engine.comm, "save")
         buffers = contents.buffers_of(engine.parts.module)
         extra = _extra_state(engine)
         tensors, generators = save_generators(engine.comm.device)

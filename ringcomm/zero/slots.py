@@ -1,0 +1,121 @@
+"""Which module has which parameter under which name, so that replaced ones are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError
+from ringcomm.optim.agreement import all_or_none
+from ringcomm.zero.stored import Placed
+
+Tensor = torch.Tensor
+
+
+class _Slot(NamedTuple):
+    """The place of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
+
+    name: str
+    module: nn.Module
+    key: str
+    param: nn.Parameter
+
+
+class Slots:
+    """The places of a module's parameters that lie in buckets.
+
+    NOTE [Replaced parameters]
+    A parameter that takes the place of one that ``shard()`` has seen is trained by nobody: hooks,
+    buckets and the optimizer have the old one, which the module does not use any more. What
+    ``load_state_dict(assign=True)`` puts there is copied into the old one, as a load without
+    ``assign`` does. Whatever else comes there is refused at the step. A parameter that only moves
+    to another name, as pruning and most parametrizations do with it, goes on being trained.
+    """
+
+    def __init__(self, root: nn.Module, placed: Iterable[Placed], head: str) -> None:
+        self._root = root
+        self._head = head
+        known = {id(each.param) for each in placed}
+        self._slots = [
+            _Slot(f"{prefix}.{key}" if prefix else key, module, key, param)
+            for prefix, module in root.named_modules(remove_duplicate=False)
+            for key, param in module._parameters.items()
+            if id(param) in known and param is not None
+        ]
+        # Of the last look; tables are replaced until all hooks are there.
+        self._entries: list[tuple[dict[str, Any], str, object]] | None = None
+
+    def _read(self) -> Iterator[tuple[dict[str, Any], str, object]]:
+        """All that a look at must find unchanged: tables, their keys and what is there."""
+        known = {id(slot.param) for slot in self._slots}
+        for module in self._root.modules():
+            for key, child in module._modules.items():
+                yield module._modules, key, child
+            for key, param in module._parameters.items():
+                if id(param) in known:
+                    yield module._parameters, key, param
+
+    def check(self) -> None:
+        """Raises ArgumentError when the module has another tensor in a parameter's place."""
+        entries = self._entries
+        if entries is None or any(table.get(key) is not thing for table, key, thing in entries):
+            self._look()
+
+    def check_all(self, comm: Communicator, operation: str) -> None:
+        """:meth:`check` on all ranks, which all raise or none; collective."""
+        with all_or_none(comm, operation):
+            self.check()
+
+    def _look(self) -> None:
+        there = {id(param) for param in self._root.parameters()}
+        for slot in self._slots:
+            if self._is_replaced(slot, there):
+                raise ArgumentError(
+                    f"{self._head}: parameter {slot.name}: another tensor has its place in the "
+                    "module since shard(), and would never be trained. Keep the parameter and "
+                    "change its values in place, with copy_(), at stage 3 inside "
+                    "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "
+                    "parameters before shard(), or unshard() the module first"
+                )
+        self._entries = list(self._read())
+
+    def _is_replaced(self, slot: _Slot, there: set[int]) -> bool:
+        owner: Any = self._root
+        for part in slot.name.split(".")[:-1]:
+            owner = vars(owner)["_modules"].get(part)
+            if owner is None:
+                return False  # deleted, so nothing uses it
+        now = owner._parameters.get(slot.key)
+        if now is not None or id(slot.param) in there:
+            return now is not None and now is not slot.param
+        # Neither is asked for its value, which may be computed from parameters.
+        computed = isinstance(getattr(type(owner), slot.key, None), property)
+        return computed or isinstance(vars(owner).get(slot.key), Tensor)
+
+    def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
+        """Has what ``load_state_dict(assign=True)`` puts in a parameter's place copied into it."""
+        of: dict[nn.Module, list[_Slot]] = {}
+        for slot in self._slots:
+            of.setdefault(slot.module, []).append(slot)
+        for module, slots in of.items():
+            keep(module.register_load_state_dict_post_hook(_TakeOver(slots)))  # type: ignore[no-untyped-call]
+
+
+class _TakeOver:
+    """Copies what a load has assigned into the parameters of one module, and puts them back."""
+
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        for slot in self._slots:
+            now = module._parameters.get(slot.key)
+            if now is not None and now is not slot.param:
+                slot.param.copy_(now)
+                module._parameters[slot.key] = slot.param

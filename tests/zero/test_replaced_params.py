@@ -1,0 +1,188 @@
+"""NOTE [Replaced parameters]: what takes a parameter's place in its module is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError
+from ringcomm.optim import AdamW, AdamWOptions
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+SMALL = zero.ZeroOptions(bucket_elems=512)
+BF16 = zero.ZeroOptions(bucket_elems=512, precision=zero.Precision(param=torch.bfloat16))
+
+
+def new() -> Any:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def step(module: nn.Module, optimizer: AdamW) -> None:
+    module(torch.ones(2, 4)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def inside(module: nn.Module, stage: int) -> Any:
+    """Where a module may be loaded."""
+    return zero.gathered(module, write_from=0) if stage == 3 else nullcontext()
+
+
+@pytest.mark.parametrize("options", [SMALL, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_assigned_values_are_taken_over(worlds, stage, options):
+    """As a load in place does: the same parameters train on from them."""
+    base = new()
+    state = {name: value + 1.0 for name, value in base.state_dict().items()}
+
+    def work(comm, assign):
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
+        before = list(module.parameters())
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step(module, optimizer)
+        with inside(module, stage):
+            module.load_state_dict(deepcopy(state), assign=assign)
+        assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
+        loaded = zero.full_state_dict(module)
+        wanted = {name: value.to(loaded[name].dtype) for name, value in state.items()}
+        assert_same_bits(loaded, wanted)
+        step(module, optimizer)
+        return zero.full_state_dict(module)
+
+    wanted = worlds(2).run(work, False)[0]
+    for found in worlds(2).run(work, True):
+        assert_same_bits(found, wanted)
+
+
+def test_a_part_that_is_loaded_by_assignment(worlds):
+    def work(comm):
+        module: Any = zero.shard(new(), 2, comm=comm)
+        weight = module[2].weight
+        module[2].load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, assign=True)
+        assert module[2].weight is weight
+        assert torch.equal(weight, torch.ones(4, 4))
+
+    worlds(1).run(work)
+
+
+def _parameter(module: Any) -> None:
+    module[2].weight = nn.Parameter(torch.ones(4, 4))
+
+
+def _module(module: Any) -> None:
+    module[2] = nn.Linear(4, 4)
+
+
+def _tie(module: Any) -> None:
+    module[2].weight = module[0].weight
+
+
+def _untie(module: Any) -> None:
+    module[2].bias = nn.Parameter(torch.ones(4))
+
+
+def _parametrize(module: Any) -> None:
+    parametrizations.weight_norm(module[2])
+
+
+def _constant(module: Any) -> None:
+    del module[2].weight
+    module[2].weight = torch.ones(4, 4)
+
+
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "parameter": _parameter,
+    "module": _module,
+    "tied": _tie,
+    "untied": _untie,
+    "parametrized": _parametrize,
+    "constant": _constant,
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_nobody_would_train_is_refused_at_the_step(worlds, stage, kind):
+    def work(comm):
+        module = new()
+        module[2].bias = module[0].bias
+        zero.shard(module, stage, comm=comm, options=SMALL)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step(module, optimizer)
+        REPLACED[kind](module)
+        with pytest.raises(ArgumentError, match=r"parameter 2\.\w+: another tensor .* in place"):
+            step(module, optimizer)
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_add_up_in_fp32_do_not_hide_it(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm, options=BF16)
+        options = AdamWOptions(accumulate_dtype=torch.float32)
+        optimizer = AdamW(module.parameters(), lr=1e-2, options=options)
+        _parameter(module)
+        with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):
+            step(module.bfloat16(), optimizer)
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_and_changes_refuse_it_on_all_ranks(worlds, stage, tmp_path):
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm, options=SMALL)
+        zero.save(tmp_path, 1, module)
+        kept = module[2].weight
+        if comm.rank == 1:
+            _parameter(module)
+        with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):
+            zero.save(tmp_path, 2, module)
+        with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):
+            zero.load(tmp_path, module)
+        with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):  # noqa: SIM117
+            with zero.gathered(module, write_from=0):
+                pass
+        module[2].weight = kept
+        zero.load(tmp_path, module)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_moves_to_another_name_or_goes_is_no_replacement(worlds, stage):
+    """Pruning keeps the parameter as ``weight_orig``; a head that is dropped was the user's."""
+
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm, options=SMALL)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step(module, optimizer)
+        prune.l1_unstructured(module[0], "weight", amount=4)
+        step(module, optimizer)
+        module[2] = nn.Identity()
+        step(module, optimizer)
+        with zero.gathered(module):
+            return module[0].weight_orig.detach().clone(), module[0].weight_mask
+
+    plain = new()
+    reference = AdamW(plain.parameters(), lr=1e-2)
+    step(plain, reference)
+    prune.l1_unstructured(plain[0], "weight", amount=4)
+    step(plain, reference)
+    plain[2] = nn.Identity()
+    step(plain, reference)
+    for weight, mask in worlds(1).run(work):
+        assert torch.equal(mask, plain[0].weight_mask)
+        assert torch.equal(weight, plain[0].weight_orig)
