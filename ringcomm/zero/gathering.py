@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -150,6 +150,11 @@ class Gatherer:
         self._last: list[int] = []
         self._now: list[int] = []
         self._backward_ended = False
+        self._told: dict[SplitBucket, list[Callable[[], None]]] = {}
+
+    def tell(self, bucket: SplitBucket, settle: Callable[[], None]) -> None:
+        """Has ``settle`` called whenever the bucket has come or gone."""
+        self._told.setdefault(bucket, []).append(settle)
 
     def buckets_of(self, unit: Unit) -> tuple[SplitBucket, ...]:
         """What a unit's parameters lie in."""
@@ -178,6 +183,11 @@ class Gatherer:
         self._coming.discard(bucket)
         bucket.show()
         self._here[bucket] = None
+        self._settle(bucket)
+
+    def _settle(self, bucket: SplitBucket) -> None:
+        for settle in self._told.get(bucket, ()):
+            settle()
 
     def _start(self, bucket: SplitBucket) -> None:
         if not bucket.is_here and bucket not in self._coming:
@@ -196,7 +206,10 @@ class Gatherer:
         """Frees a bucket, if it is here and nothing is pinned or held."""
         if bucket.is_here and not self._pins and not self.held:
             self._here.pop(bucket, None)
-            bucket.hide()
+            try:
+                bucket.hide()
+            finally:
+                self._settle(bucket)
 
     def free_used(self, bucket: SplitBucket) -> None:
         """Frees a bucket in backward, unless a part of the graph still refers to its memory."""

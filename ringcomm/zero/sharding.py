@@ -18,6 +18,7 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.params import check_local
 from ringcomm.optim.prepare import check_memory
 from ringcomm.zero.before import Before
+from ringcomm.zero.compiling import uncompiled
 from ringcomm.zero.engine import Engine, Parts
 from ringcomm.zero.freed_memory import keep_freed_memory
 from ringcomm.zero.materialize import Initialize, is_meta
@@ -50,7 +51,7 @@ def shard(
 
     Args:
         module: any; its parameters move into the heap. Parameters on the meta device get memory
-            here, a unit at a time.
+            here, a unit at a time. Of what ``torch.compile()`` returned, the module in it.
         stage: 0: everything is replicated; 1: the optimizer's state is sharded; 2: gradients, too;
             3: parameters, too.
         comm: the ranks that share the work: a Communicator, a ProcessGroup of
@@ -79,6 +80,7 @@ def shard(
         raise ArgumentError(f"shard: stage: expected 0, 1, 2 or 3, got {stage!r}")
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"shard: module: expected a torch.nn.Module, got {module!r}")
+    returned, module = module, uncompiled(module)
     if any(_ENGINE in vars(each) for each in module.modules()):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
     options = ZeroOptions() if options is None else options
@@ -115,7 +117,7 @@ def shard(
             _attach(parts, before)
     if not ranks.launches:
         keep_freed_memory()
-    return module
+    return returned
 
 
 def engine_of(module: nn.Module, operation: str) -> Engine:
@@ -124,8 +126,7 @@ def engine_of(module: nn.Module, operation: str) -> Engine:
     Raises:
         ArgumentError: ``shard()`` has not seen the module.
     """
-    # What torch.compile() returns holds the module that it was called with.
-    module = getattr(module, "_orig_mod", module)
+    module = uncompiled(module)
     engine = vars(module).get(_ENGINE)
     if not isinstance(engine, Engine):
         raise ArgumentError(

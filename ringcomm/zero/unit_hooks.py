@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.zero.compiling import outside_of_compile
+from ringcomm.zero.compiling import only_inlined, outside_of_compile
 from ringcomm.zero.engine import Engine
 from ringcomm.zero.stored import SplitBucket
 from ringcomm.zero.units import Unit
@@ -114,9 +114,10 @@ class _RootHooks:
         self._engine = engine
         engine.keep(root.register_forward_hook(self._after))
 
-    @outside_of_compile
+    @only_inlined
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
+        # A graph of the whole module has one backward, with none inside of it.
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             _watch_gradients(output, self._backward)
 
     def _backward(self, grad: Tensor) -> None:
@@ -292,8 +293,41 @@ class _Watched(dict[str, Any]):
         return param
 
 
+class _Table:
+    """A module's table of parameters: watched, and plain while all of them are here.
+
+    NOTE [Plain while here]
+    Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
+    that it guards there. What is here needs no watching, so that a compiled unit finds a plain
+    table, and all units of one kind share what was compiled.
+    """
+
+    def __init__(
+        self, module: nn.Module, watched: _Watched, buckets: Sequence[SplitBucket]
+    ) -> None:
+        self._module = module
+        self._watched = watched
+        self._buckets = buckets
+
+    def settle(self) -> None:
+        """Called when a bucket has come or gone."""
+        table = vars(self._module)["_parameters"]
+        if all(bucket.is_here for bucket in self._buckets):
+            if table is self._watched:
+                vars(self._module)["_parameters"] = dict(table.items())
+        elif table is not self._watched:
+            # Parameters may have been registered or replaced meanwhile.
+            if [(n, id(p)) for n, p in table.items()] != [
+                (n, id(p)) for n, p in self._watched.items()
+            ]:
+                self._watched.clear()
+                self._watched.update(table)
+            vars(self._module)["_parameters"] = self._watched
+
+
 def _watch_accesses(engine: Engine, hooks: Sequence[_UnitHooks]) -> None:
     """See NOTE [Touching gathers]."""
+    assert engine.gatherer is not None
     outside: list[_UnitHooks] = []
     owner: dict[int, tuple[SplitBucket, _UnitHooks]] = {}
     for each in hooks:
@@ -307,5 +341,10 @@ def _watch_accesses(engine: Engine, hooks: Sequence[_UnitHooks]) -> None:
             unit.touched()
 
     for module in engine.parts.module.modules():
-        if any(id(param) in owner for param in module._parameters.values()):
-            engine.watch(module, _Watched(module._parameters, touch))
+        own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]
+        if own:
+            watched = _Watched(module._parameters, touch)
+            engine.watch(module, watched)
+            table = _Table(module, watched, own)
+            for bucket in dict.fromkeys(own):
+                engine.gatherer.tell(bucket, table.settle)
