@@ -47,23 +47,25 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # Of the last look; tables are replaced until all hooks are there.
-        self._entries: list[tuple[dict[str, Any], str, object]] | None = None
+        # Of the last look. Not the tables themselves: see NOTE [Plain while here].
+        self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
-    def _read(self) -> Iterator[tuple[dict[str, Any], str, object]]:
-        """All that a look at must find unchanged: tables, their keys and what is there."""
+    def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
+        """All that must be unchanged for a look to find the same: keys of modules' tables."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             for key, child in module._modules.items():
-                yield module._modules, key, child
+                yield module, "_modules", key, child
             for key, param in module._parameters.items():
                 if id(param) in known:
-                    yield module._parameters, key, param
+                    yield module, "_parameters", key, param
 
     def check(self) -> None:
         """Raises ArgumentError when the module has another tensor in a parameter's place."""
         entries = self._entries
-        if entries is None or any(table.get(key) is not thing for table, key, thing in entries):
+        if entries is None or any(
+            vars(module)[table].get(key) is not thing for module, table, key, thing in entries
+        ):
             self._look()
 
     def check_all(self, comm: Communicator, operation: str) -> None:
