@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,7 +95,7 @@ def some_of_the_ranks(rank, world_size):
     total = torch.tensor([float(rank)])
     found.all_reduce(total)
     assert total.item() == 4 * (rank // 2) + 1
-    outside = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+    outside = DeviceMesh("cpu", [0, 1])
     if rank > 1:
         with pytest.raises(ArgumentError, match=rf"on rank {rank}: .*Mesh of ranks \[0, 1\]"):
             zero.shard(nn.Linear(2, 2), comm=outside)
@@ -324,9 +324,19 @@ def test_a_group_of_one_rank_is_alone():
     assert find_communicator(StandIn(world_size=1), "test", None) is None
 
 
+def mesh_of(group):
+    """A mesh of one dimension for GPUs, which this process need not have."""
+    mesh = mock.create_autospec(DeviceMesh, instance=True, device_type="cuda", ndim=1)
+    mesh.get_group.return_value = group
+    return mesh
+
+
 @pytest.mark.parametrize(
     ("group", "device", "wanted"),
     [
+        (mesh_of(StandIn(types=("cuda", "cpu"))), "meta", 1),
+        (mesh_of(StandIn(types=("cuda", "cpu"))), "cuda:0", 0),
+        (mesh_of(StandIn(types=("cuda", "cpu"))), None, 1),
         (StandIn(), None, 1),
         (StandIn(), "meta", 1),
         (StandIn(), "cuda:0", 0),
