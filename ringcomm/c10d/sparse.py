@@ -46,20 +46,32 @@ def sparse_all_reduce(
         indices = _gathered(communicator, mine.indices().t(), counts)
         values = _gathered(communicator, mine.values(), counts)
         total = torch.sparse_coo_tensor(
-            indices[0].t(), values[0], mine.shape, is_coalesced=True, check_invariants=False
+            indices[0].t(),
+            values[0],
+            mine.shape,
+            is_coalesced=True,
+            check_invariants=False,
+            device=mine.device,
         )
         for places, addends in zip(indices[1:], values[1:], strict=True):
             total = total + torch.sparse_coo_tensor(
-                places.t(), addends, mine.shape, is_coalesced=True, check_invariants=False
+                places.t(),
+                addends,
+                mine.shape,
+                is_coalesced=True,
+                check_invariants=False,
+                device=mine.device,
             )
         tensor.copy_(total.coalesce())
 
 
 def _counts_of_non_zeros(communicator: Communicator, mine: Tensor, where: str) -> list[int]:
-    header = torch.zeros(_LONGEST_SHAPE + 3, dtype=torch.int64)
+    header = torch.zeros(_LONGEST_SHAPE + 3, dtype=torch.int64, device="cpu")
     shape = list(mine.shape)
     header[: len(shape) + 3] = torch.tensor(
-        [mine.values().shape[0], mine.sparse_dim(), len(shape), *shape]
+        [mine.values().shape[0], mine.sparse_dim(), len(shape), *shape],
+        dtype=torch.int64,
+        device="cpu",
     )
     headers = header.new_empty(communicator.world_size, len(header))
     communicator.all_gather_into_tensor(headers, header)

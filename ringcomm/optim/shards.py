@@ -150,7 +150,7 @@ class SavedShards:
         for bucket in layout.buckets:
             chunk = bucket.chunk(rank, world_size)
             tensors = {
-                name: torch.zeros(chunk.elems, dtype=DTYPE_OF[name])
+                name: torch.zeros(chunk.elems, dtype=DTYPE_OF[name], device="cpu")
                 for name in self._names(bucket.segments[0].param)
             }
             for begin, end, param in bucket.segments:
@@ -202,7 +202,7 @@ def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
         {
             "state": {
                 **{
-                    name: torch.tensor(first.scalars[name], dtype=torch.float64)
+                    name: torch.tensor(first.scalars[name], dtype=torch.float64, device="cpu")
                     for name in _SCALARS
                 },
                 "step": first.step.clone(),

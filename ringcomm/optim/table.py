@@ -68,7 +68,7 @@ class StepTable:
         """Takes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
         rows = [_row(group) for group in groups]
         if rows != self._rows:
-            self.hyper.copy_(torch.tensor(rows, dtype=torch.float64))
+            self.hyper.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
             self._rows = rows
         for row, group in zip(self.hyper, groups, strict=True):
             if isinstance(group["lr"], Tensor):
@@ -79,7 +79,8 @@ class StepTable:
         params = len(active)
         if active != self._given:
             self._given = active
-            self._here[:params].copy_(torch.tensor(active, dtype=torch.float64))
+            given = torch.tensor(active, dtype=torch.float64, device="cpu")
+            self._here[:params].copy_(given)
         if self._memory is not None:
             digest = _digest(groups)
             struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)

@@ -33,10 +33,12 @@ def gather(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     for index, spec in enumerate(sharded.layout.params):
         # torch makes a parameter's state at its first gradient.
         if steps[index]:
-            state[index] = {"step": torch.tensor(steps[index], dtype=_scalar_dtype())}
+            step = torch.tensor(steps[index], dtype=_scalar_dtype(), device="cpu")
+            state[index] = {"step": step}
             if not spec.elems:
                 names = _MOMENTS if amsgrad[spec.group] else _MOMENTS[:2]
-                state[index].update({name: torch.zeros(spec.shape) for name in names})
+                device = sharded.setting.device
+                state[index].update({n: torch.zeros(spec.shape, device=device) for n in names})
     keeps = dst is None or sharded.setting.rank == dst
     for bucket in sharded.buckets:
         tensors = {k: v for k, v in bucket.state.tensors().items() if k in _MOMENTS}
@@ -109,7 +111,7 @@ def load(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         agreement.append(steps)
     _take(sharded, entries, masters, any(amsgrad))
     take_groups(sharded.groups, groups)
-    sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64))
+    sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # A step of torch's is one of every parameter's at most.
     sharded.table.control[table.STEPS].fill_(max(steps, default=0.0))
     sharded.table.control[table.SKIPPED].zero_()

@@ -148,7 +148,8 @@ class TritonReducer(Reducer):
     def _record(self, out: Tensor) -> Tensor:
         if out.data_ptr() not in self._records:
             record = torch.zeros(2 + NORM_WORDS, dtype=torch.int64, device=out.device)
-            record[:2].copy_(torch.tensor([out.data_ptr(), record[2:].data_ptr()]))
+            addresses = [out.data_ptr(), record[2:].data_ptr()]
+            record[:2].copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
             self._records[out.data_ptr()] = record
         return self._records[out.data_ptr()]
 

@@ -113,7 +113,7 @@ def take_optimizer(
                 bucket.state.max_exp_avg_sq.zero_()
     take_groups(list(step.groups), groups)
     steps = [given["steps"][name] for name in names_of(engine, step)]
-    step.table.step.copy_(torch.tensor(steps, dtype=torch.float64))
+    step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     step.table.control[STEPS].fill_(given["steps_taken"])
     step.table.control[SKIPPED].fill_(given["skipped_steps"])
     if step.setting.loss_scaler is not None:

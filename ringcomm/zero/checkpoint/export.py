@@ -180,6 +180,6 @@ def _blocks(reader: Reader, weight: _Weight) -> Iterator[Tensor]:
     elems, kind = reader.elems(weight.saved), reader.dtype(weight.saved)
     step = BLOCK_BYTES // kind.itemsize
     for begin in range(0, elems, step):
-        block = torch.empty(min(step, elems - begin), dtype=kind)
+        block = torch.empty(min(step, elems - begin), dtype=kind, device="cpu")
         reader.read(weight.saved, begin, block)
         yield block.to(weight.dtype)

@@ -89,7 +89,8 @@ class Reader:
         """
         tensors = {}
         for name, saved in self._rank(rank).tensors.items():
-            tensors[name] = torch.empty(saved.size, dtype=DTYPE_OF_NAME[saved.dtype])
+            dtype = DTYPE_OF_NAME[saved.dtype]
+            tensors[name] = torch.empty(saved.size, dtype=dtype, device="cpu")
             self._fill(saved, (0,) * len(saved.size), tensors[name])
         return tensors
 
@@ -238,9 +239,11 @@ class Reader:
                     f"{piece.key}: expected {code} {piece.sizes}, got {stored.get_dtype()} "
                     f"{tuple(stored.get_shape())}",
                 )
-            taken: Tensor = (
-                stored[_within(box, piece.offsets)] if box else file.get_tensor(piece.key)
-            )
+            # safetensors makes it wherever the default device says.
+            with torch.device("cpu"):
+                taken: Tensor = (
+                    stored[_within(box, piece.offsets)] if box else file.get_tensor(piece.key)
+                )
         except (SafetensorError, OSError, ValueError) as error:
             raise self._damaged(piece.file, f"{piece.key}: cannot be read: {error}") from error
         return taken
