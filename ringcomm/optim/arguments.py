@@ -51,9 +51,14 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
         return  # torch words it
     check_local(param, called)
     if param.dtype not in DTYPE_NAMES:
+        way_out = "use torch.optim for it"
+        if not param.requires_grad:
+            way_out = (
+                "it is frozen, so leave it out: pass "
+                "[p for p in module.parameters() if p.requires_grad]"
+            )
         raise ArgumentError(
-            f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; use torch.optim for "
-            "it"
+            f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; {way_out}"
         )
     if param.layout is not torch.strided:
         raise ArgumentError(f"{called}: expected a dense tensor, got layout {param.layout}")

@@ -21,13 +21,18 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def is_distributed(param: Tensor) -> bool:
+    """Whether it is a DTensor, whose data lies elsewhere and differs between ranks."""
+    return getattr(param, "device_mesh", None) is not None
+
+
 def check_local(param: Tensor, called: str) -> None:
     """Checks that a parameter is this rank's own, and no part of a distributed one.
 
     Raises:
-        ArgumentError: it is a DTensor, whose data lies elsewhere and differs between ranks.
+        ArgumentError: it is a DTensor.
     """
-    if getattr(param, "device_mesh", None) is not None:
+    if is_distributed(param):
         raise ArgumentError(
             f"{called}: expected a tensor that every rank has whole, got a "
             f"{type(param).__name__}, as fully_shard() and tensor parallelism make them; use "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.optim.params import DTYPE_NAMES
 from ringcomm.zero.before import Before
 from ringcomm.zero.engine import Parts
 from ringcomm.zero.materialize import Initialize, materialize
@@ -90,14 +91,20 @@ def settle_rest(parts: Parts, before: Before) -> None:
     precision = options.precision
     placed = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
     for param in parts.module.parameters():
-        if id(param) not in placed and precision.param and param.is_floating_point():
+        if id(param) not in placed and precision.param and param.dtype in DTYPE_NAMES:
             before.keep_data(param)
             param.data = param.to(precision.param)
+    # By id of what it was, which ``before`` keeps: several modules may have one buffer.
+    settled: dict[int, Tensor] = {}
     for owner in parts.module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
             before.keep_entry(owner._buffers, name)
+            was = id(buffer)
+            if was in settled:
+                owner._buffers[name] = settled[was]
+                continue
             if any(step == 0 for step in buffer.stride()):
                 # An expanded tensor: its elements share memory, so nothing can be written to it.
                 buffer = owner._buffers[name] = buffer.contiguous()
@@ -106,4 +113,5 @@ def settle_rest(parts: Parts, before: Before) -> None:
                     before.keep_values(buffer)
                 comm.broadcast(buffer, 0)
             if precision.buffer is not None and buffer.is_floating_point():
-                owner._buffers[name] = buffer.to(precision.buffer)
+                buffer = owner._buffers[name] = buffer.to(precision.buffer)
+            settled[was] = buffer

@@ -15,7 +15,6 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.memory.cores import available_cores
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.params import check_local
 from ringcomm.optim.prepare import check_memory
 from ringcomm.zero.before import Before
 from ringcomm.zero.compiling import uncompiled
@@ -26,6 +25,7 @@ from ringcomm.zero.moving import make_bucket, move_in, settle_rest
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.placing import Plan, plan_buckets
+from ringcomm.zero.shardable import check_shardable
 from ringcomm.zero.stored import Stored
 from ringcomm.zero.unit_hooks import hook_modules
 from ringcomm.zero.units import find_units
@@ -67,9 +67,10 @@ def shard(
 
     Raises:
         ArgumentError: a bad stage, no trainable parameter, a module that is sharded already, a
-            parameter of a dtype that no optimizer takes, or two that share memory; a
-            DistributedDataParallel among several ranks; a ``comm`` that this rank is not in; ranks
-            of a launcher that have no group.
+            parameter of a dtype that no optimizer takes, or two that share memory; a module that is
+            lazy, distributed already, or a DistributedDataParallel among several ranks; a ``comm``
+            that this rank is not in; ranks of a launcher that have no group.
+        UnsupportedError: an embedding with ``max_norm``.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
 
@@ -83,6 +84,7 @@ def shard(
     returned, module = module, uncompiled(module)
     if any(_ENGINE in vars(each) for each in module.modules()):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
+    check_shardable(module)
     options = ZeroOptions() if options is None else options
     ranks = _communicator(comm, module)
     units = find_units(module, options.units)
@@ -104,7 +106,7 @@ def shard(
             module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn
         )
         with all_or_none(ranks, "shard"):
-            _check_params(module, ranks)
+            _check_devices(module, ranks)
             check_memory(plan.params, plan.layout)
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
                 for number in range(len(kind.unit_of)):
@@ -201,9 +203,8 @@ def _check_same(
     check_agreement(comm, "shard", mine)
 
 
-def _check_params(module: nn.Module, comm: Communicator) -> None:
+def _check_devices(module: nn.Module, comm: Communicator) -> None:
     for name, param in module.named_parameters():
-        check_local(param, f"shard: parameter {name}")
         if not is_meta(param) and param.device != comm.device:
             raise ArgumentError(
                 f"shard: parameter {name}: expected it on {comm.device}, as the communicator's "

@@ -1,0 +1,111 @@
+"""Modules that cannot be sharded are refused with the reason; what is odd and can be, is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim import AdamW
+
+STAGES = [0, 1, 2, 3]
+BF16 = zero.ZeroOptions(precision=zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16))
+
+
+@pytest.fixture
+def mesh():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def refuse(worlds, module: nn.Module, error: type[Exception], match: str, stage: int = 2) -> None:
+    def work(comm):
+        with pytest.raises(error, match=match):
+            zero.shard(module, stage, comm=comm)
+
+    worlds(1).run(work)
+
+
+def test_a_module_of_fsdp2(worlds, mesh):
+    module = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(module[0], mesh=mesh)
+    refuse(worlds, module, ArgumentError, r"module '0' is sharded by fully_shard\(\).*use one of")
+
+
+def test_a_module_of_dtensors(worlds, mesh):
+    module = distribute_module(nn.Linear(4, 4), mesh)
+    refuse(worlds, module, ArgumentError, r"parameter weight is a DTensor.*full_tensor\(\)")
+
+
+def test_a_module_whose_shapes_are_not_known_yet(worlds):
+    module = nn.Sequential(nn.LazyLinear(4))
+    refuse(worlds, module, ArgumentError, r"parameter 0\.weight has no shape yet.*run the module")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_writes_to_its_weight_in_forward(worlds, stage, kind):
+    module = nn.Sequential(kind(5, 4, max_norm=1.0))
+    refuse(worlds, module, UnsupportedError, r"module '0'.*max_norm=1\.0.*after each step", stage)
+    assert type(module[0].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_frozen_parameters_of_other_dtypes_are_not_cast(worlds, stage, dtype):
+    def work(comm):
+        module: Any = nn.Linear(4, 4)
+        module.scale = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+        zero.shard(module, stage, comm=comm, options=BF16)
+        with zero.gathered(module):
+            assert module.scale.dtype is dtype
+            assert module.weight.dtype is torch.bfloat16
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_buffer_of_two_modules_stays_one(worlds, stage):
+    def work(comm):
+        module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        table = torch.full((3,), comm.rank + 1.0)
+        for child in module:
+            child.register_buffer("table", table)
+        zero.shard(module, stage, comm=comm, options=BF16)
+        assert module[0].table is module[1].table
+        assert module[0].table.dtype is torch.bfloat16
+        assert module[0].table.tolist() == [1.0] * 3
+
+    worlds(2).run(work)
+
+
+def test_a_frozen_parameter_that_no_step_could_take():
+    module = nn.Linear(4, 4)
+    module.register_parameter("code", nn.Parameter(torch.ones(2, dtype=torch.uint8), False))
+    with pytest.raises(ArgumentError, match=r"torch\.uint8.*frozen.*if p\.requires_grad"):
+        AdamW(module.parameters())
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_torchs_own_scaler_on_one_rank(worlds, stage, unscales):
+    def work(comm):
+        module = zero.shard(nn.Linear(4, 4), stage, comm=comm)
+        optimizer = AdamW(module.parameters())
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(module(torch.ones(1, 4)).sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        with pytest.raises(UnsupportedError, match=r"use ringcomm\.optim\.GradScaler"):
+            scaler.step(optimizer)
+
+    worlds(1).run(work)
