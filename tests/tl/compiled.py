@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -109,12 +110,13 @@ def compile_kernel(
 
 
 def compile_plan(plan: Plan, world: int, target: int) -> Binary:
-    """What a launch of a collective for one rank compiles, wherever its buffers lie."""
+    """What launches of a collective for one rank compile, wherever buffers lie, of any sizes."""
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
     with on_gpu(target) as gpu:
-        for offset in (0, 4):
-            parts = [Part(1 << 40, (1 << 40) + offset, (1 << 41) + 2 * offset)]
-            launch(plan, parts, 20_000_000_000, geometry)
+        for more in (0, 4):
+            parts = [Part(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
+            sizes = tuple(size + more for size in plan.sizes)
+            launch(replace(plan, sizes=sizes), parts, 20_000_000_000 + more, geometry)
     assert gpu.launched == [plan.kernel.__name__] * 2
     assert not gpu.made[0].metadata.enable_fp_fusion
     return gpu.binary
