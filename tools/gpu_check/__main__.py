@@ -1,4 +1,4 @@
-"""The command: ``python -m tools.gpu_check [--stages build,test,sanitize,bench,steps,record]``."""
+"""The command: ``python -m tools.gpu_check [--stages LIST] [--budget SECONDS]``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,30 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.provenance import commit
 from bench.report import Report
 
 from .goals import evaluate
-from .plan import FAILED, OK, STAGES, Result, Runner, Stage, limit_s, select
+from .plan import (
+    BUDGET_S,
+    FAILED,
+    LEFT_OUT,
+    OK,
+    STAGES,
+    Result,
+    Runner,
+    Stage,
+    fit,
+    limit_s,
+    select,
+)
 from .record import LOG_NAME, Record, goal_lines, write
 from .stages import RUN, Workplace
 
@@ -33,7 +47,9 @@ Stages = Mapping[str, Callable[[Workplace, float], Result]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 when a stage failed, 2 without a usable GPU. A missed goal is no failure."""
     begin = time.monotonic()
-    stages = _parse(argv)
+    stages, left_out = _parse(argv)
+    # As an exception it ends the command that runs, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     runner = Runner(ROOT, FOLDER / LOG_NAME, os.environ)
@@ -44,31 +60,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GPU_STATUS
     facts = json.loads(probed.last_line)
     facts |= {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    place = Workplace(runner, FOLDER, facts)
-    results = run_stages(stages, place, RUN, begin)
+    results = [
+        Result(name, LEFT_OUT, "the budget has no room for it", data={"left out": [name]})
+        for name in left_out
+    ]
     out = os.environ.get("OUT")
-    if any(stage.name == "record" for stage in stages):
-        results.append(_record(place, results, Path(out) if out else None))
+    record = any(stage.name == "record" for stage in stages)
+    saver = Saver(facts, ROOT / "bench" / "results", Path(out) if out else None, FOLDER / LOG_NAME)
+    place = Workplace(runner, FOLDER, facts, saver if record else None)
+    results += run_stages(stages, place, RUN, begin, results)
+    if record:
+        results.append(_record(saver, results))
     print("\n".join(summary(place, results)))
     return 1 if any(result.verdict == FAILED for result in results) else 0
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[Stage, ...]:
+def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+    """The stages that are to run, and those that the budget has no room for."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     names = ",".join(stage.name for stage in STAGES)
     parser.add_argument("--stages", default=names, metavar="LIST", help=f"some of {names}")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=BUDGET_S,
+        metavar="SECONDS",
+        help="for all stages together; what finds no room is left out and named in the record",
+    )
+    given = parser.parse_args(argv)
     try:
-        return select(parser.parse_args(argv).stages)
+        chosen = select(given.stages)
     except ValueError as error:
         parser.error(str(error))
+    stages, left_out = fit(chosen, given.budget)
+    if not set(RUN) & {stage.name for stage in stages}:
+        least_s = min(stage.least_s for stage in chosen)
+        parser.error(f"--budget {given.budget:g}: no stage fits, the shortest takes {least_s:g} s")
+    return stages, left_out
 
 
 def run_stages(
-    stages: Sequence[Stage], place: Workplace, run: Stages, begin: float
+    stages: Sequence[Stage],
+    place: Workplace,
+    run: Stages,
+    begin: float,
+    before: Sequence[Result] = (),
 ) -> list[Result]:
     """Runs those of ``stages`` that ``run`` knows; one that fails or raises stops no other.
 
-    The time they have together counts from ``begin``.
+    The time they have together counts from ``begin``. What they found, and what stands ``before``
+    it, is saved as it comes.
     """
     results: list[Result] = []
     for index, stage in enumerate(stages):
@@ -78,12 +119,18 @@ def run_stages(
         started = time.monotonic()
         limit = limit_s(stages, index, started - begin)
         print(f"gpu-check: {stage.name}, {limit:.0f} s at most", flush=True)
-        try:
-            result = body(place, limit)
-        except Exception as error:
-            result = Result(stage.name, FAILED, f"{type(error).__name__}: {error}")
+        place.results = [*before, *results]
+        if limit < stage.least_s:
+            result = Result(stage.name, LEFT_OUT, f"{limit:.0f} s were left for it")
+            result.data = {"left out": [stage.name]}
+        else:
+            try:
+                result = body(place, limit)
+            except Exception as error:
+                result = Result(stage.name, FAILED, f"{type(error).__name__}: {error}")
         result.seconds = time.monotonic() - started
         results.append(result)
+        place.save(result)
         if result.verdict == FAILED and result.tail:
             print(result.tail)
         print(f"gpu-check: {stage.name}: {result.verdict}: {result.detail}", flush=True)
@@ -94,11 +141,24 @@ def reports_of(results: Sequence[Result]) -> list[Report]:
     return [report for result in results for report in result.data.get("reports", [])]
 
 
-def _record(place: Workplace, results: Sequence[Result], out: Path | None) -> Result:
+@dataclass(frozen=True)
+class Saver:
+    """Writes the record, as often as there is something new: whatever ends the run, that stays."""
+
+    facts: Mapping[str, str]
+    folder: Path
+    out: Path | None
+    log: Path
+
+    def __call__(self, results: Sequence[Result], *, ended: bool = False) -> list[Path]:
+        reports = reports_of(results)
+        record = Record(self.facts, results, evaluate(reports), reports, ended)
+        return write(record, self.folder, self.out, self.log)
+
+
+def _record(saver: Saver, results: Sequence[Result]) -> Result:
     begin = time.monotonic()
-    reports = reports_of(results)
-    record = Record(place.facts, results, evaluate(reports), reports)
-    files = write(record, ROOT / "bench" / "results", out, place.folder / LOG_NAME)
+    files = saver(results, ended=True)
     names = ", ".join(str(file.relative_to(ROOT)) for file in files)
     return Result("record", OK, names, seconds=time.monotonic() - begin)
 

@@ -20,12 +20,13 @@ LOG_NAME = "gpu-check.log"
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that is known at the end of a run."""
+    """Everything that is known of a run, which may not have ``ended`` yet."""
 
     facts: Mapping[str, str]
     results: Sequence[Result]
     goals: Sequence[Goal]
     reports: Sequence[Report]
+    ended: bool = True
 
     @property
     def rows(self) -> list[Row]:
@@ -52,9 +53,15 @@ def write(record: Record, folder: Path, out: Path | None, log: Path) -> list[Pat
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / base_name(record.facts)
     files = [base.with_suffix(ending) for ending in (".json", ".csv", ".md")]
-    files[0].write_text(json.dumps(document(record), indent=1) + "\n", encoding="utf-8")
-    write_csv(Report(record.provenance, record.rows), files[1])
-    files[2].write_text(markdown(record), encoding="utf-8")
+    texts = {files[0]: json.dumps(document(record), indent=1) + "\n", files[2]: markdown(record)}
+    for file in files:
+        # Whole at any time: a run that is killed while it writes leaves what stood there before.
+        unfinished = file.with_suffix(f"{file.suffix}.unfinished")
+        if file in texts:
+            unfinished.write_text(texts[file], encoding="utf-8")
+        else:
+            write_csv(Report(record.provenance, record.rows), unfinished)
+        unfinished.replace(file)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for file in (*files, log):
@@ -86,6 +93,7 @@ def document(record: Record) -> dict[str, object]:
     ]
     return {
         "schema": SCHEMA,
+        "ended": record.ended,
         "provenance": record.provenance,
         "stages": stages,
         "goals": goals,
@@ -108,6 +116,8 @@ def markdown(record: Record) -> str:
     facts = record.facts
     text = [f"# {facts['gpu']}, {facts['date']}", "", "| | |", "|---|---|"]
     text += [f"| {key} | {value} |" for key, value in facts.items()]
+    if not record.ended:
+        text += ["", "This run was stopped before its end: what follows is what it had by then."]
     text += ["", "## Goals", "", *goal_lines(record.goals)]
     for goal in record.goals:
         if goal.cells:

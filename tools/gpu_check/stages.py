@@ -7,28 +7,47 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench.report import Report
 from bench.report import read as read_report
 
-from . import benches, junit, sanitizer
-from .plan import FAILED, OK, UNAVAILABLE, Result, Runner
+from . import benches, noting, sanitizer
+from .plan import FAILED, OK, PARTIAL, UNAVAILABLE, Result, Runner
 
-TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/tl")
+TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/comm/device_faults", "tests/tl")
+# What tests have come to, as they end.
+NOTES_NAME = "tests.jsonl"
 SANITIZER_CASES = "tests/gpu/sanitizer_cases.py"
+# Of a test without a limit of its own, and of a file.
 _TEST_LIMIT_S = 60
+_FILE_LIMIT_S = 150.0
+# With less a file is not begun: torch alone takes as long.
+_LEAST_FILE_S = 10.0
 _TARGETS = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workplace:
-    """Where a run happens: its commands, a folder for what they write, and the GPU's facts."""
+    """Where a run happens: its commands, a folder for what they write, and the GPU's facts.
+
+    Attributes:
+        saver: writes the record of some results; None: there will be no record.
+        results: of the stages before the one that runs.
+    """
 
     runner: Runner
     folder: Path
     facts: Mapping[str, str]
+    saver: Callable[[Sequence[Result]], object] | None = None
+    results: list[Result] = field(default_factory=list)
+
+    def save(self, result: Result) -> None:
+        """Records what the stage that runs has found until now, or in the end."""
+        if self.saver is not None:
+            self.saver([*self.results, result])
 
 
 def build(place: Workplace, limit_s: float) -> Result:
@@ -48,27 +67,88 @@ def build(place: Workplace, limit_s: float) -> Result:
     return Result("build", OK, kernels)
 
 
+def _test_files(place: Workplace, limit_s: float) -> tuple[list[str], str]:
+    """The files with tests that need a GPU, Triton's last, and what stood in the way of a list."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", *TEST_FOLDERS]
+    done = place.runner.run([*command, "-p", "no:cacheprovider"], limit_s)
+    named = [line.partition("::")[0] for line in done.output.splitlines() if "::" in line]
+    files = [name for name in dict.fromkeys(named) if (place.runner.root / name).is_file()]
+    # Triton compiles for minutes what it has not compiled before.
+    files.sort(key=lambda name: "/tl/" in name or "triton" in name)
+    if done.status == 0:
+        return files, ""
+    return files, "stopped at its limit" if done.status is None else done.last_line
+
+
+@dataclass
+class _Tested:
+    """The tests of the files until now. ``stopped``: tests in which the stage's time ended."""
+
+    notes: Path
+    broken: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    stopped: tuple[str, ...] = ()
+    tail: str = ""
+
+    def failed(self, run: noting.TestRun) -> list[str]:
+        return [*run.failed, *(name for name in run.unended if name not in self.stopped)]
+
+    def result(self) -> Result:
+        run = noting.read(self.notes)
+        failed = self.failed(run)
+        said = [run.summary, *self.broken]
+        data: dict[str, Any] = {"failed": failed, "figures": run.figures, "summary": run.summary}
+        if failed:
+            said.append(f"first: {', '.join(failed[:3])}")
+        if self.left_out:
+            data["left out"] = [*self.left_out]
+            said.append(f"no time left for {', '.join(self.left_out)}")
+        verdict = PARTIAL if self.left_out else OK
+        if failed or self.broken or not run.passed:
+            verdict = FAILED
+        if not run.passed:
+            said.append("nothing passed")
+        return Result("test", verdict, "; ".join(said), self.tail, data=data)
+
+
 def test(place: Workplace, limit_s: float) -> Result:
-    """The tests that need a GPU, each with a limit of its own."""
-    file = place.folder / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *TEST_FOLDERS]
-    command += ["--durations=5"]
-    command += ["-p", "no:cacheprovider", f"--junitxml={file}", f"--timeout={_TEST_LIMIT_S}"]
-    # pytest ends by itself shortly before the limit, and has then noted what it did.
-    command += [f"--session-timeout={max(limit_s - 20.0, 1.0):.0f}"]
-    done = place.runner.run(command, limit_s)
-    try:
-        run = junit.read(file)
-    except FileNotFoundError:
-        why = "stopped at its limit" if done.status is None else done.last_line
-        return Result("test", FAILED, why, done.tail)
-    data = {"failed": list(run.failed), "figures": run.figures, "summary": run.summary}
-    if run.failed or done.status != 0:
-        why = f"{run.summary}, exit status {done.status}; first: {', '.join(run.failed[:3])}"
-        return Result("test", FAILED, why, done.tail, data=data)
-    if not run.passed:
-        return Result("test", FAILED, f"{run.summary}: nothing ran", data=data)
-    return Result("test", OK, run.summary, data=data)
+    """The tests that need a GPU, a process for each file and a limit for each test.
+
+    A test that hangs takes its process along, and what that has noted by then stays.
+    """
+    end = time.monotonic() + limit_s
+    files, why = _test_files(place, limit_s)
+    tested = _Tested(place.folder / NOTES_NAME)
+    tested.notes.unlink(missing_ok=True)
+    if why:
+        tested.broken.append(f"the list of tests: {why}")
+    for file in files:
+        left_s = end - time.monotonic()
+        if left_s < _LEAST_FILE_S:
+            tested.left_out.append(file)
+            continue
+        _test_file(place, file, left_s, tested)
+        place.save(tested.result())
+    return tested.result()
+
+
+def _test_file(place: Workplace, file: str, left_s: float, tested: _Tested) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", file, "--durations=5"]
+    command += ["-p", "no:cacheprovider", "-p", noting.__name__]
+    # By a thread: a signal's handler waits for a call that hangs in the driver.
+    command += [f"--timeout={_TEST_LIMIT_S}", "--timeout-method=thread"]
+    failed = tested.failed(noting.read(tested.notes))
+    limit = min(left_s, _FILE_LIMIT_S)
+    done = place.runner.run(command, limit, {noting.NOTES_VARIABLE: str(tested.notes)})
+    if done.status is None and limit == left_s:
+        tested.left_out.append(f"the rest of {file}")
+        tested.stopped = noting.read(tested.notes).unended
+    elif done.status is None:
+        tested.broken.append(f"{file}: stopped after {limit:.0f} s")
+    elif done.status and tested.failed(noting.read(tested.notes)) == failed:
+        tested.broken.append(f"{file}: exit status {done.status}")
+    if done.status != 0:
+        tested.tail = tested.tail or done.tail
 
 
 def sanitize(place: Workplace, limit_s: float) -> Result:
@@ -115,29 +195,51 @@ def _run_benches(
     stage: str, plan: Sequence[benches.Bench], place: Workplace, limit_s: float
 ) -> Result:
     end = time.monotonic() + limit_s
-    reports: list[Report] = []
-    notes: list[str] = []
-    failed, tail = False, ""
+    found = _Measured(stage)
     for number, one in enumerate(plan):
         left_s = end - time.monotonic()
         if left_s < 1.0:
-            notes.append(f"{one.name}: no time left")
+            found.left_out.append(one.name)
             continue
         file = place.folder / f"{stage}-{number}.json"
         command = [sys.executable, "-m", one.module, *one.arguments, "--json", str(file)]
         done = place.runner.run(command, min(one.limit_s, left_s))
         if file.exists():
-            reports.append(read_report(file))
+            found.reports.append(read_report(file))
         if done.status != 0:
             why = "stopped at its limit" if done.status is None else done.last_line
-            notes.append(f"{one.name}: {why}")
-            tail = tail or done.tail
-            failed = failed or not one.optional or any(report.wrong for report in reports[-1:])
-    rows = sum(len(report.rows) for report in reports)
-    wrong = sum(report.wrong for report in reports)
-    detail = "; ".join([f"{len(reports)} runs, {rows} rows, {wrong} wrong elements", *notes])
-    verdict = FAILED if failed or wrong or not reports else OK
-    return Result(stage, verdict, detail, tail, data={"reports": reports})
+            found.notes.append(f"{one.name}: {why}")
+            found.tail = found.tail or done.tail
+            wrong = any(report.wrong for report in found.reports[-1:])
+            found.failed = found.failed or not one.optional or wrong
+        place.save(found.result())
+    return found.result()
+
+
+@dataclass
+class _Measured:
+    """The runs of the harness until now."""
+
+    stage: str
+    reports: list[Report] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    failed: bool = False
+    tail: str = ""
+
+    def result(self) -> Result:
+        rows = sum(len(report.rows) for report in self.reports)
+        wrong = sum(report.wrong for report in self.reports)
+        summary = f"{len(self.reports)} runs, {rows} rows, {wrong} wrong elements"
+        left_out = [f"{name}: no time left" for name in self.left_out]
+        detail = "; ".join([summary, *self.notes, *left_out])
+        data: dict[str, Any] = {"reports": [*self.reports]}
+        if left_out:
+            data["left out"] = [*self.left_out]
+        verdict = PARTIAL if left_out else OK
+        if self.failed or wrong or not self.reports:
+            verdict = FAILED
+        return Result(self.stage, verdict, detail, self.tail, data=data)
 
 
 RUN: dict[str, Callable[[Workplace, float], Result]] = {
