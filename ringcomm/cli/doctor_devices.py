@@ -12,6 +12,7 @@ from ringcomm.memory.device_runtime import DeviceRuntime
 from ringcomm.memory.kernel_build import describe_source
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+LOADING_VARIABLE = "CUDA_MODULE_LOADING"
 # The driver's own number. A communicator has up to three streams, and the program has its own.
 DEFAULT_CONNECTIONS = 8
 
@@ -27,6 +28,7 @@ def check_devices() -> Iterator[Finding]:
     for device in range(count):
         yield _check_device(runtime, device)
     yield _check_connections(os.environ.get(CONNECTIONS_VARIABLE, ""))
+    yield _check_loading(os.environ.get(LOADING_VARIABLE, ""))
 
 
 def _check_device(runtime: DeviceRuntime, device: int) -> Finding:
@@ -45,6 +47,18 @@ def _check_device(runtime: DeviceRuntime, device: int) -> Finding:
         return Finding(name, OK, f"{text}; kernels: {describe_source(identity.capability)}")
     except RingcommError as error:
         return Finding(name, NOTE, f"{text}; no kernels for it", str(error))
+
+
+def _check_loading(setting: str) -> Finding:
+    if setting == "EAGER":
+        return Finding("kernel loading", OK, "eager")
+    advice = (
+        "the first launch of a kernel, of torch or anybody, may load it and wait for all kernels "
+        "that run, one of which may wait for a message of this very rank: set "
+        f"{LOADING_VARIABLE}=EAGER where messages and collectives are under way during first calls"
+    )
+    text = setting.lower() if setting else "lazy (the default)"
+    return Finding("kernel loading", NOTE, text, advice)
 
 
 def _check_connections(setting: str) -> Finding:

@@ -12,6 +12,7 @@ from ringcomm.errors import RingcommError
 DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
+_NOT_READY = 600
 
 
 class CudaDriver:
@@ -22,6 +23,7 @@ class CudaDriver:
         library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
         library.cuThreadExchangeStreamCaptureMode.argtypes = [POINTER(c_int)]
         library.cuStreamCreateWithPriority.argtypes = [POINTER(c_void_p), c_uint, c_int]
+        library.cuEventQuery.argtypes = [c_void_p]
         self._library = library
         # Since CUDA 12.4.
         self._load_function = getattr(library, "cuFuncLoad", None)
@@ -58,6 +60,17 @@ class CudaDriver:
         )
         self._check("cuStreamCreateWithPriority", result)
         return stream.value or 0
+
+    def has_passed(self, event: int) -> bool:
+        """Whether an event, of this API or of the runtime API, has passed.
+
+        cudaEventQuery says "not ready" and also leaves it as the thread's last error, which torch
+        looks at after its next launch and takes for that launch's.
+        """
+        result = self._library.cuEventQuery(event)
+        if result != _NOT_READY:
+            self._check("cuEventQuery", result)
+        return bool(result == 0)
 
     def load_function(self, function: int) -> None:
         """Loads a kernel's code now.

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,6 +36,10 @@ _HOST_ALLOC_PORTABLE, _HOST_ALLOC_MAPPED = 1, 2
 _COPY_TO_DEVICE, _COPY_TO_HOST = 1, 2
 _MAX_THREADS_PER_BLOCK = 0
 _LAZY_ENABLE_PEER_ACCESS = 1
+# What the driver says of machine code that another driver or another GPU would take: an image that
+# is invalid, has nothing for this GPU or PTX that does not compile (of a newer version, too), and
+# one of a kind that is not known yet.
+_REFUSED_IMAGE = (200, 209, 218, 221, 222, 223, 300)
 
 
 class _Memory:
@@ -50,10 +57,23 @@ class _Memory:
 
 
 class CudaPage:
-    """Page-locked host memory that is mapped into every device."""
+    """Page-locked host memory that is mapped into every device.
 
-    def __init__(self, cuda: Any, size_bytes: int) -> None:
+    Args:
+        cuda: CuPy's runtime.
+        size_bytes: of the page.
+        beside_captures: inside what it returns, a call breaks no capture. A communicator that
+            nobody closed gives its page back from a garbage collection, at any time.
+    """
+
+    def __init__(
+        self,
+        cuda: Any,
+        size_bytes: int,
+        beside_captures: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._cuda = cuda
+        self._beside_captures = beside_captures
         self.size_bytes = size_bytes
         self.host_ptr = int(cuda.hostAlloc(size_bytes, _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED))
         self.device_ptr = int(cuda.pointerGetAttributes(self.host_ptr).devicePointer)
@@ -62,7 +82,8 @@ class CudaPage:
     def free(self) -> None:
         ptr, self.host_ptr, self.device_ptr = self.host_ptr, 0, 0
         if ptr:
-            self._cuda.freeHost(ptr)
+            with self._beside_captures():
+                self._cuda.freeHost(ptr)
 
 
 @dataclass(frozen=True)
@@ -161,9 +182,10 @@ class CudaRuntime(CudaStreams):
         self._copy(device, ptr, ctypes.addressof(buffer), len(data), _COPY_TO_DEVICE)
 
     def allocate_pinned(self, size_bytes: int) -> CudaPage:
-        with self._beside_captures(self.current_device()):
+        beside_captures = partial(self._beside_captures, self.current_device())
+        with beside_captures():
             try:
-                return CudaPage(self._cuda, size_bytes)
+                return CudaPage(self._cuda, size_bytes, beside_captures)
             except RuntimeError as error:
                 if getattr(error, "status", None) == _OUT_OF_MEMORY:
                     raise MemoryError(str(error)) from error
@@ -221,13 +243,32 @@ class CudaRuntime(CudaStreams):
                 kernel = self._kernels[device, unit, name] = self._load(device, unit, name)
             return kernel
 
+    def _load_module(self, device: int, unit: str) -> int:
+        """The unit's module; compiled here where the driver refuses what came with the package."""
+        capability = self.identity(device).capability
+        image = kernel_build.load_unit(unit, capability)
+        try:
+            return int(self._modules.moduleLoadData(image))
+        except self._modules.CUDADriverError as error:
+            maker = kernel_build.prebuilt_by(unit, capability)
+            if maker is None or getattr(error, "status", None) not in _REFUSED_IMAGE:
+                raise
+            warnings.warn(
+                f"the driver refuses the kernels that {maker} compiled with the package "
+                f"({said(error)}): they are compiled by NVRTC at their first use instead. Update "
+                "the driver, or install ringcomm with a CUDA toolkit that the driver knows",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        image = kernel_build.load_unit(unit, capability, prebuilt=False)
+        return int(self._modules.moduleLoadData(image))
+
     def _load(self, device: int, unit: str, name: str) -> CudaKernel:
         module = self._loaded.get((device, unit))
         with self._beside_captures(device):
             try:
                 if module is None:
-                    image = kernel_build.load_unit(unit, self.identity(device).capability)
-                    module = self._loaded[device, unit] = self._modules.moduleLoadData(image)
+                    module = self._loaded[device, unit] = self._load_module(device, unit)
                 function = int(self._modules.moduleGetFunction(module, name))
                 self._driver.load_function(function)
                 threads = int(self._modules.funcGetAttribute(_MAX_THREADS_PER_BLOCK, function))

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import RingcommError
 from ringcomm.memory.cuda_driver import CudaDriver
 from ringcomm.memory.device_runtime import Event, Stream
 
 _EVENT_DISABLE_TIMING = 2
-_NOT_READY = 600
 _HIGH_PRIORITY, _USUAL_PRIORITY = -1, 0
 
 
@@ -129,10 +127,7 @@ class CudaStreams:
     def query(self, event: int) -> bool:
         """Whether the event has passed; allowed while a graph is captured."""
         with self._driver.outside_captures():
-            status = self._cuda.eventQuery(event)
-        if status not in (0, _NOT_READY):
-            raise RingcommError(f"cudaEventQuery: CUDA error {status}")
-        return bool(status == 0)
+            return self._driver.has_passed(event)
 
     def await_event(self, event: int) -> None:
         with self._driver.outside_captures():
@@ -153,7 +148,8 @@ class CudaStreams:
                 return True
 
     def synchronize(self, device: int) -> None:
-        torch.cuda.synchronize(device)
+        with self._beside_captures(device):
+            torch.cuda.synchronize(device)
 
     def _service_stream(self, device: int) -> int:
         """The stream of our own copies: on the default stream they would wait for kernels."""

@@ -102,11 +102,19 @@ class KernelBuilder:
     compiler: Callable[[], Compiler]
     cache: KernelCache
 
-    def load(self, unit: str, capability: Capability) -> bytes:
+    def prebuilt_by(self, unit: str, capability: Capability) -> str | None:
+        """As :func:`prebuilt_by`."""
+        source = kernel_units.read_source(self.root, kernel_units.unit(unit))
+        if self.prebuilt is None or self.prebuilt.target(source, capability) is None:
+            return None
+        return self.prebuilt.compiler
+
+    def load(self, unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
         """As :func:`load_unit`."""
         source = kernel_units.read_source(self.root, kernel_units.unit(unit))
-        if self.prebuilt is not None and self.prebuilt.target(source, capability) is not None:
-            return self.prebuilt.load(source)
+        there = self.prebuilt if prebuilt else None
+        if there is not None and there.target(source, capability) is not None:
+            return there.load(source)
         compiler = self.compiler()
         target = self._compiled_target(compiler, capability)
         macros = [f"-D{macro}" for macro in source.unit.macros]
@@ -170,7 +178,12 @@ def _builder() -> KernelBuilder:
     )
 
 
-def load_unit(unit: str, capability: Capability) -> bytes:
+def prebuilt_by(unit: str, capability: Capability) -> str | None:
+    """The compiler of the build whose binary :func:`load_unit` takes; None: it compiles itself."""
+    return _builder().prebuilt_by(unit, capability)
+
+
+def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
     """Code of one unit that a device can load: a fatbin, a cubin, or PTX.
 
     The first call on a machine may compile for seconds; ranks that call at once compile once.
@@ -178,6 +191,7 @@ def load_unit(unit: str, capability: Capability) -> bytes:
     Args:
         unit: a name in :data:`ringcomm.memory.kernel_units.UNITS`.
         capability: compute capability of the device, such as ``(9, 0)``.
+        prebuilt: whether to take what a build left; else the unit is compiled.
 
     Raises:
         ArgumentError: there is no such unit.
@@ -185,7 +199,7 @@ def load_unit(unit: str, capability: Capability) -> bytes:
             no NVRTC, an architecture that NVRTC does not know, or an error of the compiler, of
             which the first lines are shown.
     """
-    return _builder().load(unit, capability)
+    return _builder().load(unit, capability, prebuilt)
 
 
 def load_units(units: Iterable[str], capability: Capability) -> dict[str, bytes]:

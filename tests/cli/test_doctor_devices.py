@@ -4,7 +4,7 @@ import pytest
 
 from ringcomm.cli import doctor_devices
 from ringcomm.cli.doctor_checks import NOTE, OK
-from ringcomm.cli.doctor_devices import CONNECTIONS_VARIABLE, check_devices
+from ringcomm.cli.doctor_devices import CONNECTIONS_VARIABLE, LOADING_VARIABLE, check_devices
 from ringcomm.errors import UnsupportedError
 from ringcomm.memory import device_runtime
 from tests.support.emulator import EmulatedRuntime
@@ -20,7 +20,7 @@ def runtime():
 def test_every_device_is_described(runtime, monkeypatch):
     monkeypatch.delenv(CONNECTIONS_VARIABLE, raising=False)
     monkeypatch.setattr(doctor_devices, "describe_source", lambda capability: f"for {capability}")
-    first, second, queues = check_devices()
+    first, second, queues, _ = check_devices()
     assert (first.name, second.name) == ("gpu 0", "gpu 1")
     assert first.verdict == OK
     assert "6 multiprocessors" in first.value
@@ -39,9 +39,20 @@ def test_a_device_without_kernels_is_named(runtime, monkeypatch):
 
 def test_few_queues_are_named(runtime, monkeypatch):
     monkeypatch.setenv(CONNECTIONS_VARIABLE, "1")
-    *_, queues = check_devices()
+    *_, queues, _ = check_devices()
     assert queues.verdict == NOTE
     assert "block each other" in queues.advice
+
+
+def test_eager_loading_is_recommended(runtime, monkeypatch):
+    for setting, shown in (("", "lazy (the default)"), ("LAZY", "lazy")):
+        monkeypatch.setenv(LOADING_VARIABLE, setting)
+        *_, loading = check_devices()
+        assert (loading.verdict, loading.value) == (NOTE, shown)
+        assert "CUDA_MODULE_LOADING=EAGER" in loading.advice
+    monkeypatch.setenv(LOADING_VARIABLE, "EAGER")
+    *_, loading = check_devices()
+    assert loading.verdict == OK
 
 
 def test_without_a_device_the_reason_is_told(monkeypatch):

@@ -35,6 +35,10 @@ class CudaError(RuntimeError):
 class CUDADriverError(RuntimeError):
     """As CuPy's driver errors."""
 
+    def __init__(self, text: str, status: int = 500) -> None:
+        super().__init__(text)
+        self.status = status
+
 
 class Library:
     """Answers to calls by name: a value, an exception to raise, or a function; default 0."""
@@ -64,11 +68,19 @@ class Driver:
         self.relaxed = 0
         self.made: list[int] = []
         self.loaded: list[int] = []
+        self.passed: set[int] = set()
+        self.inside = False
 
     @contextmanager
     def outside_captures(self) -> Any:
         self.relaxed += 1
+        before, self.inside = self.inside, True
         yield
+        self.inside = before
+
+    def has_passed(self, event: int) -> bool:
+        assert self.inside
+        return event in self.passed
 
     def make_stream(self, priority: int) -> int:
         self.made.append(priority)
@@ -171,6 +183,8 @@ def test_pinned_pages_are_mapped_zeroed_and_freed_once(stack):
     address = ctypes.addressof(memory)
     stack.cuda.answers["hostAlloc"] = address
     stack.cuda.answers["pointerGetAttributes"] = SimpleNamespace(devicePointer=0x9000)
+    stack.cuda.answers["freeHost"] = lambda ptr: inside.append(stack.driver.inside)
+    inside: list[bool] = []
     page = stack.runtime.allocate_pinned(64)
     assert (page.host_ptr, page.device_ptr, page.size_bytes) == (address, 0x9000, 64)
     assert stack.cuda.named("hostAlloc") == [(64, 3)]  # portable and mapped
@@ -178,6 +192,16 @@ def test_pinned_pages_are_mapped_zeroed_and_freed_once(stack):
     page.free()
     page.free()
     assert stack.cuda.named("freeHost") == [(address,)]
+    assert inside == [True]  # it may be a garbage collection, while a thread captures
+
+
+def test_a_device_is_waited_for_beside_captures(stack, monkeypatch):
+    inside: list[bool] = []
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: inside.append(stack.driver.inside)
+    )
+    stack.runtime.synchronize(1)
+    assert inside == [True]
 
 
 def test_identity_is_torch_s_uuid(stack):
@@ -256,16 +280,15 @@ def test_a_call_goes_to_the_stream_of_its_handle(stack, monkeypatch, handle):
 
 
 def test_events(stack):
-    stack.cuda.answers |= {"eventCreateWithFlags": 55, "eventQuery": 600}
+    stack.cuda.answers["eventCreateWithFlags"] = 55
     event = stack.runtime.record_event(0, 1001)
     assert stack.cuda.named("eventCreateWithFlags") == [(2,)]
     assert stack.cuda.named("eventRecord") == [(55, 1001)]
     assert event.query() is False
-    stack.cuda.answers["eventQuery"] = 0
+    stack.driver.passed.add(55)
     assert event.query() is True
-    stack.cuda.answers["eventQuery"] = 907
-    with pytest.raises(RingcommError, match="cudaEventQuery: CUDA error 907"):
-        event.query()
+    # The runtime's own query would leave "not ready" behind for torch's next check of a launch.
+    assert stack.cuda.named("eventQuery") == []
     stack.runtime.wait_event(1, 1002, event)
     assert stack.cuda.named("streamWaitEvent") == [(1002, 55)]
     del event
@@ -317,6 +340,47 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
         stack.runtime.find_kernel(1, "move", "rc_x")
 
 
+def refuse_prebuilt(stack: Stack, monkeypatch, status: int, maker: str | None) -> list[bool]:
+    """Has the driver refuse what came with the package; returns how units are then asked for."""
+    asked: list[bool] = []
+
+    def load_unit(unit: str, capability: tuple[int, int], prebuilt: bool = True) -> bytes:
+        asked.append(prebuilt)
+        return b"of nvcc" if prebuilt else b"of NVRTC"
+
+    def module(image: bytes) -> int:
+        if image == b"of nvcc":
+            raise CUDADriverError("CUDA_ERROR_X: what it means", status)
+        return 5
+
+    monkeypatch.setattr(kernel_build, "load_unit", load_unit)
+    monkeypatch.setattr(kernel_build, "prebuilt_by", lambda unit, capability: maker)
+    stack.modules.answers |= {
+        "moduleLoadData": module,
+        "moduleGetFunction": 6,
+        "funcGetAttribute": 256,
+        "occupancyMaxActiveBlocksPerMultiprocessor": 1,
+    }
+    return asked
+
+
+@pytest.mark.parametrize("status", [200, 209, 218, 221, 222, 223, 300])
+def test_what_an_older_driver_refuses_is_compiled_and_this_is_said(stack, monkeypatch, status):
+    asked = refuse_prebuilt(stack, monkeypatch, status, "nvcc 13.0")
+    said = r"driver refuses the kernels that nvcc 13.0 .*CUDA_ERROR_X.*by NVRTC"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert stack.runtime.find_kernel(0, "move", "rc_move").handle == 6
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(("status", "maker"), [(2, "nvcc 13.0"), (222, None)])
+def test_no_other_failure_is_taken_for_an_older_driver(stack, monkeypatch, status, maker):
+    asked = refuse_prebuilt(stack, monkeypatch, status, maker)
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded on device 0.*CUDA_ERROR_X"):
+        stack.runtime.find_kernel(0, "move", "rc_move")
+    assert asked == [True]
+
+
 LIBCUDA = """
 static int mode = 0;
 extern "C" {
@@ -329,6 +393,10 @@ int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
   if (flags != 1) return 1;
   *stream = reinterpret_cast<void*>(0x7f0000000000 - priority);
   return 0;
+}
+int cuEventQuery(void* event) {
+  const auto handle = reinterpret_cast<unsigned long long>(event);
+  return handle == 0x7f0000000055 ? 0 : handle == 0x7f0000000056 ? 600 : 907;
 }
 #ifdef LOADS
 int cuFuncLoad(void* function) {
@@ -352,6 +420,10 @@ def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, monkeypatch, load
         assert mode() == 2  # relaxed
     assert mode() == 0
     assert driver.make_stream(-1) == 0x7F0000000001
+    assert driver.has_passed(0x7F0000000055) is True
+    assert driver.has_passed(0x7F0000000056) is False
+    with pytest.raises(RingcommError, match="cuEventQuery: CUDA error 907: what it means"):
+        driver.has_passed(0x7F0000000057)
     driver.load_function(0x7F0000000006)
     if loads:
         with pytest.raises(RingcommError, match="cuFuncLoad: CUDA error 400: what it means"):
