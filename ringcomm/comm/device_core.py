@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -24,6 +25,8 @@ RAISED = (1).to_bytes(4, "little")
 # turn. Choices, not swept.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
+# How long a rank that was told to give up waits for the host of the rank where it began to say why.
+REASON_GRACE_S, REASON_POLL_S = 1.0, 0.002
 
 __all__ = ["DeviceCore"]
 
@@ -197,6 +200,20 @@ class DeviceCore:
         own = self.native.fault()
         if own is not None and own["kind"] != "aborted":
             return own
+        found = self._cause(own)
+        deadline = time.monotonic() + REASON_GRACE_S
+        # Kernels that were asked to give up raise their word before the host that asked has
+        # written why.
+        while self._awaits_reason(found) and time.monotonic() < deadline:
+            time.sleep(REASON_POLL_S)
+            found = self._cause(own)
+        return found
+
+    @staticmethod
+    def _awaits_reason(found: dict[str, Any] | None) -> bool:
+        return found is not None and found["kind"] == "aborted" and not found["reason"]
+
+    def _cause(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         ranks = ((self.rank + distance) % self.world_size for distance in range(self.world_size))
         records = [record for rank in ranks if (record := self._record_of(rank)) is not None]
         # The others' kernels gave up since they saw that one's word.
@@ -220,13 +237,16 @@ class DeviceCore:
             if self._aborted or self._block is None:
                 return
             self._aborted = True
+            ended_before = self.native.raised
+            # First of all, and by a plain store: the copies below may fail, or be in a hardware
+            # queue behind a kernel that only this ends.
+            self.native.request_abort()
             if self.recorder is not None:
                 self.recorder.native.stop()
-            if not self.native.raised:
-                # Before the word, whoever raises it: by the reason peers know where it began.
+            if not ended_before:
+                # By the reason peers know where it began; they wait for it (fault()).
                 text = _native.abort_reason(reason or "Communicator.abort() was called")
                 self._write(_native.REASON_OFFSET_BYTES, text)
-            self.native.request_abort()
             self._write(_native.ABORTED_OFFSET_BYTES, RAISED)
 
     def _write(self, offset_bytes: int, data: bytes) -> None:

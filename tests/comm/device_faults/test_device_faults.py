@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from functools import partial
@@ -23,6 +24,7 @@ from tests.comm.device_faults.conftest import Places
 from tests.comm.device_faults.places import SOON_S, Gate, Place, error_of, first_error, until
 
 SHORT_S = 0.5
+COUNT = 5000
 # More channels than places for packets with the header of a message of another size.
 WIDE = CommOptions(segment_bytes=4096, channels=4, packet_bytes=4096)
 
@@ -55,6 +57,53 @@ def sum_of_ones(place: Place, comm: Any) -> float:
     tensor = place.full(5000, 1.0)
     comm.all_reduce(tensor)
     return float(tensor.sum().item())
+
+
+def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatch: Any) -> None:
+    """A copy may fail, or be queued behind a kernel that only the abort ends."""
+    place = emulated()
+    world = place.world(2)
+    core = world[0]._device_core
+    asked = ctypes.c_uint32.from_address(core._page.host_ptr)  # HostPage.abort_requested
+    seen: list[int] = []
+
+    def refused(device: int, ptr: int, data: bytes) -> None:
+        seen.append(asked.value)
+        raise RuntimeError("the device takes no copies any more")
+
+    world[0].irecv(place.full(COUNT, 0.0), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(place.runtime, "write", refused)
+        with pytest.raises(RuntimeError, match="takes no copies"):
+            world[0].abort("for a reason")
+    assert seen == [1]
+    until(lambda: core.raised)  # long before the deadline
+
+
+def test_a_peer_hears_the_reason_though_kernels_are_quicker(
+    emulated: Places, monkeypatch: Any
+) -> None:
+    place = emulated()
+    world = place.world(2)
+    write = place.runtime.write
+    peer_knows = threading.Event()
+
+    def late(device: int, ptr: int, data: bytes) -> None:
+        peer_knows.wait(SOON_S)
+        time.sleep(0.1)
+        write(device, ptr, data)
+
+    for rank in range(2):
+        world[rank].irecv(place.full(COUNT, 0.0), 1 - rank)
+    with monkeypatch.context() as patch:
+        patch.setattr(place.runtime, "write", late)
+        abort = threading.Thread(target=world[0].abort, args=("for this reason",))
+        abort.start()
+        until(lambda: world[1]._device_core.raised)
+        peer_knows.set()
+        error = error_of(world[1].barrier)
+        abort.join()
+    assert "for this reason" in str(error)
 
 
 def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
