@@ -576,6 +576,9 @@ class DeviceComm:
         """Where in the region the kernels' count of collectives is (8 bytes)."""
     def farewell_offset_bytes(self, writer: int) -> int:
         """Where in a region `writer` says that it will not touch the region any more (4 bytes)."""
+    @property
+    def message_channels(self) -> int:
+        """Blocks of a message."""
     def limit_message_channels(self, most: int) -> None:
         """Blocks of a message; equal on all ranks, before the first message."""
     def set_submit(self, submit: Callable[[], None]) -> None:

@@ -212,6 +212,8 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def(
           "limit_message_channels", [](DeviceComm& d, int most) { d.limit_message_channels(most); },
           nb::arg("most"))
+      .def_prop_ro("message_channels",
+                   [](const DeviceComm& d) { return d.config().message_channels; })
       .def_prop_rw(
           "timeout_ms", [](const DeviceComm& d) { return d.config().timeout_ns / 1'000'000; },
           [](DeviceComm& d, uint64_t ms) { d.set_timeout_ns(ms * 1'000'000); })

@@ -19,7 +19,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device_core import DeviceCore
 from ringcomm.comm.device_meeting import meeting_of
 from ringcomm.comm.device_messages import DeviceMessages
-from ringcomm.comm.device_order import order_of
+from ringcomm.comm.device_order import Blocks, order_of
 from ringcomm.comm.device_retired import Peer
 from ringcomm.comm.host_meeting import rendezvous_of
 from ringcomm.comm.topology import Topology
@@ -120,7 +120,7 @@ class DeviceCommunicator(DeviceMessages, Communicator):
             channels = _channels(membership, places)
             _preload(heap)
             core = DeviceCore(heap, membership, channels, chosen.algorithm, stay)
-            core.native.limit_message_channels(_message_channels(places))
+            core.native.limit_message_channels(_message_channels(places, channels))
             handles = _handles(exchange, meeting, core, places)
             mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
             core.reach(handles, mapped)
@@ -172,7 +172,9 @@ class DeviceCommunicator(DeviceMessages, Communicator):
         if len(local) > 1:
             proofs = [handles[rank].proof for rank in local]
             meeting = meeting_of(runtime, core.device, local, proofs, order)
-        blocks = core.native.channels * len(local)
+        # Every rank may have a send and a receive under way.
+        messages = 2 * core.native.message_channels * len(local)
+        blocks = Blocks(core.native.channels * len(local), messages)
         order.join(meeting or core, blocks, capacity, operation)
         return cls(core, membership, order, meeting)
 
@@ -222,9 +224,19 @@ def _topology(places: Sequence[_Place]) -> Topology:
     return from_json(places[0].topology, "topology of rank 0")
 
 
-def _message_channels(places: Sequence[_Place]) -> int:
-    """Blocks per message, equal on all ranks: every rank of a GPU may send and receive at once."""
-    return max(1, min(_shares(places)) // 2)
+def _message_channels(places: Sequence[_Place], channels: int) -> int:
+    """Blocks per message, equal on all ranks: what collectives of ``channels`` blocks leave.
+
+    Every rank of a GPU may have a send and a receive under way, and a collective between them,
+    whose blocks may each take a multiprocessor.
+    """
+    left = min(_shares(places)) - channels
+    return max(1, min(left // 2, _message_share(places)))
+
+
+def _message_share(places: Sequence[_Place]) -> int:
+    """Blocks per message with which messages take a quarter of the multiprocessors at most."""
+    return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
 
 
 def _shares(places: Sequence[_Place]) -> list[int]:
@@ -234,10 +246,13 @@ def _shares(places: Sequence[_Place]) -> list[int]:
 
 
 def _channels(membership: Membership, places: Sequence[_Place]) -> int:
-    """Blocks per collective, equal on all ranks: as many as the fullest GPU has for each rank."""
+    """Blocks per collective, equal on all ranks: as many as the fullest GPU has for each rank.
+
+    Room for the messages of all its ranks is left.
+    """
     if membership.options.channels:
         return membership.options.channels
-    share = max(1, min(_shares(places)))
+    share = max(1, min(_shares(places)) - 2 * _message_share(places))
     alone = len({place.uuid for place in places}) == len(places)
     return min(CHANNELS_ALONE, share) if alone else share
 

@@ -51,6 +51,7 @@ class DeviceEngine(DeviceEnd):
         # While one thread prepares the calls of all ranks: of this one.
         self._collecting = False
         self._collected: Prepared | None = None
+        self._sends_alone = False  # while a message is launched
         self._name = ""
         core.native.set_submit(_submitter(weakref.ref(self)))
 
@@ -188,6 +189,11 @@ class DeviceEngine(DeviceEnd):
             return
         core = self._device_core
         stream = core.native.stream
+        if self._sends_alone:
+            # Not every rank of this process takes part in a message, and none may be put behind
+            # another: room for them is kept (DeviceOrder.sends).
+            launch([prepared], stream)
+            return
         if self._meeting is not None:
             self._meeting.launch(self._rank, prepared, stream, self._look_for)
             return

@@ -19,7 +19,7 @@ from ringcomm.comm.device_recorder import MESSAGES, SeenEvent
 from ringcomm.comm.device_work import DeviceWork
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.work import Work
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import UnsupportedError, where
 from ringcomm.memory.device_runtime import Stream
 
 Tensor = torch.Tensor
@@ -126,6 +126,8 @@ class DeviceMessages(DeviceEngine, Messages):
         call = Call(name, run, [tensor for tensor, _ in receives])
         runtime, device = self._place
         with self._turn(name):
+            head = where(name, self._rank, self._world_size)
+            self._order.sends(self._meeting or self._device_core, head)
             streams = self._streams(bool(sends), bool(receives))
             first = streams[0]
             current = runtime.current_stream(device)
@@ -157,12 +159,12 @@ class DeviceMessages(DeviceEngine, Messages):
         return streams or [self._side_stream()]
 
     def _run_alone(self, call: Call) -> None:
-        """Not every rank of this process takes part in a message: it is launched by itself."""
-        meeting, self._meeting = self._meeting, None
+        """Launches a message by itself, with none of the other ranks'."""
+        self._sends_alone = True
         try:
             call.run(self._device_core.native)  # type: ignore[arg-type]
         finally:
-            self._meeting = meeting
+            self._sends_alone = False
 
     def _spans(self, letters: list[Letter]) -> tuple[list[int], list[int], int]:
         """Addresses and sizes by rank, and the ranks that have one as bits."""

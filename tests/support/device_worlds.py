@@ -32,8 +32,11 @@ MANY = 20_011
 
 
 def emulated_runtime(**settings: Any) -> EmulatedRuntime:
-    """Devices on which eight ranks of two channels fit, with as few threads as teams can have."""
-    usual = {"devices": 2, "multiprocessors": 8, "threads": 2, "memory_bytes": 256 << 20}
+    """Devices on which eight ranks of two channels fit, with as few threads as teams can have.
+
+    So do their messages, which have two blocks where two ranks share a device.
+    """
+    usual = {"devices": 2, "multiprocessors": 32, "threads": 2, "memory_bytes": 256 << 20}
     return EmulatedRuntime(**{**usual, **settings})
 
 

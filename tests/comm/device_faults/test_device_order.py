@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from ringcomm import UnsupportedError
-from ringcomm.comm.device_order import DeviceOrder, order_of
+from ringcomm.comm.device_order import Blocks, DeviceOrder, order_of
 from ringcomm.memory.device_runtime import DeviceRuntime
 
 CAPACITY = 10
@@ -50,7 +50,7 @@ class Launches:
         self.runtime: Any = Noting()
         self.order = DeviceOrder(cast(DeviceRuntime, self.runtime), 0)
         for owner in OWNERS.values():
-            self.order.join(owner, 1, CAPACITY, "test")
+            self.order.join(owner, Blocks(1, 3), CAPACITY, "test")
         for owner, blocks, stream in launches:
             self.order.after(OWNERS[owner], blocks, stream)
         self.events: list[Any] = [each.done for each in self.order._under_way]
@@ -97,6 +97,28 @@ def test_what_has_ended_takes_no_room() -> None:
     assert launches.behind(("a", 10, 1)) == []
 
 
+def test_room_is_kept_for_messages_from_the_first_on() -> None:
+    launches = Launches(("b", 4, 2), ("c", 4, 3))
+    assert launches.behind(("a", 2, 1)) == []
+    launches.order.sends(OWNERS["b"], "op")
+    assert launches.behind(("a", 2, 1)) == [0]
+    launches.order.sends(OWNERS["b"], "op")  # once for all its messages
+    launches.order.join(OWNERS["b"], Blocks(1, 3), CAPACITY, "another rank of it")
+    assert launches.behind(("a", 3, 1)) == [0]
+    launches.order.sends(OWNERS["a"], "op")
+    assert launches.behind(("a", 3, 1)) == [0, 1]
+    launches.order.leave(OWNERS["b"])
+    launches.order.sends(OWNERS["b"], "op")  # of a rank that others have left
+    assert launches.behind(("a", 3, 1)) == [0]
+
+
+def test_messages_that_never_fit_are_refused() -> None:
+    order = order_of(cast(DeviceRuntime, Noting()), 4)
+    order.join(OWNERS["a"], Blocks(8, 3), 10, "op")
+    with pytest.raises(UnsupportedError, match=r"op: .* 3 blocks beside the 8 .* 4 runs 10"):
+        order.sends(OWNERS["a"], "op")
+
+
 def test_a_capture_neither_waits_nor_is_waited_for() -> None:
     launches = Launches(("b", 10, 2))
     launches.runtime.capturing.add(1)
@@ -117,4 +139,4 @@ def test_one_communicator_alone_is_not_counted() -> None:
 def test_a_launch_that_never_fits_is_refused() -> None:
     order = order_of(cast(DeviceRuntime, Noting()), 3)
     with pytest.raises(UnsupportedError, match=r"op: needs 11 .* device 3 runs 10 of them"):
-        order.join(OWNERS["a"], 11, 10, "op")
+        order.join(OWNERS["a"], Blocks(11, 0), 10, "op")

@@ -460,8 +460,48 @@ def test_messages_beside_a_collective(place: Place) -> None:
     world.run(body)
 
 
+def test_sends_that_wait_leave_room_for_the_collective_before_the_receives(
+    emulated: Places,
+) -> None:
+    """All ranks on one device, whose multiprocessors each run one block of the largest kernel.
+
+    The sends wait for the receives, which come after a collective of all blocks.
+    """
+    place = emulated(multiprocessors=16, blocks_per_multiprocessor=1)
+    options = CommOptions(segment_bytes=4096)
+    world = place.world(4, timeout=SOON_S, options=options)
+    count = (512 << 10) // 4
+
+    def body(comm: Any) -> None:
+        with place.ordered():
+            out = place.full(count, comm.rank + 1.0)
+            into, total = place.full(count, 0.0), place.full(count, 1.0)
+            sent = comm.isend(out, (comm.rank + 1) % 4)
+            comm.all_reduce(total)
+            comm.recv(into, (comm.rank + 3) % 4)
+            sent.wait()
+            assert torch.equal(into, place.full(count, (comm.rank + 3) % 4 + 1.0))
+            assert torch.equal(total, place.full(count, 4.0))
+
+    world.run(body)
+
+
+def test_messages_that_would_not_fit_beside_a_collective_are_refused(emulated: Places) -> None:
+    place = emulated(multiprocessors=4, blocks_per_multiprocessor=1)
+    world = place.world(2)  # of two channels
+
+    def body(comm: Any) -> None:
+        with place.ordered():
+            comm.all_reduce(place.full(COUNT, 1.0))
+            with pytest.raises(UnsupportedError, match="4 blocks beside the 4 of a collective"):
+                comm.isend(place.full(COUNT, 1.0), 1 - comm.rank)
+            comm.all_reduce(place.full(COUNT, 1.0))
+
+    world.run(body)
+
+
 def test_options_bound_the_blocks(emulated: Places) -> None:
-    """Automatic channels: ranks that share a device divide its multiprocessors."""
-    place = emulated(multiprocessors=9)
+    """Automatic channels: what messages leave of a device's multiprocessors, for each rank."""
+    place = emulated(multiprocessors=15)
     options = CommOptions(segment_bytes=OPTIONS.segment_bytes)
     assert "channels=3" in place.world(3, options=options)[0]._core.layout
