@@ -139,7 +139,9 @@ def under_ddp(rank, world_size):
         with pytest.raises(ArgumentError, match=r"rank . of 2: module: .*DistributedDataParallel"):
             zero.shard(model)
     same(*seen)
-    zero.shard(DistributedDataParallel(nn.Linear(4, 2)), comm="alone")
+    with ringcomm.local_world(1) as world:
+        zero.unshard(zero.shard(model, comm=world[0]))
+    zero.shard(model, comm="alone")
 
 
 def replaced(rank, world_size):
