@@ -101,7 +101,8 @@ class Gradients:
             if self._params[index].grad is not None:
                 raise ArgumentError(
                     f"{self.label(index)}: has a gradient, but it required none when the buckets "
-                    "were laid out at the first step; build a new optimizer to train it"
+                    "were laid out at the first step; build a new optimizer to train it, or, if "
+                    "its module was sharded, unfreeze it before shard()"
                 )
 
     def collect(self) -> list[float]:

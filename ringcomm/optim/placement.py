@@ -153,7 +153,7 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
         )
 
 
-def find_placement(groups: Iterable[Mapping[str, Any]]) -> Placement | None:
+def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
     """The placement of an optimizer's parameters, or None when they have none.
 
     Raises:
@@ -166,6 +166,7 @@ def find_placement(groups: Iterable[Mapping[str, Any]]) -> Placement | None:
         for index, param in enumerate(group["params"])
         if param.requires_grad
     ]
+    owned = {id(param) for param, _ in trainable}
     placed = [placement_of(param) for param, _ in trainable]
     found = {id(each): each for each in placed if each is not None}
     if not found:
@@ -173,8 +174,9 @@ def find_placement(groups: Iterable[Mapping[str, Any]]) -> Placement | None:
     for param, called in trainable:
         if placement_of(param) is None:
             raise ArgumentError(
-                f"{called}: is no parameter of the module that was sharded, and others are. Build "
-                "the optimizer on the parameters of one module that shard() returned"
+                f"{called}: is no parameter of the module that was sharded, or was frozen then, "
+                "and others are trained. Build the optimizer on the parameters of one module that "
+                "shard() returned, and unfreeze what shall be trained before shard()"
             )
     if len(found) > 1:
         raise ArgumentError(
@@ -183,6 +185,14 @@ def find_placement(groups: Iterable[Mapping[str, Any]]) -> Placement | None:
         )
     (placement,) = found.values()
     names = dict(placement.names())
+    given = {id(param) for group in groups for param in group["params"]}
+    frozen = [name for key, name in names.items() if key in given and key not in owned]
+    if frozen:
+        raise ArgumentError(
+            f"optimizer: {len(frozen)} parameters were frozen after shard() had given them a "
+            f"place, the first is {frozen[0]!r}. Freeze them before shard(), or unshard() the "
+            "module and shard() it anew"
+        )
     for param, _ in trainable:
         names.pop(id(param), None)
     if names:

@@ -109,3 +109,45 @@ def test_torchs_own_scaler_on_one_rank(worlds, stage, unscales):
             scaler.step(optimizer)
 
     worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_freezing_after_shard(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stage, comm=comm)
+        module[0].requires_grad_(False)
+        with pytest.raises(ArgumentError, match=r"2 parameters were frozen .* '0\.weight'"):
+            AdamW(module.parameters()).prepare()
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unfreezing_after_shard(worlds, stage, prepared):
+    def work(comm):
+        module: Any = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+        zero.shard(module, stage, comm=comm)
+        optimizer = AdamW(module.parameters())
+        if prepared:
+            optimizer.prepare()
+        module[0].requires_grad_()
+        module(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(ArgumentError, match=r"parameter 0: .*unfreeze .* before shard"):
+            optimizer.step()
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_hook_from_before_shard_sees_every_gradient(worlds, stage):
+    def work(comm):
+        module, seen = nn.Linear(4, 4), []
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+        zero.shard(module, stage, comm=comm)
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+        assert seen == [True] * 4
+
+    worlds(1).run(work)
