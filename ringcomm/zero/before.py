@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.zero.absent import make_present
+
 Tensor = torch.Tensor
+
+
+def _put_back(param: nn.Parameter, data: Tensor) -> None:
+    make_present([param])
+    param.data = data
 
 
 class Before:
@@ -36,7 +43,7 @@ class Before:
     def keep_data(self, param: nn.Parameter) -> None:
         """The parameter is about to get other memory."""
         if id(param) not in self.meta:
-            self.call(setattr, param, "data", param.data)
+            self.call(_put_back, param, param.data)
 
     def keep_values(self, tensor: Tensor) -> None:
         """The tensor is about to be written to."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
+from ringcomm.zero.absent import make_present
 from ringcomm.zero.engine import Engine
 from ringcomm.zero.sharding import engine_of, forget_engine
 from ringcomm.zero.stored import SplitBucket, WholeBucket
@@ -145,6 +146,7 @@ def unshard(module: nn.Module) -> nn.Module:
     engine.close()
     if engine.stage > 1:
         engine.order.leave(engine.number)
+    make_present(param for param, _ in copies)
     for param, copy in copies:
         param.data = copy
     forget_engine(root)

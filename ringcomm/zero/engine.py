@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim import placement as placements
+from ringcomm.zero.absent import plainly
 from ringcomm.zero.gathering import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -201,7 +202,8 @@ class Engine:
         self._takes_part = False
         self._pending.clear()
         if self.gatherer is not None:
-            self.gatherer.held = self.gatherer.held and self._creates_graph
+            if not self._creates_graph:
+                self.gatherer.release()
             self.gatherer.end_backward()
 
     @property
@@ -212,7 +214,8 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The module's own, which forgets what was reduced, too."""
-        self._zero_grad_of_module(set_to_none)
+        with plainly():
+            self._zero_grad_of_module(set_to_none)
         self.forget_gradients(set_to_none)
 
     def forget_gradients(self, set_to_none: bool) -> None:
@@ -301,7 +304,9 @@ def _brings_gradient(param: Tensor) -> bool:
     """Whether the backward that runs now adds to a parameter's gradient."""
     # Autograd's node for it is not kept: it remembers the stream on which it was made.
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+        with plainly():
+            node = get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         # torch.autograd.grad() returns the leaf's gradient.
         return False

@@ -143,7 +143,9 @@ class Gatherer:
         # In order of arrival, so that of several errors the same is raised each time.
         self._here: dict[SplitBucket, None] = {}
         self._pins = 0
-        #: Whether nothing is freed since a graph of gradients refers to what is here.
+        # Those that a forward with gradients has used in gathered().
+        self._ran: set[SplitBucket] = set()
+        #: Whether nothing is freed that a graph refers to, since one of gradients may.
         self.held = False
         #: How many units run now, one inside another.
         self.running = 0
@@ -202,12 +204,14 @@ class Gatherer:
             return []
         return self._last[at : at + self._prefetch]
 
-    def free(self, bucket: SplitBucket) -> None:
+    def free(self, bucket: SplitBucket, keeps_views: bool = False) -> None:
         """Frees a bucket, if it is here and nothing is pinned or held."""
-        if bucket.is_here and not self._pins and not self.held:
+        if self._pins and torch.is_grad_enabled():
+            self._ran.add(bucket)
+        if bucket.is_here and not self._pins and not (self.held and bucket.is_in_graph):
             self._here.pop(bucket, None)
             try:
-                bucket.hide()
+                bucket.hide(keeps_views)
             finally:
                 self._settle(bucket)
 
@@ -215,6 +219,10 @@ class Gatherer:
         """Frees a bucket in backward, unless a part of the graph still refers to its memory."""
         if not bucket.is_referred_to:
             self.free(bucket)
+
+    def release(self) -> None:
+        """A backward that made no graph has ended; what a graph still refers to stays held."""
+        self.held = self.held and any(bucket.is_in_graph for bucket in self._here)
 
     def free_all(self) -> None:
         """Frees what is here or on its way.
@@ -224,7 +232,7 @@ class Gatherer:
         """
         self._free_but(set())
 
-    def _free_but(self, kept: set[SplitBucket]) -> None:
+    def _free_but(self, kept: set[SplitBucket], keeps_views: bool = False) -> None:
         failed: ArgumentError | None = None
         for bucket in [*self._coming, *self._here]:
             try:
@@ -234,7 +242,8 @@ class Gatherer:
                 if bucket in kept:
                     bucket.check()
                 else:
-                    self.free(bucket)
+                    # Of a forward's graph, backward gathers the memory again.
+                    self.free(bucket, keeps_views and bucket not in self._ran)
             except ArgumentError as error:
                 failed = failed or error
         if failed is not None:
@@ -264,10 +273,17 @@ class Gatherer:
             self._pins -= 1
             # That changes are lost matters less than what was raised.
             with suppress(ArgumentError):
-                self._free_but(kept)
+                self._end_pin(kept)
             raise
         self._pins -= 1
-        self._free_but(kept)
+        self._end_pin(kept)
+
+    def _end_pin(self, kept: set[SplitBucket]) -> None:
+        try:
+            self._free_but(kept, keeps_views=True)
+        finally:
+            if not self._pins:
+                self._ran.clear()
 
     def is_repeated(self, unit: Unit) -> bool:
         """Whether a call of a unit past the root begins an iteration.

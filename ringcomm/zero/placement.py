@@ -19,6 +19,7 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import Placement
 from ringcomm.optim.reducers import make_reducer
+from ringcomm.zero.absent import plainly
 from ringcomm.zero.placing import by_optimizer
 from ringcomm.zero.stages import ReducedKernels, ReplicatedKernels, RoundedKernels, SplitKernels
 from ringcomm.zero.stored import Stored, WholeBucket
@@ -65,7 +66,8 @@ class ReducedGradients(Gradients):
 
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
-        return self._reduction.generation, shards, super().mark()
+        with plainly():
+            return self._reduction.generation, shards, super().mark()
 
     def zero(self) -> None:
         self._engine.order.settle()

@@ -8,6 +8,7 @@ import torch
 
 from ringcomm.memory.heap import empty
 from ringcomm.optim.gradients import check_gradient
+from ringcomm.zero.absent import plainly
 from ringcomm.zero.stored import Stored
 
 Tensor = torch.Tensor
@@ -64,21 +65,24 @@ class Reduced:
     def fill_up(self, buffer: Tensor) -> None:
         """Makes ``buffer`` the bucket's, with all gradients that there are and zeros elsewhere."""
         self.buffer = buffer
-        for index, placed in enumerate(self.stored.params):
-            self.take(index)
-            if index not in self.taken:
-                placed.view(buffer).zero_()
+        with plainly():
+            for index, placed in enumerate(self.stored.params):
+                self.take(index)
+                if index not in self.taken:
+                    placed.view(buffer).zero_()
 
     @property
     def has_more(self) -> bool:
         """Whether there are gradients that were not reduced."""
-        return bool(self.taken) or any(each.param.grad is not None for each in self.stored.params)
+        with plainly():
+            return bool(self.taken) or any(p.param.grad is not None for p in self.stored.params)
 
     def drop(self) -> None:
         """Forgets gradients that were not reduced."""
         self.taken.clear()
-        for placed in self.stored.params:
-            placed.param.grad = None
+        with plainly():
+            for placed in self.stored.params:
+                placed.param.grad = None
 
 
 class Buffers:

@@ -16,6 +16,7 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.memory.heap import zeros
 from ringcomm.optim.layout import BucketLayout, Chunk
 from ringcomm.optim.params import ParamSpec
+from ringcomm.zero.absent import make_absent, make_present, plainly
 
 Tensor = torch.Tensor
 
@@ -130,8 +131,8 @@ class WholeBucket(Stored):
 class SplitBucket(Stored):
     """Every rank has its chunk; the whole comes and goes.
 
-    While it is gone the parameters keep their shapes, and every element reads as NaN: they are one
-    element, expanded, which refuses to be written.
+    While it is gone the parameters keep their shapes, and raise when they are used; see
+    NOTE [Absent parameters]. In the place of their values is one NaN, expanded.
 
     NOTE [Gathering is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So ranks
@@ -142,6 +143,11 @@ class SplitBucket(Stored):
     NOTE [Storage comes and goes]
     Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
     emptied and filled again in place, so that what was saved finds its values there again.
+
+    NOTE [Memory that others hold]
+    An array of NumPy that shares the memory forbids to empty it, and views that somebody took in
+    ``gathered()`` would be of memory that is gone. Such memory is left to those who hold it, with
+    the values that it has, and the bucket takes other memory the next time.
     """
 
     def __init__(
@@ -153,13 +159,10 @@ class SplitBucket(Stored):
         self._shard = zeros(self.size_elems, dtype=layout.dtype, device=comm.heap_device)
         self.own = self._shard[: self.chunk.elems]
         self._peers: tuple[Tensor, ...] = ()
-        self.flat = torch.empty(self.full_elems, dtype=layout.dtype, device=comm.device)
-        self._bytes = self.flat.nbytes
-        self._views = [placed.view(self.flat) for placed in self.params]
+        self._bytes = self.full_elems * layout.dtype.itemsize
+        self._make_flat()
         self._absent = [self._make_absent(placed) for placed in self.params]
         self._versions: list[int] = []
-        self._references: int | None = None
-        self._drop()
         self.coming: Future[None] | None = None
         self.is_here = False
 
@@ -170,8 +173,21 @@ class SplitBucket(Stored):
         nan = torch.full((), torch.nan, dtype=self.layout.dtype, device=self.flat.device)
         return nan.expand(placed.spec.shape)
 
-    def _drop(self) -> None:
-        self.flat.untyped_storage().resize_(0)
+    def _make_flat(self) -> None:
+        """Makes ``flat``, of no memory yet."""
+        self.flat = torch.empty(self.full_elems, dtype=self.layout.dtype, device=self.comm.device)
+        self._views = [placed.view(self.flat) for placed in self.params]
+        self._references: int | None = None
+        self._references_at_first = 0
+        self._drop()
+
+    def _drop(self, is_held: bool = False) -> None:
+        """Frees the memory, or leaves it to others; see NOTE [Memory that others hold]."""
+        storage = self.flat.untyped_storage()
+        if is_held or not storage.resizable():
+            self._make_flat()
+        else:
+            storage.resize_(0)
 
     def allocate(self) -> None:
         """Gives ``flat`` its memory."""
@@ -185,12 +201,14 @@ class SplitBucket(Stored):
     def show(self) -> None:
         """Points the parameters at what was gathered."""
         self.check()
+        make_present(placed.param for placed in self.params)
         for placed, view in zip(self.params, self._views, strict=True):
             placed.param.data = view
         self.accept_changes()
         self.is_here = True
+        self._references_at_first = self._count_references()
         if self._references is None:
-            self._references = self._count_references()
+            self._references = self._references_at_first
 
     def _count_references(self) -> int:
         storage = self.flat.untyped_storage()
@@ -204,8 +222,21 @@ class SplitBucket(Stored):
         """
         return self._references is not None and self._count_references() > self._references
 
-    def hide(self) -> None:
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether a graph of autograd has saved parameters, or views of what was gathered."""
+        # Beside the parameter itself, its own node in the graph refers to it, whatever was saved.
+        saved = any(
+            placed.param._use_count() > 1 + placed.param.requires_grad  # type: ignore[attr-defined]
+            for placed in self.params
+        )
+        return saved or self.is_referred_to
+
+    def hide(self, keeps_views: bool = False) -> None:
         """Frees what was gathered.
+
+        Args:
+            keeps_views: leave the memory to views that were taken since it was gathered.
 
         Raises:
             ArgumentError: a parameter was written to meanwhile, which would be lost.
@@ -213,16 +244,23 @@ class SplitBucket(Stored):
         try:
             self.check()
         finally:
+            has_new_views = self._count_references() > self._references_at_first
             self._leave()
-            self._drop()
+            self._drop(is_held=keeps_views and has_new_views)
 
     def _leave(self) -> None:
+        make_present(placed.param for placed in self.params)
         for placed, absent in zip(self.params, self._absent, strict=True):
             placed.param.data = absent
+        make_absent((placed.name, placed.param) for placed in self.params)
         self.accept_changes()
         self.is_here = False
 
     def check(self) -> None:
+        with plainly():
+            self._check()
+
+    def _check(self) -> None:
         there = self._views if self.is_here else self._absent
         for placed, data, version in zip(self.params, there, self._versions, strict=True):
             if placed.param.data_ptr() != data.data_ptr():
@@ -255,4 +293,5 @@ class SplitBucket(Stored):
 
     def accept_changes(self) -> None:
         """What was written to the gathered parameters is meant."""
-        self._versions = [placed.param._version for placed in self.params]
+        with plainly():
+            self._versions = [placed.param._version for placed in self.params]

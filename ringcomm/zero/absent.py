@@ -1,0 +1,127 @@
+"""Parameters whose values are not here: whoever computes with one is told so.
+
+NOTE [Absent parameters]
+A parameter of stage 3 has no values while its unit is not gathered. To compute with what is in its
+place then would give NaN and say nothing, such as in an average of weights, and to write there
+would be lost. So the parameter is of a class of its own meanwhile, whose tensor functions raise,
+apart from those that ask for its shape, its gradient or the like.
+
+Autograd's nodes work below Python, and never ask the class. For them an absent parameter has
+another version than it had when it was here, and gets that one back with its values: a backward
+that comes to a saved parameter, or a view of one, before it was gathered finds it changed and
+raises, instead of reading memory that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError
+
+Tensor = torch.Tensor
+
+#: Inside, absent parameters answer as others do, and as fast.
+plainly = torch._C.DisableTorchFunctionSubclass
+# Of the parameter while it is absent.
+_NAME = "_ringcomm_absent"
+# Attributes that are views of the values.
+_VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
+_FACTS = """
+    data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+    is_inference is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel
+    register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset
+    stride untyped_storage _is_view _use_count __hash__ __len__
+"""
+
+
+def _allowed() -> Iterator[Callable[..., Any]]:
+    """Functions that neither read nor write values."""
+    for kind in (torch._C.TensorBase, torch.Tensor):
+        for name, attribute in vars(kind).items():
+            if isinstance(attribute, (GetSetDescriptorType, property)) and name not in _VALUES:
+                for way in ("__get__", "__set__", "__delete__"):
+                    yield getattr(attribute, way)
+    for name in _FACTS.split():
+        yield getattr(torch.Tensor, name)
+    yield from (torch.numel, torch.is_complex, torch.is_floating_point, torch.is_same_size)
+    # Which gather what they need.
+    yield from (torch.autograd.grad, torch.autograd.backward)
+
+
+_ALLOWED = frozenset(_allowed())
+
+
+class Absent:
+    """What is mixed into the class of a parameter while it is absent."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALLOWED:
+            with plainly():
+                return func(*args, **kwargs)
+        name = next(_names_in((args, kwargs)), "?")
+        raise ArgumentError(
+            f"zero: parameter {name}: {getattr(func, '__name__', func)} needs its values, and at "
+            "stage 3 a parameter has them only while its module runs and in "
+            "ringcomm.zero.gathered(module). Read it in there, and change it in "
+            "ringcomm.zero.gathered(module, write_from=0)"
+        )
+
+    def __repr__(self: Any) -> str:
+        with plainly():
+            facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        return f"<parameter {vars(self)[_NAME]}, not gathered, {facts}>"
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The names of the absent parameters in a function's arguments."""
+    if isinstance(value, Absent):
+        yield vars(value)[_NAME]
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _names_in(each)
+    elif isinstance(value, dict):
+        yield from _names_in(list(value.values()))
+
+
+@cache
+def _absent_kind(kind: type) -> type:
+    return type(f"Absent{kind.__name__}", (Absent, kind), {})
+
+
+def make_absent(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Has the named parameters raise when they are used; see NOTE [Absent parameters]."""
+    made = [(name, param) for name, param in params if not isinstance(param, Absent)]
+    for name, param in made:
+        vars(param)[_NAME] = name
+        param.__class__ = _absent_kind(type(param))
+    _count_up([param for _, param in made], 1)
+
+
+def make_present(params: Iterable[nn.Parameter]) -> None:
+    """Undoes :func:`make_absent`."""
+    made = [param for param in params if isinstance(param, Absent)]
+    for param in made:
+        param.__class__ = type(param).__mro__[2]
+        del vars(param)[_NAME]
+    _count_up(made, -1)
+
+
+def _count_up(params: Sequence[nn.Parameter], by: int) -> None:
+    if params:
+        with plainly():
+            versions = tuple(param._version + by for param in params)
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), versions)
