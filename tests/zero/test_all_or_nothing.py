@@ -12,7 +12,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.errors import CollectiveTimeout, HeapError, RingcommError
+from ringcomm.errors import ArgumentError, CollectiveTimeout, HeapError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.zero import moving, sharding
 from ringcomm.zero.before import Before
@@ -197,7 +197,7 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
             zero.shard(module, stage, comm=comm, options=OPTIONS)
         try:
             same(known(module), before)
-        except AssertionError:
+        except (AssertionError, ArgumentError):  # of parameters that were left absent
             return True
         return False
 
@@ -206,7 +206,7 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
     forgotten = "nothing"
     assert worlds(3).run(work) == [False] * 3
     unseen = {"give_back"} if stage < 2 else {"give_back", "leave"}
-    assert missed == {"setattr", "copy_", "__setitem__", "close", "forget_engine", *unseen}
+    assert missed == {"_put_back", "copy_", "__setitem__", "close", "forget_engine", *unseen}
     for forgotten in sorted(missed - unseen):
         # Rank 0 has given its own values to the others.
         assert worlds(3).run(work)[1:] == [True] * 2, forgotten
