@@ -126,6 +126,9 @@ class ReducedKernels(StageKernels):
         super().__init__(native, reduction.reducer)
         self._reduction = reduction
 
+    def end(self) -> None:
+        self._reduction.stepped = True
+
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         self._reduction.norm(bucket.number, kind, words)
 
@@ -170,6 +173,7 @@ class SplitKernels(ReducedKernels):
         self.update_shard(bucket, self._reduction.buckets[bucket.number].shard)
 
     def end(self) -> None:
+        super().end()
         self._comm.barrier()
 
 

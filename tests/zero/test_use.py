@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -118,6 +119,37 @@ def test_torchs_way_of_scaling(worlds, stage):
 
     # A scale of a power of two changes no bits of FP32 gradients.
     assert_same_bits(worlds(2).run(work, True)[0], worlds(2).run(work, False)[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_the_user_believes_gone_are_warned_of(worlds, stage):
+    """``p.grad = None`` in place of zero_grad() forgets nothing."""
+
+    def work(comm):
+        module: Any = zero.shard(new_model("mlp"), stage, comm=comm, options=SMALL)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+
+        def train(forget):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    module(torch.ones(2, 13)).backward()
+                    module(torch.ones(2, 13)).backward()
+                    optimizer.step()
+                    forget()
+            return [str(each.message) for each in caught]
+
+        def by_hand():
+            for param in module.parameters():
+                param.grad = None
+
+        assert train(optimizer.zero_grad) == []
+        assert train(module.zero_grad) == []
+        (said,) = train(by_hand)
+        assert "p.grad = None does not forget them" in said
+        assert train(by_hand) == []
+
+    worlds(1).run(work)
 
 
 @pytest.mark.parametrize("stage", STAGES)
