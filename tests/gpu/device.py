@@ -18,8 +18,9 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator
+from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.memory import device_runtime
-from ringcomm.optim import sharded_adam
+from ringcomm.optim.sharded_adam import ShardedAdam
 from tests.support.device_worlds import Devices
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ def in_use() -> Iterator[None]:
         return
     devices = Devices("emulated", devices=1, physical=(0,), **_H200)
     try:
-        with mock.patch.object(sharded_adam, "alone_on_device", _alone_on_emulated):
+        with mock.patch.object(ShardedAdam, "_chosen_comm", _chosen_on_emulated):
             yield
     finally:
         devices.close()
@@ -65,11 +66,15 @@ def take() -> None:
         Devices("emulated", devices=1, physical=(0,), **knobs)
 
 
-def _alone_on_emulated(params: Any) -> Communicator | None:
-    """As an optimizer's own communicator on a GPU, whose tensors look like the host's here."""
+_CHOSEN = ShardedAdam._chosen_comm
+
+
+def _chosen_on_emulated(self: ShardedAdam, comm: CommArgument, params: Any) -> Communicator | None:
+    """An optimizer's own communicator on a GPU, whose tensors look like the host's here."""
+    found = _CHOSEN(self, comm, params)
     first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]
-    if _runtime().device_of(first) is None:
-        return None
+    if found is not None or _runtime().device_of(first) is None:
+        return found
     return ringcomm.local_world(1, device=DEVICE)[0]
 
 

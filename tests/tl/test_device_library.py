@@ -124,7 +124,7 @@ def _on_devices(store, rank, world):
     from tests.tl import device_kernels as kernels
 
     # Ranks 0 and 1 share a device of 8 multiprocessors, rank 2 has one alone.
-    devices = Devices("emulated", devices=1, physical=(rank // 2,))
+    devices = Devices("emulated", devices=1, physical=(rank // 2,), multiprocessors=8)
     with (
         Communicator.from_store(store, rank, world, device="cuda:0", options=OPTIONS) as comm,
         devices.as_on_gpu(comm),
