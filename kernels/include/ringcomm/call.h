@@ -48,12 +48,12 @@ struct GradTag {
   static constexpr int kBucketBits = 10, kBackwardBits = 6, kModules = 127;
   int32_t module, backward, bucket;  // the module from 1
 
-  static GradTag of(int32_t tag) {
+  static RC_FN GradTag of(int32_t tag) {
     const int32_t rest = tag >> kBucketBits;
     return {rest >> kBackwardBits, rest & ((1 << kBackwardBits) - 1),
             tag & ((1 << kBucketBits) - 1)};
   }
-  int32_t packed() const {
+  RC_FN int32_t packed() const {
     const int32_t number = (module - 1) % kModules + 1;
     return ((number << kBackwardBits | (backward & ((1 << kBackwardBits) - 1))) << kBucketBits) |
            (bucket & ((1 << kBucketBits) - 1));
@@ -66,10 +66,10 @@ struct ResultsAndTag {
   static constexpr int kDTypeBits = 8;
   int32_t results, tag;
 
-  static ResultsAndTag of_root(int32_t root) {
+  static RC_FN ResultsAndTag of_root(int32_t root) {
     return {root & ((1 << kDTypeBits) - 1), root >> kDTypeBits};
   }
-  int32_t as_root() const { return results | tag << kDTypeBits; }
+  RC_FN int32_t as_root() const { return results | tag << kDTypeBits; }
 };
 
 RC_FN bool same_call(const CallId& a, const CallId& b) {
