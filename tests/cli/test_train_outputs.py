@@ -11,9 +11,11 @@ from ringcomm.cli.gpt import GPT
 from tests.cli.processes import run, train_arguments
 
 STEPS = 4
-# Large enough for its state to show beside what Python itself takes from step to step.
-SIZE = ("--width", 256, "--depth", 4)
-PARAMETERS = GPT(ModelConfig(256, 4, 2, 32)).parameter_elems
+# Large enough for its state to show beside what Python itself takes from step to step, which has been
+# seen to be 12 MB; and of what it has before the model it may give back a little.
+SIZE = ("--width", 256, "--depth", 8)
+PARAMETERS = GPT(ModelConfig(256, 8, 2, 32)).parameter_elems
+GIVEN_BACK_BYTES = 2_000_000
 RANKS = 2
 
 
@@ -49,7 +51,7 @@ def assert_memory_is(record, done, expected_bytes):
         steps = held["steps_bytes"]
         assert len(steps) == STEPS
         added = max(steps) - held["before_bytes"]
-        assert expected_bytes <= added <= 1.25 * expected_bytes
+        assert expected_bytes - GIVEN_BACK_BYTES <= added <= 1.25 * expected_bytes
         assert f"rank {rank}         " in done.stdout
         assert f"{added / 1e6:,.1f}\n" in done.stdout
 
@@ -69,7 +71,7 @@ def test_all_outputs_of_a_split_model(tmp_path, text):
     assert record["outcome"]["tokens_per_s"] > 0
     buffers = 2 * 4 * 12 * 256 * 256  # two buckets in flight, each of a layer's gradients
     assert_memory_is(record, done, 16 * PARAMETERS / RANKS + buffers)
-    assert "closed form   26.2 MB of model state, 6.3 MB of buffers for gradients" in done.stdout
+    assert "closed form   51.4 MB of model state, 6.3 MB of buffers for gradients" in done.stdout
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(RANKS))
     calls = {
