@@ -74,7 +74,7 @@ class Absent:
                 return func(*args, **kwargs)
         name = next(_names_in((args, kwargs)), "?")
         raise ArgumentError(
-            f"zero: parameter {name}: {getattr(func, '__name__', func)} needs its values, and at "
+            f"zero: parameter {name}: {_called(func)} needs its values, and at "
             "stage 3 a parameter has them only while its module runs and in "
             "ringcomm.zero.gathered(module). Read it in there, and change it in "
             "ringcomm.zero.gathered(module, write_from=0)"
@@ -84,6 +84,14 @@ class Absent:
         with plainly():
             facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"<parameter {vars(self)[_NAME]}, not gathered, {facts}>"
+
+
+def _called(func: Callable[..., Any]) -> str:
+    """What a user calls a function, or the attribute that it gets or sets."""
+    attribute = getattr(func, "__self__", None)
+    of_attribute = isinstance(attribute, (GetSetDescriptorType, property))
+    named = attribute if of_attribute else func
+    return str(getattr(named, "__name__", func))
 
 
 def _names_in(value: Any) -> Iterator[str]:

@@ -42,8 +42,10 @@ def test_what_needs_values_that_are_not_here_says_gathered(worlds, use):
     def work(comm):
         module = zero.shard(deepcopy(base), 3, comm=comm, options=ALONE)
         param = next(iter(module.parameters()))
-        with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"), torch.no_grad():
+        with pytest.raises(ArgumentError, match=r"0\.weight.*gathered") as raised, torch.no_grad():
             USES[use](param)
+        if use.endswith(" data"):
+            assert "0.weight: data needs its values" in str(raised.value)
         assert "0.weight, not gathered" in repr(param)
         with zero.gathered(module):
             assert torch.equal(param, base[0].weight)
