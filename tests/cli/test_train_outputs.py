@@ -11,8 +11,8 @@ from ringcomm.cli.gpt import GPT
 from tests.cli.processes import run, train_arguments
 
 STEPS = 4
-# Large enough for its state to show beside what Python itself takes from step to step, which has been
-# seen to be 12 MB; and of what it has before the model it may give back a little.
+# Large enough for its state to show beside what Python itself takes from step to step, which has
+# been seen to be 12 MB; and of what it has before the model it may give back a little.
 SIZE = ("--width", 256, "--depth", 8)
 PARAMETERS = GPT(ModelConfig(256, 8, 2, 32)).parameter_elems
 GIVEN_BACK_BYTES = 2_000_000
