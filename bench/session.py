@@ -165,14 +165,19 @@ def timed_row(row: Row, case: Case, timing: Timing, subject: Timing | None) -> R
         row,
         time_us=round(timing.median_us, 3),
         best_us=round(timing.best_us, 3),
-        algbw_gbps=round(case.algbw_gbps(timing.median_us), 4),
-        busbw_gbps=round(case.busbw_gbps(timing.median_us), 4),
+        algbw_gbps=_shortened(case.algbw_gbps(timing.median_us)),
+        busbw_gbps=_shortened(case.busbw_gbps(timing.median_us)),
         rounds=len(timing.times_us),
         batch=timing.batch,
         ratio=middle,
         ratio_low=low,
         ratio_high=high,
     )
+
+
+def _shortened(value: float) -> float:
+    """Five significant digits: a slow call of a few bytes has a bandwidth, too."""
+    return float(f"{value:.5g}")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:

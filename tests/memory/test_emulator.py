@@ -152,6 +152,23 @@ def test_a_launch_waits_for_room():
     assert crowded.launch(streams[2].handle, "add", 0, 1, blocks=4) == TOO_LARGE
 
 
+def test_blocks_take_the_registers_of_one_multiprocessor():
+    """Of "wait_then_add" four blocks fill a multiprocessor, of "add" two."""
+    crowded = Device(multiprocessors=2)
+    streams = [crowded.runtime.make_stream(0) for _ in range(2)]
+    crowded.wait_then_add(streams[0].handle, gate=0, blocks=6)
+    time.sleep(GRACE_S)
+    crowded.add(streams[1].handle, word=1)
+    time.sleep(GRACE_S)
+    assert crowded.words[1] == 0  # half a block's registers are free on each multiprocessor
+    crowded.open(0)
+    crowded.runtime.synchronize(0)
+    assert crowded.words[1] == 1
+    check(crowded.launch(0, "add", 1, 1, blocks=4))
+    assert crowded.launch(0, "add", 1, 1, blocks=5) == TOO_LARGE
+    crowded.runtime.synchronize(0)
+
+
 def test_a_high_priority_stream_gets_room_first():
     crowded = Device(block_slots=1)
     runtime = crowded.runtime

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm.errors import UnsupportedError
 from ringcomm.memory import kernel_units
 from ringcomm.memory.kernel_units import UNITS
 from tests.support import cuda_checks as checks
 from tests.support import cuda_code
 from tests.support.cuda_code import compile_unit, output_of, tool
+from tests.support.emulator import EmulatedRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
@@ -82,6 +84,19 @@ class TestUnits:
 
     def test_the_launch_bounds_hold(self, binary):
         assert checks.launch_bounds(binary) == []
+
+    def test_the_emulator_runs_no_more_of_them_at_once_than_a_gpu(self, binary, request):
+        unit, target = request.node.callspec.params["binary"]
+        if target != MAIN_TARGET:
+            return
+        runtime = EmulatedRuntime()
+        for name in binary.thread_bounds:
+            try:
+                emulated = runtime.find_kernel(0, unit, name)
+            except UnsupportedError:  # it has not all operations of all dtypes
+                continue
+            real = checks.blocks_per_multiprocessor(binary, name)
+            assert emulated.blocks_per_multiprocessor <= real, name
 
     def test_orders_are_of_system_scope(self, binary):
         assert checks.memory_orders(binary) == []

@@ -46,10 +46,17 @@ def launch_bounds(binary: Binary) -> list[str]:
         registers = binary.resources[name].registers
         if threads is None or registers is None:
             found.append(f"{name}: no launch bound")
-        # The hardware hands registers out to a warp in units of 8 per thread.
-        elif -(-registers // 8) * 8 * threads > REGISTERS_PER_MULTIPROCESSOR:
+        elif blocks_per_multiprocessor(binary, name) == 0:
             found.append(f"{name}: {registers} registers for {threads} threads")
     return found
+
+
+def blocks_per_multiprocessor(binary: Binary, name: str) -> int:
+    """How many blocks of a kernel the registers of a multiprocessor suffice for."""
+    threads, registers = binary.thread_bounds[name], binary.resources[name].registers
+    assert threads is not None and registers is not None
+    # The hardware hands them out to a warp in units of 8 per thread.
+    return REGISTERS_PER_MULTIPROCESSOR // (-(-registers // 8) * 8 * threads)
 
 
 def memory_orders(binary: Binary) -> list[str]:

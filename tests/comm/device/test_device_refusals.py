@@ -111,7 +111,7 @@ def test_more_ranks_than_a_launch_carries(emulated):
 
 
 def test_a_grid_that_could_not_be_co_resident(emulated):
-    emulated(multiprocessors=2)
+    emulated(multiprocessors=4)
     for error in _errors(3, with_options(channels=2)):
         assert isinstance(error, UnsupportedError)
         assert "needs 6 co-resident blocks, but device 0 runs 4 of them at once" in str(error)
@@ -148,7 +148,7 @@ def test_options_that_differ(emulated):
 
 
 def test_a_refused_world_leaves_room_for_the_next(emulated):
-    devices = emulated(multiprocessors=2)
+    devices = emulated(multiprocessors=4)
     for _ in range(3):
         _errors(3, with_options(channels=2))
         world = devices.new_world(2)

@@ -463,11 +463,11 @@ def test_messages_beside_a_collective(place: Place) -> None:
 def test_sends_that_wait_leave_room_for_the_collective_before_the_receives(
     emulated: Places,
 ) -> None:
-    """All ranks on one device, whose multiprocessors each run one block of the largest kernel.
+    """All ranks on one device, whose multiprocessors each run one block of a reduction.
 
     The sends wait for the receives, which come after a collective of all blocks.
     """
-    place = emulated(multiprocessors=16, blocks_per_multiprocessor=1)
+    place = emulated(multiprocessors=16)
     options = CommOptions(segment_bytes=4096)
     world = place.world(4, timeout=SOON_S, options=options)
     count = (512 << 10) // 4

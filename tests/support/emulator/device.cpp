@@ -65,6 +65,20 @@ int enqueue(Stream& stream, Work run, Completions after) {
   return kSuccess;
 }
 
+// The mutex is held. Takes `each` registers per block of the multiprocessors that have most, and
+// returns which these are; takes none and returns nothing where not all blocks have room.
+std::vector<int> place(Device& device, int blocks, int each) {
+  std::vector<int> free = device.free_registers, places;
+  for (int block = 0; block < blocks; ++block) {
+    const auto most = std::max_element(free.begin(), free.end());
+    if (*most < each) return {};
+    *most -= each;
+    places.push_back(int(most - free.begin()));
+  }
+  device.free_registers = free;
+  return places;
+}
+
 }  // namespace
 
 World& world() {
@@ -72,8 +86,9 @@ World& world() {
   return *made;
 }
 
-Device* make_device(int block_slots) {
-  auto* device = new Device{block_slots, block_slots};
+Device* make_device(int multiprocessors, int blocks_each) {
+  auto* device = new Device{multiprocessors, blocks_each,
+                            std::vector<int>(size_t(multiprocessors), kRegistersPerMultiprocessor)};
   device->legacy = make_stream(device, true, 0);
   return device;
 }
@@ -150,19 +165,30 @@ int synchronize(Device& device) {
   return kSuccess;
 }
 
-void run_blocks(Device& device, int blocks, int priority, const Work& work) {
+int block_registers(const Device& device, int registers) {
+  if (device.blocks_each != 0) return kRegistersPerMultiprocessor / device.blocks_each;
+  // A warp gets them in units of 8 per thread; with few, threads run out first.
+  const int rounded = (registers + 7) / 8 * 8;
+  return kThreadsPerBlock *
+         std::max(rounded, kRegistersPerMultiprocessor / kThreadsPerMultiprocessor);
+}
+
+void run_blocks(Device& device, int blocks, int registers, int priority, const Work& work) {
   Lock lock(world().mutex);
   const std::pair mine(priority, device.tickets++);
+  const int each = block_registers(device, registers);
   device.waiting.insert(mine);
-  world().changed.wait(
-      lock, [&] { return *device.waiting.begin() == mine && device.free_slots >= blocks; });
+  std::vector<int> places;
+  world().changed.wait(lock, [&] {
+    if (*device.waiting.begin() == mine) places = place(device, blocks, each);
+    return !places.empty();
+  });
   device.waiting.erase(mine);
-  device.free_slots -= blocks;
   world().changed.notify_all();
   lock.unlock();
   work();
   lock.lock();
-  device.free_slots += blocks;
+  for (const int place : places) device.free_registers[size_t(place)] += each;
   world().changed.notify_all();
 }
 

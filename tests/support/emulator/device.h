@@ -1,4 +1,4 @@
-// Streams, events and block slots of an emulated GPU.
+// Streams, events and room for blocks of an emulated GPU.
 //
 // One mutex guards everything and one condition variable tells of every change: launches are few,
 // and a kernel runs without the mutex.
@@ -84,9 +84,15 @@ struct Event {
   std::vector<int> frontier{};
 };
 
+// As of the H100. A block takes what one of 256 threads does, however many lanes it is run with.
+constexpr int kRegistersPerMultiprocessor = 65536;
+constexpr int kThreadsPerMultiprocessor = 2048;
+constexpr int kThreadsPerBlock = 256;
+
 struct Device {
-  int block_slots;
-  int free_slots;
+  const int multiprocessors;
+  const int blocks_each;            // of any kernel on a multiprocessor; 0: as registers allow
+  std::vector<int> free_registers;  // by multiprocessor
   uint64_t tickets = 0;
   std::set<std::pair<int, uint64_t>> waiting{};  // (priority, ticket) of launches without room
   Stream* legacy = nullptr;
@@ -94,7 +100,7 @@ struct Device {
 };
 
 // Devices and streams live for good.
-Device* make_device(int block_slots);
+Device* make_device(int multiprocessors, int blocks_each);
 Stream* make_stream(Device* device, bool blocking, int priority);
 
 // All following functions take the mutex themselves and return a Result.
@@ -109,9 +115,13 @@ int begin_capture(Stream& stream);
 int end_capture(Stream& stream, std::shared_ptr<Graph>& graph);
 bool capturing(Stream& stream);
 
-// Runs `work` once `blocks` block slots are free. Launches get room in the order in which they came
-// to the head of their streams, higher priorities first; one that does not fit holds back those
-// behind it, as a GPU's block scheduler does.
-void run_blocks(Device& device, int blocks, int priority, const Work& work);
+// Registers of a multiprocessor that a block takes whose threads have `registers` each.
+int block_registers(const Device& device, int registers);
+
+// Runs `work` once the multiprocessors have room for `blocks` blocks whose threads have `registers`
+// each; an idle device must have it. Launches get room in the order in which they came to the head
+// of their streams, higher priorities first; one that does not fit holds back those behind it, as a
+// GPU's block scheduler does.
+void run_blocks(Device& device, int blocks, int registers, int priority, const Work& work);
 
 }  // namespace emulator

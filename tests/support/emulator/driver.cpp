@@ -23,6 +23,11 @@ Stream* resolve(CUstream handle) {
   return stream->device == current_device ? stream : nullptr;
 }
 
+// How many blocks of the kernel a multiprocessor runs at once.
+int blocks_each(const Device& device, const EmulatedKernel& kernel) {
+  return kRegistersPerMultiprocessor / block_registers(device, kernel.registers);
+}
+
 int bad_stream() { return current_device == nullptr ? kInvalidContext : kInvalidHandle; }
 
 const char* text_of(int result) {
@@ -69,13 +74,14 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
       gridDimY == 0 || gridDimZ != 1 || blockDimX == 0 || blockDimY != 1 || blockDimZ != 1)
     return kInvalidValue;
   const int blocks = int(gridDimX * gridDimY);
+  const auto* kernel = static_cast<const EmulatedKernel*>(f);
+  Device& device = *stream->device;
   // A GPU would run such a grid in waves; kernels that wait for each other would never end.
-  if (blocks > stream->device->block_slots) return kLaunchTooLarge;
+  if (blocks > device.multiprocessors * blocks_each(device, *kernel)) return kLaunchTooLarge;
   const auto params = std::make_shared<const ringcomm::device::LaunchParams>(
       *static_cast<const ringcomm::device::LaunchParams*>(kernelParams[0]));
-  const auto* kernel = static_cast<const EmulatedKernel*>(f);
-  return submit(*stream, [=, device = stream->device, priority = stream->priority] {
-    run_blocks(*device, blocks, priority,
+  return submit(*stream, [=, &device, priority = stream->priority] {
+    run_blocks(device, blocks, kernel->registers, priority,
                [&] { kernel->run(*params, int(gridDimX), int(gridDimY), int(blockDimX)); });
   });
 }
@@ -104,7 +110,12 @@ CUresult cuGetErrorString(CUresult error, const char** pStr) {
 
 uint64_t emu_params_bytes() { return sizeof(ringcomm::device::LaunchParams); }
 
-void* emu_device_make(int block_slots) { return make_device(block_slots); }
+void* emu_device_make(int multiprocessors, int blocks_each) {
+  return make_device(multiprocessors, blocks_each);
+}
+int emu_device_blocks_each(void* device, void* kernel) {
+  return blocks_each(*static_cast<Device*>(device), *static_cast<EmulatedKernel*>(kernel));
+}
 void emu_device_set(void* device) { current_device = static_cast<Device*>(device); }
 void* emu_device_get() { return current_device; }
 int emu_device_synchronize(void* device) { return synchronize(*static_cast<Device*>(device)); }

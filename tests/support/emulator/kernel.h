@@ -5,8 +5,10 @@
 
 // `run` does the work of a whole launch, grid_x by grid_y blocks of `lanes` threads each, and
 // returns when every block has ended. All blocks run at once: the driver has found room for them.
+// `registers` is how many a thread of the real kernel has.
 struct EmulatedKernel {
   void (*run)(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y, int lanes);
+  int registers = 0;
 };
 
 // The kernel `name` of compilation unit `unit`, or nullptr; the object lives for good.

@@ -57,9 +57,11 @@ class EmulatedRuntime(EmulatedMemory):
         devices: how many this process sees.
         multiprocessors: of each.
         memory_bytes: of each; what one process may allocate there.
-        blocks_per_multiprocessor: what kernels report.
+        blocks_per_multiprocessor: how many of any kernel run at once on each; None: as many as the
+            registers of the real kernel allow.
         threads: the largest block that kernels report.
-        block_slots: how many blocks a device runs at once; None: as many as it reports.
+        block_slots: how many blocks a device runs at once, whatever its kernels report; None: as
+            many as they do.
         assume_device: the device of tensors that lie in no device's memory; None: the host.
         physical: which GPU each device is; default 0, 1, ...
         unreachable: pairs of devices without peer access.
@@ -68,7 +70,7 @@ class EmulatedRuntime(EmulatedMemory):
     devices: int = 1
     multiprocessors: int = 4
     memory_bytes: int = 1 << 30
-    blocks_per_multiprocessor: int = 2
+    blocks_per_multiprocessor: int | None = None
     threads: int = 4
     block_slots: int | None = None
     assume_device: int | None = 0
@@ -77,9 +79,11 @@ class EmulatedRuntime(EmulatedMemory):
     kind: str = field(default="emulated", init=False)
 
     def __post_init__(self) -> None:
-        slots = self.block_slots or self.multiprocessors * self.blocks_per_multiprocessor
+        room = (self.multiprocessors, self.blocks_per_multiprocessor or 0)
+        if self.block_slots is not None:
+            room = (self.block_slots, 1)
         EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable)
-        self._native = [library().emu_device_make(slots) for _ in range(self.devices)]
+        self._native = [library().emu_device_make(*room) for _ in range(self.devices)]
         self._pools = [StreamPool(native) for native in self._native]
         self._thread = _ThisThread()
         self._kept: list[tuple[EmulatedEvent, torch.Tensor]] = []
@@ -234,4 +238,5 @@ class EmulatedRuntime(EmulatedMemory):
         handle = library().emulated_kernel(unit.encode(), name.encode())
         if not handle:
             raise UnsupportedError(f"emulated driver: no kernel {name} in unit {unit}")
-        return EmulatedFunction(handle, self.threads, self.blocks_per_multiprocessor)
+        blocks_each = library().emu_device_blocks_each(self._native[device], handle)
+        return EmulatedFunction(handle, self.threads, blocks_each)

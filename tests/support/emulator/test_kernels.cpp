@@ -37,8 +37,9 @@ void wait_then_add(const ringcomm::device::LaunchParams& params, int, int, int) 
   words.word->fetch_add(words.other);
 }
 
-constexpr EmulatedKernel kAdd{add};
-constexpr EmulatedKernel kWaitThenAdd{wait_then_add};
+// Two blocks of the one, or four of the other, fill a multiprocessor.
+constexpr EmulatedKernel kAdd{add, 128};
+constexpr EmulatedKernel kWaitThenAdd{wait_then_add, 64};
 
 }  // namespace
 
