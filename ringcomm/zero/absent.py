@@ -14,7 +14,7 @@ raises, instead of reading memory that is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import GetSetDescriptorType
 from typing import Any
@@ -110,26 +110,35 @@ def _absent_kind(kind: type) -> type:
     return type(f"Absent{kind.__name__}", (Absent, kind), {})
 
 
-def make_absent(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Has the named parameters raise when they are used; see NOTE [Absent parameters]."""
-    made = [(name, param) for name, param in params if not isinstance(param, Absent)]
-    for name, param in made:
-        vars(param)[_NAME] = name
-        param.__class__ = _absent_kind(type(param))
-    _count_up([param for _, param in made], 1)
+def make_absent(params: Sequence[nn.Parameter], names: Sequence[str]) -> list[int]:
+    """Has parameters raise, by their names, when they are used; see NOTE [Absent parameters].
+
+    Returns:
+        The versions that they have now.
+    """
+    with plainly():
+        versions = [param._version for param in params]
+        for index, param in enumerate(params):
+            if not isinstance(param, Absent):
+                vars(param)[_NAME] = names[index]
+                param.__class__ = _absent_kind(type(param))
+                versions[index] += 1
+        return _set_versions(params, versions)
 
 
-def make_present(params: Iterable[nn.Parameter]) -> None:
-    """Undoes :func:`make_absent`."""
-    made = [param for param in params if isinstance(param, Absent)]
-    for param in made:
-        param.__class__ = type(param).__mro__[2]
-        del vars(param)[_NAME]
-    _count_up(made, -1)
+def make_present(params: Sequence[nn.Parameter]) -> list[int]:
+    """Undoes :func:`make_absent`, and returns the versions that the parameters have now."""
+    with plainly():
+        versions = [param._version for param in params]
+        for index, param in enumerate(params):
+            if isinstance(param, Absent):
+                param.__class__ = type(param).__mro__[2]
+                del vars(param)[_NAME]
+                versions[index] -= 1
+        return _set_versions(params, versions)
 
 
-def _count_up(params: Sequence[nn.Parameter], by: int) -> None:
+def _set_versions(params: Sequence[nn.Parameter], versions: list[int]) -> list[int]:
     if params:
-        with plainly():
-            versions = tuple(param._version + by for param in params)
-            torch._C._autograd._unsafe_set_version_counter(tuple(params), versions)
+        torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+    return versions

@@ -146,7 +146,7 @@ def unshard(module: nn.Module) -> nn.Module:
     engine.close()
     if engine.stage > 1:
         engine.order.leave(engine.number)
-    make_present(param for param, _ in copies)
+    make_present([param for param, _ in copies])
     for param, copy in copies:
         param.data = copy
     forget_engine(root)

@@ -154,8 +154,7 @@ class Engine:
         """A parameter has its gradient of this backward."""
         assert self.reduction is not None
         self.begin_backward()
-        if self.order.reduces(self.number):
-            self.order.arrived(self.number)
+        if self.order.arrived(self.number):
             if self.reduction.arrived(number, index):
                 self.order.advance()
         else:
@@ -169,7 +168,8 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Called by whatever hook is the first of a backward."""
-        if not self.in_backward:
+        # What in_backward says, of which each gradient asks.
+        if not (self._takes_part and self.order.in_backward) and not self.in_backward:
             self._takes_part = True
             # With create_graph=True; the graph of the gradients has the parameters' memory, too.
             self._creates_graph = torch.is_grad_enabled()

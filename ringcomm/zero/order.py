@@ -234,14 +234,13 @@ class ModuleOrder:
             )
         return module
 
-    def reduces(self, number: int) -> bool:
-        """Whether gradients of a module that come now are reduced by this backward."""
-        return self._reduces and number not in self._paused
-
-    def arrived(self, number: int) -> None:
-        """A module has a gradient."""
+    def arrived(self, number: int) -> bool:
+        """A module has a gradient; whether this backward reduces it."""
+        if not self._reduces or number in self._paused:
+            return False
         if number not in self._arrived:
             self._arrived.append(number)
+        return True
 
     def advance(self) -> None:
         """A bucket is full: reduces whatever has its turn now."""

@@ -62,11 +62,12 @@ class Slots:
 
     def check(self) -> None:
         """Raises ArgumentError when the module has another tensor in a parameter's place."""
-        entries = self._entries
-        if entries is None or any(
-            vars(module)[table].get(key) is not thing for module, table, key, thing in entries
-        ):
-            self._look()
+        if self._entries is None:
+            return self._look()
+        for module, table, key, thing in self._entries:
+            if module.__dict__[table].get(key) is not thing:
+                return self._look()
+        return None
 
     def check_all(self, comm: Communicator, operation: str) -> None:
         """:meth:`check` on all ranks, which all raise or none; collective."""

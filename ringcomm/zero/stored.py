@@ -160,8 +160,13 @@ class SplitBucket(Stored):
         self.own = self._shard[: self.chunk.elems]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
+        self._parameters = [placed.param for placed in self.params]
+        self._names = [placed.name for placed in self.params]
         self._make_flat()
         self._absent = [self._make_absent(placed) for placed in self.params]
+        self._absent_addresses = [absent.data_ptr() for absent in self._absent]
+        # Of the parameters, as this bucket left them.
+        self._addresses: list[int] = []
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_here = False
@@ -200,11 +205,12 @@ class SplitBucket(Stored):
 
     def show(self) -> None:
         """Points the parameters at what was gathered."""
-        self.check()
-        make_present(placed.param for placed in self.params)
-        for placed, view in zip(self.params, self._views, strict=True):
-            placed.param.data = view
-        self.accept_changes()
+        with plainly():
+            self._check()
+            for param, view in zip(self._parameters, self._views, strict=True):
+                param.data = view
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._versions = make_present(self._parameters)
         self.is_here = True
         self._references_at_first = self._count_references()
         if self._references is None:
@@ -249,11 +255,11 @@ class SplitBucket(Stored):
             self._drop(is_held=keeps_views and has_new_views)
 
     def _leave(self) -> None:
-        make_present(placed.param for placed in self.params)
-        for placed, absent in zip(self.params, self._absent, strict=True):
-            placed.param.data = absent
-        make_absent((placed.name, placed.param) for placed in self.params)
-        self.accept_changes()
+        with plainly():
+            for param, absent in zip(self._parameters, self._absent, strict=True):
+                param.data = absent
+        self._addresses = self._absent_addresses
+        self._versions = make_absent(self._parameters, self._names)
         self.is_here = False
 
     def check(self) -> None:
@@ -261,11 +267,13 @@ class SplitBucket(Stored):
             self._check()
 
     def _check(self) -> None:
-        there = self._views if self.is_here else self._absent
-        for placed, data, version in zip(self.params, there, self._versions, strict=True):
-            if placed.param.data_ptr() != data.data_ptr():
+        for placed, address, version in zip(
+            self.params, self._addresses, self._versions, strict=True
+        ):
+            param = placed.param
+            if param.data_ptr() != address:
                 raise self._moved(placed)
-            if placed.param._version != version:
+            if param._version != version:
                 self._forget_changes()
                 head = where("zero", self.comm.rank, self.comm.world_size)
                 raise ArgumentError(
@@ -294,4 +302,4 @@ class SplitBucket(Stored):
     def accept_changes(self) -> None:
         """What was written to the gathered parameters is meant."""
         with plainly():
-            self._versions = [placed.param._version for placed in self.params]
+            self._versions = [param._version for param in self._parameters]

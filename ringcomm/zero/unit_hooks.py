@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -311,18 +312,24 @@ class _Table:
 
     def settle(self) -> None:
         """Called when a bucket has come or gone."""
-        table = vars(self._module)["_parameters"]
-        if all(bucket.is_here for bucket in self._buckets):
-            if table is self._watched:
-                vars(self._module)["_parameters"] = dict(table.items())
-        elif table is not self._watched:
-            # Parameters may have been registered or replaced meanwhile.
-            if [(n, id(p)) for n, p in table.items()] != [
-                (n, id(p)) for n, p in self._watched.items()
-            ]:
-                self._watched.clear()
-                self._watched.update(table)
-            vars(self._module)["_parameters"] = self._watched
+        attributes, watched = self._module.__dict__, self._watched
+        table = attributes["_parameters"]
+        for bucket in self._buckets:
+            if not bucket.is_here:
+                break
+        else:
+            if table is watched:
+                attributes["_parameters"] = dict(watched.items())
+            return
+        if table is watched:
+            return
+        # Parameters may have been registered or replaced meanwhile. The values are only asked
+        # whether they are the same objects: absent ones cannot be compared.
+        unchanged = list(table) == list(watched)
+        if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
+            watched.clear()
+            watched.update(table)
+        attributes["_parameters"] = watched
 
 
 def _watch_accesses(engine: Engine, hooks: Sequence[_UnitHooks]) -> None:
