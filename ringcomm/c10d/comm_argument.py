@@ -109,7 +109,9 @@ def _named(comm: Any, operation: str) -> tuple[_Group, str | None]:
 def _axis(mesh: DeviceMesh, operation: str) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        example = f"mesh[{names[0]!r}]" if names else 'mesh["dp"], of a mesh with mesh_dim_names'
+        example = 'mesh["dp"], of a mesh with mesh_dim_names'
+        if names:
+            example = " or ".join(f"mesh[{name!r}]" for name in names)
         raise ArgumentError(
             f"{operation}: comm: expected a DeviceMesh of one dimension, got one of {mesh.ndim}"
             f"{f' {names}' if names else ''}; pass the one whose ranks share the work, as {example}"

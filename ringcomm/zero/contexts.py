@@ -49,6 +49,8 @@ def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]
             f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from}"
         )
     with _all_here(engine):
+        if engine.gatherer is not None:
+            engine.gatherer.open()
         yield
         if write_from is not None:
             _take_changes(engine, write_from)

@@ -181,6 +181,11 @@ class Gatherer:
                 self._copier.end(bucket)
                 self._show(bucket)
 
+    def open(self, unit: Unit | None = None) -> None:
+        """Code outside of the module sees what is here, of one unit or all, and may write to it."""
+        for bucket in self._here if unit is None else self._buckets[id(unit)]:
+            bucket.in_the_open = True
+
     def _show(self, bucket: SplitBucket) -> None:
         self._coming.discard(bucket)
         bucket.show()

@@ -46,7 +46,6 @@ class Reduction:
         reducer: what reduces them.
         has_left_over: see NOTE [What is left over].
         kept: by number of a bucket, its gradients; see NOTE [Kept for the step].
-        stepped: whether a step has used the gradients that are here.
         generation: counts reductions, so that what was computed from the shards can be told to be
             old.
     """
@@ -80,7 +79,8 @@ class Reduction:
         self._buffers = Buffers(most, options.in_flight, comm.heap_device)
         self._order = BucketOrder(len(self.buckets))
         self.has_left_over = False
-        self.stepped, self._warned = False, False
+        # Whether a step has used the gradients that are here, and a backward has added to those.
+        self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = options.in_flight if keeps else 0
         # Whether norms were asked for since the gradients were last dropped, and before that: who
@@ -93,23 +93,22 @@ class Reduction:
     def begin_backward(self) -> None:
         """A backward begins that takes along what earlier ones have left."""
         self.has_left_over = False
-        self._warn_of_old_gradients()
+        self._added_to = self._used
         self.settle()
         self._backwards += 1
         self.begin()
 
-    def _warn_of_old_gradients(self) -> None:
-        if not self.stepped:
-            return
-        self.stepped = False
-        if not self._warned:
+    def used(self) -> None:
+        """A step has used the gradients that are here."""
+        if self._added_to and not self._warned:
             self._warned = True
             warnings.warn(
-                "zero: a backward adds to gradients that a step has used already: at stages 2 and "
-                "3 they are not in p.grad, and p.grad = None does not forget them. Call "
-                "optimizer.zero_grad(), or the sharded module's, before this backward",
+                "zero: this step's gradients are added to those that an earlier step has used: at "
+                "stages 2 and 3 they are not in p.grad, and p.grad = None does not forget them. "
+                "Call optimizer.zero_grad(), or the sharded module's, after each step",
                 stacklevel=2,
             )
+        self._used, self._added_to = True, False
 
     def begin(self) -> None:
         """No bucket has been reduced yet."""
@@ -312,7 +311,7 @@ class Reduction:
         while self.kept:
             self._buffers.give(self.kept.popitem()[1])
         self._sums, self._asked = self._asked, False
-        self.stepped = False
+        self._used, self._added_to = False, False
         self.generation += 1
 
     def wait(self) -> None:

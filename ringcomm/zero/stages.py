@@ -127,7 +127,7 @@ class ReducedKernels(StageKernels):
         self._reduction = reduction
 
     def end(self) -> None:
-        self._reduction.stepped = True
+        self._reduction.used()
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         self._reduction.norm(bucket.number, kind, words)

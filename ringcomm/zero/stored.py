@@ -170,6 +170,8 @@ class SplitBucket(Stored):
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_here = False
+        #: Whether it is here for code outside of the module, which may write through ``.data``.
+        self.in_the_open = False
 
     def connect(self) -> None:
         self._peers = peer_tensors(self.comm, self._shard, "zero.shard")
@@ -258,6 +260,7 @@ class SplitBucket(Stored):
         with plainly():
             for param, absent in zip(self._parameters, self._absent, strict=True):
                 param.data = absent
+        self.in_the_open = False
         self._addresses = self._absent_addresses
         self._versions = make_absent(self._parameters, self._names)
         self.is_here = False
@@ -265,6 +268,30 @@ class SplitBucket(Stored):
     def check(self) -> None:
         with plainly():
             self._check()
+            if self.is_here and self.in_the_open:
+                self._check_values()
+
+    @torch.no_grad()
+    def _check_values(self) -> None:
+        """Finds writes that no version tells of, through ``.data`` or an array of NumPy."""
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        kind = bits[self.flat.element_size()]
+        for rank, peer in enumerate(self._peers):
+            begin = rank * self.size_elems
+            mine = self.flat[begin : begin + self.size_elems]
+            changed = (mine.view(kind) != peer.view(kind)).nonzero()
+            if len(changed):
+                at = begin + int(changed[0])
+                self.fill()
+                self._forget_changes()
+                raise self._changed(next(p for p in self.params if p.begin <= at < p.end))
+
+    def _changed(self, placed: Placed) -> ArgumentError:
+        head = where("zero", self.comm.rank, self.comm.world_size)
+        return ArgumentError(
+            f"{head}: parameter {placed.name} was changed in place, and at stage 3 that is "
+            "lost. Change parameters in ringcomm.zero.gathered(module, write_from=0)"
+        )
 
     def _check(self) -> None:
         for placed, address, version in zip(
@@ -275,13 +302,10 @@ class SplitBucket(Stored):
                 raise self._moved(placed)
             if param._version != version:
                 self._forget_changes()
-                head = where("zero", self.comm.rank, self.comm.world_size)
-                raise ArgumentError(
-                    f"{head}: parameter {placed.name} was changed in place, and at stage 3 that is "
-                    "lost. Change parameters in ringcomm.zero.gathered(module, write_from=0)"
-                )
+                raise self._changed(placed)
 
     def _forget_changes(self) -> None:
+        self.in_the_open = False
         if not self.is_here:
             for absent in self._absent:
                 absent.fill_(torch.nan)

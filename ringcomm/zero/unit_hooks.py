@@ -255,6 +255,10 @@ class _UnitHooks:
             self.outside.append(self)
         self._touched = True
         self._need()
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if not gatherer.running and not self._engine.in_backward:
+            gatherer.open(self._unit)
 
 
 def _calls_itself(module: nn.Module) -> bool:

@@ -35,7 +35,8 @@ def _on_gpu(comm, base, run):
     return {name: tensor.cpu() for name, tensor in state.items()}, norms
 
 
-@pytest.mark.parametrize("name", RUNS)
+# tests/zero/test_devices.py has the others on an emulated device of fewer multiprocessors.
+@pytest.mark.parametrize("name", RUNS if REAL else ["wandering", "partial"])
 def test_all_stages_end_with_the_same_bits(name):
     base = new_model(RUNS[name].model)
     wanted = None

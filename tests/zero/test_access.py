@@ -196,3 +196,42 @@ def test_a_dropped_module_gives_everything_back(worlds, stage):
     gc.collect()
     assert [each() for each in seen] == [None, None]
     assert ringcomm.heap_stats()["used_bytes"] == used
+
+
+def _fill(module: Any) -> None:
+    module[2].weight.data.fill_(7.0)
+
+
+def _fill_by_numpy(module: Any) -> None:
+    module[2].weight.detach().numpy()[:] = 7.0
+
+
+def _initialise(module: Any) -> None:
+    module.apply(lambda each: hasattr(each, "weight") and each.weight.data.zero_())
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["looked up", "gathered"])
+@pytest.mark.parametrize("write", [_fill, _fill_by_numpy, _initialise])
+def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
+    """No version counts what ``.data`` and NumPy write, and the chunks do not have it."""
+
+    def work(comm):
+        torch.manual_seed(2)
+        module: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        module.requires_grad_(True)
+        zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(bucket_elems=512))
+        before, output = zero.full_state_dict(module), module(torch.ones(1, 8)).detach()
+        with pytest.raises(ArgumentError, match=r"parameter [02].weight was changed in place"):
+            if inside:
+                with zero.gathered(module):
+                    write(module)
+            else:
+                write(module)
+                module(torch.ones(1, 8))
+        assert torch.equal(module(torch.ones(1, 8)), output)
+        after = zero.full_state_dict(module)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        comm.barrier()
+
+    for n in (1, 2):
+        worlds(n).run(work)

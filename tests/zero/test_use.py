@@ -152,6 +152,24 @@ def test_gradients_that_the_user_believes_gone_are_warned_of(worlds, stage):
     worlds(1).run(work)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_backward_between_a_step_and_zero_grad_is_not_warned_of(worlds, stage):
+    """As a GAN's discriminator has it, which forgets the generator's backward before its own."""
+
+    def work(comm):
+        module: Any = zero.shard(new_model("mlp"), stage, comm=comm, options=SMALL)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(2, 13)).backward()
+            optimizer.step()
+            module(torch.ones(2, 13)).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        worlds(1).run(work)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_without_zeroing_go_on_adding(worlds, stage):
     base = new_model("mlp")
