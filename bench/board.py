@@ -18,6 +18,8 @@ import torch.distributed as dist
 _LINE_BYTES = 64
 _DEADLINE_S = 300.0
 _LOOKS_PER_CLOCK = 1024
+_REST_POLL_S = 100e-6
+_START_NS = 500_000
 
 
 class Board:
@@ -37,9 +39,19 @@ class Board:
         self._words = memoryview(self._map).cast("Q")
         self.exchange(None)
 
-    def barrier(self) -> None:
-        """Returns when every rank has entered; gives the core away while it waits."""
+    def barrier(self, rest_s: float = 0.0) -> None:
+        """Returns when every rank has entered; gives the core away while it waits.
+
+        Args:
+            rest_s: seconds to sleep first, where other programs want the cores. Whoever has just
+                used more than its share of a core waits for it longer, and to have yielded counts
+                as use: the rest lets every turn begin alike, whatever the last one did. The ranks
+                then wait asleep, and start together by the clock.
+        """
         self._epoch += 1
+        if rest_s > 0:
+            self._meet_rested(rest_s)
+            return
         stride = _LINE_BYTES // 8
         self._words[self.rank * stride] = self._epoch
         looks, deadline = 0, time.monotonic() + _DEADLINE_S
@@ -49,6 +61,21 @@ class Board:
                 looks += 1
                 if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
                     raise TimeoutError(f"rank {self.rank}: rank {peer} has not reached the barrier")
+
+    def _meet_rested(self, rest_s: float) -> None:
+        time.sleep(rest_s)
+        stride = _LINE_BYTES // 8
+        self._words[self.rank * stride + 1] = time.monotonic_ns()
+        self._words[self.rank * stride] = self._epoch
+        deadline = time.monotonic() + _DEADLINE_S
+        for peer in range(self.world):
+            while self._words[peer * stride] < self._epoch:
+                time.sleep(_REST_POLL_S)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {self.rank}: rank {peer} has not reached the barrier")
+        last_ns = max(self._words[peer * stride + 1] for peer in range(self.world))
+        while time.monotonic_ns() < last_ns + _START_NS:
+            pass
 
     def exchange(self, value: object) -> list[Any]:
         """All-gathers a JSON value, by rank. Slow: for use between measurements only."""

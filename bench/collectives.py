@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .board import Board
+from .busy import lead_session
 from .cases import MOST_RANKS_CHECKED
 from .devices import Device, Gpu, Host
 from .launch import LaunchError, Placing, join, run_ranks, started_by
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         placing = _place(options)
         if placing is None:
-            return run_ranks(options.ranks, options.systems, arguments)
+            return run_ranks(options, arguments)
         _require_fit(options, placing.world)
         device: Device = Host()
         if options.device == "cuda":
@@ -60,7 +61,7 @@ def _place(options: Options) -> Placing | None:
     if launcher is None:
         _require_fit(options, ranks)
         return Placing(0, ranks, dist.HashStore(), mode) if mode == ONE_LAUNCH else None
-    placing = join(options.systems)
+    placing = join(options)
     return placing if mode is None else replace(placing, mode=mode)
 
 
@@ -91,6 +92,8 @@ def run_rank(options: Options, placing: Placing, device: Device, arguments: Sequ
     if options.pin:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[placing.rank % len(cores)]})
+    if options.busy:
+        lead_session()
     torch.set_num_threads(1)
     one_launch = placing.mode == ONE_LAUNCH
     board = Board(placing.store, placing.rank, 1 if one_launch else placing.world)

@@ -17,13 +17,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .busy import BusyLoops
 from .modes import PROCESSES
+from .options import Options
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _NO_MPI = "no {}: install ringcomm[bench] (mpi4py and mpich), or leave mpi out of --peers"
+# The wheels of MPICH and of Intel MPI hold files of the same names.
+_NO_IMPI = (
+    "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
+    "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
+)
+_BUSY_ELSEWHERE = "--busy: run the harness alone, which then starts its ranks as equals of the loops"
 
 
 class LaunchError(Exception):
@@ -54,9 +62,12 @@ def started_by(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def join(systems: Sequence[str]) -> Placing:
+def join(options: Options) -> Placing:
     """Finds this rank's place. Raises :class:`LaunchError` where the systems cannot run."""
     how = started_by(os.environ)
+    systems = options.systems
+    if options.busy and how != "harness":
+        raise LaunchError(_BUSY_ELSEWHERE)
     if how == "torchrun":
         return _join_torchrun(systems)
     if how == "mpiexec":
@@ -84,7 +95,7 @@ def _die_with_parent() -> None:
 
 
 def _join_torchrun(systems: Sequence[str]) -> Placing:
-    if "mpi" in systems:
+    if "mpi" in systems or "impi" in systems:
         raise LaunchError(
             "MPI ranks must be started by mpiexec, and torchrun started these: leave mpi out "
             "of --peers, or run the harness alone (it calls mpiexec itself)"
@@ -98,16 +109,21 @@ def _join_torchrun(systems: Sequence[str]) -> Placing:
     return Placing(rank, world, store)
 
 
-def run_ranks(world: int, systems: Sequence[str], arguments: Sequence[str]) -> int:
-    """Starts ``world`` ranks of this harness, waits, and returns the exit status.
+def run_ranks(options: Options, arguments: Sequence[str]) -> int:
+    """Starts the ranks of this harness, waits, and returns the exit status.
 
     One rank that fails takes the others with it. Raises :class:`LaunchError` without mpiexec.
     """
+    world, systems = options.ranks, options.systems
     rank_command = [sys.executable, "-m", f"{__package__}.collectives", *arguments]
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
         shared = {**os.environ, _STORE_FILE: f"{directory}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
-        if "mpi" in systems:
+        if "impi" in systems:
+            command, environment = _intel_mpiexec(options)
+            commands = [[*command, "-n", str(world), *rank_command]]
+            environments = [{**shared, **environment}]
+        elif "mpi" in systems:
             commands = [[_mpiexec(), "-n", str(world), *rank_command]]
             environments = [shared]
         else:
@@ -117,9 +133,10 @@ def run_ranks(world: int, systems: Sequence[str], arguments: Sequence[str]) -> i
             ]
         started: list[subprocess.Popen[bytes]] = []
         try:
-            for command, environment in zip(commands, environments, strict=True):
-                started.append(subprocess.Popen(command, env=environment))
-            return _wait(started)
+            with BusyLoops(options.busy):
+                for command, environment in zip(commands, environments, strict=True):
+                    started.append(subprocess.Popen(command, env=environment))
+                return _wait(started)
         finally:
             _stop(started)
 
@@ -132,6 +149,23 @@ def _mpiexec() -> str:
     if found is None:
         raise LaunchError(_NO_MPI.format("mpiexec"))
     return found
+
+
+def _intel_mpiexec(options: Options) -> tuple[list[str], dict[str, str]]:
+    """The launcher of Intel MPI under $I_MPI_ROOT, and what its ranks need to find it."""
+    if "mpi" in options.systems:
+        raise LaunchError("a process can hold one MPI: mpi and impi need runs of their own")
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(_NO_MPI.format("mpi4py"))
+    root = os.environ.get("I_MPI_ROOT", "")
+    mpiexec, library = Path(root, "bin", "mpiexec.hydra"), Path(root, "lib", "libmpi.so.12")
+    if not root or not mpiexec.exists() or not library.exists():
+        found = f"I_MPI_ROOT={root} has no {mpiexec} or no {library}" if root else "it is not set"
+        raise LaunchError(_NO_IMPI.format(found))
+    environment = {"MPI4PY_LIBMPI": str(library.resolve())}
+    # It pins each rank to a core unless told otherwise; --pin pins them for all systems.
+    environment["I_MPI_PIN"] = "0"
+    return [str(mpiexec)], environment
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -46,6 +46,7 @@ class Options:
     batch: int
     turn_us: float
     pin: bool
+    busy: int
     device: str
     mode: str
     graph_calls: int
@@ -114,6 +115,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         batch=args.batch,
         turn_us=args.turn_us,
         pin=args.pin,
+        busy=args.busy,
         device=args.device,
         mode=args.mode,
         graph_calls=args.graph_calls if args.graph else 0,
@@ -229,6 +231,8 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
     add("--turn-us", type=float, default=2000.0, metavar="US", help=text)
     text = "pin each rank, and the threads of its libraries, to a core"
     add("--pin", action="store_true", help=text)
+    text = "run beside so many processes that compute all the time (default 0)"
+    add("--busy", type=_count, default=0, metavar="K", help=text)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -239,6 +243,12 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
     for option, text in zip(OUTPUT_OPTIONS, what, strict=True):
         parser.add_argument(option, metavar="PATH", help=f"write {text}")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -22,7 +22,7 @@ class Row:
 
     Times in microseconds per call (median, fastest round), bandwidths in 1e9 bytes per
     second. ``ratio`` is the median over rounds of this system's time over the subject's,
-    with its quartiles; ``wrong`` is None where nothing was checked. A row without a time
+    with its quartiles, ``ratio_p95`` that of the 95th percentiles; ``wrong`` is None where nothing was checked. A row without a time
     says why in ``note``. ``mode`` is how the ranks share processors; ``buffer_sets`` of buffers
     were used in turn; ``graph_calls`` calls were replayed as one graph (0: made one by one).
     """
@@ -50,6 +50,8 @@ class Row:
     mode: str = PROCESSES
     buffer_sets: int = 1
     graph_calls: int = 0
+    p95_us: float | None = None
+    ratio_p95: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,21 +129,22 @@ def _row_of_text(record: Mapping[str, str]) -> Row:
 
 
 _KEY_FORMAT = "{:>12} {:>10} {:>9} {:>6} {:>5}  {:<15} {:<19}"
-_CELL_FORMAT = "{:>10} {:>8} {:>8} {:>7} {:>8}"
+_CELL_FORMAT = "{:>10} {:>8} {:>8} {:>7} {:>8} {:>10} {:>8}"
 
 
 def table_head(subject: str, placements: Sequence[str]) -> str:
     titles = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
-    cell_width = len(_CELL_FORMAT.format(*[""] * 5))
+    cell_width = len(_CELL_FORMAT.format(*[""] * 7))
     key_width = len(_KEY_FORMAT.format(*[""] * 7))
     groups = "".join(f"  {titles[placement]:^{cell_width}}" for placement in placements)
     names = _KEY_FORMAT.format("size", "count", "type", "redop", "root", "system", "mode")
     units = _KEY_FORMAT.format("(B)", "(elems)", "", "", "", "", "")
-    cells = "  " + _CELL_FORMAT.format("time", "algbw", "busbw", "#wrong", "ratio")
-    cell_units = "  " + _CELL_FORMAT.format("(us)", "(GB/s)", "(GB/s)", "", "")
+    cells = "  " + _CELL_FORMAT.format("time", "algbw", "busbw", "#wrong", "ratio", "p95", "ratio95")
+    cell_units = "  " + _CELL_FORMAT.format("(us)", "(GB/s)", "(GB/s)", "", "", "(us)", "")
     return "\n".join(
         [
-            f"# ratio: time over that of {subject}, median over rounds",
+            f"# ratio: time over that of {subject}, median over rounds; p95: 95th percentile of the "
+            "rounds",
             "#" + " " * (key_width - 1) + groups,
             "#" + names[1:] + cells * len(placements),
             "#" + units[1:] + cell_units * len(placements),
@@ -167,11 +170,13 @@ def table_lines(rows: Iterable[Row], placements: Sequence[str]) -> list[str]:
 
 def _cell(row: Row | None) -> str:
     if row is None or row.time_us is None:
-        return _CELL_FORMAT.format("n/a", "", "", "", "")
+        return _CELL_FORMAT.format("n/a", *[""] * 6)
     return _CELL_FORMAT.format(
         f"{row.time_us:.2f}",
         f"{row.algbw_gbps:.2f}",
         f"{row.busbw_gbps:.2f}",
         "-" if row.wrong is None else row.wrong,
         "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.p95_us is None else f"{row.p95_us:.2f}",
+        "" if row.ratio_p95 is None else f"{row.ratio_p95:.2f}",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from .board import Board
+from .busy import REST_S
 from .cases import COLLECTIVES, Case
 from .devices import Device
 from .launch import Placing
@@ -78,7 +79,13 @@ class Session:
         for sets in prepared.values():
             _clear(sets)
         options = self._options
-        pace = Pace(options.rounds, options.warmup_rounds, options.batch, options.turn_us)
+        pace = Pace(
+            options.rounds,
+            options.warmup_rounds,
+            options.batch,
+            options.turn_us,
+            rest_s=REST_S if options.busy else 0.0,
+        )
         entrants = {name: self._entrant(sets) for name, sets in prepared.items()}
         timings = measure(self._board, entrants, pace, self._device)
         rows = []
@@ -165,11 +172,13 @@ def timed_row(row: Row, case: Case, timing: Timing, subject: Timing | None) -> R
         row,
         time_us=round(timing.median_us, 3),
         best_us=round(timing.best_us, 3),
+        p95_us=round(timing.p95_us, 3),
         algbw_gbps=_shortened(case.algbw_gbps(timing.median_us)),
         busbw_gbps=_shortened(case.busbw_gbps(timing.median_us)),
         rounds=len(timing.times_us),
         batch=timing.batch,
         ratio=middle,
+        ratio_p95=timing.p95_us / subject.p95_us if subject else None,
         ratio_low=low,
         ratio_high=high,
     )

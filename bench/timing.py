@@ -65,12 +65,16 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is measured. ``batch`` 0: as many calls as fit into ``turn_us``."""
+    """How much is measured. ``batch`` 0: as many calls as fit into ``turn_us``.
+
+    ``rest_s`` seconds of sleep come before each turn (see :meth:`Board.barrier`).
+    """
 
     rounds: int
     warmup_rounds: int
     batch: int
     turn_us: float
+    rest_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Timing:
         return statistics.median(self.times_us)
 
     @property
+    def p95_us(self) -> float:
+        return percentile(self.times_us, 95)
+
+    @property
     def best_us(self) -> float:
         return min(self.times_us)
 
@@ -92,15 +100,16 @@ class Timing:
 class _Turns:
     """The turns of one system; the next one goes on in the rotation where the last one ended."""
 
-    def __init__(self, board: Board, clock: Clock, entrant: Entrant) -> None:
+    def __init__(self, board: Board, clock: Clock, entrant: Entrant, rest_s: float) -> None:
         self._board, self._clock, self._entrant = board, clock, entrant
+        self._rest_s = rest_s
         self._calls = cycle(entrant.calls)
 
     def take(self, batch: int) -> float:
         """Microseconds per element of ``calls``."""
         self._entrant.refresh()
         self._clock.synchronize()
-        self._board.barrier()
+        self._board.barrier(self._rest_s)
         return self._clock.elapsed_us(islice(self._calls, batch)) / batch
 
 
@@ -109,7 +118,7 @@ def measure(
 ) -> dict[str, Timing]:
     """Times every one of ``entrants`` in turn. Collective; every rank gets all timings."""
     names = list(entrants)
-    turns = {name: _Turns(board, clock, entrants[name]) for name in names}
+    turns = {name: _Turns(board, clock, entrants[name], pace.rest_s) for name in names}
     batches = _choose_batches(board, entrants, turns, pace)
     mine: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -134,6 +143,11 @@ def measure(
 def slowest(times_by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The time of the slowest rank, round by round."""
     return tuple(max(times) for times in zip(*times_by_rank, strict=True))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of ``values`` that is not below ``percent`` percent of them (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def ratios(timing: Timing, subject: Timing) -> list[float]:

@@ -28,6 +28,21 @@ STRUCTURES: dict[str, int]
 OPTIMIZER_STRUCTURES: dict[str, int]
 """The same of what an AdamW step works on (kernels/include/ringcomm/adamw.h)."""
 
+NOT_PLAIN: int
+"""What a `*_plain` method returns of tensors, an op or an algorithm that it does not take."""
+
+def read_tensors_with(
+    exchange: object, tensor: type, parameter: type, ops: list[tuple[object, int]]
+) -> bool:
+    """How tensors are read from here on: DLPack's C exchange interface of exactly these classes.
+
+    `ops` are the constants that stand for the codes of `OPS`. False: the interface is one that
+    cannot read, and no tensor is plain.
+    """
+
+def is_plain(tensor: object) -> bool:
+    """Whether the memory of a tensor can be used as it is: a contiguous tensor on the CPU."""
+
 def call_words(
     match_bytes: int, collective: int, dtype: int, redop: int, algorithm: int, root: int = -1
 ) -> tuple[int, int, int, int]:
@@ -322,6 +337,12 @@ class Comm:
         """
     def health(self, peer: int) -> int:
         """Status of the peer's process: 0 while it lives."""
+    def all_reduce_plain(self, tensor: object, op: object, algorithm: object, /) -> int:
+        """Of a tensor itself, where it is plain: else `NOT_PLAIN`, and nothing was communicated."""
+    def reduce_scatter_plain(
+        self, output: object, input: object, op: object, algorithm: object, /
+    ) -> int: ...
+    def all_gather_plain(self, output: object, input: object, algorithm: object, /) -> int: ...
     def all_reduce(
         self,
         in_ptr: int,

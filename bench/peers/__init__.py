@@ -20,6 +20,7 @@ _MODULES = {
     "triton": ("triton", ("cpu", "cuda")),
     "gloo": ("gloo", ("cpu",)),
     "mpi": ("mpi", ("cpu",)),
+    "impi": ("mpi", ("cpu",)),
     "bare": ("bare", ("cpu",)),
     "nccl": ("nccl", ("cuda",)),
     "torch": ("torch_ops", ("cuda",)),

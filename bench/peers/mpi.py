@@ -1,4 +1,7 @@
-"""MPI through mpi4py, on addresses: the calls pay for no array library."""
+"""MPI through mpi4py, on addresses: the calls pay for no array library.
+
+The peers "mpi" and "impi" are both this: which MPI it is was settled when the ranks were started.
+"""
 
 from __future__ import annotations
 

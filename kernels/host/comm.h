@@ -185,6 +185,7 @@ Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body bo
   if (!connected_ || aborted()) return Status::kAborted;
   id.sequence = ++view_.channel_line(0)->sequence;
   SoloTeam team{{&waiter_}};
+  team.tell_core(view_);
   mine_ = CallHeader{id, 0, 0, kNotInHeap, factor, kNotInHeap};
   Endpoint<SoloTeam, Ops> e{team, view_, ops};
   recorder_.begin(Track::kCollectives, id, bytes, -1);

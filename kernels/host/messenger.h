@@ -95,7 +95,7 @@ class Messenger {
   void look_at_clock(std::unique_lock<std::mutex>& lock, const RequestPtr& request,
                      uint64_t started_ns);
   void drive(std::unique_lock<std::mutex>& lock, const RequestPtr& request, uint64_t started_ns,
-             uint64_t give_up_ns, uint32_t spins);
+             uint64_t give_up_ns, bool in_background);
   void run_background();
   RequestPtr next_outstanding();
   CallHeader header_of(const Request& request, bool in_heap) const;

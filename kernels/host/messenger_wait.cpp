@@ -1,6 +1,4 @@
 // The waiting half of the messenger: who drives the progress, and when a wait ends without success.
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 
@@ -9,9 +7,11 @@
 namespace ringcomm::host {
 namespace {
 
-// A waiter polls, then yields, then sleeps, as Waiter does; the background thread does not spin,
-// since the thread that posted the request has something better to do with the core.
-constexpr uint32_t kSpins = 2000, kYields = 200;
+// A waiter polls this long and then sleeps, as Waiter does (NOTE [Busy cores] in waiter.cpp). The
+// background thread sleeps at once, since the thread that posted the request has something better
+// to do with the core.
+constexpr uint64_t kPollNs = 10'000;
+constexpr int kYields = 200;
 constexpr uint64_t kSleepNs = 10'000'000;
 
 // Calls of look_at_clock() on this thread's stack.
@@ -115,21 +115,24 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
 // Polls until `request` is done or `give_up_ns` after the start is reached; look_at_clock() ends it
 // when it cannot be.
 void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
-                      uint64_t give_up_ns, uint32_t spins) {
+                      uint64_t give_up_ns, bool in_background) {
   driving_ = true;
-  const bool background = spins == 0;
-  for (uint32_t polls = 0; !r->done() && !stopping_; ++polls) {
-    if (background && waiters_ > 0) break;
+  const bool core_shared = r->peer >= 0 && HostTeam::shares_core(comm_.view(), r->peer);
+  const uint64_t poll_ns = in_background || core_shared ? 0 : kPollNs;
+  uint64_t idle_since_ns = Waiter::now_ns();
+  int yields = 0;
+  while (!r->done() && !stopping_) {
+    if (in_background && waiters_ > 0) break;
     if (progress()) {
-      polls = 0;
+      idle_since_ns = Waiter::now_ns();
+      yields = 0;
       continue;
     }
-    if (polls < spins + kYields) {
-      lock.unlock();
-      if (polls >= spins) sched_yield();
-      lock.lock();
-      continue;
-    }
+    lock.unlock();
+    const bool awake = Waiter::now_ns() - idle_since_ns < poll_ns ||
+                       (yields++ < kYields && comm_.waiter().yield(r->bytes));
+    lock.lock();
+    if (awake) continue;
     sleep(std::min(kSleepNs, give_up_ns));
     // Not the driver while a signal handler may run: it may wait for a message itself.
     driving_ = false;
@@ -152,7 +155,7 @@ Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
   if (!r->done()) kick();
   while (!r->done() && !stopping_) {
     if (!driving_) {
-      drive(lock, r, started_ns, give_up_ns, kSpins);
+      drive(lock, r, started_ns, give_up_ns, false);
     } else {
       changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kSleepNs, give_up_ns)));
       look_at_clock(lock, r, started_ns);
@@ -187,7 +190,7 @@ void Messenger::run_background() {
       changed_.wait(lock);
       continue;
     }
-    drive(lock, r, r->posted_ns, UINT64_MAX, 0);
+    drive(lock, r, r->posted_ns, UINT64_MAX, true);
   }
 }
 

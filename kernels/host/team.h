@@ -2,6 +2,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <vector>
 
@@ -17,6 +18,16 @@ struct HostTeam {
   static constexpr bool kSleeps = true;
   const Waiter* waiter;
 
+  // Tells the peers which core this thread runs on. Only a hint: the scheduler may move it at once.
+  static void tell_core(const View& v) {
+    uint32_t* core = &v.control(v.rank)->core;
+    const uint32_t here = uint32_t(sched_getcpu()) + 1;
+    if (load_relaxed_sys(core) != here) store_relaxed_sys(core, here);
+  }
+  static bool shares_core(const View& v, int peer) {
+    tell_core(v);
+    return load_relaxed_sys(&v.control(peer)->core) == load_relaxed_sys(&v.control(v.rank)->core);
+  }
   bool pause(Pause& p) const { return waiter->pause(p); }
   static uint64_t now_ns() { return Waiter::now_ns(); }
   Status health(int peer) const { return waiter->health(peer); }

@@ -27,6 +27,39 @@ namespace {
 // abort or Ctrl-C is noticed, and 100 wake-ups a second cost nothing.
 constexpr uint64_t kSleepNs = 10'000'000;
 
+// NOTE [Busy cores]
+//
+// A waiter on a core of its own spins: a futex that wakes an idle core costs 10 to 30 us in a
+// virtual machine. On a core that others want, each of its ways to wait has a price. A spin keeps
+// the awaited rank off the core if it was put there, so a waiter that shares its core with the
+// awaited one (ControlPage.core) sleeps at once. A yield to a program that computes costs its whole
+// time slice, 1 to 4 ms, so waiters yield only where ranks outnumber cores, and not for a while
+// after a yield took as long as a slice. A thread that sleeps is woken soon: it has used less of
+// the core than the others.
+//
+// Sweep: 2 ranks on 2 cores beside 0 to 3 busy loops, 4 KiB to 64 MiB, on a Xeon (AVX-512) at
+// 2.5 GHz: spins of 3 to 30 us end alike, 0 costs small calls on a quiet machine three times their
+// time, and without a look at the core 30 us cost 5 times as much beside one loop. Spinning for
+// 3000 polls and yielding 20 times, as before, cost up to 30 times as much beside three. On Zen 4:
+// 300 polls are 3 us, and cost 4 KiB calls through torch.distributed a fifth on a quiet machine.
+constexpr double kSpinNs = 10'000;
+
+// Calls made by the worker thread, which shares the cores with the thread that computes. Zen 4, 2
+// ranks on 2 cores, best of 0 to 30 us.
+constexpr double kBackgroundSpinNs = 2'000;
+
+// Where ranks outnumber cores, a yield goes to another rank: 4 ranks on 2 cores take half as long
+// for 4 KiB, and 8 as well, as when they sleep at once. (Xeon as above.)
+constexpr PausePolicy kCrowdedPolicy{20, 2000};
+
+// A yield is long when it takes more than this, and a nanosecond for each byte of the call: ranks that
+// copy and sum at 1 GB/s or more take turns within it, and a slice of another program does not. Without
+// the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as above.)
+constexpr uint64_t kLongYieldNs = 1'000'000;
+// After such a yield the next one waits this long, twice as long each time up to a limit at which a
+// slice is 2 % of it, and half as long each time that it comes back soon.
+constexpr uint64_t kMinBusyNs = 2'000'000, kMaxBusyNs = 256'000'000;
+
 // Looks at the clock once in this many yields.
 constexpr uint32_t kYieldsPerLook = 64;
 
@@ -40,6 +73,21 @@ void cpu_relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// How many polls of a word take that long. A pause takes 4 ns on one processor and 60 on another.
+uint32_t polls_of(double ns) {
+  static const double poll_ns = [] {
+    constexpr int kPolls = 200;
+    uint64_t best_ns = UINT64_MAX;
+    for (int attempt = 0; attempt < 5; ++attempt) {
+      const uint64_t begin_ns = Waiter::now_ns();
+      for (int i = 0; i < kPolls; ++i) cpu_relax();
+      best_ns = std::min(best_ns, Waiter::now_ns() - begin_ns);
+    }
+    return std::max(double(best_ns) / kPolls, 0.1);
+  }();
+  return uint32_t(ns / poll_ns);
 }
 
 long futex(const uint32_t* word, int operation, uint32_t value, const timespec* timeout) {
@@ -76,17 +124,13 @@ PausePolicy pause_policy(int ranks_on_node) {
   cpu_set_t set;
   CPU_ZERO(&set);
   const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-  // 2 ranks on 2 cores, Zen 4: 3000 polls with a pause are about 30 us, longer than any hop of a
-  // small message and shorter than a time slice. Yielding longer than a moment only keeps a core
-  // from the ranks that still compute: DDP lost 5 to 15% of its speed to 4000 yields (sweep 0 to
-  // 4000).
-  if (ranks_on_node <= cores) return {3000, 20};
-  // With more ranks than cores the awaited rank may be the one that a spin keeps off the core.
-  return {20, 2000};
+  return ranks_on_node <= cores ? PausePolicy{polls_of(kSpinNs), 0} : kCrowdedPolicy;
 }
 
-// The same sweep, calls made by the worker thread: best of 0 to 3000 spins with 0 to 4000 yields.
-constexpr PausePolicy kBackgroundPolicy{200, 0};
+const PausePolicy& background_policy() {
+  static const PausePolicy policy{polls_of(kBackgroundSpinNs), 0};
+  return policy;
+}
 
 thread_local bool in_background = false;
 
@@ -147,17 +191,32 @@ void Waiter::watch(int peer, int pid) {
   watched_[size_t(peer)] = Process(pid);
 }
 
+bool Waiter::yield(uint64_t call_bytes) const {
+  if (policy_.yields == 0) return false;
+  const uint64_t begin_ns = now_ns(), until_ns = busy_until_ns_.load(std::memory_order_relaxed);
+  if (begin_ns < until_ns) return false;
+  sched_yield();
+  const uint64_t end_ns = now_ns();
+  const bool is_long = end_ns - begin_ns > kLongYieldNs + call_bytes;
+  if (!is_long && until_ns == 0) return true;
+  const uint64_t busy_ns = busy_ns_.load(std::memory_order_relaxed);
+  const uint64_t next_ns = is_long ? std::min(busy_ns * 2, kMaxBusyNs) : std::max(busy_ns / 2, kMinBusyNs);
+  busy_ns_.store(next_ns, std::memory_order_relaxed);
+  busy_until_ns_.store(is_long ? end_ns + next_ns : 0, std::memory_order_relaxed);
+  return true;
+}
+
 // model: pause (tests/model/sleep.pml)
 bool Waiter::pause(const Pause& pause) const {
-  const PausePolicy& policy = in_background ? kBackgroundPolicy : policy_;
-  if (pause.polls < policy.spins) {
+  const PausePolicy& policy = in_background ? background_policy() : policy_;
+  const uint32_t spins = pause.core_shared ? 0 : policy.spins;
+  if (pause.polls < spins) {
     cpu_relax();
     return false;
   }
-  if (pause.polls < policy.spins + policy.yields) {
-    sched_yield();
-    return (pause.polls - policy.spins) % kYieldsPerLook == kYieldsPerLook - 1;
-  }
+  const uint32_t yields = pause.polls - spins;
+  if (yields < policy.yields && yield(pause.call_bytes))
+    return yields % kYieldsPerLook == kYieldsPerLook - 1;
   store_relaxed_sys(pause.sleeping, 1);
   fence_seq_cst_sys();  // raise the flag, then look again: see NOTE [signals]
   if (load_relaxed_sys(pause.word) == pause.seen) {

@@ -1,8 +1,9 @@
-// How a host thread waits: spin briefly, then yield, then sleep on a futex. And what it looks at
-// when it is clock time: whether the awaited process is alive, and whether its own user pressed
-// Ctrl-C.
+// How a host thread waits: it spins briefly, then sleeps on a futex; see NOTE [Busy cores] in
+// waiter.cpp. And what it looks at when it is clock time: whether the awaited process is alive, and
+// whether its own user pressed Ctrl-C.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -11,7 +12,7 @@
 
 namespace ringcomm::host {
 
-// One process per core may spin; more ranks than cores must let each other run at once.
+// Polls with a pause, and then polls that let another thread run, before a waiter sleeps.
 struct PausePolicy {
   uint32_t spins;
   uint32_t yields;
@@ -57,6 +58,9 @@ class Waiter {
   std::vector<Process> forget_all();
 
   bool pause(const Pause& pause) const;
+  // Lets another rank run. False, and nothing done: each has a core, or other programs want this one.
+  // It looks at how long that took; the bytes that the call moves are taken into account.
+  bool yield(uint64_t call_bytes) const;
   static void wake(uint32_t* word);
   static uint64_t now_ns();
   Status health(int peer) const;
@@ -78,6 +82,8 @@ class Waiter {
 
  private:
   PausePolicy policy_;
+  // yield() says false until then, and so long after the last long yield.
+  mutable std::atomic<uint64_t> busy_until_ns_ = 0, busy_ns_ = 1'000'000;
   OtherCall ask_ = nullptr;
   void* of_ = nullptr;
   std::vector<Process> watched_;  // by peer

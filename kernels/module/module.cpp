@@ -2,6 +2,7 @@
 // no torch. ringcomm/_native.pyi documents every name.
 #include "kernels/host/describe.h"
 #include "kernels/module/native_comm.h"
+#include "kernels/module/tensors.h"
 
 namespace nb = nanobind;
 using namespace ringcomm;
@@ -45,6 +46,50 @@ nb::object fault_of(const Comm& comm) {
   return fault_dict(report.fault, report.reason);
 }
 
+// The name of an algorithm that the host has; negative: it is none.
+int host_algorithm(nb::handle name) {
+  constexpr std::pair<const char*, Algorithm> kNames[] = {
+      {"auto", Algorithm::kAuto}, {"direct", Algorithm::kDirect}, {"ring", Algorithm::kRing}};
+  if (!PyUnicode_CheckExact(name.ptr())) return -1;
+  for (const auto& [text, algorithm] : kNames)
+    if (PyUnicode_CompareWithASCIIString(name.ptr(), text) == 0) return int(algorithm);
+  return -1;
+}
+
+// The calls that most programs make, on tensors: see kNotPlain.
+int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
+  PlainTensor t;
+  const int code = op_code(op), named = host_algorithm(algorithm);
+  if (code < 0 || named < 0 || !read_plain(tensor, &t) || kernels().reduce[int(t.dtype)][code] == nullptr) return kNotPlain;
+  const Reduction how = reduction(int(t.dtype), code, 1.0, named);
+  return recorded(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
+}
+
+int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
+                         nb::handle algorithm) {
+  PlainTensor out, in;
+  const int code = op_code(op), named = host_algorithm(algorithm);
+  const View& v = n.comm.view();
+  if (code < 0 || named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
+      in.elems != out.elems * uint64_t(v.world) || kernels().reduce[int(out.dtype)][code] == nullptr ||
+      !is_chunk_or_apart(in, out, v.rank))
+    return kNotPlain;
+  const Reduction how = reduction(int(out.dtype), code, 1.0, named);
+  return recorded(n, [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
+}
+
+int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
+  PlainTensor out, in;
+  const int named = host_algorithm(algorithm);
+  const View& v = n.comm.view();
+  if (named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
+      out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
+    return kNotPlain;
+  const Algorithm chosen = reduction(int(in.dtype), 0, 1.0, named).algorithm;
+  return recorded(
+      n, [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen); });
+}
+
 void bind_reductions(nb::class_<NativeComm>& c) {
   c.def("all_reduce",
         [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
@@ -77,6 +122,13 @@ void bind_reductions(nb::class_<NativeComm>& c) {
                                             reduction(dtype, op, factor, 0));
         });
       });
+}
+
+void bind_plain(nb::class_<NativeComm>& c) {
+  const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
+  c.def("all_reduce_plain", all_reduce_plain, any(), any(), any())
+      .def("reduce_scatter_plain", reduce_scatter_plain, any(), any(), any(), any())
+      .def("all_gather_plain", all_gather_plain, any(), any(), any());
 }
 
 void bind_movement(nb::class_<NativeComm>& c) {
@@ -241,6 +293,8 @@ void bind_comm(nb::module_& m) {
           nb::arg("reason"))
       .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
       .def("close", &NativeComm::close, nb::call_guard<nb::gil_scoped_release>());
+  bind_tensors(m);
+  bind_plain(c);
   bind_reductions(c);
   bind_movement(c);
   bind_messages(m, c);

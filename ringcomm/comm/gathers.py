@@ -8,7 +8,6 @@ from ringcomm import _native
 from ringcomm.comm.calls import Call
 from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
-from ringcomm.comm.reduce_ops import ALGORITHMS, QUICK_MOVES
 from ringcomm.comm.work import Work
 
 Tensor = torch.Tensor
@@ -40,47 +39,13 @@ class Gathers(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        try:
-            dtype = input.dtype
-            dtype_code, itemsize_bytes = QUICK_MOVES[dtype]
-            count_elems = input.numel()
-            # One element can be a negated view and still be contiguous.
-            quick = (
-                (count_elems > 1 or (count_elems == 1 and not (input.is_neg() or output.is_neg())))
-                and output.dtype is dtype
-                and output.numel() == count_elems * self._world_size
-                and input.is_cpu
-                and output.is_cpu
-                and input.is_contiguous()
-                and output.is_contiguous()
-                and not async_op
-                and not self._queue.pending
-                and (kernels or self._kernels) is None
-            )
-            in_ptr = input.data_ptr()
-            out_ptr = output.data_ptr()
-            chunk_bytes = count_elems * itemsize_bytes
-            ahead = in_ptr - out_ptr
-            algorithm_code = ALGORITHMS[algorithm]
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            quick = False
-        if (
-            quick
-            and in_ptr
-            and out_ptr
-            and (
-                ahead >= chunk_bytes * self._world_size
-                or ahead <= -chunk_bytes
-                or ahead == chunk_bytes * self._rank
-            )
-        ):
+        if not (async_op or self._queue.pending or kernels or self._kernels):
             with self._queue.turn:
-                status = self._native.all_gather(
-                    in_ptr, out_ptr, chunk_bytes, dtype_code, algorithm_code
-                )
-            if status:
+                status = self._native.all_gather_plain(output, input, algorithm)
+            if status == 0:
+                return None
+            if status != _native.NOT_PLAIN:
                 raise self._fault("all_gather_into_tensor")
-            return None
         return self._start(self._all_gather_call(output, input, algorithm, kernels), async_op)
 
     def _all_gather_call(

@@ -111,25 +111,15 @@ def _parts_of(op: object) -> tuple[object, object]:
     return state
 
 
-def _quick_dtypes(code: int) -> dict[torch.dtype, int]:
-    # Complex tensors may carry a pending conjugation, so they take the careful path.
-    return {
-        dtype: dtype_code
-        for dtype, dtype_code in DTYPE_CODES.items()
-        if not dtype.is_complex and _native.supports(dtype_code, code)
-    }
+# The native module finds the ops by identity: to hash or compare torch's op objects costs more than
+# the rest of a small call, and the objects live as long as torch.
+_native.read_tensors_with(
+    cast(Any, torch.Tensor).__dlpack_c_exchange_api__,
+    torch.Tensor,
+    torch.nn.Parameter,
+    [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
+)
 
-
-# For the quick path of the collectives. Ops are found by identity, since hashing or comparing
-# torch's op objects costs more than the rest of the call; the objects live as long as torch.
-QUICK_REDUCTIONS: dict[int, tuple[int, dict[torch.dtype, int]]] = {
-    id(torch_op): (OP_CODES[name], _quick_dtypes(OP_CODES[name]))
-    for name, torch_op in _TORCH_OPS.items()
-    if name != PREMUL_SUM
-}
-QUICK_MOVES: dict[torch.dtype, tuple[int, int]] = {
-    dtype: (code, dtype.itemsize) for dtype, code in DTYPE_CODES.items() if not dtype.is_complex
-}
 DEVICE_ALGORITHMS = _native.ALGORITHMS
 ALGORITHMS = {name: DEVICE_ALGORITHMS[name] for name in ("auto", "direct", "ring")}
 SUM = ReduceOp.SUM
@@ -139,8 +129,6 @@ __all__ = [
     "DEVICE_ALGORITHMS",
     "DTYPE_CODES",
     "DTYPE_NAMES",
-    "QUICK_MOVES",
-    "QUICK_REDUCTIONS",
     "SUM",
     "PremulSum",
     "ReduceOp",

@@ -1,7 +1,7 @@
 """The collectives that combine elements: all_reduce, reduce, reduce_scatter.
 
-Each has a quick path for the common call (dense CPU tensors, plain op, nothing queued) that
-asks as few questions as possible, and a careful path that words every complaint.
+The native module itself reads the tensors of the common call (plain CPU tensors, plain op, nothing
+queued); whatever it does not take goes the careful path, which words every complaint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ringcomm import _native
 from ringcomm.comm.calls import Call
 from ringcomm.comm.checks import put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
-from ringcomm.comm.reduce_ops import ALGORITHMS, QUICK_REDUCTIONS, SUM
+from ringcomm.comm.reduce_ops import SUM
 from ringcomm.comm.work import Work
 
 Tensor = torch.Tensor
@@ -45,31 +45,13 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        try:
-            op_code, dtypes = QUICK_REDUCTIONS[id(op)]
-            dtype_code = dtypes[tensor.dtype]
-            count_elems = tensor.numel()
-            # One element can be a negated view and still be contiguous.
-            quick = (
-                (count_elems > 1 or (count_elems == 1 and not tensor.is_neg()))
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and not async_op
-                and not self._queue.pending
-                and (kernels or self._kernels) is None
-            )
-            ptr = tensor.data_ptr()
-            algorithm_code = ALGORITHMS[algorithm]
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            quick = False
-        if quick and ptr:
+        if not (async_op or self._queue.pending or kernels or self._kernels):
             with self._queue.turn:
-                status = self._native.all_reduce(
-                    ptr, ptr, count_elems, dtype_code, op_code, 1.0, algorithm_code
-                )
-            if status:
+                status = self._native.all_reduce_plain(tensor, op, algorithm)
+            if status == 0:
+                return None
+            if status != _native.NOT_PLAIN:
                 raise self._fault("all_reduce")
-            return None
         return self._start(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
 
     def _all_reduce_call(
@@ -142,47 +124,13 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        try:
-            op_code, dtypes = QUICK_REDUCTIONS[id(op)]
-            dtype = output.dtype
-            dtype_code = dtypes[dtype]
-            count_elems = output.numel()
-            quick = (
-                (count_elems > 1 or (count_elems == 1 and not (output.is_neg() or input.is_neg())))
-                and input.dtype is dtype
-                and input.numel() == count_elems * self._world_size
-                and output.is_cpu
-                and input.is_cpu
-                and output.is_contiguous()
-                and input.is_contiguous()
-                and not async_op
-                and not self._queue.pending
-                and (kernels or self._kernels) is None
-            )
-            out_ptr = output.data_ptr()
-            in_ptr = input.data_ptr()
-            chunk_bytes = count_elems * dtype.itemsize
-            ahead = out_ptr - in_ptr
-            algorithm_code = ALGORITHMS[algorithm]
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            quick = False
-        if (
-            quick
-            and out_ptr
-            and in_ptr
-            and (
-                ahead >= chunk_bytes * self._world_size
-                or ahead <= -chunk_bytes
-                or ahead == chunk_bytes * self._rank
-            )
-        ):
+        if not (async_op or self._queue.pending or kernels or self._kernels):
             with self._queue.turn:
-                status = self._native.reduce_scatter(
-                    in_ptr, out_ptr, count_elems, dtype_code, op_code, 1.0, algorithm_code
-                )
-            if status:
+                status = self._native.reduce_scatter_plain(output, input, op, algorithm)
+            if status == 0:
+                return None
+            if status != _native.NOT_PLAIN:
                 raise self._fault("reduce_scatter_tensor")
-            return None
         return self._start(
             self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
         )

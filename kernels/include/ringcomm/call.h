@@ -117,6 +117,7 @@ struct ControlPage {
   uint32_t claimed;    // taken by the one thread of the owner that may write the fault record
   uint32_t waits_for;  // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
+  uint32_t core;                 // 1 + the core that the owner's thread was last seen on; 0: none
   alignas(64) Fault fault;
   char reason[256];  // an explicit abort's text
 };

@@ -192,6 +192,10 @@ template <class Team>
 RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) {
   const uint32_t* word = word_at(v, team.channel(), site);
   Pause pause{word, 0, sleep_flag_at(v, team.channel(), site), 0};
+  if constexpr (Team::kSleeps) {
+    pause.core_shared = team.shares_core(v, site.peer);
+    pause.call_bytes = v.mine->id.match_bytes;
+  }
   uint64_t started = 0, now = 0;
   for (;; ++pause.polls) {
     // Pairs with the release in publish() (ready) or acknowledge() (consumed) of the peer.

@@ -19,6 +19,8 @@
 //   const CallHeader* other_call_recorded(const CallId& mine, int peer)
 //                                    at clock time: what the peer's flight recorder says that it
 //                                    called in place of mine; null: nothing
+//   bool shares_core(const View&, int peer)   where lanes sleep: whether the peer was last seen on
+//                                    this thread's core, where it cannot run while this one polls
 //   void wake(uint32_t* word)        wakes who sleeps on the word
 //   void tell_host(const Fault&)     this rank's fault record is complete
 //   void passing(Point, const View&, Stream)   one lane, before it does what the point says: where
@@ -46,13 +48,16 @@ enum class Status : int32_t {
 enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };
 constexpr int kPoints = 3;
 
-// What a pausing lane may use: the word it polls, the value it saw there, and the flag that
-// tells the writer of that word that somebody sleeps on it.
+// What a pausing lane may use: the word it polls, the value it saw there, the flag that tells the
+// writer of that word that somebody sleeps on it, whether that writer needs this lane's core, and
+// how much the call moves.
 struct Pause {
   const uint32_t* word;
   uint32_t seen;
   uint32_t* sleeping;
   uint32_t polls;
+  bool core_shared = false;
+  uint64_t call_bytes = 0;
 };
 
 // Part `part` of `bytes` bytes, in whole lines except for the tail of the last part.
