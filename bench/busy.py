@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from types import TracebackType
 
 # Longer than any slice: a rank that slept so long owes nothing, and is owed nothing.
@@ -28,18 +29,19 @@ _LOOP = (
 
 
 class BusyLoops:
-    """``count`` processes that compute until the block ends, or the process that began it."""
+    """``count`` processes that compute until the block ends, or the process that began it.
+
+    ``loops`` are those that run.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._loops: list[subprocess.Popen[bytes]] = []
+        self.loops: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> BusyLoops:
         # The loop asks the kernel to end it with its parent, and looks whether it came too late.
         command = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
-        self._loops = [
-            subprocess.Popen(command, start_new_session=True) for _ in range(self._count)
-        ]
+        self.loops = [subprocess.Popen(command, start_new_session=True) for _ in range(self._count)]
         return self
 
     def __exit__(
@@ -48,18 +50,16 @@ class BusyLoops:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for loop in self._loops:
+        for loop in self.loops:
             loop.kill()
-        for loop in self._loops:
+        for loop in self.loops:
             loop.wait()
 
 
 def lead_session() -> None:
     """Makes this rank the leader of a session, unless its launcher has made it lead one."""
     if os.getsid(0) != os.getpid():
-        try:
+        # One that leads a group of processes cannot. It then shares a session with its launcher,
+        # which waits.
+        with suppress(PermissionError):
             os.setsid()
-        except PermissionError:
-            # It leads a group of processes, which cannot lead a session. A group that the kernel
-            # makes for sessions is then shared with its launcher, which waits.
-            pass

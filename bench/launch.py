@@ -31,7 +31,9 @@ _NO_IMPI = (
     "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
 )
-_BUSY_ELSEWHERE = "--busy: run the harness alone, which then starts its ranks as equals of the loops"
+_BUSY_ELSEWHERE = (
+    "--busy: run the harness alone, which then starts its ranks as equals of the loops"
+)
 
 
 class LaunchError(Exception):

@@ -22,9 +22,10 @@ class Row:
 
     Times in microseconds per call (median, fastest round), bandwidths in 1e9 bytes per
     second. ``ratio`` is the median over rounds of this system's time over the subject's,
-    with its quartiles, ``ratio_p95`` that of the 95th percentiles; ``wrong`` is None where nothing was checked. A row without a time
-    says why in ``note``. ``mode`` is how the ranks share processors; ``buffer_sets`` of buffers
-    were used in turn; ``graph_calls`` calls were replayed as one graph (0: made one by one).
+    with its quartiles, ``ratio_p95`` that of the 95th percentiles; ``wrong`` is None where
+    nothing was checked. A row without a time says why in ``note``. ``mode`` is how the ranks
+    share processors; ``buffer_sets`` of buffers were used in turn; ``graph_calls`` calls were
+    replayed as one graph (0: made one by one).
     """
 
     collective: str
@@ -139,12 +140,14 @@ def table_head(subject: str, placements: Sequence[str]) -> str:
     groups = "".join(f"  {titles[placement]:^{cell_width}}" for placement in placements)
     names = _KEY_FORMAT.format("size", "count", "type", "redop", "root", "system", "mode")
     units = _KEY_FORMAT.format("(B)", "(elems)", "", "", "", "", "")
-    cells = "  " + _CELL_FORMAT.format("time", "algbw", "busbw", "#wrong", "ratio", "p95", "ratio95")
+    cells = "  " + _CELL_FORMAT.format(
+        "time", "algbw", "busbw", "#wrong", "ratio", "p95", "ratio95"
+    )
     cell_units = "  " + _CELL_FORMAT.format("(us)", "(GB/s)", "(GB/s)", "", "", "(us)", "")
     return "\n".join(
         [
-            f"# ratio: time over that of {subject}, median over rounds; p95: 95th percentile of the "
-            "rounds",
+            f"# ratio: time over that of {subject}, median over rounds",
+            "# p95, ratio95: the 95th percentile of the rounds, and that over the subject's",
             "#" + " " * (key_width - 1) + groups,
             "#" + names[1:] + cells * len(placements),
             "#" + units[1:] + cell_units * len(placements),

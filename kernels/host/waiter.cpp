@@ -52,9 +52,10 @@ constexpr double kBackgroundSpinNs = 2'000;
 // for 4 KiB, and 8 as well, as when they sleep at once. (Xeon as above.)
 constexpr PausePolicy kCrowdedPolicy{20, 2000};
 
-// A yield is long when it takes more than this, and a nanosecond for each byte of the call: ranks that
-// copy and sum at 1 GB/s or more take turns within it, and a slice of another program does not. Without
-// the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as above.)
+// A yield is long when it takes more than this, and a nanosecond for each byte of the call: ranks
+// that copy and sum at 1 GB/s or more take turns within it, and a slice of another program does
+// not. Without the bytes, 16 MiB on 8 ranks take a tenth longer on a quiet machine. (Xeon as
+// above.)
 constexpr uint64_t kLongYieldNs = 1'000'000;
 // After such a yield the next one waits this long, twice as long each time up to a limit at which a
 // slice is 2 % of it, and half as long each time that it comes back soon.
@@ -193,16 +194,16 @@ void Waiter::watch(int peer, int pid) {
 
 bool Waiter::yield(uint64_t call_bytes) const {
   if (policy_.yields == 0) return false;
-  const uint64_t begin_ns = now_ns(), until_ns = busy_until_ns_.load(std::memory_order_relaxed);
+  const uint64_t begin_ns = now_ns(), until_ns = load_relaxed_sys(&busy_until_ns_);
   if (begin_ns < until_ns) return false;
   sched_yield();
   const uint64_t end_ns = now_ns();
   const bool is_long = end_ns - begin_ns > kLongYieldNs + call_bytes;
   if (!is_long && until_ns == 0) return true;
-  const uint64_t busy_ns = busy_ns_.load(std::memory_order_relaxed);
-  const uint64_t next_ns = is_long ? std::min(busy_ns * 2, kMaxBusyNs) : std::max(busy_ns / 2, kMinBusyNs);
-  busy_ns_.store(next_ns, std::memory_order_relaxed);
-  busy_until_ns_.store(is_long ? end_ns + next_ns : 0, std::memory_order_relaxed);
+  const uint64_t busy_ns = load_relaxed_sys(&busy_ns_);
+  const uint64_t next_ns = is_long ? std::clamp(busy_ns * 2, kMinBusyNs, kMaxBusyNs) : busy_ns / 2;
+  store_relaxed_sys(&busy_ns_, next_ns);
+  store_relaxed_sys(&busy_until_ns_, is_long ? end_ns + next_ns : 0);
   return true;
 }
 

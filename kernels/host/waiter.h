@@ -3,7 +3,6 @@
 // whether its own user pressed Ctrl-C.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -58,8 +57,8 @@ class Waiter {
   std::vector<Process> forget_all();
 
   bool pause(const Pause& pause) const;
-  // Lets another rank run. False, and nothing done: each has a core, or other programs want this one.
-  // It looks at how long that took; the bytes that the call moves are taken into account.
+  // Lets another rank run. False, and nothing done: each has a core, or other programs want this
+  // one. It looks at how long that took; the bytes that the call moves are taken into account.
   bool yield(uint64_t call_bytes) const;
   static void wake(uint32_t* word);
   static uint64_t now_ns();
@@ -83,7 +82,7 @@ class Waiter {
  private:
   PausePolicy policy_;
   // yield() says false until then, and so long after the last long yield.
-  mutable std::atomic<uint64_t> busy_until_ns_ = 0, busy_ns_ = 1'000'000;
+  mutable uint64_t busy_until_ns_ = 0, busy_ns_ = 0;
   OtherCall ask_ = nullptr;
   void* of_ = nullptr;
   std::vector<Process> watched_;  // by peer

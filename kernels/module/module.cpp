@@ -60,7 +60,9 @@ int host_algorithm(nb::handle name) {
 int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
   PlainTensor t;
   const int code = op_code(op), named = host_algorithm(algorithm);
-  if (code < 0 || named < 0 || !read_plain(tensor, &t) || kernels().reduce[int(t.dtype)][code] == nullptr) return kNotPlain;
+  if (code < 0 || named < 0 || !read_plain(tensor, &t) ||
+      kernels().reduce[int(t.dtype)][code] == nullptr)
+    return kNotPlain;
   const Reduction how = reduction(int(t.dtype), code, 1.0, named);
   return recorded(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
 }
@@ -70,9 +72,9 @@ int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb:
   PlainTensor out, in;
   const int code = op_code(op), named = host_algorithm(algorithm);
   const View& v = n.comm.view();
-  if (code < 0 || named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
-      in.elems != out.elems * uint64_t(v.world) || kernels().reduce[int(out.dtype)][code] == nullptr ||
-      !is_chunk_or_apart(in, out, v.rank))
+  if (code < 0 || named < 0 || !read_plain(output, &out) || !read_plain(input, &in) ||
+      out.dtype != in.dtype || in.elems != out.elems * uint64_t(v.world) ||
+      kernels().reduce[int(out.dtype)][code] == nullptr || !is_chunk_or_apart(in, out, v.rank))
     return kNotPlain;
   const Reduction how = reduction(int(out.dtype), code, 1.0, named);
   return recorded(n, [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
@@ -86,8 +88,8 @@ int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::han
       out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
     return kNotPlain;
   const Algorithm chosen = reduction(int(in.dtype), 0, 1.0, named).algorithm;
-  return recorded(
-      n, [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen); });
+  return recorded(n,
+                  [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen); });
 }
 
 void bind_reductions(nb::class_<NativeComm>& c) {

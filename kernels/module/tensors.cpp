@@ -137,10 +137,13 @@ void bind_tensors(nb::module_& m) {
     return t.read != nullptr;
   });
   m.attr("NOT_PLAIN") = kNotPlain;
-  m.def("is_plain", [](nb::handle tensor) {
-    PlainTensor found;
-    return read_plain(tensor, &found);
-  }, nb::arg().none());
+  m.def(
+      "is_plain",
+      [](nb::handle tensor) {
+        PlainTensor found;
+        return read_plain(tensor, &found);
+      },
+      nb::arg().none());
 }
 
 }  // namespace ringcomm::host

@@ -1,5 +1,6 @@
-// Reads torch's tensors without torch: a call pays tens of nanoseconds for a tensor where a question
-// asked in Python (is it on the CPU, is it contiguous, ...) takes a hundred and there are eight.
+// Reads torch's tensors without torch: a call pays tens of nanoseconds for a tensor where a
+// question asked in Python (is it on the CPU, is it contiguous, ...) takes a hundred and there are
+// eight.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,8 +21,8 @@ struct PlainTensor {
   uint64_t bytes() const { return elems * uint64_t(size_of(dtype)); }
 };
 
-// True of a tensor whose memory can be used as it is: of torch's own classes, on the CPU, contiguous,
-// not empty, not complex, and with no negation pending. Sets no Python error.
+// True of a tensor whose memory can be used as it is: of torch's own classes, on the CPU,
+// contiguous, not empty, not complex, and with no negation pending. Sets no Python error.
 bool read_plain(nanobind::handle tensor, PlainTensor* result);
 
 // True of a part that is chunk `index` of `whole`, or lies apart from it.

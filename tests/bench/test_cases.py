@@ -40,7 +40,7 @@ class OneRankBoard(Board):
     def __init__(self):
         pass
 
-    def barrier(self):
+    def barrier(self, rest_s=0.0):
         pass
 
     def exchange(self, value):

@@ -108,6 +108,7 @@ def test_placements(asked, name, placements):
         (["-b", "1M", "-e", "1K"], "--maxbytes 1024 is below --minbytes 1048576"),
         (["-o", "avg", "-d", "int32"], "avg needs a floating-point"),
         (["-n", "0"], "'0' is not a positive whole number"),
+        (["--busy", "some"], "'some' is not a whole number"),
         (["-b", "lots"], "'lots' is not a size"),
     ],
 )

@@ -25,7 +25,7 @@ class LoggingBoard(Board):
     def __init__(self, log):
         self.log = log
 
-    def barrier(self):
+    def barrier(self, rest_s=0.0):
         self.log.append("|")
 
     def exchange(self, value):
@@ -102,6 +102,7 @@ def test_the_ratio_is_taken_within_rounds_before_the_median():
     # A disturbance that doubles one round of both systems must leave no trace in the ratio,
     # although it moves the medians of the times apart.
     subject = Timing((1.0, 1.0, 8.0), batch=1)
+    assert (subject.p95_us, Timing((*[1.0] * 19, 5.0), batch=1).p95_us) == (8.0, 1.0)
     other = Timing((3.0, 24.0, 24.0), batch=1)
     assert other.median_us / subject.median_us == 24.0
     assert quartiles(ratios(other, subject))[1] == 3.0

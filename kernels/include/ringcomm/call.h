@@ -105,7 +105,7 @@ struct Fault {
 // "ringcomm", read as a little-endian word: what lies here is a region.
 constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
 // Of the protocol: one more with every change of the layout, the header or the words.
-constexpr uint32_t kProtocolVersion = 1;
+constexpr uint32_t kProtocolVersion = 2;
 
 struct ControlPage {
   uint64_t magic;

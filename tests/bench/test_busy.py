@@ -1,0 +1,87 @@
+"""Processes that compute beside the ranks, and what the harness does on account of them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from bench.board import Board
+from bench.busy import BusyLoops
+from bench.launch import LaunchError, join, run_ranks
+from bench.options import parse
+from tests.bench.programs import run_program
+
+ROOT = Path(__file__).parents[2]
+
+
+def cpu_ticks(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_loops_compute_and_end_with_the_block():
+    with BusyLoops(2) as busy:
+        pids = [loop.pid for loop in busy.loops]
+        assert [os.getsid(pid) for pid in pids] == pids
+        while not all(cpu_ticks(pid) > 1 for pid in pids):
+            time.sleep(0.01)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_loops_end_with_a_process_that_is_killed():
+    script = (
+        "import os, signal\n"
+        "from bench.busy import BusyLoops\n"
+        "with BusyLoops(1) as busy:\n"
+        "    print(busy.loops[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    pid = int(done.stdout)
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.01)
+
+
+def test_a_rested_barrier_starts_by_the_clock():
+    board = Board(dist.HashStore(), 0, 1)
+    begin_ns = time.monotonic_ns()
+    board.barrier(rest_s=0.001)
+    assert time.monotonic_ns() - begin_ns >= 1_000_000 + 500_000
+
+
+def test_ranks_are_sessions_of_their_own(tmp_path):
+    path = tmp_path / "r.json"
+    small = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--batch", "2", "--placement", "usual")
+    how = ("--subject", "gloo", "--peers", "", "--busy", "1", "--json", str(path))
+    done = run_program("bench.collectives", "all_reduce", *small, *how)
+    assert done.returncode == 0, done.stderr
+    assert '"command": "ringcomm bench all_reduce' in path.read_text()
+    assert "--busy 1" in path.read_text()
+
+
+def test_loops_are_refused_where_others_started_the_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(LaunchError, match="run the harness alone"):
+        join(parse(["--busy", "1", "--peers", "gloo"]))
+
+
+@pytest.mark.parametrize(
+    ("peers", "root", "words"),
+    [
+        ("mpi,impi", None, "a process can hold one MPI"),
+        ("impi", None, "I_MPI_ROOT=impi; it is not set"),
+        ("impi", "/nowhere", "I_MPI_ROOT=/nowhere has no /nowhere/bin/mpiexec.hydra"),
+    ],
+)
+def test_what_intel_mpi_needs(monkeypatch, peers, root, words):
+    pytest.importorskip("mpi4py")
+    monkeypatch.delenv("I_MPI_ROOT", raising=False)
+    if root is not None:
+        monkeypatch.setenv("I_MPI_ROOT", root)
+    with pytest.raises(LaunchError, match=words):
+        run_ranks(parse(["--peers", peers]), [])

@@ -1,0 +1,79 @@
+"""Which tensors the native module reads by itself; all others go the careful path."""
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ringcomm
+from ringcomm import _native
+from ringcomm.comm.reduce_ops import DTYPE_CODES, SUM
+
+DENSE = torch.arange(12.0)
+TYPES = [dtype for dtype in DTYPE_CODES if not dtype.is_complex]
+PLAIN = {
+    "dense": DENSE,
+    "one element": torch.ones(1),
+    "no dimension": torch.tensor(1.0),
+    "a parameter": torch.nn.Parameter(torch.ones(3)),
+    "with a graph": torch.ones(3, requires_grad=True) * 2,
+    "a contiguous view": DENSE[2:5],
+    "long strides of single rows": DENSE.as_strided((1, 3), (100, 1)),
+    "inference": torch.inference_mode()(lambda: torch.ones(3))(),
+}
+OTHERS = {
+    "no tensor": [1.0],
+    "nothing": None,
+    "empty": torch.ones(0),
+    "transposed": DENSE.view(3, 4).t(),
+    "every other": DENSE[::2],
+    "expanded": torch.ones(1).expand(3),
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "negated": torch.ones(3, dtype=torch.complex64).conj().imag,
+    "one element, negated": torch.ones(1, dtype=torch.complex64).conj().imag,
+    "meta": torch.ones(3, device="meta"),
+    "sparse": torch.ones(3).to_sparse(),
+    "a subclass": TwoTensor(torch.ones(3), torch.ones(3)),
+    "quantized": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_is_read(name):
+    assert _native.is_plain(PLAIN[name])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_each_type_is_moved(worlds, dtype):
+    tensor, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
+    assert worlds(1)[0]._core.all_gather_plain(out, tensor, "auto") == 0
+    assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_is_not_read(name):
+    assert not _native.is_plain(OTHERS[name])
+
+
+REFUSED = {
+    "an op that has a factor": lambda n, x, y: n.all_reduce_plain(
+        x, ringcomm.premul_sum(2), "auto"
+    ),
+    "no op": lambda n, x, y: n.all_reduce_plain(x, None, "auto"),
+    "an op that the type lacks": lambda n, x, y: n.all_reduce_plain(x, ReduceOp.BXOR, "auto"),
+    "no algorithm": lambda n, x, y: n.all_reduce_plain(x, SUM, "tree"),
+    "an algorithm of devices": lambda n, x, y: n.all_reduce_plain(x, SUM, "copy"),
+    "an algorithm of another type": lambda n, x, y: n.all_reduce_plain(x, SUM, []),
+    "types that differ": lambda n, x, y: n.reduce_scatter_plain(y.double(), x, SUM, "auto"),
+    "counts that differ": lambda n, x, y: n.reduce_scatter_plain(y[:2], x, SUM, "auto"),
+    "counts that differ, gathering": lambda n, x, y: n.all_gather_plain(y[:2], x, "auto"),
+    "memory that overlaps": lambda n, x, y: n.all_gather_plain(x[1:], x[:-1], "auto"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_left_to_the_careful_path(worlds, name):
+    x, y = torch.ones(3), torch.zeros(3)
+    assert REFUSED[name](worlds(1)[0]._core, x, y) == _native.NOT_PLAIN
+    assert torch.equal(x, torch.ones(3))
+    assert torch.equal(y, torch.zeros(3))
