@@ -32,11 +32,12 @@ NOT_PLAIN: int
 """What a `*_plain` method returns of tensors, an op or an algorithm that it does not take."""
 
 def read_tensors_with(
-    exchange: object, tensor: type, parameter: type, ops: list[tuple[object, int]]
+    exchange: object, tensor: type, parameter: type, op: type, ops: list[tuple[object, int]]
 ) -> bool:
     """How tensors are read from here on: DLPack's C exchange interface of exactly these classes.
 
-    `ops` are the constants that stand for the codes of `OPS`. False: the interface is one that
+    `ops` are the constants that stand for the codes of `OPS`, and `op` the class of whatever else
+    has the hash of one of them and means the same. False: the interface is one that
     cannot read, and no tensor is plain.
     """
 
@@ -284,11 +285,22 @@ def adamw_shard(shard: AdamWShard, grad: int, grad_dtype: int) -> None:
 def grad_norm(grad: int, dtype: int, elems: int, kind: int, words: int) -> None:
     """Overwrites the words with the norm of a chunk's gradient."""
 
+class CallLock:
+    """Held by whoever runs a call; not reentrant. Ctrl-C ends the wait for it."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def acquire(self, timeout: float) -> bool: ...
+    def release(self) -> None: ...
+
 class Comm:
     """One rank's end of a communicator: a region of the heap, connected to the peers' regions.
 
     In a forked child it is the parent's: it does nothing there.
     """
+
+    turn: CallLock
+    """Calls on plain tensors take it themselves, all others are made by who holds it."""
 
     def __init__(
         self,

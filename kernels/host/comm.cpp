@@ -62,6 +62,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   auto* control = reinterpret_cast<ControlPage*>(mine);
   begin_page(control, config.rank, layout_);
   control->proof = random_word();
+  control->fences_for_all = Waiter::can_fence_for_all() ? 1 : 0;
   recorder_.open(mine + region_bytes, config.records, config.rank, config.world, region_bytes,
                  config.name);
   if (recorder_.on()) {
@@ -122,6 +123,9 @@ void Comm::activate() {
       throw RegionError("rank " + std::to_string(p) + " has met other ranks than rank " +
                         std::to_string(view_.rank) +
                         ": what it announced was replaced, or is of an earlier communicator");
+  bool all_fence = true;
+  for (int p = 0; p < view_.world; ++p) all_fence &= view_.control(p)->fences_for_all == 1;
+  if (all_fence) waiter_.fence_for_all();
   connected_ = true;
 }
 

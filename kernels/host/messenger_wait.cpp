@@ -48,7 +48,7 @@ void Messenger::sleep(uint64_t timeout_ns) {
     flags.push_back(&sleepers->on_consumed);
   }
   for (uint32_t* flag : flags) store_relaxed_sys(flag, 1);
-  fence_seq_cst_sys();  // raise the flags, then look again: see NOTE [signals]
+  comm_.waiter().fence_as_sleeper();  // raise the flags, then look again: see NOTE [signals]
   if (!progress()) {
     mutex_.unlock();
     sleep_on_any(words.data(), int(words.size()), timeout_ns);

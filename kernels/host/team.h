@@ -35,6 +35,7 @@ struct HostTeam {
   const CallHeader* other_call_recorded(const CallId& mine, int peer) const {
     return waiter->other_call(mine, peer);
   }
+  void fence_as_writer() const { waiter->fence_as_writer(); }
   static void wake(uint32_t* word) { Waiter::wake(word); }
   static void tell_host(const Fault&) {}  // the host reads the record where it lies
 };

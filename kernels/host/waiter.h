@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ringcomm/atomics.h"
 #include "ringcomm/call.h"
 #include "ringcomm/team.h"
 
@@ -61,6 +62,14 @@ class Waiter {
   // one. It looks at how long that took; the bytes that the call moves are taken into account.
   bool yield(uint64_t call_bytes) const;
   static void wake(uint32_t* word);
+
+  // Whether this process can fence for others, and has others fence for it.
+  static bool can_fence_for_all();
+  // From here on: all ranks can.
+  void fence_for_all() { fences_for_all_ = true; }
+  void fence_as_writer() const;
+  void fence_as_sleeper() const;
+
   static uint64_t now_ns();
   Status health(int peer) const;
   // Whether a signal, or a debugger, holds its process.
@@ -81,12 +90,21 @@ class Waiter {
 
  private:
   PausePolicy policy_;
+  bool fences_for_all_ = false;
   // yield() says false until then, and so long after the last long yield.
   mutable uint64_t busy_until_ns_ = 0, busy_ns_ = 0;
   OtherCall ask_ = nullptr;
   void* of_ = nullptr;
   std::vector<Process> watched_;  // by peer
 };
+
+// model: fence_as_writer (tests/model/sleep.pml)
+inline void Waiter::fence_as_writer() const {
+  if (fences_for_all_)
+    fence_seq_cst_compiler();
+  else
+    fence_seq_cst_sys();
+}
 
 // Sleeps until one of the words leaves the value seen there, or `timeout_ns` passed.
 struct SleepOn {

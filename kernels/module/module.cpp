@@ -64,7 +64,7 @@ int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle
       kernels().reduce[int(t.dtype)][code] == nullptr)
     return kNotPlain;
   const Reduction how = reduction(int(t.dtype), code, 1.0, named);
-  return recorded(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
+  return recorded_in_turn(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
 }
 
 int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
@@ -77,7 +77,8 @@ int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb:
       kernels().reduce[int(out.dtype)][code] == nullptr || !is_chunk_or_apart(in, out, v.rank))
     return kNotPlain;
   const Reduction how = reduction(int(out.dtype), code, 1.0, named);
-  return recorded(n, [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
+  return recorded_in_turn(n,
+                          [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
 }
 
 int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
@@ -88,8 +89,8 @@ int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::han
       out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
     return kNotPlain;
   const Algorithm chosen = reduction(int(in.dtype), 0, 1.0, named).algorithm;
-  return recorded(n,
-                  [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen); });
+  return recorded_in_turn(
+      n, [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen); });
 }
 
 void bind_reductions(nb::class_<NativeComm>& c) {
@@ -124,6 +125,29 @@ void bind_reductions(nb::class_<NativeComm>& c) {
                                             reduction(dtype, op, factor, 0));
         });
       });
+}
+
+void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
+  nb::class_<CallLock>(m, "CallLock")
+      .def("__enter__",
+           [](CallLock& turn) {
+             bool taken;
+             {
+               const nb::gil_scoped_release nogil;
+               taken = turn.take();
+             }
+             if (!taken) throw nb::python_error();
+           })
+      .def("__exit__", [](CallLock& turn, nb::args) { turn.leave(); })
+      .def(
+          "acquire",
+          [](CallLock& turn, double timeout) {
+            const nb::gil_scoped_release nogil;
+            return turn.take_within(timeout);
+          },
+          nb::arg("timeout"))
+      .def("release", &CallLock::leave);
+  c.def_prop_ro("turn", [](const NativeComm& n) { return n.turn; });
 }
 
 void bind_plain(nb::class_<NativeComm>& c) {
@@ -297,6 +321,7 @@ void bind_comm(nb::module_& m) {
       .def("close", &NativeComm::close, nb::call_guard<nb::gil_scoped_release>());
   bind_tensors(m);
   bind_plain(c);
+  bind_turn(m, c);
   bind_reductions(c);
   bind_movement(c);
   bind_messages(m, c);

@@ -1,13 +1,39 @@
 // The communicator as Python holds it, and how its calls block.
 #pragma once
 
+#include <sys/syscall.h>
 #include <unistd.h>
+
+#include <chrono>
+#include <mutex>
 
 #include "kernels/host/messenger.h"
 #include "kernels/module/call_site.h"
 #include "kernels/module/module.h"
 
 namespace ringcomm::host {
+
+// Held by whoever runs a call of a communicator: a lock as Python's, which a call on plain tensors
+// takes without Python.
+class CallLock {
+ public:
+  // False: a signal handler raised, and its exception is set. The GIL is not held.
+  bool take() {
+    while (!mutex_.try_lock_for(kLook)) {
+      const bool on_main_thread = syscall(SYS_gettid) == getpid();
+      if (on_main_thread && Waiter::interrupt_hook() != 0) return false;
+    }
+    return true;
+  }
+  bool take_within(double seconds) {
+    return mutex_.try_lock_for(std::chrono::duration<double>(seconds));
+  }
+  void leave() { mutex_.unlock(); }
+
+ private:
+  static constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
+  std::timed_mutex mutex_;
+};
 
 // A communicator with its messenger, closed in the right order. In a forked child both are the
 // parent's: there they are left alone for good, since destroying them would write into the peers'
@@ -17,6 +43,7 @@ struct NativeComm {
   std::unique_ptr<Messenger> owned_messenger;
   Comm& comm;
   Messenger& messenger;
+  std::shared_ptr<CallLock> turn = std::make_shared<CallLock>();
   pid_t pid = getpid();
 
   NativeComm(std::shared_ptr<Heap> heap, const CommConfig& config)
@@ -57,6 +84,17 @@ template <class Call>
 int recorded(NativeComm& n, Call call) {
   if (n.comm.recorder().on()) take_call_site();
   return blocking(call);
+}
+
+// The same, in the communicator's turn.
+template <class Call>
+int recorded_in_turn(NativeComm& n, Call call) {
+  return recorded(n, [&] {
+    if (!n.turn->take()) return Status::kInterrupted;
+    const std::unique_ptr<CallLock, void (*)(CallLock*)> held(
+        n.turn.get(), [](CallLock* lock) { lock->leave(); });
+    return call();
+  });
 }
 
 void bind_optimizer(nanobind::module_& m, nanobind::class_<NativeComm>& c);

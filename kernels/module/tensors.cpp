@@ -40,12 +40,19 @@ struct Exchange {
 constexpr uint32_t kMajorVersion = 1;
 constexpr int32_t kCpu = 1;
 
+// One of torch's constants, whose hash is its kind.
+struct Op {
+  PyObject* object;
+  Py_hash_t kind;
+  int code;
+};
+
 // With the GIL held. Never destroyed: threads may still run at exit.
 struct Torch {
   decltype(Exchange::tensor_from_py_object) read = nullptr;
-  PyTypeObject *tensor = nullptr, *parameter = nullptr;
+  PyTypeObject *tensor = nullptr, *parameter = nullptr, *op = nullptr;
   PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-  std::vector<std::pair<PyObject*, int>> ops;
+  std::vector<Op> ops;
 };
 
 Torch& torch() {
@@ -118,22 +125,31 @@ bool is_chunk_or_apart(const PlainTensor& whole, const PlainTensor& part, int in
 }
 
 int op_code(nb::handle op) {
-  for (const auto& [object, code] : torch().ops)
-    if (object == op.ptr()) return code;
+  const Torch& t = torch();
+  for (const Op& each : t.ops)
+    if (each.object == op.ptr()) return each.code;
+  // An options object makes a new ReduceOp each time that it is read, whose hash is its kind's.
+  if (Py_TYPE(op.ptr()) != t.op) return -1;
+  const Py_hash_t kind = PyObject_Hash(op.ptr());
+  PyErr_Clear();
+  for (const Op& each : t.ops)
+    if (each.kind == kind) return each.code;
   return -1;
 }
 
 void bind_tensors(nb::module_& m) {
   m.def("read_tensors_with", [](nb::capsule exchange, nb::handle tensor, nb::handle parameter,
-                                const std::vector<std::pair<nb::object, int>>& ops) {
+                                nb::handle op, const std::vector<std::pair<nb::object, int>>& ops) {
     Torch& t = torch();
     const auto* found = static_cast<const Exchange*>(exchange.data());
     while (found != nullptr && found->version.major > kMajorVersion) found = found->previous;
     t.read = found == nullptr ? nullptr : found->tensor_from_py_object;
     t.tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
     t.parameter = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
+    t.op = reinterpret_cast<PyTypeObject*>(op.inc_ref().ptr());
     t.ops.clear();
-    for (const auto& [object, code] : ops) t.ops.emplace_back(object.inc_ref().ptr(), code);
+    for (const auto& [object, code] : ops)
+      t.ops.push_back({object.inc_ref().ptr(), nb::hash(object), code});
     return t.read != nullptr;
   });
   m.attr("NOT_PLAIN") = kNotPlain;

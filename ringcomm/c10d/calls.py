@@ -15,7 +15,7 @@ from ringcomm.c10d.work import PendingWork, completed
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work as CommunicatorWork
 
-__all__ = ["Calls", "op_of"]
+__all__ = ["Calls", "is_plain_call", "op_of"]
 
 _Method = Callable[..., CommunicatorWork | None]
 
@@ -42,6 +42,14 @@ def op_of(opts: Any) -> Any:
     """
     op = opts.reduceOp
     return _OPS.get(hash(op), op)
+
+
+def is_plain_call(opts: Any, kind: type[Any]) -> bool:
+    """Whether a call is synchronous, of the form that torch.distributed makes, and asks no more."""
+    if type(opts) is not kind or opts.asyncOp:
+        return False
+    unset: bool = opts.timeout == UNSET_TIMEOUT
+    return unset
 
 
 class Calls:
@@ -81,6 +89,11 @@ class Calls:
         if started is None:
             return completed(tensors)
         return self._pending(started, tensors)
+
+    def _done(self, tensors: list[Tensor]) -> Work:
+        """The work of a collective that was made at once."""
+        self._sequence += 1
+        return completed(tensors)
 
     def _submit(
         self,

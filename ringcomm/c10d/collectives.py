@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ringcomm.c10d.arguments import in_memory, in_memory_all, options, single
-from ringcomm.c10d.calls import Calls, op_of
+from ringcomm.c10d.calls import Calls, is_plain_call, op_of
 from ringcomm.c10d.sparse import sparse_all_reduce
 
 __all__ = ["Collectives"]
@@ -39,6 +39,12 @@ class Collectives(Calls):
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
+        if (
+            is_plain_call(opts, AllreduceOptions)
+            and len(tensors) == 1
+            and self._of(tensors, "allreduce").all_reduce_at_once(tensors[0], opts.reduceOp)
+        ):
+            return self._done(tensors)
         if not isinstance(opts, AllreduceOptions):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = single(tensors, "allreduce")
@@ -105,6 +111,10 @@ class Collectives(Calls):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
+        if is_plain_call(opts, AllgatherOptions):
+            communicator = self._of((output, input), "all_gather_single")
+            if communicator.all_gather_at_once(output, input):
+                return self._done([output])
         if not isinstance(opts, AllgatherOptions):
             opts = options(AllgatherOptions, opts, timeout)
         gathered = in_memory(output, "all_gather_single")
@@ -190,6 +200,10 @@ class Collectives(Calls):
         *,
         op: Any = None,
     ) -> Work:
+        if is_plain_call(opts, ReduceScatterOptions):
+            communicator = self._of((output, input), "reduce_scatter_single")
+            if communicator.reduce_scatter_at_once(output, input, opts.reduceOp):
+                return self._done([output])
         if not isinstance(opts, ReduceScatterOptions):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         shard = in_memory(output, "reduce_scatter_single")

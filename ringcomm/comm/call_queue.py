@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 from ringcomm import _native
 from ringcomm.comm import thread_start
@@ -32,20 +33,21 @@ class CallQueue:
     a forgotten communicator alive.
 
     Attributes:
-        turn: held by whoever runs a call.
+        turn: a lock, held by whoever runs a call. The host's communicators bring their own, which
+            calls on plain tensors take without Python.
         pending: calls queued or running on the worker thread.
     """
 
     __slots__ = ("_guard", "_in_call", "_items", "_name", "_stopped", "_thread", "pending", "turn")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, turn: _native.CallLock | None = None) -> None:
         self._name = name
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._in_call = False
-        self.turn = threading.Lock()
+        self.turn: Any = threading.Lock() if turn is None else turn
         self.pending = 0
 
     def submit(self, run: Callable[[], Outputs], work: Work) -> Work:

@@ -35,7 +35,7 @@ class Engine:
         self._membership = membership
         self._rank = membership.rank
         self._world_size = len(membership.ranks)
-        self._queue = CallQueue(f"ringcomm-{membership.name}")
+        self._queue = CallQueue(f"ringcomm-{membership.name}", getattr(core, "turn", None))
         self._recorder = FlightRecorder(core, membership.name, (self._rank, self._world_size))
         self._guard = threading.Lock()
         self._refuse: Callable[[str], RingcommError] | None = None

@@ -39,14 +39,18 @@ class Gathers(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or self._queue.pending or kernels or self._kernels):
-            with self._queue.turn:
-                status = self._native.all_gather_plain(output, input, algorithm)
-            if status == 0:
-                return None
-            if status != _native.NOT_PLAIN:
-                raise self._fault("all_gather_into_tensor")
+        if not (async_op or kernels) and self.all_gather_at_once(output, input, algorithm):
+            return None
         return self._start(self._all_gather_call(output, input, algorithm, kernels), async_op)
+
+    def all_gather_at_once(self, output: Tensor, input: Tensor, algorithm: str = "auto") -> bool:
+        """:meth:`all_gather_into_tensor` where no more is to be asked, as NOTE [At once] says."""
+        if self._queue.pending or self._kernels:
+            return False
+        status = self._native.all_gather_plain(output, input, algorithm)
+        if status > 0:
+            raise self._fault("all_gather_into_tensor")
+        return status == 0
 
     def _all_gather_call(
         self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None

@@ -117,6 +117,7 @@ _native.read_tensors_with(
     cast(Any, torch.Tensor).__dlpack_c_exchange_api__,
     torch.Tensor,
     torch.nn.Parameter,
+    ReduceOp,
     [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
 )
 

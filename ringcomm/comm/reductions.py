@@ -1,7 +1,10 @@
 """The collectives that combine elements: all_reduce, reduce, reduce_scatter.
 
-The native module itself reads the tensors of the common call (plain CPU tensors, plain op, nothing
-queued); whatever it does not take goes the careful path, which words every complaint.
+NOTE [At once]
+
+The native module itself reads the tensors of the common call: plain CPU tensors and a plain op,
+with nothing queued before it. Such a call is made at once. The answer False, of anything else,
+means that nothing was done, and the call goes the careful path, which words every complaint.
 """
 
 from __future__ import annotations
@@ -45,14 +48,18 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or self._queue.pending or kernels or self._kernels):
-            with self._queue.turn:
-                status = self._native.all_reduce_plain(tensor, op, algorithm)
-            if status == 0:
-                return None
-            if status != _native.NOT_PLAIN:
-                raise self._fault("all_reduce")
+        if not (async_op or kernels) and self.all_reduce_at_once(tensor, op, algorithm):
+            return None
         return self._start(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
+
+    def all_reduce_at_once(self, tensor: Tensor, op: Any = SUM, algorithm: str = "auto") -> bool:
+        """:meth:`all_reduce` where no more is to be asked, as NOTE [At once] says."""
+        if self._queue.pending or self._kernels:
+            return False
+        status = self._native.all_reduce_plain(tensor, op, algorithm)
+        if status > 0:
+            raise self._fault("all_reduce")
+        return status == 0
 
     def _all_reduce_call(
         self, tensor: Tensor, op: Any, algorithm: str, kernels: str | None = None
@@ -124,16 +131,22 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or self._queue.pending or kernels or self._kernels):
-            with self._queue.turn:
-                status = self._native.reduce_scatter_plain(output, input, op, algorithm)
-            if status == 0:
-                return None
-            if status != _native.NOT_PLAIN:
-                raise self._fault("reduce_scatter_tensor")
+        if not (async_op or kernels) and self.reduce_scatter_at_once(output, input, op, algorithm):
+            return None
         return self._start(
             self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
         )
+
+    def reduce_scatter_at_once(
+        self, output: Tensor, input: Tensor, op: Any = SUM, algorithm: str = "auto"
+    ) -> bool:
+        """:meth:`reduce_scatter_tensor` where no more is to be asked, as NOTE [At once] says."""
+        if self._queue.pending or self._kernels:
+            return False
+        status = self._native.reduce_scatter_plain(output, input, op, algorithm)
+        if status > 0:
+            raise self._fault("reduce_scatter_tensor")
+        return status == 0
 
     def _reduce_scatter_call(
         self,

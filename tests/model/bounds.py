@@ -30,6 +30,7 @@ RIGHT: dict[str, Model] = {
     "packets": model("packet.pml", 2, "START=0 CALLS=18 FAULTS=1"),
     "packets, three ranks": model("packet.pml", 3, "START=0 CALLS=8"),
     "sleep": model("sleep.pml", 2, "START=2 ITEMS=5"),
+    "sleep, fences for all": model("sleep.pml", 2, "START=2 ITEMS=5 FENCES_FOR_ALL"),
     "lent buffers": model("lend.pml", 2, ""),
     "regions": model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=2"),
     "regions, three ranks": model("retired.pml", 3, "COMMUNICATORS=2 FAULTS=1"),
@@ -77,6 +78,7 @@ RING_FAULTY = model("ring.pml", 3, "START=2 SEGMENTS=1 CALLS=1 FAULTS=1")
 PACKETS = model("packet.pml", 2, "START=0 CALLS=10")
 PACKETS_FAULTY = model("packet.pml", 2, "START=0 CALLS=2 FAULTS=1")
 SLEEP = model("sleep.pml", 2, "START=2 ITEMS=3")
+SLEEP_FOR_ALL = model("sleep.pml", 2, "START=2 ITEMS=3 FENCES_FOR_ALL")
 LEND = model("lend.pml", 2, "")
 REGIONS = model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=1")
 
@@ -123,6 +125,7 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (model("packet.pml", 3, "START=0 CALLS=4"), "MUTANT_ONE_PEER_AWAITED", "deadlock"),
     (SLEEP, "MUTANT_NO_FENCE_OF_THE_WRITER", "deadlock"),
     (SLEEP, "MUTANT_NO_FENCE_OF_THE_SLEEPER", "deadlock"),
+    (SLEEP_FOR_ALL, "MUTANT_FENCES_FOR_ITSELF", "deadlock"),
     (SLEEP, "MUTANT_NO_FLAG_RAISED", "deadlock"),
     (SLEEP, "MUTANT_SLEEPS_WITHOUT_COMPARING", "deadlock"),
     (SLEEP, "MUTANT_LOADED_ONCE", "cycle"),

@@ -2,7 +2,8 @@
 // reaches memory, and loads overtake it. No sleep ends by itself here, so a lost wake-up is a
 // deadlock. One sender and one reader, each of which sleeps on a word of the other.
 //
-// -D: ITEMS that are sent; START, the epoch before the first; MUTANT_*: a mistake.
+// -D: ITEMS that are sent; START, the epoch before the first; FENCES_FOR_ALL: who goes to sleep has
+// the kernel fence in all processors; MUTANT_*: a mistake.
 #include "schedule.pml"
 
 #define SENDER 0
@@ -47,6 +48,42 @@ inline fence_seq_cst_sys() {
   empty(me)
 }
 
+// membarrier: the kernel interrupts the other processor, which empties its buffer before it goes on.
+inline interrupt(processor) {
+  d_step {
+    if
+    :: !empty(processor) ->
+       memory[buffers[processor].word[0]] = buffers[processor].value[0];
+       if
+       :: full(processor) -> memory[buffers[processor].word[1]] = buffers[processor].value[1]
+       :: else
+       fi
+    :: else
+    fi;
+    buffers[processor].word[0] = NOTHING;
+    buffers[processor].word[1] = NOTHING;
+    buffers[processor].value[0] = 0;
+    buffers[processor].value[1] = 0
+  }
+}
+
+// waiter.h: fence_as_writer
+inline fence_as_writer() {
+#ifndef FENCES_FOR_ALL
+  fence_seq_cst_sys()
+#else
+  skip
+#endif
+}
+
+// waiter.cpp: fence_as_sleeper
+inline fence_as_sleeper() {
+  fence_seq_cst_sys();
+#if defined(FENCES_FOR_ALL) && !defined(MUTANT_FENCES_FOR_ITSELF)
+  interrupt(1 - me)
+#endif
+}
+
 // The buffer of a processor, which the machine empties when it likes.
 proctype memory_of(byte processor) {
 end:
@@ -77,18 +114,22 @@ inline futex_wait(word, value) {
   !asleep[me]
 }
 
+// futex(FUTEX_WAKE): the kernel fences before it looks who sleeps (kernel/futex/waitwake.c in Linux).
+inline futex_wake() {
+  empty(me) -> asleep[1 - me] = false
+}
+
 // signal.h: wake
 inline wake(word) {
 #ifndef MUTANT_NO_FENCE_OF_THE_WRITER
-  fence_seq_cst_sys();
+  fence_as_writer();
 #endif
   atomic {
     load(FLAG + word, flag);
     if
-    :: flag != 0 -> asleep[1 - me] = false
+    :: flag != 0 -> flag = 0; futex_wake()
     :: else
-    fi;
-    flag = 0
+    fi
   }
 }
 
@@ -111,7 +152,7 @@ inline pause(word, value) {
   store(FLAG + word, 1);
 #endif
 #ifndef MUTANT_NO_FENCE_OF_THE_SLEEPER
-  fence_seq_cst_sys();
+  fence_as_sleeper();
 #endif
   atomic { load(word, again) };
   if

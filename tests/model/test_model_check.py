@@ -143,7 +143,7 @@ def steps_of_models(folder: Path) -> set[tuple[str, str, str]]:
 def steps_of_code(root: Path) -> set[tuple[str, str, str]]:
     """Each (file, function, model) that the code names, if the function stands below the name."""
     found = set()
-    for path in [*(root / "include/ringcomm").glob("*.h"), *(root / "host").glob("*.cpp")]:
+    for path in [*(root / "include/ringcomm").glob("*.h"), *(root / "host").glob("*.*")]:
         for name, models, below in MODEL.findall(path.read_text()):
             missing = "" if re.search(rf"\b{name}\(", below) else ": no such function"
             found |= {(path.name, name, each + missing) for each in models.split(", ")}

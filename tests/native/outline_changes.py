@@ -20,18 +20,19 @@ class Change:
 
 
 FENCE = "  fence_seq_cst_sys();"
-LOOK = "  if (load_relaxed_sys(sleeping) != 0) team.wake(word);"
+LOOK = "    if (load_relaxed_sys(sleeping) != 0) team.wake(word);"
 RAISED = "  store_relaxed_sys(pause.sleeping, 1);\n"
-LOOKED = "  fence_seq_cst_sys();  // raise the flag, then look again: see NOTE [signals]\n"
+WRITER_FENCED = "    team.fence_as_writer();\n"
+LOOKED = "  fence_as_sleeper();  // raise the flag, then look again: see NOTE [signals]\n"
 PUBLISHED = "store_release_sys(word, epoch);  // pairs with the acquire in await() of the reader"
 PEERS_ABORT = "load_acquire_sys(&v.control(rank)->aborted)"
 CHANGES = {
-    "wake without a fence": Change(SIGNAL, "wake", f"{FENCE}  // store the epoch", "//", "sleep"),
+    "wake without a fence": Change(SIGNAL, "wake", WRITER_FENCED, "", "sleep"),
     "wake with a fence at times": Change(
         SIGNAL,
         "wake",
-        f"{FENCE}  // store",
-        "  if (word != nullptr) fence_seq_cst_sys();  // store",
+        WRITER_FENCED,
+        "    if (word != nullptr) team.fence_as_writer();\n",
     ),
     "nobody woken": Change(SIGNAL, "wake", LOOK, "", "sleep"),
     "some never woken": Change(SIGNAL, "wake", "(sleeping) != 0)", "(sleeping) > 1)"),
@@ -41,7 +42,11 @@ CHANGES = {
     ),
     "pause without a fence": Change(WAITER, "Waiter::pause", LOOKED, "", "sleep"),
     "pause with a weak fence": Change(
-        WAITER, "Waiter::pause", LOOKED, LOOKED.replace("seq_cst", "acq_rel"), "sleep"
+        WAITER,
+        "Waiter::pause",
+        LOOKED,
+        LOOKED.replace("fence_as_sleeper", "fence_acq_rel_sys"),
+        "sleep",
     ),
     "pause fenced before the flag": Change(
         WAITER, "Waiter::pause", RAISED + LOOKED, LOOKED + RAISED, "sleep"
@@ -49,9 +54,19 @@ CHANGES = {
     "the messenger sleeps without a fence": Change(
         "host/messenger_wait.cpp",
         "Messenger::sleep",
-        f"{FENCE}  // raise",
+        "  comm_.waiter().fence_as_sleeper();  // raise",
         "//",
         "messenger's sleep",
+    ),
+    "a sleeper that has no fence": Change(
+        WAITER, "Waiter::fence_as_sleeper", f"{FENCE}\n}}", "}", "sleep"
+    ),
+    "a writer that never fences": Change(
+        "host/waiter.h",
+        "Waiter::fence_as_writer",
+        "    fence_seq_cst_sys();",
+        "    fence_seq_cst_compiler();",
+        "sleep",
     ),
     "raise_fault without a fence": Change(
         SIGNAL, "raise_fault", f"{FENCE}\n  team.tell", "  team.tell", "buffer"
@@ -73,7 +88,7 @@ CHANGES = {
         ENDPOINT, "verify_peer_buffers", "if (reads_peer_buffers)\n", "if (world() > 2)\n"
     ),
     "a message without the acknowledgement's fence": Change(
-        SIGNAL, "wake", f"{FENCE}  // store the epoch", "//", "message"
+        SIGNAL, "wake", WRITER_FENCED, "", "message"
     ),
     "a failed call that does not wait": Change(
         SIGNAL,

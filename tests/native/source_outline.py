@@ -17,7 +17,7 @@ WATCHED = re.compile(
     r"|sleep_on_any|sleep_flag_at|word_at|publish|acknowledge|await|await_alone|await_slowly"
     r"|await_packet_slowly|slot_is_free|claim_fault|await_raised|raise_fault|fill_fault|give_up"
     r"|aborted|abort_seen|is_aborted|tell_host|copy_words|copy_shared|load_words|memcpy|insert"
-    r"|lock|unlock|progress|progress_sends|progress_receives|take_item)\("
+    r"|fence_as_writer|fence_as_sleeper|lock|unlock|progress|progress_sends|progress_receives|take_item)\("
 )
 _NO_CODE = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|^[ \t]*\#[^\n]*""", re.S | re.M

@@ -62,7 +62,7 @@ def test_a_changed_operation_is_noticed(name):
 
 def test_a_changed_comment_is_not():
     place = SIGNAL, "wake"
-    source = (KERNELS / SIGNAL).read_text().replace("// store the epoch, then", "// store; }\n  //")
+    source = (KERNELS / SIGNAL).read_text().replace("// Store the epoch, then", "// Store; }\n  //")
     assert outline_in(*place[:1], source, place[1]) == OUTLINES[place]
 
 
@@ -70,7 +70,13 @@ def test_a_changed_comment_is_not():
 
 OPERATION = re.compile(r"\b(\w+_sys)(?=\()|\b(FUTEX_WA(?:IT|KE))\b|\b([\w:.]+)(?=\()")
 # How calls lead on where the name is not that of the outline.
-LEADS_TO = {"team.wake": "Waiter::wake", "progress": "Messenger::progress_receives"}
+LEADS_TO = {
+    "team.wake": "Waiter::wake",
+    "progress": "Messenger::progress_receives",
+    "fence_as_sleeper": "Waiter::fence_as_sleeper",
+    ".fence_as_sleeper": "Waiter::fence_as_sleeper",
+    "team.fence_as_writer": "Waiter::fence_as_writer",
+}
 # These lead on to the end of a wait without success, which is no part of a program.
 ASIDE = {"await_slowly", "give_up", "fail"}
 WORDS_BY_NAME = {"ready", "consumed", "aborted", "claimed", "farewell", "sleeping"}

@@ -114,6 +114,9 @@ RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
 // model: fence_seq_cst_sys (tests/model/lend.pml, sleep.pml)
 RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
+// The compiler's half of a fence, whose other half another thread has the machine do.
+inline void fence_seq_cst_compiler() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
 RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
   return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL);
 }

@@ -114,8 +114,9 @@ struct ControlPage {
   uint64_t proof;    // random in every communicator: whoever announces this region has read it
   uint64_t members;  // of all that were announced, as the owner read them; 0 until it has
   Layout layout;
-  uint32_t claimed;    // taken by the one thread of the owner that may write the fault record
-  uint32_t waits_for;  // 1 + the rank that the owner has awaited for a while; 0: none
+  uint32_t fences_for_all;  // 1: of Waiter::can_fence_for_all() in the owner's process
+  uint32_t claimed;         // taken by the one thread of the owner that may write the fault record
+  uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
   uint32_t core;                 // 1 + the core that the owner's thread was last seen on; 0: none
   alignas(64) Fault fault;

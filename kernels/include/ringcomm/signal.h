@@ -7,7 +7,8 @@
 //
 // A reader may sleep (host: futex). It raises its sleep flag, fences, and looks once more before it
 // sleeps; the writer stores the epoch, fences, and then looks at the flag. Of two fenced
-// store-then-load sequences at least one sees the other's store, so no wake-up is lost.
+// store-then-load sequences at least one sees the other's store, so no wake-up is lost. Who sleeps
+// has time: where the kernel lets it fence for all ranks at once (membarrier), writers need not.
 //
 // Every wait has a deadline and watches the abort words. Both are looked at when team.pause() says
 // that it is clock time, never on every poll, so a wait that is short costs no more than its polls.
@@ -243,9 +244,11 @@ RC_TEAM_FN Status await(Team& team, const View& v, const Site& site, uint32_t wa
 // model: wake (tests/model/sleep.pml)
 template <class Team>
 RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
-  if constexpr (!Team::kSleeps) return;  // nobody sleeps, so nobody needs the fence
-  fence_seq_cst_sys();  // store the epoch, then look at the flag: see NOTE [signals]
-  if (load_relaxed_sys(sleeping) != 0) team.wake(word);
+  if constexpr (Team::kSleeps) {  // else nobody needs the fence
+    // Store the epoch, then look at the flag: see NOTE [signals].
+    team.fence_as_writer();
+    if (load_relaxed_sys(sleeping) != 0) team.wake(word);
+  }
 }
 
 // One lane, after a team.sync(): item `epoch` of mine is complete.

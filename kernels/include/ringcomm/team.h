@@ -21,6 +21,8 @@
 //                                    called in place of mine; null: nothing
 //   bool shares_core(const View&, int peer)   where lanes sleep: whether the peer was last seen on
 //                                    this thread's core, where it cannot run while this one polls
+//   void fence_as_writer()           where lanes sleep: orders a store before a load, against the
+//                                    fence of who goes to sleep
 //   void wake(uint32_t* word)        wakes who sleeps on the word
 //   void tell_host(const Fault&)     this rank's fault record is complete
 //   void passing(Point, const View&, Stream)   one lane, before it does what the point says: where
