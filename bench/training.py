@@ -25,6 +25,7 @@ import ringcomm
 
 from . import provenance
 from .board import Board
+from .busy import REST_S, BusyLoops, lead_session
 from .devices import Gpu
 from .modes import PROCESSES, PROCESSES_ON_ONE_GPU
 from .report import Report, Row, write_csv, write_json
@@ -61,6 +62,7 @@ def rows_of(shape: Shape, world: int, timings: Mapping[str, Timing]) -> list[Row
                 placement=str(shape),
                 time_us=round(timing.median_us, 1),
                 best_us=round(timing.best_us, 1),
+                p95_us=round(timing.p95_us, 1),
                 ratio=middle,
                 ratio_low=low,
                 ratio_high=high,
@@ -97,6 +99,8 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
     rank, world = int(os.environ[_RANK]), int(os.environ[_WORLD])
     on_gpu = asked.device == "cuda"
     clock: Clock = SynchronizedClock() if on_gpu else HostClock()
+    if asked.busy:
+        lead_session()
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ[_STORE], world)
     dist.init_process_group(
@@ -165,6 +169,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, action="append", help="bytes (default 64)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-r", "--rounds", type=int, default=9)
+    parser.add_argument(
+        "--busy", type=int, default=0, help="processes that compute beside the ranks"
+    )
     parser.add_argument("--trace", type=Path, help="also write Chrome traces of stages 2 and 3")
     parser.add_argument("--json", type=Path, help="a file of rows and where they come from")
     parser.add_argument("--csv", type=Path, help="the same as CSV")
@@ -178,18 +185,20 @@ def main(arguments: list[str]) -> int:
             Shape(asked.width, asked.depth, asked.heads, asked.sequences, context)
             for context in asked.context or [64]
         ]
-        pace = Pace(rounds=asked.rounds, warmup_rounds=1, batch=1, turn_us=0)
+        rest_s = REST_S if asked.busy else 0.0
+        pace = Pace(rounds=asked.rounds, warmup_rounds=1, batch=1, turn_us=0, rest_s=rest_s)
         _run_rank(shapes, pace, asked, arguments)
         return 0
     with tempfile.TemporaryDirectory(prefix="ringcomm-training-") as folder:
         shared = {**os.environ, _WORLD: str(asked.ranks), _STORE: f"{folder}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-m", "bench.training", *arguments]
-        ranks = [
-            subprocess.Popen(command, env={**shared, _RANK: str(rank)})
-            for rank in range(asked.ranks)
-        ]
-        return max(rank.wait() for rank in ranks)
+        with BusyLoops(asked.busy):
+            ranks = [
+                subprocess.Popen(command, env={**shared, _RANK: str(rank)})
+                for rank in range(asked.ranks)
+            ]
+            return max(rank.wait() for rank in ranks)
 
 
 if __name__ == "__main__":

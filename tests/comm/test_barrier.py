@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -34,3 +35,16 @@ def test_a_timeout_of_its_own():
 
         with pytest.raises(ringcomm.CollectiveTimeout, match=r"barrier on rank 0 of 2.*rank 1"):
             world.run(body)
+
+
+def test_who_waits_leaves_the_core(worlds):
+    """Processor time, not time: less than a twentieth of the second that its peer is late."""
+
+    def body(comm):
+        if comm.rank == 1:
+            time.sleep(1)
+        before = time.thread_time()
+        comm.barrier()
+        return time.thread_time() - before
+
+    assert max(worlds(2).run(body)) < 0.05
