@@ -112,14 +112,16 @@ def _parts_of(op: object) -> tuple[object, object]:
 
 
 # The native module finds the ops by identity: to hash or compare torch's op objects costs more than
-# the rest of a small call, and the objects live as long as torch.
-_native.read_tensors_with(
-    cast(Any, torch.Tensor).__dlpack_c_exchange_api__,
-    torch.Tensor,
-    torch.nn.Parameter,
-    ReduceOp,
-    [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
-)
+# the rest of a small call, and the objects live as long as torch. A torch whose tensors lack the
+# interface has no plain tensors, and its calls go the careful path.
+if (_exchange := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
+    _native.read_tensors_with(
+        _exchange,
+        torch.Tensor,
+        torch.nn.Parameter,
+        ReduceOp,
+        [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
+    )
 
 DEVICE_ALGORITHMS = _native.ALGORITHMS
 ALGORITHMS = {name: DEVICE_ALGORITHMS[name] for name in ("auto", "direct", "ring")}

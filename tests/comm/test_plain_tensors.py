@@ -34,7 +34,6 @@ OTHERS = {
     "meta": torch.ones(3, device="meta"),
     "sparse": torch.ones(3).to_sparse(),
     "a subclass": TwoTensor(torch.ones(3), torch.ones(3)),
-    "quantized": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
 }
 
 
