@@ -48,34 +48,26 @@ class Board:
                 as use: the rest lets every turn begin alike, whatever the last one did. The ranks
                 then wait asleep, and start together by the clock.
         """
-        self._epoch += 1
         if rest_s > 0:
-            self._meet_rested(rest_s)
-            return
-        stride = _LINE_BYTES // 8
-        self._words[self.rank * stride] = self._epoch
+            time.sleep(rest_s)
+        stride, mine = _LINE_BYTES // 8, self.rank * _LINE_BYTES // 8
+        self._epoch += 1
+        self._words[mine + 1] = time.monotonic_ns()
+        self._words[mine] = self._epoch
         looks, deadline = 0, time.monotonic() + _DEADLINE_S
         for peer in range(self.world):
             while self._words[peer * stride] < self._epoch:
-                os.sched_yield()
+                if rest_s > 0:
+                    time.sleep(_REST_POLL_S)
+                else:
+                    os.sched_yield()
                 looks += 1
                 if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
                     raise TimeoutError(f"rank {self.rank}: rank {peer} has not reached the barrier")
-
-    def _meet_rested(self, rest_s: float) -> None:
-        time.sleep(rest_s)
-        stride = _LINE_BYTES // 8
-        self._words[self.rank * stride + 1] = time.monotonic_ns()
-        self._words[self.rank * stride] = self._epoch
-        deadline = time.monotonic() + _DEADLINE_S
-        for peer in range(self.world):
-            while self._words[peer * stride] < self._epoch:
-                time.sleep(_REST_POLL_S)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {self.rank}: rank {peer} has not reached the barrier")
-        last_ns = max(self._words[peer * stride + 1] for peer in range(self.world))
-        while time.monotonic_ns() < last_ns + _START_NS:
-            pass
+        if rest_s > 0:
+            last_ns = max(self._words[peer * stride + 1] for peer in range(self.world))
+            while time.monotonic_ns() < last_ns + _START_NS:
+                pass
 
     def exchange(self, value: object) -> list[Any]:
         """All-gathers a JSON value, by rank. Slow: for use between measurements only."""

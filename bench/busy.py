@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 # Longer than any slice: a rank that slept so long owes nothing, and is owed nothing.
 REST_S = 0.02
@@ -28,31 +28,18 @@ _LOOP = (
 )
 
 
-class BusyLoops:
-    """``count`` processes that compute until the block ends, or the process that began it.
-
-    ``loops`` are those that run.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self.loops: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> BusyLoops:
-        # The loop asks the kernel to end it with its parent, and looks whether it came too late.
-        command = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
-        self.loops = [subprocess.Popen(command, start_new_session=True) for _ in range(self._count)]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for loop in self.loops:
+@contextmanager
+def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """``count`` processes that compute until the block ends, or the process that began it."""
+    # The loop asks the kernel to end it with its parent, and looks whether it came too late.
+    command = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
+    loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield loops
+    finally:
+        for loop in loops:
             loop.kill()
-        for loop in self.loops:
+        for loop in loops:
             loop.wait()
 
 

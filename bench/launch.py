@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .busy import BusyLoops
+from .busy import busy_loops
 from .modes import PROCESSES
 from .options import Options
 
@@ -135,7 +135,7 @@ def run_ranks(options: Options, arguments: Sequence[str]) -> int:
             ]
         started: list[subprocess.Popen[bytes]] = []
         try:
-            with BusyLoops(options.busy):
+            with busy_loops(options.busy):
                 for command, environment in zip(commands, environments, strict=True):
                     started.append(subprocess.Popen(command, env=environment))
                 return _wait(started)

@@ -144,8 +144,8 @@ def _systems(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple
             parser.error("the algorithms packet and copy need --device cuda")
         if args.graph or args.mode != AUTO:
             parser.error("--graph and --mode need --device cuda")
-    elif args.pin:
-        parser.error("--pin needs --device cpu")
+    elif args.pin or args.busy:
+        parser.error(f"{'--pin' if args.pin else '--busy'} needs --device cpu")
     return peers
 
 

@@ -25,7 +25,7 @@ import ringcomm
 
 from . import provenance
 from .board import Board
-from .busy import REST_S, BusyLoops, lead_session
+from .busy import REST_S, busy_loops, lead_session
 from .devices import Gpu
 from .modes import PROCESSES, PROCESSES_ON_ONE_GPU
 from .report import Report, Row, write_csv, write_json
@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> int:
         shared = {**os.environ, _WORLD: str(asked.ranks), _STORE: f"{folder}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-m", "bench.training", *arguments]
-        with BusyLoops(asked.busy):
+        with busy_loops(asked.busy):
             ranks = [
                 subprocess.Popen(command, env={**shared, _RANK: str(rank)})
                 for rank in range(asked.ranks)

@@ -48,11 +48,9 @@ nb::object fault_of(const Comm& comm) {
 
 // The name of an algorithm that the host has; negative: it is none.
 int host_algorithm(nb::handle name) {
-  constexpr std::pair<const char*, Algorithm> kNames[] = {
-      {"auto", Algorithm::kAuto}, {"direct", Algorithm::kDirect}, {"ring", Algorithm::kRing}};
   if (!PyUnicode_CheckExact(name.ptr())) return -1;
-  for (const auto& [text, algorithm] : kNames)
-    if (PyUnicode_CompareWithASCIIString(name.ptr(), text) == 0) return int(algorithm);
+  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing})
+    if (PyUnicode_CompareWithASCIIString(name.ptr(), name_of(each)) == 0) return int(each);
   return -1;
 }
 
@@ -138,7 +136,7 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
              }
              if (!taken) throw nb::python_error();
            })
-      .def("__exit__", [](CallLock& turn, nb::args) { turn.leave(); })
+      .def("__exit__", [](CallLock& turn, nb::args) { turn.unlock(); })
       .def(
           "acquire",
           [](CallLock& turn, double timeout) {
@@ -146,7 +144,7 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
             return turn.take_within(timeout);
           },
           nb::arg("timeout"))
-      .def("release", &CallLock::leave);
+      .def("release", &CallLock::unlock);
   c.def_prop_ro("turn", [](const NativeComm& n) { return n.turn; });
 }
 

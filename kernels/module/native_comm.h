@@ -14,7 +14,7 @@
 namespace ringcomm::host {
 
 // Held by whoever runs a call of a communicator: a lock as Python's, which a call on plain tensors
-// takes without Python.
+// takes without Python. To wait for it has no deadline of its own: the call that holds it has one.
 class CallLock {
  public:
   // False: a signal handler raised, and its exception is set. The GIL is not held.
@@ -28,7 +28,7 @@ class CallLock {
   bool take_within(double seconds) {
     return mutex_.try_lock_for(std::chrono::duration<double>(seconds));
   }
-  void leave() { mutex_.unlock(); }
+  void unlock() { mutex_.unlock(); }
 
  private:
   static constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
@@ -91,8 +91,7 @@ template <class Call>
 int recorded_in_turn(NativeComm& n, Call call) {
   return recorded(n, [&] {
     if (!n.turn->take()) return Status::kInterrupted;
-    const std::unique_ptr<CallLock, void (*)(CallLock*)> held(
-        n.turn.get(), [](CallLock* lock) { lock->leave(); });
+    const std::lock_guard held(*n.turn, std::adopt_lock);
     return call();
   });
 }

@@ -88,4 +88,4 @@ class Unusable:
         raise self._make_error(name)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise self._make_error(name)
+        raise self._make_error(name.removesuffix("_plain"))

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.board import Board
-from bench.busy import BusyLoops
+from bench.busy import busy_loops
 from bench.launch import LaunchError, join, run_ranks
 from bench.options import parse
 from tests.bench.programs import run_program
@@ -24,8 +24,8 @@ def cpu_ticks(pid):
 
 
 def test_loops_compute_and_end_with_the_block():
-    with BusyLoops(2) as busy:
-        pids = [loop.pid for loop in busy.loops]
+    with busy_loops(2) as loops:
+        pids = [loop.pid for loop in loops]
         assert [os.getsid(pid) for pid in pids] == pids
         while not all(cpu_ticks(pid) > 1 for pid in pids):
             time.sleep(0.01)
@@ -35,15 +35,28 @@ def test_loops_compute_and_end_with_the_block():
 def test_loops_end_with_a_process_that_is_killed():
     script = (
         "import os, signal\n"
-        "from bench.busy import BusyLoops\n"
-        "with BusyLoops(1) as busy:\n"
-        "    print(busy.loops[0].pid, flush=True)\n"
+        "from bench.busy import busy_loops\n"
+        "with busy_loops(1) as loops:\n"
+        "    print(loops[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    pid = int(done.stdout)
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+    path = Path(f"/proc/{int(done.stdout)}/stat")
+    deadline = time.monotonic() + 60
+    while path.exists() and ") Z " not in path.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert not path.exists() or ") Z " in path.read_text()
+
+
+def test_a_rank_leads_a_session():
+    script = (
+        "import os\n"
+        "from bench.busy import lead_session\n"
+        "lead_session()\n"
+        "print(os.getsid(0) == os.getpid())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_rested_barrier_starts_by_the_clock():
@@ -53,7 +66,7 @@ def test_a_rested_barrier_starts_by_the_clock():
     assert time.monotonic_ns() - begin_ns >= 1_000_000 + 500_000
 
 
-def test_ranks_are_sessions_of_their_own(tmp_path):
+def test_ranks_run_beside_a_loop(tmp_path):
     path = tmp_path / "r.json"
     small = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--batch", "2", "--placement", "usual")
     how = ("--subject", "gloo", "--peers", "", "--busy", "1", "--json", str(path))

@@ -109,6 +109,7 @@ def test_placements(asked, name, placements):
         (["-o", "avg", "-d", "int32"], "avg needs a floating-point"),
         (["-n", "0"], "'0' is not a positive whole number"),
         (["--busy", "some"], "'some' is not a whole number"),
+        (["--busy", "1", "--device", "cuda"], "--busy needs --device cpu"),
         (["-b", "lots"], "'lots' is not a size"),
     ],
 )

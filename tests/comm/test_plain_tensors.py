@@ -76,3 +76,11 @@ def test_is_left_to_the_careful_path(worlds, name):
     assert REFUSED[name](worlds(1)[0]._core, x, y) == _native.NOT_PLAIN
     assert torch.equal(x, torch.ones(3))
     assert torch.equal(y, torch.zeros(3))
+
+
+def test_an_error_names_the_call_that_was_made():
+    with ringcomm.local_world(1) as world:
+        world[0].abort("for a test")
+        with pytest.raises(ringcomm.AbortedError) as raised:
+            world[0].all_reduce(torch.ones(3))
+    assert str(raised.value).startswith("all_reduce ")
