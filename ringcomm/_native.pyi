@@ -312,8 +312,12 @@ class Comm:
         timeout_ms: int = 1_800_000,
         records: int = 0,
         name: str = "",
+        single_copy: bool = True,
     ) -> None:
         """`records`: how many calls the flight recorder keeps, under `name`."""
+    @property
+    def single_copy(self) -> bool:
+        """Whether all ranks copy out of each other's processes: they want to, and are let to."""
     @property
     def region_offset_bytes(self) -> int: ...
     @property

@@ -104,9 +104,10 @@ def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
 def _corrupt(fault: Mapping[str, Any]) -> CorruptedError:
     return CorruptedError(
         f"the header that {_peer(fault)} published for rank {fault['rank']} is damaged: it points "
-        f"outside of that rank's heap, or cuts the data otherwise than {fault['mine']} does (it "
+        f"outside of that rank's memory, or cuts the data otherwise than {fault['mine']} does (it "
         f"reads {fault['theirs']}). Its data were not touched. Look for what else writes into the "
-        "memory of that process: a stray pointer, another program, failing memory"
+        "memory of that process: a stray pointer, another program, failing memory. Or that process "
+        "forbade others to read it (by a change of its user, say) after the communicator was made"
     )
 
 

@@ -13,6 +13,7 @@ constexpr uint32_t kPollsPerLook = 64;
 
 struct BlockTeam {
   static constexpr bool kSleeps = false;
+  static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
 
   Workspace* w;

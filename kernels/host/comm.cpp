@@ -51,7 +51,8 @@ ReduceFn reduce_fn(const Reduction& r) { return kernels().reduce[int(r.dtype)][i
 Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
     : heap_(std::move(heap)),
       layout_{config.world, 1, config.slots, config.segment_bytes, 0, 0},
-      waiter_(pause_policy(config.world)) {
+      waiter_(pause_policy(config.world)),
+      single_copy_(config.single_copy) {
   RetiredRegions::instance().reclaim();
   const uint64_t region_bytes = layout_.region_bytes();
   region_ =
@@ -62,6 +63,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   auto* control = reinterpret_cast<ControlPage*>(mine);
   begin_page(control, config.rank, layout_);
   control->proof = random_word();
+  control->page_ptr = reinterpret_cast<uintptr_t>(control);
   control->fences_for_all = Waiter::can_fence_for_all() ? 1 : 0;
   recorder_.open(mine + region_bytes, config.records, config.rank, config.world, region_bytes,
                  config.name);
@@ -101,12 +103,27 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
     owners_.push_back(peers[p].owner);
     waiter_.watch(p, peers[p].pid);
   }
+  view_.control(view_.rank)->reads_peers =
+      single_copy_ && view_.world == kSingleCopyRanks && reads_peers() ? 1 : 0;
   if (!recorder_.on()) return;
   // Rank 0 knew its heap, its region and the time before any peer could know of it.
   uint64_t token;
   std::memcpy(&token, peers[0].heap_base, sizeof(token));
   const auto* first = reinterpret_cast<const RecorderHeader*>(recorder_of(0));
   recorder_.set_world_id((token ^ first->created_ns) * 0x9e3779b97f4a7c15 ^ peers[0].region_offset);
+}
+
+// Whether the kernel lets this process read the memory of every peer's process.
+bool Comm::reads_peers() const {
+  for (int p = 0; p < view_.world; ++p) {
+    if (p == view_.rank) continue;
+    const ControlPage* page = view_.control(p);
+    uint64_t proof = 0;
+    const auto* theirs = reinterpret_cast<const ControlPage*>(uintptr_t(page->page_ptr));
+    if (!waiter_.read_process(p, &proof, &theirs->proof, sizeof(proof)) || proof != page->proof)
+      return false;
+  }
+  return true;
 }
 
 void Comm::meet(uint64_t members) {
@@ -123,9 +140,13 @@ void Comm::activate() {
       throw RegionError("rank " + std::to_string(p) + " has met other ranks than rank " +
                         std::to_string(view_.rank) +
                         ": what it announced was replaced, or is of an earlier communicator");
-  bool all_fence = true;
-  for (int p = 0; p < view_.world; ++p) all_fence &= view_.control(p)->fences_for_all == 1;
+  bool all_fence = true, all_read = true;
+  for (int p = 0; p < view_.world; ++p) {
+    all_fence &= view_.control(p)->fences_for_all == 1;
+    all_read &= view_.control(p)->reads_peers == 1;
+  }
   if (all_fence) waiter_.fence_for_all();
+  if (all_read) waiter_.read_processes();
   connected_ = true;
 }
 

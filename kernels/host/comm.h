@@ -25,6 +25,7 @@ struct CommConfig {
   uint64_t timeout_ns;
   uint32_t records;  // of the flight recorder; 0: none
   std::string name;
+  bool single_copy = true;  // false: ranks do not read each other's processes
 };
 
 struct PeerAddress {
@@ -149,6 +150,7 @@ class Comm {
   HostOps ops_for(ReduceFn fn, uint64_t total_bytes) {
     return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   }
+  bool reads_peers() const;
   // Before a call ends with `status`.
   void settle(Status status) const;
   void say_farewell();
@@ -176,7 +178,7 @@ class Comm {
   uint64_t outside_call_ = 0;  // the number of record_begin()'s call
   View view_;
   std::mutex mutex_;
-  bool connected_ = false;
+  bool single_copy_, connected_ = false;
 };
 
 template <class Ops, class Body>

@@ -43,6 +43,15 @@ struct HostTeam {
 // One thread executes the channel: the production team, whose lane arithmetic folds to constants.
 struct SoloTeam : HostTeam {
   static constexpr bool kShareWaits = false;
+  static constexpr bool kReadsProcesses = true;
+  bool reads_processes() const { return waiter->reads_processes(); }
+  bool peers_can_read(const void* ptr, uint64_t bytes) const {
+    return waiter->reads_processes() && waiter->peers_can_read(ptr, bytes);
+  }
+  bool has_ended(int peer) const { return waiter->has_ended(peer); }
+  bool read_process(int peer, void* to, const void* from, uint64_t bytes) const {
+    return waiter->read_process(peer, to, from, bytes);
+  }
   static constexpr int lane() { return 0; }
   static constexpr int num_lanes() { return 1; }
   static constexpr int channel() { return 0; }
@@ -75,6 +84,7 @@ struct LaneGroup {
 
 struct ThreadTeam : HostTeam {
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsProcesses = false;
   int lane_, lanes_, channel_, channels_;
   LaneGroup* group;
 

@@ -38,6 +38,8 @@ class Process {
   bool has_ended() const;  // also while it is a zombie
   // Whether a signal, or a debugger, holds it.
   bool is_stopped() const;
+  // As Waiter::read_process().
+  bool read(void* to, const void* from, uint64_t bytes) const;
 
  private:
   int pid_ = 0;
@@ -70,7 +72,18 @@ class Waiter {
   void fence_as_writer() const;
   void fence_as_sleeper() const;
 
+  // Copies out of a peer's process. False: the kernel refuses, or nothing is there.
+  bool read_process(int peer, void* to, const void* from, uint64_t bytes) const {
+    return watched_[size_t(peer)].read(to, from, bytes);
+  }
+  // Whether the kernel can read this memory of this process for others: not that of a device, say.
+  static bool peers_can_read(const void* ptr, uint64_t bytes);
+  // From here on: each rank can read every other's process.
+  void read_processes() { reads_processes_ = true; }
+  bool reads_processes() const { return reads_processes_; }
+
   static uint64_t now_ns();
+  bool has_ended(int peer) const;
   Status health(int peer) const;
   // Whether a signal, or a debugger, holds its process.
   bool is_stopped(int peer) const;
@@ -90,7 +103,7 @@ class Waiter {
 
  private:
   PausePolicy policy_;
-  bool fences_for_all_ = false;
+  bool fences_for_all_ = false, reads_processes_ = false;
   // yield() says false until then, and so long after the last long yield.
   mutable uint64_t busy_until_ns_ = 0, busy_ns_ = 0;
   OtherCall ask_ = nullptr;

@@ -238,7 +238,7 @@ void bind_comm(nb::module_& m) {
        "__init__",
        [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
           uint32_t segment_bytes, int slots, uint64_t timeout_ms, uint32_t records,
-          const std::string& name) {
+          const std::string& name, bool single_copy) {
          const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
          if (world < 1 || rank < 0 || rank >= world)
            throw nb::value_error("rank must be in [0, world)");
@@ -247,15 +247,18 @@ void bind_comm(nb::module_& m) {
            throw nb::value_error("slots must be a power of two, at least 2");
          if (records > kMaxRecords) throw nb::value_error("records must be at most MAX_RECORDS");
          try {
-           new (self) NativeComm(heap, CommConfig{rank, world, slots, segment,
-                                                  timeout_ms * 1'000'000, records, name});
+           new (self)
+               NativeComm(heap, CommConfig{rank, world, slots, segment, timeout_ms * 1'000'000,
+                                           records, name, single_copy});
          } catch (const HeapError& e) {
            raise_os_error(e);
          }
        },
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
        nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
-       nb::arg("name") = "")
+       nb::arg("name") = "", nb::arg("single_copy") = true)
+      .def_prop_ro("single_copy",
+                   [](const NativeComm& n) { return n.comm.waiter().reads_processes(); })
       .def_prop_ro("region_offset_bytes",
                    [](const NativeComm& n) { return n.comm.region_offset(); })
       .def_prop_ro("region_bytes", [](const NativeComm& n) { return n.comm.region_bytes(); })

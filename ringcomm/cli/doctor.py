@@ -46,6 +46,7 @@ def examine() -> Iterable[Finding]:
     if Path("/dev/shm").exists():
         yield checks.check_shm("/dev/shm")
     yield checks.check_descriptor_paths()
+    yield checks.check_single_copy()
     if native.verdict != FAIL:
         setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
         yield checks.check_heap(setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -131,23 +132,63 @@ def check_heap(shmem_setting: str) -> Finding:
     return Finding("heap", NOTE, f"{text}, 4 KiB pages only", advice)
 
 
+def _refusal(reader: str, *arguments: str) -> str:
+    """Why another process does not find "found" with the program ``reader``; empty: it does."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", reader, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.stdout.strip() == "found":
+        return ""
+    return next(iter(done.stderr.strip().splitlines()[-1:]), "wrong content")
+
+
+_OPENER = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().decode())"
+
+
 def check_descriptor_paths() -> Finding:
     """Whether one process can map another's memory through /proc/<pid>/fd, as ranks do."""
     descriptor = os.memfd_create("ringcomm-doctor")
     try:
         os.write(descriptor, b"found")
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        reader = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().decode())"
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", reader, path], capture_output=True, text=True, check=False
-        )
+        reason = _refusal(_OPENER, f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
         os.close(descriptor)
-    if done.stdout.strip() == "found":
+    if not reason:
         return Finding("peer memory", OK, "/proc/<pid>/fd opens from another process")
-    reason = done.stderr.strip().splitlines()[-1:] or ["wrong content"]
     advice = "run all ranks as one user, in one PID namespace, with /proc mounted without hidepid"
-    return Finding("peer memory", FAIL, f"/proc/<pid>/fd does not open: {reason[0]}", advice)
+    return Finding("peer memory", FAIL, f"/proc/<pid>/fd does not open: {reason}", advice)
+
+
+_COPIER = """
+import ctypes, os, sys
+pid, address = map(int, sys.argv[1:])
+class Span(ctypes.Structure):
+    _fields_ = [("ptr", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
+to = ctypes.create_string_buffer(5)
+mine, theirs = Span(ctypes.addressof(to), 5), Span(address, 5)
+copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
+copy.argtypes = [ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong]
+copy(pid, ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1, 0)
+if to.raw != b"found":
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("found")
+"""
+
+
+def check_single_copy() -> Finding:
+    """Whether one process can copy out of another (process_vm_readv), which spares a copy."""
+    found = ctypes.create_string_buffer(b"found")
+    reason = _refusal(_COPIER, str(os.getpid()), str(ctypes.addressof(found)))
+    if not reason:
+        return Finding("single copy", OK, "process_vm_readv reads another process")
+    advice = (
+        "plain tensors are copied twice, heap tensors as ever: see kernel.yama.ptrace_scope, the "
+        "container's seccomp profile and its capabilities"
+    )
+    return Finding("single copy", NOTE, f"process_vm_readv is refused: {reason}", advice)
 
 
 def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:

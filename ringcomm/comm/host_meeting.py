@@ -76,6 +76,7 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             timeout_ms=round(options.timeout_s * 1000),
             records=options.records,
             name=membership.name,
+            single_copy=options.single_copy,
         )
     except OSError as error:
         operation = where(f"communicator {membership.name!r}", membership.rank, world_size)

@@ -48,6 +48,10 @@ class CommOptions:
             multiple of 64, or 0 to do without ``algorithm="copy"``.
         records: how many collectives, and how many messages, the flight recorder keeps of each
             rank; 0 for none.
+        single_copy: of a communicator of two ranks on the host: whether each copies what the other
+            shares from plain memory (chunks of 128 KiB and more) straight out of that process,
+            where the kernel lets both (process_vm_readv). Otherwise it is staged in the heap, which
+            is a second copy.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` goes before it. On the host they run in Triton's interpreter.
@@ -64,6 +68,7 @@ class CommOptions:
     packet_bytes: int = 32 << 10
     copy_bytes: int = 0
     records: int = 256
+    single_copy: bool = True
     kernels: str = "native"
     objects: str = "plain"
     largest_object_bytes: int = 4 << 30

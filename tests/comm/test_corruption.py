@@ -84,6 +84,8 @@ BAD: dict[str, dict[str, Any]] = {
     "a sum that overflows": {"heap_offset": 2**64 - SIZE, "item_bytes": SIZE},
     "between two elements": {"heap_offset": 4097, "item_bytes": SIZE},
     "a result nobody asked for": {"result_offset": 0},
+    "nothing there": {"process_ptr": 4096, "item_bytes": SIZE},
+    "in the heap and in the process": {"heap_offset": 0, "process_ptr": 4096, "item_bytes": SIZE},
 }
 
 
@@ -109,7 +111,7 @@ def test_every_byte_of_a_header():
         raw[at] ^= 1 << chance.randrange(8)
         found = _outcome(bytes(raw))
         kinds.add(type(found))
-        factor = HEADER.size - 16 <= at < HEADER.size - 8
+        factor = HEADER.size - 24 <= at < HEADER.size - 16
         assert isinstance(found, torch.Tensor) == factor, f"byte {at} of {FIELDS}: {found}"
         if factor:
             assert isinstance(found, torch.Tensor)

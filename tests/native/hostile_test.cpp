@@ -77,6 +77,7 @@ void damage(void* at, uint64_t bytes) {
                              kHeapBytes,
                              kHeapBytes - below(50'000),
                              below(kHeapBytes),
+                             below(kHeapBytes) / 4 * 4,
                              uint64_t(1) << below(64),
                              random_bits()};
   for (uint64_t changes = 1 + below(3); changes > 0; --changes) {
@@ -124,8 +125,9 @@ struct Pair {
     build();
     comms[0]->connect(addresses());
     for (const auto& comm : comms) comm->meet(1);
-    comms[0]->activate();
     const View& v = comms[0]->view();
+    v.control(1)->reads_peers = 1;
+    comms[0]->activate();
     for (int s = 0; s < int(Stream::kCount); ++s)
       v.signals(0, Stream(s), 0, 1)->consumed = 1u << 30;
     v.signals(0, published, 0, 1)->ready = 1u << 30;
@@ -144,10 +146,18 @@ struct Pair {
     return changed;
   }
   CallHeader header(Collective collective, DType dtype, uint64_t bytes, uint64_t match, int redop) {
-    const bool in_heap = bytes > 0 && below(2) != 0;
+    const bool in_heap = bytes > 0 && below(2) != 0,
+               in_process = !in_heap && collective == Collective::kAllGather && below(2) != 0;
     const CallId id{1, match, collective, int(dtype), redop, -1, Algorithm::kDirect};
     const uint64_t offset = in_heap ? uint64_t(block - heaps[1]->base()) : kNotInHeap;
-    return {id, bytes, in_heap ? bytes : kSegmentBytes, offset, 1.0, kNotInHeap};
+    const uint64_t item_bytes = in_heap || (in_process && bytes > 0) ? bytes : kSegmentBytes;
+    return {id,
+            bytes,
+            item_bytes,
+            offset,
+            1.0,
+            kNotInHeap,
+            in_process ? reinterpret_cast<uintptr_t>(block) : 0};
   }
 };
 
@@ -165,7 +175,7 @@ Status gather(Pair& p) {
   const Status status =
       p.comms[0]->all_gather(p.own, p.out.data(), bytes, DType::kUInt8, Algorithm::kDirect);
   must_be_ok(status, changed, "all_gather");
-  if (!changed && h.heap_offset != kNotInHeap &&
+  if (!changed && (h.heap_offset != kNotInHeap || h.process_ptr != 0) &&
       std::memcmp(p.out.data() + bytes, p.block, bytes) != 0)
     std::abort();
   return status;

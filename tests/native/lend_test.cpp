@@ -16,26 +16,29 @@ using namespace ringcomm;
 namespace {
 
 constexpr int kWorld = 2, kLender = 0, kReader = 1, kSlots = 4;
-constexpr uint32_t kSegmentBytes = 8192;
-constexpr uint64_t kChunkElems = 5003;  // zero copy, three segments
+constexpr uint32_t kSegmentBytes = 32'768;
+constexpr uint64_t kChunkElems = 36'001;  // zero copy or single copy, five segments
 constexpr uint64_t kChunkBytes = kChunkElems * sizeof(float);
-constexpr uint64_t kElems = kWorld * kChunkElems, kTensorBytes = 40'960;
+constexpr uint64_t kElems = kWorld * kChunkElems, kTensorBytes = 290'816;
 constexpr uint64_t kTimeoutNs = 1'000'000'000;
 constexpr float kChanged = 1e6;
 static_assert(kElems * sizeof(float) <= kTensorBytes);
+static_assert(kChunkBytes >= kSingleCopyMinBytes);
 
 float value(int rank, uint64_t i) { return float((uint64_t(rank) * 7 + i * 3) % 11) - 5; }
 
 // What the two know of each other outside of the protocol.
 struct Meeting {
-  std::atomic<bool> give_up = false, returned = false;
+  std::atomic<bool> give_up = false, returned = false, ended = false;
+  // Set: the lender ends in place of giving up, and another process has its number and this memory.
+  float* taken_over = nullptr;
   int stop_before;  // this one of the reader's events
   int events = 0;
 };
 
 // The reader stops at an event; the lender's clock begins to run then.
 struct Team {
-  static constexpr bool kSleeps = false, kShareWaits = false;
+  static constexpr bool kSleeps = false, kShareWaits = false, kReadsProcesses = true;
   int rank;
   Meeting* meeting;
   uint64_t now = 1;
@@ -49,6 +52,14 @@ struct Team {
   static Status health(int) { return Status::kOk; }
   static const CallHeader* other_call_recorded(const CallId&, int) { return nullptr; }
   static void wake(uint32_t*) {}
+  static bool reads_processes() { return true; }
+  static bool peers_can_read(const void*, uint64_t) { return true; }
+  bool has_ended(int) const { return meeting->ended; }
+  bool read_process(int, void* to, const void* from, uint64_t bytes) const {
+    event();
+    std::memcpy(to, from, bytes);
+    return true;
+  }
   static void tell_host(const Fault&) {}
   bool pause(Pause&) const {
     std::this_thread::yield();
@@ -61,6 +72,11 @@ struct Team {
   void passing(Point, const View&, Stream) const { event(); }
   void event() const {
     if (rank != kReader || meeting->events++ != meeting->stop_before) return;
+    if (meeting->taken_over != nullptr) {
+      std::fill_n(meeting->taken_over, kChunkElems, kChanged);
+      meeting->ended = true;
+      return;
+    }
     meeting->give_up = true;
     while (!meeting->returned) std::this_thread::yield();
   }
@@ -93,7 +109,8 @@ struct Rank {
   std::vector<const void*> sources = std::vector<const void*>(kWorld);
   std::vector<double> factors = std::vector<double>(kWorld);
   CallHeader mine{};
-  float* lent = nullptr;
+  float* lent = nullptr;  // in the heap
+  std::vector<float> plain = std::vector<float>(kChunkElems);
   std::vector<float> result = std::vector<float>(kElems);
 };
 
@@ -116,6 +133,7 @@ struct World {
       heap_bytes[r] = share * kWorld;
       ranks[r].lent = reinterpret_cast<float*>(regions[r] + layout.region_bytes());
       for (uint64_t i = 0; i < kElems; ++i) ranks[r].lent[i] = value(r, i);
+      std::copy_n(ranks[r].lent, kChunkElems, ranks[r].plain.data());
     }
   }
   View view(int r) {
@@ -136,6 +154,7 @@ struct World {
 
 struct Form {
   const char* name;
+  bool from_process;
   Collective collective;
   Status (*run)(E& e, Rank& mine);
   bool (*right)(const Rank& mine);
@@ -152,17 +171,20 @@ bool all_are(const float* found, uint64_t count, Expected expected) {
   return true;
 }
 
+Status gather(E& e, float* from, Rank& mine) {
+  return share_direct(e, Span{bytes_of(from), kChunkBytes}, chunks_of(mine.result.data()), -1);
+}
+bool is_gathered(const Rank& mine) {
+  return all_are(mine.result.data(), kElems,
+                 [](uint64_t i) { return value(int(i / kChunkElems), i % kChunkElems); });
+}
+
 const Form kForms[] = {
-    {"all_gather", Collective::kAllGather,
-     [](E& e, Rank& mine) {
-       const Chunks out = chunks_of(mine.result.data());
-       return share_direct(e, Span{bytes_of(mine.lent), kChunkBytes}, out, -1);
-     },
-     [](const Rank& mine) {
-       return all_are(mine.result.data(), kElems,
-                      [](uint64_t i) { return value(int(i / kChunkElems), i % kChunkElems); });
-     }},
-    {"reduce_scatter", Collective::kReduceScatter,
+    {"all_gather", false, Collective::kAllGather,
+     [](E& e, Rank& mine) { return gather(e, mine.lent, mine); }, is_gathered},
+    {"single_copy", true, Collective::kAllGather,
+     [](E& e, Rank& mine) { return gather(e, mine.plain.data(), mine); }, is_gathered},
+    {"reduce_scatter", false, Collective::kReduceScatter,
      [](E& e, Rank& mine) {
        const Chunks in = chunks_of(mine.lent);
        return reduce_scatter_direct(e, in, bytes_of(mine.result.data()));
@@ -171,7 +193,7 @@ const Form kForms[] = {
        return all_are(mine.result.data(), kChunkElems,
                       [](uint64_t i) { return sum_at(kReader * kChunkElems + i); });
      }},
-    {"all_reduce", Collective::kAllReduce,
+    {"all_reduce", false, Collective::kAllReduce,
      [](E& e, Rank& mine) {
        const Chunks in = chunks_of(mine.lent);
        return all_reduce_direct(e, in, bytes_of(mine.lent), 0);
@@ -198,11 +220,13 @@ Status call(World& w, const Form& form, int rank) {
 }
 
 // Whether the reader came to the event; false, too, at the end of the program.
-bool stopped(const Form& form, int before) {
+bool stopped(const Form& form, int before, bool ends) {
   World w(before);
+  if (ends) w.meeting.taken_over = w.ranks[kLender].plain.data();
   std::thread lender([&] {
     call(w, form, kLender);
     std::fill_n(w.ranks[kLender].lent, kElems, kChanged);
+    std::fill_n(w.ranks[kLender].plain.data(), kChunkElems, kChanged);
     w.meeting.returned = true;
   });
   const Status status = call(w, form, kReader);
@@ -227,7 +251,8 @@ bool stopped(const Form& form, int before) {
 int main() {
   for (const Form& form : kForms) {
     int events = 0;
-    while (stopped(form, events)) ++events;
+    while (stopped(form, events, false)) ++events;
+    for (int e = 0; e < events && form.from_process; ++e) stopped(form, e, true);
     std::printf("%s %d\n", form.name, events);
   }
   return 0;

@@ -33,6 +33,8 @@ SOURCES = [
     "waiter",
 ]
 CASES = 3000 * int(os.environ.get("RINGCOMM_FUZZ", "1"))
+# A run ends with the first case that finds its mutant: some need thousands.
+CASES_FOR_MUTANTS = 20_000
 MESSENGER, DESCRIBE = "host/messenger.cpp", "host/describe.cpp"
 COMM, VIEW = "host/comm.cpp", "include/ringcomm/view.h"
 SOUND = "include/ringcomm/sound.h"
@@ -43,6 +45,9 @@ MUTANTS = {
         ENDPOINT,
         "(in_heap && !readable(v, sender,",
         "(!CHOSEN && in_heap && !readable(v, sender,",
+    ),
+    "any stream from its process": Mutant(
+        ENDPOINT, "s != Stream::kShared ||", "(!CHOSEN && s != Stream::kShared) ||"
     ),
     "any place of the results": Mutant(
         ENDPOINT,
@@ -148,7 +153,7 @@ def test_junk_ends_in_a_status(program):
 
 def test_without_a_check_it_is_found(program):
     def survives(number: int) -> bool:
-        return run(program, 2, 3000, number).returncode == 0
+        return run(program, 2, CASES_FOR_MUTANTS, number).returncode == 0
 
     assert survives(0)
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""A lender that gives up and changes its buffer while another rank reads it: no success is torn."""
+"""A lender that gives up or ends while another rank reads its buffer: no success is torn."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from tests.native.test_races import COMPILER
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-pthread")
 DEADLINE_S = 60.0
 # Stops of the reader until it ends undisturbed: all its steps and copies, each once.
-STOPS = {"all_gather": 11, "reduce_scatter": 8, "all_reduce": 24}
+STOPS = {"all_gather": 15, "single_copy": 15, "reduce_scatter": 10, "all_reduce": 36}
 LOOK = "if (!reads_peer_buffers || !aborted(v, peer)) return"
 DRAINED = "returned while peers read the buffer"
 MUTANTS = {
@@ -20,6 +20,9 @@ MUTANTS = {
         ENDPOINT, LOOK, LOOK.replace("(!reads", "(CHOSEN || !reads")
     ),
     DRAINED: EVERYWHERE[DRAINED],
+    "a lender may have ended": Mutant(
+        ENDPOINT, "if (read && !lost)", "if (read && (CHOSEN || !lost))"
+    ),
 }
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

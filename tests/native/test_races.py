@@ -63,7 +63,7 @@ MUTANTS = {
         SCATTER, "if (e.zero_copy(chunk)) RC_RETURN", "if (!CHOSEN && e.zero_copy(chunk)) RC_RETURN"
     ),
     "shared buffer returned at once": Mutant(
-        GATHER, "  if (zero_copy)\n    RC_RETURN", "  if (!CHOSEN && zero_copy)\n    RC_RETURN"
+        GATHER, "  if (stays)\n    RC_RETURN", "  if (!CHOSEN && stays)\n    RC_RETURN"
     ),
     "acknowledged before one hop has been reduced": Mutant(
         "include/ringcomm/all_reduce.h",

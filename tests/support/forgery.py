@@ -10,7 +10,7 @@ from typing import Any
 from ringcomm import Communicator, _native
 from ringcomm.memory.heap import process_heap
 
-HEADER = struct.Struct("<QQIiiiIIQQQdQ")
+HEADER = struct.Struct("<QQIiiiIIQQQdQQ")
 FIELDS = (
     "sequence",
     "match_bytes",
@@ -25,6 +25,7 @@ FIELDS = (
     "heap_offset",
     "factor",
     "result_offset",
+    "process_ptr",
 )
 NOT_IN_HEAP = 2**64 - 1
 PAIR, SHARED, MESSAGE = 0, 1, 2

@@ -31,10 +31,7 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
     if (!has_piece(p)) continue;
     const Span dst = dst_of(p);
     const uint64_t bytes = item_length(dst.bytes, e.segment_bytes(), j);
-    if (peer_reads)
-      e.ops.copy_shared(e.team, dst.ptr + begin, e.received(p), bytes);
-    else
-      e.ops.copy_private(e.team, dst.ptr + begin, e.received(p), bytes);
+    RC_RETURN_IF_FAILED(e.collect(p, dst.ptr + begin, bytes, peer_reads));
   }
   e.team.sync();
   e.each_by_lanes(senders, [&](int p) {
@@ -45,11 +42,11 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
   return Status::kOk;
 }
 
-// Zero copy: waits for all readers. Always: commits the epochs of the shared stream.
+// stays: waits for all readers. Always: commits the epochs of the shared stream.
 // model: finish_sharing (tests/model/direct.pml)
 template <class E>
-RC_TEAM_FN Status finish_sharing(E& e, bool zero_copy, uint32_t items) {
-  if (zero_copy)
+RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
+  if (stays)
     RC_RETURN_IF_FAILED(e.wait_by_lanes(
         {1, e.world()}, [&](int p) { return e.drained(Stream::kShared, p, items); }));
   e.each_by_lanes({1, e.world()}, [&](int p) { e.commit_sent(Stream::kShared, p, items); });
@@ -59,8 +56,8 @@ RC_TEAM_FN Status finish_sharing(E& e, bool zero_copy, uint32_t items) {
 
 // What a rank shares, and how.
 struct Sharing {
-  Span source;  // read by the peers (zero copy) or copied into the slots
-  bool zero_copy;
+  Span source;
+  bool stays;       // the peers read the source where it lies; else it is copied into the slots
   bool copy_first;  // the source is my place in the output, which must be filled before
   uint32_t items;   // 0 when this rank shares nothing
 };
@@ -70,6 +67,7 @@ RC_TEAM_FN Sharing plan_sharing(const E& e, Span input, Span own_output, bool sh
   if (!shares || e.world() == 1) return {input, false, false, 0};
   if (e.zero_copy(input)) return {input, true, false, 1};
   if (input.ptr != own_output.ptr && e.zero_copy(own_output)) return {own_output, true, true, 1};
+  if (e.single_copy(input, kSingleCopyMinBytes)) return {input, true, false, 1};
   return {input, false, false, e.pieces(input.bytes)};
 }
 
@@ -81,9 +79,9 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& plan, Span input, Span own_ou
   if (j < plan.items) {
     char* slot = nullptr;
     RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
-    if (!plan.zero_copy) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
-    e.publish_shared(j, slot, plan.source, plan.zero_copy,
-                     plan.zero_copy ? plan.source.bytes : e.segment_bytes());
+    if (!plan.stays) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
+    e.publish_shared(j, slot, plan.source, plan.stays,
+                     plan.stays ? plan.source.bytes : e.segment_bytes());
   }
   // The piece is still in the cache from the copy into the slot.
   if (!plan.copy_first && own_output.ptr != nullptr && own_output.ptr != input.ptr && bytes > 0)
@@ -125,7 +123,7 @@ RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int ro
   e.each_by_lanes({1, e.world()}, [&](int p) {
     if (shares(p)) e.commit_seen(Stream::kShared, p);
   });
-  return finish_sharing(e, plan.zero_copy, plan.items);
+  return finish_sharing(e, plan.stays, plan.items);
 }
 
 // model: all_gather_ring (tests/model/ring.pml)

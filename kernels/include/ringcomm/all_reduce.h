@@ -45,22 +45,21 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   return Status::kOk;
 }
 
-// Reduces piece `i` of my chunk and shares the result with every peer.
+// Reduces piece `i` of my chunk and shares the result with every peer. stays: they read it where it
+// lies.
 // model: reduce_and_share (tests/model/direct.pml)
 template <class E>
-RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, uint32_t i) {
+RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uint32_t i) {
   const uint64_t begin = uint64_t(i) * e.segment_bytes();
   const uint64_t bytes = item_length(mine.bytes, e.segment_bytes(), i);
-  const bool zero_copy = e.zero_copy(result);
   RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
   char* slot = nullptr;
   RC_RETURN_IF_FAILED(e.acquire_shared(i, &slot));
   char* const own = result.ptr + begin;
-  const ReduceTarget to =
-      zero_copy ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
+  const ReduceTarget to = stays ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
   release_sources(e, mine, begin + bytes);
-  e.publish_shared(i, slot, result, zero_copy, e.segment_bytes());
+  e.publish_shared(i, slot, result, stays, e.segment_bytes());
   return Status::kOk;
 }
 
@@ -71,6 +70,7 @@ template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
   const Peers all{1, e.world()};
   const Span mine = e.slice(in.get(e.rank())), result = e.slice(out.get(e.rank()));
+  const bool stays = e.zero_copy(result) || e.single_copy(result, kSingleCopyMinResultBytes);
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
   const auto shares = [](int) { return true; };
   // Chunk 0 is the longest, so its pieces bound everybody's.
@@ -83,18 +83,18 @@ RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out)
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
     RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));
     if (j >= kLookahead && j - kLookahead < shared_items)
-      RC_RETURN_IF_FAILED(reduce_and_share(e, mine, result, j - kLookahead));
+      RC_RETURN_IF_FAILED(reduce_and_share(e, mine, result, stays, j - kLookahead));
     if (j < 2 * kLookahead) continue;
     for (int d = 1; d < e.world(); d += e.group())
-      RC_RETURN_IF_FAILED(collect_piece(e, {d, d + e.group()}, j - 2 * kLookahead, dst_of, shares,
-                                        e.zero_copy(result)));
+      RC_RETURN_IF_FAILED(
+          collect_piece(e, {d, d + e.group()}, j - 2 * kLookahead, dst_of, shares, stays));
   }
   e.each_by_lanes(all, [&](int p) {
     e.commit_seen(e.pairs, p);
     e.commit_seen(Stream::kShared, p);
   });
   RC_RETURN_IF_FAILED(drain_chunks(e, in, -1));
-  return finish_sharing(e, e.zero_copy(result), shared_items);
+  return finish_sharing(e, stays, shared_items);
 }
 
 template <class E>

@@ -86,6 +86,7 @@ struct CallHeader {
   uint64_t heap_offset;    // zero copy: where the data lie in the sender's heap; else kNotInHeap
   double factor;           // PREMUL_SUM: the sender's factor
   uint64_t result_offset;  // where the reader puts its result in the sender's heap; else kNotInHeap
+  uint64_t process_ptr;    // single copy: where the data lie in the sender's process; else 0
 };
 static_assert(sizeof(CallHeader) <= kHeaderBytes);
 
@@ -105,7 +106,7 @@ struct Fault {
 // "ringcomm", read as a little-endian word: what lies here is a region.
 constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
 // Of the protocol: one more with every change of the layout, the header or the words.
-constexpr uint32_t kProtocolVersion = 2;
+constexpr uint32_t kProtocolVersion = 3;
 
 struct ControlPage {
   uint64_t magic;
@@ -115,6 +116,8 @@ struct ControlPage {
   uint64_t members;  // of all that were announced, as the owner read them; 0 until it has
   Layout layout;
   uint32_t fences_for_all;  // 1: of Waiter::can_fence_for_all() in the owner's process
+  uint32_t reads_peers;     // 1: the owner has read this page of every peer through the kernel
+  uint64_t page_ptr;        // of this page in the owner's process
   uint32_t claimed;         // taken by the one thread of the owner that may write the fault record
   uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer

@@ -31,6 +31,27 @@ constexpr uint32_t kLookahead = 1;
 // by this estimate, not swept.
 constexpr uint64_t kZeroCopyMinBytes = 16384;
 
+// NOTE [Single copy]
+//
+// Memory outside of the heap is staged: its owner copies it into slots, and readers out of them.
+// Between two ranks that is twice the bytes that must move, and what is shared unchanged can do
+// with one copy where the kernel lets both read the memory of the other's process
+// (process_vm_readv): the header says where it lies in the owner's process, and the reader has the
+// kernel copy it straight to its place. As with zero copy the owner waits at the end for the reader
+// to have finished, and the reader looks after its last read whether the owner gave up. Before it
+// acknowledges a piece it also looks whether the owner has ended: another process may have got its
+// number.
+//
+// Sweep: all_gather and all_reduce of plain tensors on a Xeon (AVX-512) at 2.5 GHz with 2 cores,
+// single copy against staging. 2 ranks, a chunk of 64 KiB: 0.97 to 1.21 times as fast, 128 KiB 1.3
+// to 1.5, 512 KiB 1.5 to 1.65, 128 MiB 1.15; all_reduce with a chunk of 1 MiB 0.99, 2 MiB 0.8 to
+// 1.02, 8 MiB 1.18, 128 MiB 1.1. 4 ranks 0.83 to 0.96: each byte is staged once for three readers,
+// and the kernel copies it more slowly than they do.
+constexpr int kSingleCopyRanks = 2;
+constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
+// Of the results of an all-reduce, which are shared piece by piece as they come.
+constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
+
 // Where a reduction goes: one place, or two from one pass over the sources.
 struct ReduceTarget {
   void* dst;
@@ -84,6 +105,13 @@ struct Endpoint {
     return s.bytes >= kZeroCopyMinBytes && v.in_my_heap(s.ptr, s.bytes);
   }
   RC_TEAM_FN uint32_t items(Span s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
+
+  // Whether peers that only copy this copy it out of my process, if it has at least so many bytes.
+  RC_TEAM_FN bool single_copy(Span s, uint64_t least_bytes) const {
+    if constexpr (Team::kReadsProcesses)
+      return s.bytes >= least_bytes && team.peers_can_read(s.ptr, s.bytes);
+    return false;
+  }
 
   // The call in progress lies in v.mine, not here: a block keeps it in shared memory, off its
   // lanes' registers.
@@ -139,11 +167,14 @@ struct Endpoint {
 
   RC_TEAM_FN uint64_t heap_offset(const char* ptr) const { return uint64_t(ptr - v.heaps[v.rank]); }
 
-  RC_TEAM_FN void write_header(char* slot, Span span, bool in_heap, uint64_t item_bytes,
+  // stays: the readers take the data from where they lie.
+  RC_TEAM_FN void write_header(char* slot, Span span, bool stays, uint64_t item_bytes,
                                uint64_t result_offset = kNotInHeap) const {
+    const bool in_heap = stays && v.in_my_heap(span.ptr, span.bytes);
     const uint64_t offset = in_heap ? heap_offset(span.ptr) : kNotInHeap;
+    const uint64_t process_ptr = stays && !in_heap ? reinterpret_cast<uintptr_t>(span.ptr) : 0;
     *reinterpret_cast<CallHeader*>(slot) =
-        CallHeader{id(), span.bytes, item_bytes, offset, factor(), result_offset};
+        CallHeader{id(), span.bytes, item_bytes, offset, factor(), result_offset, process_ptr};
   }
 
   // Item `item` of span_for(reader) to each reader of the group that gets_item(reader): the header
@@ -202,9 +233,9 @@ struct Endpoint {
 
   // `span` is what this call shares, cut into items of `item_bytes`.
   // model: publish_shared (tests/model/endpoint.pml)
-  RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool in_heap,
+  RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool stays,
                                  uint64_t item_bytes) {
-    if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, in_heap, item_bytes);
+    if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, stays, item_bytes);
     team.sync();
     each_by_lanes({1, world()}, [&](int peer) {
       publish(team, v, Stream::kShared, peer, sent(Stream::kShared, peer) + 1 + item);
@@ -228,7 +259,7 @@ struct Endpoint {
 
   // One lane, before the first receive of a call on stream `s`; then one team.sync().
   RC_TEAM_FN void begin_receive(Stream s, int sender) const {
-    in(s, sender) = PeerState{nullptr, 1, v.epochs(s, team.channel(), sender)->seen, 0, 0};
+    in(s, sender) = PeerState{nullptr, 1, v.epochs(s, team.channel(), sender)->seen, 0, 0, false};
   }
 
   // One lane: reads the header of the sender's call and compares it with mine.
@@ -242,16 +273,22 @@ struct Endpoint {
     const uint64_t item_bytes = load_relaxed_sys(&theirs.item_bytes),
                    offset = load_relaxed_sys(&theirs.heap_offset),
                    results = load_relaxed_sys(&theirs.result_offset);
-    const bool in_heap = offset != kNotInHeap,
+    uint64_t process_ptr = 0;
+    if constexpr (Team::kReadsProcesses) process_ptr = load_relaxed_sys(&theirs.process_ptr);
+    const bool in_heap = offset != kNotInHeap, in_process = process_ptr != 0,
+               stays = in_heap || in_process,
                sized = item_bytes == segment_bytes() ||
-                       (in_heap && item_bytes == whole_item(expected_bytes));
+                       (stays && item_bytes == whole_item(expected_bytes));
     if (!sized || (in_heap && !readable(v, sender, offset, expected_bytes)) ||
+        (in_process && (in_heap || s != Stream::kShared || !reads_processes())) ||
         !storable(v, stores, sender, results)) {
       return fail(team, v, Status::kCorrupt, sender, &theirs, expected_bytes);
     }
     st.item_bytes = item_bytes;
-    st.data = in_heap ? v.heaps[sender] + offset : nullptr;
-    reads_peer_buffers |= in_heap;
+    st.data =
+        in_heap ? v.heaps[sender] + offset : reinterpret_cast<const char*>(uintptr_t(process_ptr));
+    st.in_process = in_process;
+    reads_peer_buffers |= stays;
     st.items = items_of(expected_bytes, st.item_bytes);
     factors()[sender] = theirs.factor;
     if (results != kNotInHeap) v.results[sender] = v.heaps[sender] + results;
@@ -288,6 +325,38 @@ struct Endpoint {
   }
   RC_TEAM_FN const char* received(int sender) const {
     return static_cast<const char*>(sources()[sender]);
+  }
+
+  RC_TEAM_FN bool reads_processes() const {
+    if constexpr (Team::kReadsProcesses) return team.reads_processes();
+    return false;
+  }
+
+  // Copies what arrive() found on the shared stream to its place. peer_reads: that place was a
+  // peer's source a moment ago.
+  RC_TEAM_FN Status collect(int sender, char* to, uint64_t bytes, bool peer_reads) {
+    if constexpr (Team::kReadsProcesses) {
+      if (in(Stream::kShared, sender).in_process)
+        return read_process(sender, to, received(sender), bytes);
+    }
+    if (peer_reads)
+      ops.copy_shared(team, to, received(sender), bytes);
+    else
+      ops.copy_private(team, to, received(sender), bytes);
+    return Status::kOk;
+  }
+
+  // See NOTE [Single copy].
+  RC_TEAM_FN Status read_process(int sender, char* to, const char* from, uint64_t bytes) {
+    const bool read = team.read_process(sender, to, from, bytes), lost = team.has_ended(sender);
+    if (read && !lost) return Status::kOk;
+    // Unless it ended, it gave up and its memory is gone; or what its header says was never true.
+    const Status status = lost            ? Status::kPeerLost
+                          : abort_seen(v) ? Status::kAborted
+                                          : Status::kCorrupt;
+    const uint32_t first = in(Stream::kShared, sender).base + 1;
+    const char* slot = v.slot(sender, Stream::kShared, team.channel(), v.rank, first);
+    return fail(team, v, status, sender, reinterpret_cast<const CallHeader*>(slot), bytes);
   }
 
   // One lane, after a team.sync(): everything before `end` of the sender's stream has been read.

@@ -8,6 +8,10 @@
 //   int channel(), num_channels()    this lane's channel, and how many share the collective
 //   static constexpr bool kShareWaits   the lanes wait for several peers at once, each for its own
 //   static constexpr bool kSleeps       waiting lanes may sleep (host); else they only poll
+//   static constexpr bool kReadsProcesses   it copies out of peers' processes (host); see
+//                                    NOTE [Single copy] for reads_processes(), read_process(peer,
+//                                    to, from, bytes), has_ended(peer) and
+//                                    peers_can_read(ptr, bytes)
 //   void sync()                      all lanes of the team; orders their memory accesses
 //   Status share(Status)             to all lanes, one lane's failure if any has one; also a sync()
 //   bool pause(Pause&)               called by a lane between two polls of a signal. True when it

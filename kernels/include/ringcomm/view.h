@@ -9,11 +9,14 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // Per-peer state of the call in progress, in memory that all lanes of the team share.
 struct PeerState {
-  const char* data;  // zero copy: the peer's buffer; else null and the data lie in slots
+  // Where the peer's data lie: in its heap as mapped here or, if in_process, at this address of its
+  // process. Null: in slots.
+  const char* data;
   uint64_t item_bytes;
   uint32_t base;   // epoch before the first item of this call
   uint32_t items;  // items of this call; known once the header is read
   uint32_t acked;  // items of this call that I have acknowledged
+  bool in_process;
 };
 
 struct View {

@@ -14,6 +14,7 @@
 
 struct EmulatedTeam {
   static constexpr bool kSleeps = false;
+  static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
   // A poll gives the core away, since the awaited thread may need it; for longer when it has not
   // come, since there are many more threads than cores.

@@ -1,0 +1,275 @@
+"""Plain memory that ranks copy out of each other's processes: NOTE [Single copy] in endpoint.h."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm import (
+    CollectiveTimeout,
+    CommOptions,
+    Communicator,
+    CorruptedError,
+    PeerLost,
+    RingcommError,
+)
+from tests.support.ranks import Ranks, run_ranks
+
+# Bytes from which on a chunk is shared by single copy, and one of an all-reduce's results is.
+SHARED, REDUCED = 128 << 10, 8 << 20
+TIMEOUT_S = 20.0
+# process_vm_readv and memfd_secret, by machine.
+READ_CALL = {"x86_64": 310, "aarch64": 270}
+SECRET_CALL = 447
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("jump_true", ctypes.c_ubyte),
+        ("jump_false", ctypes.c_ubyte),
+        ("k", ctypes.c_uint32),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Filter)))
+
+
+def forbid_reading(pid: int) -> None:
+    """From here on the kernel refuses this process the memory of ``pid`` (seccomp(2))."""
+    load, equal, answer = 0x20, 0x15, 0x06  # BPF_LD | BPF_W | BPF_ABS and so on
+    steps = [
+        (load, 0, 0, 0),  # the number of the call
+        (equal, 0, 3, READ_CALL[platform.machine()]),
+        (load, 0, 0, 16),  # its first argument
+        (equal, 0, 1, pid),
+        (answer, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO | EPERM
+        (answer, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+    ]
+    filters = (_Filter * len(steps))(*(_Filter(*step) for step in steps))
+    program = _Program(len(steps), filters)
+    assert LIBC.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert LIBC.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def _meet(store: Any, rank: int, world: int, single_copy: bool = True) -> Communicator:
+    options = CommOptions(timeout=TIMEOUT_S, single_copy=single_copy)
+    return Communicator.from_store(store, rank, world, options=options)
+
+
+def _copies_once(comm: Communicator) -> bool:
+    core: Any = comm._core
+    return core.single_copy
+
+
+def _pids(store: Any, rank: int, world: int) -> list[int]:
+    store.set(f"pid {rank}", str(os.getpid()))
+    return [int(store.get(f"pid {peer}")) for peer in range(world)]
+
+
+def _check_shared(comm: Communicator, count: int, make=torch.empty) -> None:
+    """All-gathers of every form, a broadcast and an all-reduce of ``count`` elements a rank."""
+    rank, world = comm.rank, comm.world_size
+    expected = ((torch.arange(world * count) * 31 + 5) % 251).to(torch.float32)
+    chunks = list(expected.split(count)) if count else [expected] * world
+    mine, out = make(count), make(world * count)
+    mine.copy_(chunks[rank])
+    comm.all_gather_into_tensor(out, mine)
+    assert torch.equal(out, expected)
+    out.zero_()
+    own = out[rank * count : (rank + 1) * count]
+    own.copy_(mine)
+    comm.all_gather_into_tensor(out, own)
+    assert torch.equal(out, expected)
+    # Uneven: rank r shares all but its first r elements.
+    parts = [make(max(count - peer, 0)) for peer in range(world)]
+    comm.all_gather(parts, mine[min(rank, count) :])
+    for peer, part in enumerate(parts):
+        assert torch.equal(part, chunks[peer][min(peer, count) :])
+    comm.broadcast(mine, world - 1)
+    assert torch.equal(mine, chunks[-1])
+    out.copy_(expected)
+    comm.all_reduce(out)
+    assert torch.equal(out, expected * world)
+
+
+def _sizes() -> list[int]:
+    return [0, 1, SHARED // 4 - 1, SHARED // 4, SHARED // 4 + 1, 300_007, REDUCED // 4]
+
+
+def _every_form(store, rank, world, single_copy):
+    with _meet(store, rank, world, single_copy) as comm:
+        assert _copies_once(comm) == (single_copy and world == 2)
+        for count in _sizes():
+            _check_shared(comm, count)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("single_copy", [True, False])
+def test_every_form_at_every_threshold(world, single_copy):
+    run_ranks(_every_form, world, single_copy)
+
+
+def _one_does_not_want_it(store, rank, world):
+    with _meet(store, rank, world, single_copy=rank != 1) as comm:
+        assert not _copies_once(comm)
+        _check_shared(comm, SHARED)
+
+
+def test_all_ranks_must_want_it():
+    run_ranks(_one_does_not_want_it, 2)
+
+
+needs_filter = pytest.mark.skipif(
+    platform.machine() not in READ_CALL, reason="the number of the call is not known here"
+)
+
+
+def _refused_from_the_start(store, rank, world):
+    pids = _pids(store, rank, world)
+    if rank == 0:
+        forbid_reading(pids[1])
+    with _meet(store, rank, world) as comm:
+        assert not _copies_once(comm)
+        _check_shared(comm, SHARED)
+
+
+@needs_filter
+def test_it_is_left_out_where_the_kernel_refuses_one_rank():
+    run_ranks(_refused_from_the_start, 2)
+
+
+def _refused_of_itself(store, rank, world):
+    pids = _pids(store, rank, world)
+    with _meet(store, rank, world) as comm:
+        # What one rank cannot let the kernel read is staged, and nobody reads its process.
+        forbid_reading(pids[1])
+        _check_shared(comm, SHARED)
+
+
+@needs_filter
+def test_memory_that_the_kernel_cannot_read_is_staged():
+    """Rank 1 finds that its memory cannot be read; rank 0 is forbidden to read it."""
+    run_ranks(_refused_of_itself, 2)
+
+
+def _secret(count: int) -> torch.Tensor:
+    descriptor = LIBC.syscall(SECRET_CALL, 0)
+    os.ftruncate(descriptor, max(4 * count, 1))
+    memory = mmap.mmap(descriptor, max(4 * count, 1))
+    os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.float32, count=count) if count else torch.empty(0)
+
+
+def _in_secret_memory(store, rank, world):
+    with _meet(store, rank, world) as comm:
+        assert _copies_once(comm)
+        _check_shared(comm, SHARED, torch.empty if rank == 0 else _secret)
+
+
+def test_secret_memory_is_staged():
+    descriptor = LIBC.syscall(SECRET_CALL, 0)
+    if descriptor < 0:
+        pytest.skip(f"memfd_secret: {os.strerror(ctypes.get_errno())}")
+    os.close(descriptor)
+    run_ranks(_in_secret_memory, 2)
+
+
+def _outcome(
+    comm: Communicator, count: int = SHARED, *, freed: bool = False
+) -> RingcommError | None:
+    mine, out = torch.full((count,), float(comm.rank)), torch.empty(comm.world_size * count)
+    try:
+        comm.all_gather_into_tensor(out, mine)
+    except RingcommError as error:
+        mine.fill_(-1)
+        if freed:
+            mine.untyped_storage().resize_(0)
+        return error
+    assert torch.equal(out.view(-1, count)[:, 0], torch.arange(float(comm.world_size)))
+    return None
+
+
+def _refused_later(store, rank, world):
+    pids = _pids(store, rank, world)
+    with _meet(store, rank, world) as comm:
+        assert _outcome(comm) is None
+        if rank == 0:
+            forbid_reading(pids[1])
+        comm.barrier()
+        return _outcome(comm)
+
+
+@needs_filter
+def test_a_refusal_in_a_call_fails_it_on_all_ranks():
+    """Also shows that the bytes go this way: nothing else would ask the kernel."""
+    for error in run_ranks(_refused_later, 2):
+        assert type(error) is CorruptedError
+        assert "forbade others to read it" in str(error)
+
+
+def _until_ended(pid: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} did not end")
+
+
+def _dies_as_it_lends(store, rank, world):
+    pids = _pids(store, rank, world)
+    comm = _meet(store, rank, world)
+    comm.barrier()
+    if rank == 1:
+        # It has published, and waits for rank 0 to have read.
+        threading.Timer(0.3, os._exit, (0,)).start()
+        _outcome(comm)
+        return None
+    _until_ended(pids[1])
+    error = _outcome(comm)
+    comm.close()
+    return error
+
+
+def test_a_lender_that_has_ended_is_lost():
+    with Ranks(_dies_as_it_lends, 2) as ranks:
+        reader = ranks.wait()[0]
+    assert reader.ok, reader.describe()
+    assert type(reader.value) is PeerLost
+
+
+def _gives_up(store, rank, world, freed):
+    with _meet(store, rank, world) as comm:
+        comm.barrier()
+        if rank == 0:
+            store.get("given up")
+            return _outcome(comm, 64 * SHARED)
+        comm.timeout = 0.3
+        # Large enough for a mapping of its own, which goes when it is freed.
+        error = _outcome(comm, 64 * SHARED, freed=freed)
+        store.set("given up", "")
+        return error
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_what_a_lender_took_back_is_not_taken_for_data(freed):
+    """Rank 1 has changed its tensor, or freed it, when rank 0 comes to read it."""
+    first, second = run_ranks(_gives_up, 2, freed)
+    assert type(second) is CollectiveTimeout
+    assert isinstance(first, RingcommError)
