@@ -13,6 +13,12 @@ namespace {
 // against 4.4 us at 32 KiB, 7.6 us against 7.3 us at 64 KiB.
 constexpr uint64_t kOneHopBytes = 32 << 10;
 
+// Pieces of a direct all-reduce: what a rank shares is still in its caches when the peers read it.
+// Xeon (AVX-512) with 1 MiB of L2 a core, plain tensors, against 256 KiB. 2 ranks: 256 KiB 1.12
+// times as fast, 1 MiB 1.20, 4 MiB 1.27, 64 MiB 1.11; 32 KiB another 4 % on a quiet machine, but
+// beside one busy loop 0.90 for 1 MiB where these take 0.99. 4 ranks: 1.02 to 1.08 (with 32 KiB).
+constexpr uint64_t kAllReducePieceBytes = 64 << 10;
+
 Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
   return {const_cast<char*>(base), total, chunk, nullptr};
 }
@@ -186,6 +192,7 @@ Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reducti
   const Chunks chunks = even_chunks(in, bytes, balanced_chunk_bytes(bytes, view_.world));
   return run(id, r.factor, reduce_fn(r), bytes, [&](E& e) {
     if (r.algorithm == Algorithm::kRing) return all_reduce_ring(e, chunks, out);
+    e.cut.segment_bytes = std::min<uint64_t>(kAllReducePieceBytes, layout_.segment_bytes);
     return all_reduce_direct(e, chunks, out,
                              std::min<uint64_t>(kOneHopBytes, layout_.segment_bytes));
   });
