@@ -39,15 +39,19 @@ class Gathers(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels) and self.all_gather_at_once(output, input, algorithm):
-            return None
+        if not (async_op or kernels or self._queue.pending or self._kernels):
+            status = self._native.all_gather_plain(output, input, algorithm)
+            if status == 0:
+                return None
+            if status > 0:
+                raise self._fault("all_gather_into_tensor")
         return self._start(self._all_gather_call(output, input, algorithm, kernels), async_op)
 
-    def all_gather_at_once(self, output: Tensor, input: Tensor, algorithm: str = "auto") -> bool:
+    def all_gather_at_once(self, output: Tensor, input: Tensor) -> bool:
         """:meth:`all_gather_into_tensor` where no more is to be asked, as NOTE [At once] says."""
         if self._queue.pending or self._kernels:
             return False
-        status = self._native.all_gather_plain(output, input, algorithm)
+        status = self._native.all_gather_plain(output, input, "auto")
         if status > 0:
             raise self._fault("all_gather_into_tensor")
         return status == 0

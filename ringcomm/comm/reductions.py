@@ -3,8 +3,10 @@
 NOTE [At once]
 
 The native module itself reads the tensors of the common call: plain CPU tensors and a plain op,
-with nothing queued before it. Such a call is made at once. The answer False, of anything else,
-means that nothing was done, and the call goes the careful path, which words every complaint.
+with nothing queued before it. Such a call is made at once. The answer NOT_PLAIN (of ``*_at_once``
+False), of anything else, means that nothing was done, and the call goes the careful path, which
+words every complaint. A call of a method costs a tenth of a small collective, so the collectives
+have these lines themselves, and ``torch.distributed`` has ``*_at_once``.
 """
 
 from __future__ import annotations
@@ -48,15 +50,19 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels) and self.all_reduce_at_once(tensor, op, algorithm):
-            return None
+        if not (async_op or kernels or self._queue.pending or self._kernels):
+            status = self._native.all_reduce_plain(tensor, op, algorithm)
+            if status == 0:
+                return None
+            if status > 0:
+                raise self._fault("all_reduce")
         return self._start(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
 
-    def all_reduce_at_once(self, tensor: Tensor, op: Any = SUM, algorithm: str = "auto") -> bool:
+    def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
         """:meth:`all_reduce` where no more is to be asked, as NOTE [At once] says."""
         if self._queue.pending or self._kernels:
             return False
-        status = self._native.all_reduce_plain(tensor, op, algorithm)
+        status = self._native.all_reduce_plain(tensor, op, "auto")
         if status > 0:
             raise self._fault("all_reduce")
         return status == 0
@@ -131,19 +137,21 @@ class Reductions(Engine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels) and self.reduce_scatter_at_once(output, input, op, algorithm):
-            return None
+        if not (async_op or kernels or self._queue.pending or self._kernels):
+            status = self._native.reduce_scatter_plain(output, input, op, algorithm)
+            if status == 0:
+                return None
+            if status > 0:
+                raise self._fault("reduce_scatter_tensor")
         return self._start(
             self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
         )
 
-    def reduce_scatter_at_once(
-        self, output: Tensor, input: Tensor, op: Any = SUM, algorithm: str = "auto"
-    ) -> bool:
+    def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
         """:meth:`reduce_scatter_tensor` where no more is to be asked, as NOTE [At once] says."""
         if self._queue.pending or self._kernels:
             return False
-        status = self._native.reduce_scatter_plain(output, input, op, algorithm)
+        status = self._native.reduce_scatter_plain(output, input, op, "auto")
         if status > 0:
             raise self._fault("reduce_scatter_tensor")
         return status == 0
