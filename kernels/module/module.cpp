@@ -152,7 +152,9 @@ void bind_plain(nb::class_<NativeComm>& c) {
   const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
   c.def("all_reduce_plain", all_reduce_plain, any(), any(), any())
       .def("reduce_scatter_plain", reduce_scatter_plain, any(), any(), any(), any())
-      .def("all_gather_plain", all_gather_plain, any(), any(), any());
+      .def("all_gather_plain", all_gather_plain, any(), any(), any())
+      .def("barrier_plain",
+           [](NativeComm& n) { return recorded_in_turn(n, [&] { return n.comm.barrier(); }); });
 }
 
 void bind_movement(nb::class_<NativeComm>& c) {

@@ -229,6 +229,11 @@ class Exchanges(Engine):
         Raises:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
+        # See NOTE [At once] in reductions.py.
+        if timeout is None and not (async_op or self._queue.pending):
+            if self._native.barrier_plain():
+                raise self._fault("barrier")
+            return None
         call = Call("barrier", lambda native: native.barrier(), [])
         if timeout is None:
             return self._start(call, async_op)
