@@ -37,8 +37,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 # Variables that are read when Python or a library is loaded begin with one of these.
 READ_AT_START = (
@@ -321,6 +319,8 @@ def _become(order: Order) -> None:
 
 def _run(order: Order) -> None:
     """The program."""
+    import torch  # by the server only: who asks for a program may have no use for it
+
     if order.environment.get(THREADS, "1") != "1":
         torch.set_num_threads(int(order.environment[THREADS]))
     words = order.words
