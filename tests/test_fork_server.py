@@ -117,6 +117,14 @@ def test_a_killed_fork_is_seen_and_takes_its_server_along():
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_server_that_was_lost_is_replaced():
+    command = [sys.executable, "-c", HAS_TORCH]
+    lost = fork_server.server()
+    lost.close()
+    assert fork_server.run(command, env=environment()).stdout == "True\n"
+    assert fork_server.server() is not lost
+
+
 def test_forks_have_torch_and_interpreters_have_not():
     command = [sys.executable, "-c", HAS_TORCH]
     assert [each.stdout for each in both(command, env=environment())] == ["True\n", "False\n"]

@@ -26,6 +26,7 @@ import io
 import os
 import pickle
 import runpy
+import signal
 import socket
 import struct
 import subprocess
@@ -129,6 +130,11 @@ class Server:
         self._read_at_start = _read_at_start(environment)
         self._lock = threading.Lock()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process can ask it: not the one that a fork has inherited."""
+        return self.owner == os.getpid() and self._connection.fileno() != -1
+
     def serves(self, order: Order) -> bool:
         """Whether the program could not tell a fork from an interpreter of its own."""
         what = order.words[0]
@@ -144,9 +150,17 @@ class Server:
     def start(self, order: Order, files: Sequence[int]) -> int:
         """The id of a new process, a child of this one."""
         with self._lock, _adopting():
-            _send(self._connection, order, files)
-            pid, _ = _receive(self._connection)
+            try:
+                _send(self._connection, order, files)
+                pid, _ = _receive(self._connection)
+            except BaseException:  # a timeout of a test's, too: the answer would be the next one's
+                self.close()
+                raise
         return int(pid)
+
+    def close(self) -> None:
+        """Ends it; who asks for a server then gets another."""
+        self._connection.close()
 
 
 _server: Server | None = None
@@ -157,7 +171,7 @@ def server() -> Server:
     """That of this process; one that has none yet starts it."""
     global _server
     with _starting:
-        if _server is None or _server.owner != os.getpid():
+        if _server is None or not _server.is_ours:
             ours, theirs = socket.socketpair()
             environment = {**os.environ, "PYTHONPATH": str(ROOT), THREADS: "1"}
             with theirs:
@@ -237,6 +251,8 @@ def run(
 
 # ---- the server ---------------------------------------------------------------------------------
 
+_interrupt: Any = None  # what an interpreter makes of the signal
+
 
 def _fork_for_the_owner() -> int:
     """A fork whose parent is, from its first step on, what :func:`_adopting` made; 0 inside it."""
@@ -307,6 +323,7 @@ def _become(order: Order) -> None:
     if order.new_session:
         os.setsid()
     os.chdir(order.folder)
+    signal.signal(signal.SIGINT, _interrupt)
     what, *words = order.words
     first = {"-m": order.folder, "-c": ""}.get(what, os.path.dirname(os.path.abspath(what)))
     places = order.environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -367,6 +384,8 @@ def _end(status: int) -> NoReturn:
 
 
 def main() -> None:
+    global _interrupt
+    _interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for programs, of its group
     subprocess.Popen = Popen  # type: ignore[misc]  # before others take it by its name
     importlib.import_module("tests.support.preloaded")
     gc.collect()
