@@ -1,23 +1,25 @@
 """Runs the project's programs from the source tree, as a user would."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
 
 
-def run_program(*command, environment=None, timeout_s=100):
-    """``python -m`` and the words given; returns the finished process with its output as text."""
+def run_program(*command, environment=None, timeout_s=100, anew=False):
+    """``python -m`` and the words given; returns the finished process with its output as text.
+
+    It is a fork, as ``fork_server`` tells, unless it is to be an interpreter ``anew``.
+    """
     outside = {key: os.environ[key] for key in os.environ if key not in LAUNCHER_VARIABLES}
-    return subprocess.run(
+    return fork_server.run(
         [sys.executable, "-m", *command],
+        timeout_s,
+        anew,
         cwd=ROOT,
         env={**outside, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
     )

@@ -28,12 +28,12 @@ def command(monkeypatch):
 
 
 def test_help_names_every_subcommand_and_loads_none():
-    done = run_program("ringcomm", "--help")
+    done = run_program("ringcomm", "--help", anew=True)
     assert done.returncode == 0
     assert all(name in done.stdout for name in cli.COMMANDS)
     probe = "import sys; from ringcomm.cli import main; main(['-h'])"
     loads = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {probe}"
-    assert run_program("timeit", "-n1", "-r1", loads).stdout.splitlines()[-1] == "False"
+    assert run_program("timeit", "-n1", "-r1", loads, anew=True).stdout.splitlines()[-1] == "False"
 
 
 def test_version(capsys, monkeypatch):

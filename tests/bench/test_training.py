@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ import torch.distributed as dist
 import ringcomm
 from bench.report import read
 from bench.training_systems import ARITHMETIC, DDP, FSDP2, FSDP2_HERE, GPT, TRACED_STEPS, Shape
+from tests.bench.programs import run_program
 
 TINY = ("--width", "32", "--depth", "2", "--heads", "2", "--context", "8", "-r", "2")
 
@@ -43,8 +42,7 @@ def test_the_command(tmp_path):
     file = tmp_path / "report.json"
     spans = tmp_path / "trace.json"
     files = ("--json", str(file), "--trace", str(spans))
-    command = [sys.executable, "-m", "bench.training", *TINY, *files]
-    done = subprocess.run(command, text=True, capture_output=True)
+    done = run_program("bench.training", *TINY, *files)
     assert done.returncode == 0, done.stderr
     assert "stage 3: " in done.stdout and "% of the communication was hidden" in done.stdout
     for stage, name in ((2, "reduce_scatter"), (3, "gather")):

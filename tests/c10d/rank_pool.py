@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import ringcomm.c10d
+from tests.support.ranks import PRELOADED
 
 Check = Callable[[int, int], Any]
 Surround = Callable[[str], AbstractContextManager[object]]
@@ -153,7 +154,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.c10d.rank_pool"])
+        context.set_forkserver_preload([*PRELOADED, "tests.c10d.rank_pool"])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -1,9 +1,10 @@
 """A quick part of torch's own c10d tests; ``make c10d-conformance`` runs them all."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import fork_server
 
 # One or two of each kind; the others differ in op, dtype or group.
 NAMES = [
@@ -35,13 +36,7 @@ NAMES = [
 def test_the_quick_part(tmp_path):
     result = tmp_path / "outcomes.json"
     command = [sys.executable, "-m", "tests.c10d.conformance", "--backend", "ringcomm"]
-    done = subprocess.run(
-        [*command, "--json", str(result), *NAMES],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+    done = fork_server.run([*command, "--json", str(result), *NAMES], cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads(result.read_text())
     assert dict.fromkeys(NAMES, "pass") == {n: outcome for n, (outcome, _) in outcomes.items()}

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support import fork_server
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
 
@@ -19,9 +21,13 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in launched}
 
 
-def start(*arguments: object, path: Path = ROOT) -> subprocess.Popen[str]:
-    """Start ``python ARGUMENTS`` from the project's root, with modules found in ``path`` first."""
-    return subprocess.Popen(
+def start(*arguments: object, path: Path = ROOT, anew: bool = False) -> subprocess.Popen[str]:
+    """Start ``python ARGUMENTS`` from the project's root, with modules found in ``path`` first.
+
+    In a fork, as ``fork_server`` tells, unless it is to be an interpreter ``anew``.
+    """
+    popen = subprocess.Popen if anew else fork_server.Popen
+    return popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env={**clean_environment(), "PYTHONPATH": f"{path}:{ROOT}"},
@@ -31,9 +37,11 @@ def start(*arguments: object, path: Path = ROOT) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, path: Path = ROOT, anew: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS`` to its end, as ``start`` does."""
-    with start(*arguments, path=path) as process:
+    with start(*arguments, path=path, anew=anew) as process:
         try:
             output, errors = process.communicate(timeout=LIMIT_S)
         finally:

@@ -65,7 +65,7 @@ def test_ranks_end_with_their_launcher(number, tmp_path):
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
         f"sys.exit(launch(Plan({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
     )
-    with start("-c", program, config) as process:
+    with start("-c", program, config, anew=True) as process:
         wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2, "the ranks' start")
         pids = [int(path.read_text()) for path in tmp_path.glob("rank*")]
         process.send_signal(number)

@@ -116,7 +116,7 @@ def test_ddp_is_gone_before_its_group_is(text):
 
 
 def test_killed_rank_ends_the_run(text):
-    with start(*train_arguments("--data", text, "--steps", 1_000_000)) as process:
+    with start(*train_arguments("--data", text, "--steps", 1_000_000), anew=True) as process:
         assert process.stdout is not None
         # The line is printed when training begins.
         assert any(line.startswith("steps") for line in process.stdout)

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 from ringcomm import CollectiveTimeout, Communicator, RendezvousError
 from ringcomm.c10d.monitored_barrier import MonitoredBarrier
 from tests.cli.processes import clean_environment
+from tests.support import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "elastic.py"
@@ -49,13 +50,11 @@ def torchrun(folder: Path, step: int, *options: str) -> subprocess.CompletedProc
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", "--max-restarts=3", str(program), str(step)]
-    return subprocess.run(
+    return fork_server.run(
         [*command, str(EXAMPLE), str(folder / "saved"), *options],
+        LIMIT_S,
         cwd=folder,
         env={**clean_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
     )
 
 

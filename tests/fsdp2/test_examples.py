@@ -6,7 +6,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
+from tests.support import fork_server
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -35,11 +35,9 @@ def needs(package):
 def under_torchrun(name: str) -> list[str]:
     """The lines that two ranks print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
+    done = fork_server.run(
         [*command, str(EXAMPLES / name)],
         env={**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

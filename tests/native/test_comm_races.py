@@ -6,24 +6,23 @@ from pathlib import Path
 import pytest
 
 from tests.native.mutants import Mutant, write_sources
-from tests.native.test_races import COMPILER, ROOT, compile_to, run, skip_without_sanitizer
+from tests.native.test_races import COMPILER, ROOT, compile_to, run
 
 # world, generations, rounds
 WORLDS = [(2, 6, 4), (3, 6, 2), (4, 2, 2)]
 SHOWING = (2, 20, 12)
 RUNS = 10
 HOST = ROOT / "kernels/host"
-# What is compiled once, and what is compiled again with the mutants in it.
+# What is compiled once, apart from what other programs have too, and what is compiled again with
+# the mutants in it.
 STEADY = (
     "comm",
     "comm_optimizer",
     "describe",
     "fault_plan",
     "heap",
-    "isa_baseline",
     "peer_heap",
     "recorder",
-    "waiter",
 )
 MUTATED = ("comm_report", "messenger", "messenger_wait", "retired")
 MUTANTS = {
@@ -71,10 +70,9 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def programs(sanitized_objects, tmp_path_factory):
     """The right program, and the one of all mutants."""
-    folder = tmp_path_factory.mktemp("tsan")
-    skip_without_sanitizer(folder)
+    folder = tmp_path_factory.mktemp("comm_races")
     include = ROOT / "kernels/include"
     mutants = folder / "mutants"
     write_sources(mutants, MUTANTS)
@@ -87,7 +85,7 @@ def programs(tmp_path_factory):
     jobs += [(ROOT / "tests/native/comm_race_test.cpp", folder / "main.o", ("-c",))]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda job: compile_to(job[1], include, job[0], extra=job[2]), jobs))
-    steady = [folder / "main.o", *(folder / f"{name}.o" for name in STEADY)]
+    steady = [folder / "main.o", *sanitized_objects, *(folder / f"{name}.o" for name in STEADY)]
     return [
         compile_to(folder / name, include, *steady, *(place / f"{each}.o" for each in MUTATED))
         for name, place in (("right", folder), ("mutated", mutants))

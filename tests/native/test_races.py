@@ -25,7 +25,7 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 FLAGS = [
     "-std=c++20",
     "-O1",
-    "-g",
+    "-g1",  # lines, which reports name; more takes a fifth of the compilation
     "-ffp-contract=off",
     "-fsanitize=thread",
     "-Wno-tsan",
@@ -100,38 +100,18 @@ def skip_without_sanitizer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """The parts that no mutant touches."""
-    folder = tmp_path_factory.mktemp("tsan")
-    skip_without_sanitizer(folder)
-
-    def compile_part(name: str) -> None:
-        source = ROOT / f"kernels/host/{name}.cpp"
-        compile_to(folder / f"{name}.o", ROOT / "kernels/include", source, extra=("-c",))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_part, ("isa_baseline", "waiter")))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def programs(objects):
+def programs(sanitized_objects, tmp_path_factory):
     """Paths of the programs, as futures: the right one, and the one of all mutants."""
-    sources = [
-        ROOT / "tests/native/race_test.cpp",
-        objects / "isa_baseline.o",
-        objects / "waiter.o",
-    ]
-    mutants = objects / "mutants"
+    sources = [ROOT / "tests/native/race_test.cpp", *sanitized_objects]
+    folder = tmp_path_factory.mktemp("races")
+    mutants = folder / "mutants"
     write_sources(mutants, MUTANTS)
     chosen = ("-include", str(mutants / "chosen.h"))
     right, mutated = ROOT / "kernels/include", mutants / "kernels/include"
     with ThreadPoolExecutor(2) as pool:
         yield {
-            "right": pool.submit(compile_to, objects / "right", right, *sources),
-            "mutated": pool.submit(
-                compile_to, objects / "mutated", mutated, *sources, extra=chosen
-            ),
+            "right": pool.submit(compile_to, folder / "right", right, *sources),
+            "mutated": pool.submit(compile_to, folder / "mutated", mutated, *sources, extra=chosen),
         }
 
 

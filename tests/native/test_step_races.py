@@ -32,28 +32,21 @@ MUTANTS = {
 
 pytestmark = pytest.mark.skipif(races.COMPILER is None, reason="no C++ compiler")
 
-objects = races.objects
-
 
 @pytest.fixture(scope="module")
-def programs(objects):
+def programs(sanitized_objects, tmp_path_factory):
     """Paths of the programs, as futures: the right one, and the one of all mutants."""
-    sources = [
-        races.ROOT / "tests/native/step_race_test.cpp",
-        objects / "isa_baseline.o",
-        objects / "waiter.o",
-    ]
-    mutants = objects / "step_mutants"
+    sources = [races.ROOT / "tests/native/step_race_test.cpp", *sanitized_objects]
+    folder = tmp_path_factory.mktemp("step_races")
+    mutants = folder / "mutants"
     write_sources(mutants, MUTANTS)
     chosen = ("-include", str(mutants / "chosen.h"))
     right, mutated = races.ROOT / "kernels/include", mutants / "kernels/include"
     compile_to = races.compile_to
     with ThreadPoolExecutor(2) as pool:
         yield {
-            "right": pool.submit(compile_to, objects / "step_right", right, *sources),
-            "mutated": pool.submit(
-                compile_to, objects / "step_mutated", mutated, *sources, extra=chosen
-            ),
+            "right": pool.submit(compile_to, folder / "right", right, *sources),
+            "mutated": pool.submit(compile_to, folder / "mutated", mutated, *sources, extra=chosen),
         }
 
 

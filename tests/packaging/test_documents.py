@@ -3,11 +3,12 @@
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,7 +27,8 @@ def test_a_readme_example_runs(tmp_path, number):
     launcher = [] if "local_world" in EXAMPLES[number] else torchrun
     command = [sys.executable, *launcher, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    # The first of them in interpreters of its own, as a user's are.
+    done = fork_server.run(command, anew=number == 0, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     for expected in re.findall(r"# (tensor\(.*\))", EXAMPLES[number]):
         assert expected in done.stdout

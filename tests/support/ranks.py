@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import FileStore
 
 # The server has torch loaded and no threads; a rank forked from it starts in milliseconds.
-PRELOADED = ["torch", "ringcomm.comm.communicator"]
+PRELOADED = ["tests.support.preloaded"]
 POLL_S = 0.01
 
 

@@ -1,0 +1,27 @@
+"""What a process that forks ranks and programs has imported, so that they need not.
+
+An optimizer of torch's imports torch's compiler, which takes as long as torch itself. That imports
+Triton, which must not be there: whether its functions are defined for its interpreter is decided
+when it is imported, by an environment variable that some ranks set.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.launcher.api
+
+import ringcomm.c10d.creation
+import ringcomm.comm.communicator
+import ringcomm.functional
+import ringcomm.optim
+import ringcomm.zero
+
+__all__ = ["ringcomm", "torch"]
+
+# The compiled part cannot be loaded twice, and does not ask.
+for _name in list(sys.modules):
+    if _name.split(".")[0] == "triton" and not _name.startswith("triton._C"):
+        del sys.modules[_name]
