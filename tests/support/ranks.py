@@ -129,7 +129,8 @@ class Ranks:
                 with contextlib.suppress(EOFError):  # it died
                     outcome.value, outcome.error, outcome.trace = pickle.loads(answer.recv_bytes())
                 break
-            if not process.is_alive():
+            # It may have answered and ended since the look above.
+            if not process.is_alive() and not answer.poll():
                 break
             if time.monotonic() > deadline:
                 raise RanksFailed(f"rank {rank} did not end in time")

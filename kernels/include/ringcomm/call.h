@@ -86,7 +86,7 @@ struct CallHeader {
   uint64_t heap_offset;    // zero copy: where the data lie in the sender's heap; else kNotInHeap
   double factor;           // PREMUL_SUM: the sender's factor
   uint64_t result_offset;  // where the reader puts its result in the sender's heap; else kNotInHeap
-  uint64_t process_ptr;    // single copy: where the data lie in the sender's process; else 0
+  uint64_t process_ptr = 0;  // single copy: where the data lie in the sender's process; else 0
 };
 static_assert(sizeof(CallHeader) <= kHeaderBytes);
 
