@@ -58,8 +58,6 @@ class Calls:
     _communicators: Communicators
     # Communicators.of, found once: each call asks it where its tensors are.
     _of: Callable[[Sequence[Tensor], str], Communicator]
-    # Where calls on plain tensors are made at once, since none of those is on a device.
-    _host: Communicator
     _sequence: int
     _coalescing: Batch | None
 

@@ -42,7 +42,7 @@ class Collectives(Calls):
         if (
             is_plain_call(opts, AllreduceOptions)
             and len(tensors) == 1
-            and self._host.all_reduce_at_once(tensors[0], opts.reduceOp)
+            and self._of(tensors, "allreduce").all_reduce_at_once(tensors[0], opts.reduceOp)
         ):
             return self._done(tensors)
         if not isinstance(opts, AllreduceOptions):
@@ -111,8 +111,10 @@ class Collectives(Calls):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        if is_plain_call(opts, AllgatherOptions) and self._host.all_gather_at_once(output, input):
-            return self._done([output])
+        if is_plain_call(opts, AllgatherOptions):
+            communicator = self._of((output, input), "all_gather_single")
+            if communicator.all_gather_at_once(output, input):
+                return self._done([output])
         if not isinstance(opts, AllgatherOptions):
             opts = options(AllgatherOptions, opts, timeout)
         gathered = in_memory(output, "all_gather_single")
@@ -198,10 +200,10 @@ class Collectives(Calls):
         *,
         op: Any = None,
     ) -> Work:
-        if is_plain_call(opts, ReduceScatterOptions) and self._host.reduce_scatter_at_once(
-            output, input, opts.reduceOp
-        ):
-            return self._done([output])
+        if is_plain_call(opts, ReduceScatterOptions):
+            communicator = self._of((output, input), "reduce_scatter_single")
+            if communicator.reduce_scatter_at_once(output, input, opts.reduceOp):
+                return self._done([output])
         if not isinstance(opts, ReduceScatterOptions):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         shard = in_memory(output, "reduce_scatter_single")

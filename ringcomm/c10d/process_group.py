@@ -56,7 +56,6 @@ class ProcessGroup(  # type: ignore[misc]
         self._store = store
         self._communicators = communicators
         self._of = communicators.of
-        self._host = host
         self._rank: int = host.rank
         self._size: int = host.world_size
         self._name = GroupName(host.name)
