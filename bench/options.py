@@ -169,13 +169,20 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
     text = f"{', '.join(COLLECTIVES)}, or all (default: {default})"
     add("collectives", nargs="*", metavar="COLLECTIVE", help=text)
     size: dict[str, Any] = {"type": parse_size, "metavar": "SIZE"}
-    text = "smallest size, of the larger buffer of a rank (default 4K)"
+    text = "smallest size, of the larger buffer of a rank (default 4K; 16, 64K, 1M, 2G)"
     add("-b", "--minbytes", dest="min_bytes", default="4K", help=text, **size)
-    add("-e", "--maxbytes", dest="max_bytes", default="256M", help="largest (default 256M)", **size)
+    text = "largest, in the same form (default 256M)"
+    add("-e", "--maxbytes", dest="max_bytes", default="256M", help=text, **size)
     text = "factor from one size to the next (default 4)"
     add("-f", "--stepfactor", dest="step_factor", type=_positive, default=4, help=text, metavar="N")
-    add("-d", "--datatype", choices=tuple(DTYPES), default="float")
-    add("-o", "--op", choices=OPS, default="sum")
+    add(
+        "-d",
+        "--datatype",
+        choices=tuple(DTYPES),
+        default="float",
+        help="of elements (default float)",
+    )
+    add("-o", "--op", choices=OPS, default="sum", help="of reductions (default sum)")
     add("-r", "--root", type=int, default=0, help="root rank of rooted collectives (default 0)")
     text = "out of place, in place, both (default), or usual: the one torch.distributed has"
     choices = ("both", OUT_OF_PLACE, IN_PLACE, "usual")
@@ -247,7 +254,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 

@@ -106,8 +106,16 @@ def _corrupt(fault: Mapping[str, Any]) -> CorruptedError:
         f"the header that {_peer(fault)} published for rank {fault['rank']} is damaged: it points "
         f"outside of that rank's memory, or cuts the data otherwise than {fault['mine']} does (it "
         f"reads {fault['theirs']}). Its data were not touched. Look for what else writes into the "
-        "memory of that process: a stray pointer, another program, failing memory. Or that process "
-        "forbade others to read it (by a change of its user, say) after the communicator was made"
+        "memory of that process: a stray pointer, another program, failing memory"
+    )
+
+
+def _refused(fault: Mapping[str, Any]) -> UnsupportedError:
+    return UnsupportedError(
+        f"rank {fault['rank']} in {fault['mine']} expected to read the memory of {_peer(fault)}, "
+        "but the operating system refuses it since one of the two changed its user, its "
+        "capabilities or its dumpable flag (PR_SET_DUMPABLE). Make such changes before the "
+        "communicator, or build it with CommOptions(single_copy=False)"
     )
 
 
@@ -155,6 +163,7 @@ def _interrupted(fault: Mapping[str, Any]) -> AbortedError:
 _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "aborted": _aborted,
     "corrupt": _corrupt,
+    "refused": _refused,
     "interrupted": _interrupted,
     "mismatch": _mismatch,
     "peer_closed": _peer_closed,

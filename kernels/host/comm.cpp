@@ -126,8 +126,8 @@ bool Comm::reads_peers() const {
     const ControlPage* page = view_.control(p);
     uint64_t proof = 0;
     const auto* theirs = reinterpret_cast<const ControlPage*>(uintptr_t(page->page_ptr));
-    if (!waiter_.read_process(p, &proof, &theirs->proof, sizeof(proof)) || proof != page->proof)
-      return false;
+    if (waiter_.read_process(p, &proof, &theirs->proof, sizeof(proof)) != Status::kOk) return false;
+    if (proof != page->proof) return false;
   }
   return true;
 }

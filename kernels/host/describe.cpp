@@ -98,7 +98,7 @@ Fault trusted(const Fault& record, int owner, int world) {
   Fault fault = record;
   fault.rank = owner;
   if (fault.peer < -1 || fault.peer >= world) fault.peer = -1;
-  if (fault.status <= Status::kOk || fault.status > Status::kCorrupt)
+  if (fault.status <= Status::kOk || fault.status > Status::kRefused)
     fault.status = Status::kAborted;
   return fault;
 }

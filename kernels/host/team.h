@@ -49,7 +49,7 @@ struct SoloTeam : HostTeam {
     return waiter->reads_processes() && waiter->peers_can_read(ptr, bytes);
   }
   bool has_ended(int peer) const { return waiter->has_ended(peer); }
-  bool read_process(int peer, void* to, const void* from, uint64_t bytes) const {
+  Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return waiter->read_process(peer, to, from, bytes);
   }
   static constexpr int lane() { return 0; }

@@ -39,9 +39,11 @@ class Process {
   // Whether a signal, or a debugger, holds it.
   bool is_stopped() const;
   // As Waiter::read_process().
-  bool read(void* to, const void* from, uint64_t bytes) const;
+  Status read(void* to, const void* from, uint64_t bytes) const;
 
  private:
+  Status await_end() const;
+
   int pid_ = 0;
   int pidfd_ = -1;        // -1: none, so that pid and start must do
   uint64_t started_ = 0;  // in clock ticks since the machine started; 0: not known
@@ -72,8 +74,9 @@ class Waiter {
   void fence_as_writer() const;
   void fence_as_sleeper() const;
 
-  // Copies out of a peer's process. False: the kernel refuses, or nothing is there.
-  bool read_process(int peer, void* to, const void* from, uint64_t bytes) const {
+  // Copies out of a peer's process. kCorrupt: nothing is there. kPeerLost: the process has ended.
+  // kRefused: the kernel does not let this process read that one.
+  Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return watched_[size_t(peer)].read(to, from, bytes);
   }
   // Whether the kernel can read this memory of this process for others: not that of a device, say.

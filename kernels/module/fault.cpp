@@ -21,6 +21,8 @@ const char* kind_of(Status status) {
       return "interrupted";
     case Status::kCorrupt:
       return "corrupt";
+    case Status::kRefused:
+      return "refused";
     default:
       return "aborted";
   }

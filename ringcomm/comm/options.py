@@ -33,7 +33,8 @@ def milliseconds_of(timeout: timedelta | float) -> int:
 
 @dataclass(frozen=True)
 class CommOptions:
-    """Tunables of a communicator; all its ranks must pass equal ones (timeout excepted).
+    """Tunables of a communicator; all its ranks must pass equal ones, except for
+    ``timeout`` and ``single_copy``.
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
@@ -50,8 +51,8 @@ class CommOptions:
             rank; 0 for none.
         single_copy: of a communicator of two ranks on the host: whether each copies what the other
             shares from plain memory (chunks of 128 KiB and more) straight out of that process,
-            where the kernel lets both (process_vm_readv). Otherwise it is staged in the heap, which
-            is a second copy.
+            where both want it and the kernel lets both (process_vm_readv). Otherwise it is staged
+            in the heap, which is a second copy.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` goes before it. On the host they run in Triton's interpreter.

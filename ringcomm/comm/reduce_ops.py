@@ -32,13 +32,13 @@ class PremulSum:
 
 
 def premul_sum(factor: float | torch.Tensor) -> PremulSum:
-    """The op PREMUL_SUM, for floating-point and complex tensors.
+    """The op PREMUL_SUM: each rank's elements times a factor, then their sum.
 
     torch.distributed makes one only through a private function; both kinds are accepted wherever
     ringcomm takes an op.
 
     Args:
-        factor: a real number, or a tensor of one element.
+        factor: a real number, or a tensor of one element; for integers a whole number.
 
     Raises:
         ArgumentError: it is neither.

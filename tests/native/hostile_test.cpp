@@ -244,7 +244,7 @@ Status fault(Pair& p) {
   if (!p.comms[0]->faulted(&report)) std::abort();
   const Fault& f = report.fault;
   if (f.rank != 1 || f.peer < -1 || f.peer > 1 || f.status <= Status::kOk ||
-      f.status > Status::kCorrupt || report.reason.size() > sizeof(page->reason))
+      f.status > Status::kRefused || report.reason.size() > sizeof(page->reason))
     std::abort();
   if (describe(f.mine).empty() || describe(f.theirs).empty()) std::abort();
   return f.status;

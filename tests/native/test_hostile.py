@@ -70,8 +70,8 @@ MUTANTS = {
     "any message": Mutant(MESSENGER, "if (!sound(h, peer))", "if (!CHOSEN && !sound(h, peer))"),
     "a status as the peer wrote it": Mutant(
         DESCRIBE,
-        "fault.status > Status::kCorrupt)",
-        "(!CHOSEN && fault.status > Status::kCorrupt))",
+        "fault.status > Status::kRefused)",
+        "(!CHOSEN && fault.status > Status::kRefused))",
     ),
     "a reason without its end": Mutant(
         DESCRIBE, "strnlen(text, sizeof(text))", "(CHOSEN ? strlen(text) : strnlen(text, 256))"

@@ -21,7 +21,7 @@ MUTANTS = {
     ),
     DRAINED: EVERYWHERE[DRAINED],
     "a lender may have ended": Mutant(
-        ENDPOINT, "if (read && !lost)", "if (read && (CHOSEN || !lost))"
+        ENDPOINT, "if (team.has_ended(sender))", "if (!CHOSEN && team.has_ended(sender))"
     ),
 }
 

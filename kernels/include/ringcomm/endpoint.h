@@ -348,12 +348,12 @@ struct Endpoint {
 
   // See NOTE [Single copy].
   RC_TEAM_FN Status read_process(int sender, char* to, const char* from, uint64_t bytes) {
-    const bool read = team.read_process(sender, to, from, bytes), lost = team.has_ended(sender);
-    if (read && !lost) return Status::kOk;
-    // Unless it ended, it gave up and its memory is gone; or what its header says was never true.
-    const Status status = lost            ? Status::kPeerLost
-                          : abort_seen(v) ? Status::kAborted
-                                          : Status::kCorrupt;
+    Status status = team.read_process(sender, to, from, bytes);
+    // A process that has ended may have had its number taken over: what was read is of another one.
+    if (team.has_ended(sender)) status = Status::kPeerLost;
+    if (status == Status::kOk) return status;
+    // A sender that lives gave up, and its memory is gone; or what its header says was never true.
+    if (status != Status::kPeerLost && abort_seen(v)) status = Status::kAborted;
     const uint32_t first = in(Stream::kShared, sender).base + 1;
     const char* slot = v.slot(sender, Stream::kShared, team.channel(), v.rank, first);
     return fail(team, v, status, sender, reinterpret_cast<const CallHeader*>(slot), bytes);

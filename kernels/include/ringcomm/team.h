@@ -48,6 +48,7 @@ enum class Status : int32_t {
   kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
   kPeerClosed = 6,   // the awaited rank closed the communicator
   kCorrupt = 7,      // what a peer published points outside of its heap, or at no item of ours
+  kRefused = 8,      // the operating system lets this rank no longer read the peer's process
 };
 
 // The steps of every protocol between ranks.
