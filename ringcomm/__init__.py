@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from ringcomm import fsdp2 as fsdp2
     from ringcomm import functional, optim, zero
     from ringcomm import tl as tl
+    from ringcomm.comm.arguments import ReduceOp, premul_sum
     from ringcomm.comm.communicator import Communicator
     from ringcomm.comm.functions import (
+        P2POp,
         all_gather,
         all_gather_coalesced,
         all_gather_into_tensor,
@@ -39,13 +41,18 @@ if TYPE_CHECKING:
         all_to_all,
         all_to_all_single,
         barrier,
+        batch_isend_irecv,
         broadcast,
         gather,
+        irecv,
+        isend,
+        recv,
         reduce,
         reduce_scatter,
         reduce_scatter_coalesced,
         reduce_scatter_tensor,
         scatter,
+        send,
     )
     from ringcomm.comm.groups import (
         GroupMember,
@@ -68,23 +75,15 @@ if TYPE_CHECKING:
         scatter_object_list,
     )
     from ringcomm.comm.options import CommOptions
-    from ringcomm.comm.peer_to_peer import (
-        P2POp,
-        batch_isend_irecv,
-        irecv,
-        isend,
-        recv,
-        send,
-    )
-    from ringcomm.comm.reduce_ops import ReduceOp, premul_sum
     from ringcomm.comm.work import Work
-    from ringcomm.memory.heap import empty, heap_stats, zeros
+    from ringcomm.memory.host_heap import empty, heap_stats, zeros
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ringcomm.comm.communicator": ("Communicator",),
     "ringcomm.comm.functions": (
+        "P2POp",
         "all_gather",
         "all_gather_coalesced",
         "all_gather_into_tensor",
@@ -93,13 +92,18 @@ _HOMES = {
         "all_to_all",
         "all_to_all_single",
         "barrier",
+        "batch_isend_irecv",
         "broadcast",
         "gather",
+        "irecv",
+        "isend",
+        "recv",
         "reduce",
         "reduce_scatter",
         "reduce_scatter_coalesced",
         "reduce_scatter_tensor",
         "scatter",
+        "send",
     ),
     "ringcomm.comm.groups": (
         "GroupMember",
@@ -122,17 +126,9 @@ _HOMES = {
         "scatter_object_list",
     ),
     "ringcomm.comm.options": ("CommOptions",),
-    "ringcomm.comm.peer_to_peer": (
-        "P2POp",
-        "batch_isend_irecv",
-        "irecv",
-        "isend",
-        "recv",
-        "send",
-    ),
-    "ringcomm.comm.reduce_ops": ("ReduceOp", "premul_sum"),
+    "ringcomm.comm.arguments": ("ReduceOp", "premul_sum"),
     "ringcomm.comm.work": ("Work",),
-    "ringcomm.memory.heap": ("empty", "heap_stats", "zeros"),
+    "ringcomm.memory.host_heap": ("empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("fsdp2", "functional", "optim", "tl", "zero")

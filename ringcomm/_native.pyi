@@ -483,7 +483,7 @@ class Comm:
         """Records a collective of another engine, which it is about to number; see `call_words`."""
     def record_end(self, status: int) -> None: ...
     def recorded(self, rank: int, most: int = ...) -> bytes:
-        """The flight recorder of a rank as it is now (ringcomm/comm/recorder_block.py reads it).
+        """The flight recorder of a rank as it is now (ringcomm/comm/recorder/records.py reads it).
 
         Of more than ``most`` records of a kind the newest. The header's layout, rank and world are
         what this rank knows of them, whatever the other one's memory says.

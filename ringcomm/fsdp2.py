@@ -27,7 +27,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.work import Work as StartedWork
 from ringcomm.errors import ArgumentError
-from ringcomm.memory import heap
+from ringcomm.memory import host_heap
 
 __all__ = ["plug", "unplug"]
 
@@ -211,7 +211,7 @@ class _OnHeap(Comm):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        return heap.empty(size, dtype=dtype, device=device)
+        return host_heap.empty(size, dtype=dtype, device=device)
 
 
 class _RingcommAllGather(_OnHeap, AllGather):

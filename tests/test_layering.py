@@ -15,12 +15,16 @@ MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
     ["errors"],
+    ["json_reader", "output"],
+    ["cuda", "rendezvous"],
     ["memory"],
     ["_tl"],
     ["comm"],
     ["c10d", "functional", "tl"],
     ["fsdp2", "optim"],
     ["zero"],
+    ["launch"],
+    ["examples"],
 )
 for _layer in _layers:
     MAY_IMPORT |= {part: set(_below) for part in _layer}
@@ -180,9 +184,9 @@ def write(root: Path, name: str, text: str) -> None:
     ("name", "line"),
     [
         ("ringcomm/errors.py", "from ringcomm.memory import heap"),
-        ("ringcomm/memory/heap.py", "from ..comm import Work"),
-        ("ringcomm/memory/heap.py", "import ringcomm"),
-        ("ringcomm/memory/heap.py", "from ringcomm import Communicator"),
+        ("ringcomm/memory/host_heap.py", "from ..comm import Work"),
+        ("ringcomm/memory/host_heap.py", "import ringcomm"),
+        ("ringcomm/memory/host_heap.py", "from ringcomm import Communicator"),
         ("ringcomm/comm/work.py", "def f():\n    import ringcomm.c10d"),
         ("ringcomm/comm/work.py", "import importlib\nimportlib.import_module('ringcomm.c10d')"),
         ("ringcomm/c10d/group.py", "from ringcomm.functional import all_reduce"),
@@ -207,8 +211,11 @@ def test_a_wrong_import_is_reported(tmp_path, name, line):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("ringcomm/memory/heap.py", "from ..errors import HeapError\nfrom ringcomm import _native"),
-        ("ringcomm/memory/heap.py", "from .block import Block\nimport os, torch"),
+        (
+            "ringcomm/memory/host_heap.py",
+            "from ..errors import HeapError\nfrom ringcomm import _native",
+        ),
+        ("ringcomm/memory/host_heap.py", "from .block import Block\nimport os, torch"),
         ("ringcomm/c10d/group.py", "from ringcomm.comm.work import Work"),
         ("ringcomm/cli/demo.py", "import ringcomm\nfrom ringcomm import Communicator"),
         ("ringcomm/__init__.py", "from ringcomm.comm import Communicator"),

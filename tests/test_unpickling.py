@@ -44,7 +44,7 @@ HARMLESS = {"pickle.dumps", "pickle.dump", "pickle.PicklingError"}
 
 ALLOWED = {
     (
-        "ringcomm/comm/object_parcels.py",
+        "ringcomm/comm/objects.py",
         "pickle.loads",
     ): "CommOptions(objects='pickle') asks for it",
 }

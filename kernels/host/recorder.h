@@ -3,7 +3,7 @@
 // rank was killed. docs/protocol.md has the words, docs/trace.md the use.
 //
 // Only the owner writes. A record is whole when its version was even and the same before and after
-// it was read; ringcomm/comm/recorder_block.py reads the same bytes in Python.
+// it was read; ringcomm/comm/recorder/records.py reads the same bytes in Python.
 #pragma once
 
 #include <cstdint>

@@ -3,19 +3,197 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp, Work
+from torch.distributed import P2POp, ReduceOp, Work, distributed_c10d
+from torch.nn import Parameter
 
-from ringcomm.c10d.arguments import UNSET_TIMEOUT
-from ringcomm.c10d.batches import Batch
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.work import PendingWork, completed
+from ringcomm.comm.calls import Unusable
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.messages import PeerMessage, exchange, rounds
 from ringcomm.comm.work import Work as CommunicatorWork
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 
-__all__ = ["Calls", "is_plain_call", "op_of"]
+__all__ = [
+    "UNSET_TIMEOUT",
+    "Batch",
+    "Calls",
+    "admit_ringcomm_to_batches",
+    "dispatch",
+    "in_memory",
+    "in_memory_all",
+    "is_plain_call",
+    "op_of",
+    "options",
+    "single",
+]
+
+# Turns the argument forms of ``torch.distributed.ProcessGroup`` into one, and checks tensors.
+#
+# Every method of torch's class has the form of ``torch.distributed`` itself (lists of tensors and
+# an options object) and older ones (single tensors, ``op`` or ``root``, ``timeout``).
+
+_Options = TypeVar("_Options")
+
+# What an options object says when the caller gave no timeout.
+UNSET_TIMEOUT = timedelta(milliseconds=-1)
+
+_PLAIN = frozenset({Tensor, Parameter})
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def options(kind: type[_Options], given: Any, timeout: timedelta | None, **fields: Any) -> _Options:
+    """The options object that says what the arguments of an older form say.
+
+    Args:
+        kind: class of the options, as ``AllreduceOptions``.
+        given: the first of the older arguments (op or root), or None.
+        timeout: for this one call.
+        fields: further arguments by the name of their field; None leaves torch's default.
+
+    Raises:
+        ArgumentError: ``given`` is neither an options object nor an argument of an older form.
+    """
+    made = kind()
+    if given is not None:
+        if not fields:
+            raise ArgumentError(f"opts: expected {kind.__name__}, got {type(given).__name__}")
+        fields[next(iter(fields))] = given
+    for name, value in fields.items():
+        if value is not None:
+            setattr(made, name, value)
+    if timeout is not None:
+        made.timeout = timeout  # type: ignore[attr-defined]
+    return made
+
+
+def single(tensors: Any, operation: str) -> Tensor:
+    """The one tensor of a list, as every CPU backend of torch takes it.
+
+    Raises:
+        ArgumentError: the list has another length.
+    """
+    if isinstance(tensors, Tensor):
+        return in_memory(tensors, operation)
+    if len(tensors) != 1:
+        raise ArgumentError(
+            f"{operation}: expected one tensor per rank, got {len(tensors)}; call it once per "
+            "tensor, or use the coalesced form"
+        )
+    tensor = tensors[0]
+    return tensor if type(tensor) in _PLAIN else _unwrapped(tensor, operation)
+
+
+def in_memory(tensor: Tensor, operation: str) -> Tensor:
+    """A tensor whose data can be read through its address.
+
+    Raises:
+        UnsupportedError: the tensor is of a class that stands for data elsewhere (DTensor), or
+            for none (a fake tensor).
+    """
+    if type(tensor) in _PLAIN:
+        return tensor
+    return _unwrapped(tensor, operation)
+
+
+def in_memory_all(tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
+    """:func:`in_memory` for each tensor of a list."""
+    return [in_memory(tensor, operation) for tensor in tensors]
+
+
+def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return in_memory(tensor.wait(), operation)
+    if type(tensor).__torch_dispatch__ is _NO_DISPATCH:
+        return tensor
+    raise UnsupportedError(
+        f"{operation}: expected a tensor with data in memory, got a {type(tensor).__name__}; pass "
+        "its local part, as in tensor.to_local()"
+    )
+
+
+# Messages between devices that go out together: torch's coalescing brackets and its batches.
+#
+# Why they have to, and in which launches they go: ``ringcomm.comm.device.messages``.
+
+
+class Posted(NamedTuple):
+    """One message of a batch, and the work that the caller has got for it."""
+
+    letter: PeerMessage
+    work: PendingWork
+
+
+@dataclass
+class Batch:
+    """What came since ``_start_coalescing``: works of what runs, messages that still wait."""
+
+    works: list[Work] = field(default_factory=list)
+    posted: list[Posted] = field(default_factory=list)
+
+    def post(
+        self, communicator: Communicator, tensor: Tensor, peer: int, tag: int, *, is_send: bool
+    ) -> PendingWork:
+        """Takes a message; its work can be waited for once the batch has ended."""
+        work = PendingWork(cast(CommunicatorWork, Unusable(_not_yet)), [tensor])
+        self.posted.append(Posted(PeerMessage(communicator, tensor, peer, tag, is_send), work))
+        return work
+
+
+def _not_yet(name: str) -> RingcommError:
+    return ArgumentError(
+        f"{name} of a batched message: expected to be called when the batch has ended, since the "
+        "message goes out only then"
+    )
+
+
+def dispatch(posted: list[Posted]) -> list[Work]:
+    """Sends and receives the messages of a batch; one work for each launch."""
+    launches = rounds([each.letter for each in posted])
+    return [_launch([posted[index] for index in launch]) for launch in launches]
+
+
+def _launch(posted: list[Posted]) -> Work:
+    letters = [each.letter for each in posted]
+    inner = exchange(letters)
+    for each in posted:
+        each.work._inner = inner
+    return PendingWork(inner, [letter.tensor for letter in letters if not letter.is_send])
+
+
+_of_torch = distributed_c10d.batch_isend_irecv
+
+
+def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
+    from ringcomm.c10d.process_group import ProcessGroup
+
+    distributed_c10d._check_p2p_op_list(p2p_op_list)
+    group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
+    if not isinstance(group, ProcessGroup) or group.is_on_host(tensor, "batch_isend_irecv"):
+        return _of_torch(p2p_op_list)
+    return [group.exchange(p2p_op_list)]
+
+
+def admit_ringcomm_to_batches() -> None:
+    """Lets ``torch.distributed.batch_isend_irecv`` batch the messages of groups of ringcomm.
+
+    That function opens a coalescing bracket only for groups of exactly torch's own class, and
+    makes all other groups send and receive one by one. From now on it hands messages between
+    devices to groups of ringcomm as a whole; all else goes to the original.
+    """
+    _batch_isend_irecv.__doc__ = _of_torch.__doc__
+    distributed_c10d.batch_isend_irecv = _batch_isend_irecv
+    dist.batch_isend_irecv = _batch_isend_irecv
+
 
 _Method = Callable[..., CommunicatorWork | None]
 

@@ -1,20 +1,16 @@
-"""The collectives of the process group, in the argument forms of ``torch.distributed``.
-
-Ranks and roots are ranks of the group. ``opts.asyncOp`` false, which is what
-``torch.distributed`` passes for ``async_op=False``, runs the call on the caller's thread;
-otherwise it runs in order on the communicator's worker thread. Calls on a device return when they
-are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
-"""
+"""The collectives over several tensors at once."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
@@ -24,11 +20,108 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from ringcomm.c10d.arguments import in_memory, in_memory_all, options, single
-from ringcomm.c10d.calls import Calls, is_plain_call, op_of
-from ringcomm.c10d.sparse import sparse_all_reduce
+from ringcomm.c10d.calls import (
+    Calls,
+    in_memory,
+    in_memory_all,
+    is_plain_call,
+    op_of,
+    options,
+    single,
+)
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 
-__all__ = ["Collectives"]
+__all__ = ["CoalescedCollectives", "Collectives", "sparse_all_reduce"]
+
+# All-reduce of sparse COO tensors, as Gloo has it: sums whose ranks differ in non-zeros.
+
+_LONGEST_SHAPE = 64  # dimensions that fit into a header; torch itself stops at 64
+
+
+def sparse_all_reduce(
+    host: Communicator, communicator: Communicator, tensor: Tensor, op: Any
+) -> None:
+    """Sums a sparse tensor over all ranks, in place; the result is coalesced.
+
+    Three all-gathers: what each rank has, all indices, all values. The sum runs in rank order,
+    so all ranks get equal bits.
+
+    Args:
+        host: of the group, for what each rank has: the caller needs it on the host.
+        communicator: of the tensor's device; may be ``host``.
+        tensor: sparse COO, of one shape and dtype on all ranks, with any number of non-zeros.
+        op: only SUM.
+
+    Raises:
+        UnsupportedError: another op or layout.
+        MismatchError: the ranks' tensors differ in shape or in sparse dimensions.
+    """
+    where = f"allreduce of a sparse tensor on rank {communicator.rank} of {communicator.world_size}"
+    if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
+        raise UnsupportedError(
+            f"{where}: expected layout torch.sparse_coo and op SUM, got {tensor.layout} and {op}; "
+            "convert with tensor.to_sparse_coo(), or reduce tensor.to_dense()"
+        )
+    with torch.no_grad():
+        mine = tensor.detach().coalesce()
+        counts = _counts_of_non_zeros(host, mine, where)
+        indices = _gathered(communicator, mine.indices().t(), counts)
+        values = _gathered(communicator, mine.values(), counts)
+        total = torch.sparse_coo_tensor(
+            indices[0].t(),
+            values[0],
+            mine.shape,
+            is_coalesced=True,
+            check_invariants=False,
+            device=mine.device,
+        )
+        for places, addends in zip(indices[1:], values[1:], strict=True):
+            total = total + torch.sparse_coo_tensor(
+                places.t(),
+                addends,
+                mine.shape,
+                is_coalesced=True,
+                check_invariants=False,
+                device=mine.device,
+            )
+        tensor.copy_(total.coalesce())
+
+
+def _counts_of_non_zeros(communicator: Communicator, mine: Tensor, where: str) -> list[int]:
+    header = torch.zeros(_LONGEST_SHAPE + 3, dtype=torch.int64, device="cpu")
+    shape = list(mine.shape)
+    header[: len(shape) + 3] = torch.tensor(
+        [mine.values().shape[0], mine.sparse_dim(), len(shape), *shape],
+        dtype=torch.int64,
+        device="cpu",
+    )
+    headers = header.new_empty(communicator.world_size, len(header))
+    communicator.all_gather_into_tensor(headers, header)
+    for peer, row in enumerate(headers):
+        if not torch.equal(row[1:], header[1:]):
+            theirs = row[3 : 3 + int(row[2])].tolist()
+            raise MismatchError(
+                f"{where}: expected one shape and number of sparse dimensions on all ranks; rank "
+                f"{communicator.rank} has {shape} with {mine.sparse_dim()}, rank {peer} has "
+                f"{theirs} with {int(row[1])}"
+            )
+    return [int(count) for count in headers[:, 0]]
+
+
+def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> list[Tensor]:
+    """The rows of every rank, by rank; all but the first dimension are equal."""
+    outputs = [rows.new_empty(count, *rows.shape[1:]) for count in counts]
+    communicator.all_gather(outputs, rows.contiguous())
+    return outputs
+
+
+# The collectives of the process group, in the argument forms of ``torch.distributed``.
+#
+# Ranks and roots are ranks of the group. ``opts.asyncOp`` false, which is what
+# ``torch.distributed`` passes for ``async_op=False``, runs the call on the caller's thread;
+# otherwise it runs in order on the communicator's worker thread. Calls on a device return when they
+# are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
 
 
 class Collectives(Calls):
@@ -262,3 +355,73 @@ class Collectives(Calls):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+class CoalescedCollectives(Collectives):
+    """Mixin of the process group: one call, many tensors."""
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        if not isinstance(opts, AllreduceCoalescedOptions):
+            opts = options(AllreduceCoalescedOptions, opts, None)
+        tensors = in_memory_all(tensors, "allreduce_coalesced")
+        communicator = self._of(tensors, "allreduce_coalesced")
+        return self._run(
+            opts, communicator, tensors, communicator.all_reduce_coalesced, tensors, op_of(opts)
+        )
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Gathers every tensor of a list; ``output_lists[rank]`` receives that rank's list."""
+        if not isinstance(opts, AllgatherOptions):
+            opts = options(AllgatherOptions, opts, None)
+        lists = [in_memory_all(tensors, "allgather_coalesced") for tensors in output_lists]
+        given = in_memory_all(input_list, "allgather_coalesced")
+        if any(len(tensors) != len(given) for tensors in lists):
+            raise ArgumentError(
+                f"allgather_coalesced: expected lists of {len(given)} outputs, one per input, "
+                f"got {[len(tensors) for tensors in lists]}"
+            )
+
+        flat = [tensor for tensors in lists for tensor in tensors]
+        communicator = self._of([*flat, *given], "allgather_coalesced")
+
+        def each() -> None:
+            for index, tensor in enumerate(given):
+                communicator.all_gather([outputs[index] for outputs in lists], tensor)
+
+        return self._submit(opts, communicator, flat, "allgather_coalesced", each)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        if not isinstance(opts, AllgatherOptions):
+            opts = options(AllgatherOptions, opts, None)
+        gathered = in_memory_all(outputs, "all_gather_single_coalesced")
+        given = in_memory_all(inputs, "all_gather_single_coalesced")
+        communicator = self._of([*gathered, *given], "all_gather_single_coalesced")
+        return self._run(
+            opts, communicator, gathered, communicator.all_gather_coalesced, gathered, given
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        if not isinstance(opts, ReduceScatterOptions):
+            opts = options(ReduceScatterOptions, opts, None)
+        shards = in_memory_all(outputs, "reduce_scatter_single_coalesced")
+        given = in_memory_all(inputs, "reduce_scatter_single_coalesced")
+        communicator = self._of([*shards, *given], "reduce_scatter_single_coalesced")
+        return self._run(
+            opts,
+            communicator,
+            shards,
+            communicator.reduce_scatter_coalesced,
+            shards,
+            given,
+            op_of(opts),
+        )
+
+    # The names of these methods up to torch 2.12.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.environment import read_environment
 from ringcomm.comm.groups import GroupMember, communicator_of, is_initialized
 from ringcomm.comm.options import CommOptions
+from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, where
-from ringcomm.memory.device_argument import find_device
+from ringcomm.rendezvous.environment import read_environment
 
 __all__ = ["ALONE", "CommArgument", "find_communicator", "find_device_type"]
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch.distributed import BackendConfig
 
 from ringcomm.c10d import BACKEND_NAME
-from ringcomm.c10d.batches import admit_ringcomm_to_batches
+from ringcomm.c10d.calls import admit_ringcomm_to_batches
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.monitored_barrier import admit_ringcomm_to_monitored_barrier
-from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.c10d.process_group import ProcessGroup, admit_ringcomm_to_monitored_barrier
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
 

@@ -2,28 +2,317 @@
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import P2POp, PrefixStore, Store, Work, distributed_c10d, isend
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.distributed_c10d import BarrierOptions, GroupName
 
+from ringcomm import cuda
 from ringcomm.c10d import BACKEND_NAME
-from ringcomm.c10d.barriers import Barriers
-from ringcomm.c10d.coalesced import CoalescedCollectives
+from ringcomm.c10d.calls import UNSET_TIMEOUT, Batch, Calls, dispatch, options, single
+from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.monitored_barrier import MonitoredBarrier
-from ringcomm.c10d.peer_to_peer import PeerToPeer
+from ringcomm.c10d.work import BarrierWork, PendingWork, WorkGroup, completed
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.memory import device_runtime, heap
-from ringcomm.memory.device_argument import find_device
+from ringcomm.comm.work import Work as CommunicatorWork
+from ringcomm.cuda import find_device
+from ringcomm.errors import ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError, where
+from ringcomm.memory import host_heap
+from ringcomm.rendezvous.handles import launch_attempt
 
-__all__ = ["ProcessGroup"]
+__all__ = [
+    "Barriers",
+    "MonitoredBarrier",
+    "PeerToPeer",
+    "ProcessGroup",
+    "admit_ringcomm_to_monitored_barrier",
+]
+
+# The barrier of the process group, on the host or on a device.
+
+_CPU = torch.device("cpu")
+
+
+class Barriers(Calls):
+    """Mixin of the process group."""
+
+    bound_device_id: torch.device | None
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Waits for all members.
+
+        On a device if one is named (``device_ids``) or bound (``device_id`` of
+        ``init_process_group``): every member has then come there behind its current stream's
+        earlier work, and the caller blocks until that is so. Else on the host.
+        """
+        if not isinstance(opts, BarrierOptions):
+            opts = options(BarrierOptions, opts, timeout)
+        # First the usual case: reading a device's type takes longer than comparing devices.
+        device = None if opts.device == _CPU else self._barrier_device(opts)
+        if device is None:
+            host = self._communicators.host
+            return self._run(opts, host, [], host.barrier)
+        self._sequence += 1
+        communicator = self._communicators.on_device(device, "barrier")
+        limit = None if opts.timeout == UNSET_TIMEOUT else opts.timeout
+        if limit is None:
+            inner = cast(CommunicatorWork, communicator.barrier(True))
+        else:
+            inner = communicator.submit(_barrier_of(communicator), "barrier", timeout=limit)
+        if cuda.current().is_capturing(device):
+            # The event of a capture never passes: a graph is ordered, nobody waits for it here.
+            work: PendingWork = PendingWork(inner, [])
+        else:
+            work = BarrierWork(inner, communicator.timeout if limit is None else limit)
+        if opts.asyncOp:
+            return self._collected(work)
+        work.wait()
+        return completed([])
+
+    def _barrier_device(self, opts: Any) -> int | None:
+        device: torch.device | None = opts.device
+        if device is None:
+            # Only callers of the group itself leave it open; torch.distributed.barrier decides.
+            ids = opts.device_ids
+            device = torch.device("cuda", ids[0]) if ids else self.bound_device_id
+        if device is None or device.type == "cpu":
+            return None
+        return find_device(device, "barrier") if device.index is None else device.index
+
+
+def _barrier_of(communicator: Communicator) -> Callable[[], list[Tensor]]:
+    def run() -> list[Tensor]:
+        communicator.barrier()
+        return []
+
+    return run
+
+
+# Send and receive, in the argument forms of ``torch.distributed``.
+#
+# Between CPU tensors a message is found by its tag. Between devices messages match in order, and
+# their tags must agree; a receive there names its sender.
+
+
+class PeerToPeer(Calls):
+    """Mixin of the process group: messages between two members. Ranks are ranks of the group."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
+        tensor = single(tensors, "send")
+        communicator = self._of([tensor], "send")
+        batch = self._coalescing
+        if batch is not None and communicator is not self._communicators.host:
+            return batch.post(communicator, tensor, dstRank, tag, is_send=True)
+        return self._collected(PendingWork(communicator.isend(tensor, dstRank, tag), [tensor]))
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
+        tensor = single(tensors, "recv")
+        communicator = self._of([tensor], "recv")
+        batch = self._coalescing
+        if batch is not None and communicator is not self._communicators.host:
+            return batch.post(communicator, tensor, srcRank, tag, is_send=False)
+        return self._collected(PendingWork(communicator.irecv(tensor, srcRank, tag), [tensor]))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        tensor = single(tensors, "recv_anysource")
+        if not self.is_on_host(tensor, "recv"):
+            host = self._communicators.host
+            raise UnsupportedError(
+                f"{where('recv', host.rank, host.world_size)}: src: expected a rank for a tensor "
+                f"on {tensor.device}, got None; a receive on a device waits for one sender. Name "
+                "it, or receive into a CPU tensor"
+            )
+        communicator = self._communicators.host
+        return self._collected(PendingWork(communicator.irecv(tensor, None, tag), [tensor]))
+
+    def is_on_host(self, tensor: Tensor, operation: str) -> bool:
+        """Whether the host's communicator serves the tensor."""
+        return self._communicators.is_on_host(tensor, operation)
+
+    def exchange(self, ops: Sequence[P2POp]) -> Work:
+        """Sends and receives of devices, none of which waits for another; one work for all.
+
+        Args:
+            ops: of this group. Messages between two ranks keep their order, which must be the
+                same on both.
+
+        Raises:
+            ArgumentError: bad argument; no message was sent.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        device = ops[0].tensor.device
+        self._start_coalescing(device)
+        try:
+            for op in ops:
+                # By torch's own functions, which see a complex tensor as one of real numbers.
+                peer: dict[str, Any] = {
+                    "group_dst" if op.op is isend else "group_src": op.group_peer
+                }
+                op.op(op.tensor, group=op.group, tag=op.tag, **peer)
+        except BaseException:
+            self._coalescing = None
+            raise
+        return self._end_coalescing(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begins to collect the calls that follow.
+
+        Collectives, and messages of CPU tensors, run at once; messages of devices wait for the end.
+        """
+        if self._coalescing is not None:
+            raise ArgumentError("_start_coalescing: the group is coalescing already")
+        self._coalescing = Batch()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """One work for all calls since ``_start_coalescing``."""
+        if self._coalescing is None:
+            raise ArgumentError("_end_coalescing: there was no _start_coalescing")
+        batch, self._coalescing = self._coalescing, None
+        works = batch.works + dispatch(batch.posted)
+        return WorkGroup(works) if works else completed([])
+
+
+# ``monitored_barrier``: a barrier that names the ranks that did not come.
+#
+# It runs over the group's store, not over the communicator: it has to tell who is missing while
+# ranks hang inside a collective, and a rank that does not come must leave the communicator usable.
+#
+# Keys, below the round's prefix; a round is one call, counted alike on every rank:
+# ``here/<rank>``  that rank has come        (writer: the rank, reader: rank 0)
+# ``verdict``      "pass", or who is missing (writer: rank 0, readers: the other ranks)
+
+_PASS = "pass"
+_SHORTEST = timedelta(milliseconds=1)  # stores take a timeout of zero for "none"
+
+
+class MonitoredBarrier:
+    """The monitored barriers of one process group.
+
+    Args:
+        store: seen by the members of the group only.
+        rank: group rank of the caller.
+        world_size: members of the group.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._round = 0
+
+    def __call__(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Blocks until every rank of the group has called.
+
+        Args:
+            timeout: the longest that rank 0 waits for the others, and they for rank 0.
+            wait_all_ranks: rank 0 reports all ranks that did not come, not only the first.
+
+        Raises:
+            CollectiveTimeout: on rank 0, naming the ranks that did not come in time.
+            PeerLost: on another rank, when rank 0 did not come or reported a failure.
+        """
+        # What an earlier attempt left in the store must not count as having come.
+        prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
+        self._round += 1
+        if self._rank == 0:
+            self._judge(prefix, timeout, wait_all_ranks)
+        else:
+            self._report(prefix, timeout)
+
+    def _judge(self, prefix: str, timeout: timedelta, wait_all_ranks: bool) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        missing: list[int] = []
+        for rank in range(1, self._world_size):
+            left = timedelta(seconds=deadline - time.monotonic())
+            if left <= timedelta(0) and not wait_all_ranks:
+                self._fail(prefix, f"Rank 0 timed out in monitoredBarrier after {_ms(timeout)} ms")
+            if not self._has_come(f"{prefix}/here/{rank}", left):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            ranks = ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
+            self._fail(prefix, f"{ranks} failed to pass monitoredBarrier in {_ms(timeout)} ms")
+        self._store.set(f"{prefix}/verdict", _PASS)
+
+    def _has_come(self, key: str, left: timedelta) -> bool:
+        try:
+            self._store.wait([key], max(left, _SHORTEST))
+        except RuntimeError as error:  # DistStoreError is one
+            if not self._is_timeout(error):
+                raise
+            return self._store.check([key])
+        return True
+
+    @staticmethod
+    def _is_timeout(error: RuntimeError) -> bool:
+        text = str(error).lower()
+        return "timeout" in text or "timed out" in text
+
+    def _fail(self, prefix: str, what: str) -> NoReturn:
+        self._store.set(f"{prefix}/verdict", what)
+        raise CollectiveTimeout(
+            f"monitored_barrier on rank 0 of {self._world_size}: expected every rank to come: "
+            f"{what}. Look at what those ranks do instead, or raise timeout=."
+        )
+
+    def _report(self, prefix: str, timeout: timedelta) -> None:
+        self._store.set(f"{prefix}/here/{self._rank}", "")
+        try:
+            self._store.wait([f"{prefix}/verdict"], max(timeout, _SHORTEST))
+            verdict = self._store.get(f"{prefix}/verdict").decode()
+        except RuntimeError as error:
+            if not self._is_timeout(error):
+                raise
+            verdict = f"rank 0 did not come within {_ms(timeout)} ms"
+        if verdict != _PASS:
+            raise PeerLost(
+                f"monitored_barrier on rank {self._rank} of {self._world_size}: "
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                f"while waiting for send/recv from rank 0: {verdict}. Look at rank 0's message."
+            )
+
+
+def _ms(timeout: timedelta) -> int:
+    return timeout // timedelta(milliseconds=1)
+
+
+def admit_ringcomm_to_monitored_barrier() -> None:
+    """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
+
+    Up to torch 2.14 that function raises for every backend that is not named gloo, before it
+    asks the group; later versions ask for a group with a CPU backend (pytorch/pytorch#189070).
+    Where the test for the name is still there, calls for groups of ringcomm go straight to the
+    group and all other calls to the original function.
+    """
+    original = distributed_c10d.monitored_barrier
+    if "GLOO" not in original.__code__.co_names:
+        return
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+
+        chosen = dist.group.WORLD if group is None else group
+        if not isinstance(chosen, ProcessGroup):
+            original(group, timeout, wait_all_ranks)
+            return
+        chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
 
 
 class ProcessGroup(  # type: ignore[misc]
@@ -163,7 +452,7 @@ class ProcessGroup(  # type: ignore[misc]
         ``set_allocate_memory_from_process_group_for_comm(True)``.
         """
         self._get_backend(device)
-        return heap.empty(size, dtype=dtype, device=device)
+        return host_heap.empty(size, dtype=dtype, device=device)
 
     def get_group_store(self) -> Store:
         """The store of this group's members."""
@@ -186,7 +475,7 @@ class ProcessGroup(  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """See :class:`ringcomm.c10d.monitored_barrier.MonitoredBarrier`."""
+        """See :class:`ringcomm.c10d.process_group.MonitoredBarrier`."""
         if timeout is None:
             timeout = default_pg_timeout
         elif not isinstance(timeout, timedelta):
@@ -264,7 +553,7 @@ class ProcessGroup(  # type: ignore[misc]
         """Blocks until everything that was issued on this rank is done."""
         self._communicators.host.submit(list, "wait for pending works").wait()
         for device in self._communicators.devices():
-            device_runtime.current().synchronize(device)
+            cuda.current().synchronize(device)
 
     def abort(self) -> None:
         """Makes the calls of all ranks on this group fail at once."""

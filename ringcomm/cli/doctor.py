@@ -3,12 +3,291 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import ctypes
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ringcomm.cli import doctor_checks as checks
-from ringcomm.cli.doctor_checks import FAIL, Finding
-from ringcomm.cli.doctor_devices import check_devices
+import torch
+
+from ringcomm import cuda
+from ringcomm.cuda.build import describe_source
+from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.errors import RingcommError
+from ringcomm.rendezvous.environment import available_cores
+
+# What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
+SELF_TEST_S = 60.0
+# torch, staging and tensors of a small run; below this a training process is likely to be killed.
+LITTLE_MEMORY_BYTES = 2 << 30
+LARGE_TENSOR_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``advice`` says what to do about a note or a failure."""
+
+    name: str
+    verdict: str
+    value: str
+    advice: str = ""
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def check_versions() -> list[Finding]:
+    found = [
+        Finding("python", OK, f"{platform.python_version()} ({platform.machine()})"),
+        Finding("torch", OK, torch.__version__),
+    ]
+    try:
+        found.append(Finding("ringcomm", OK, importlib.metadata.version("ringcomm")))
+    except importlib.metadata.PackageNotFoundError:
+        found.append(Finding("ringcomm", NOTE, "source tree", "not installed: pip install ."))
+    backends = importlib.metadata.entry_points(group="torch.backends")
+    if any(entry.name == "ringcomm" for entry in backends):
+        found.append(Finding("backend", OK, 'init_process_group("ringcomm") finds it'))
+    else:
+        advice = "import ringcomm.c10d first, or install the package"
+        found.append(Finding("backend", NOTE, "no entry point in torch.backends", advice))
+    return found
+
+
+def check_native() -> Finding:
+    try:
+        from ringcomm import _native
+    except ImportError as error:
+        return Finding("native module", FAIL, "cannot be imported", str(error))
+    return Finding("native module", OK, f"instruction set {_native.isa()}")
+
+
+def check_cores() -> Finding:
+    usable, online = available_cores(), os.cpu_count() or 1
+    text = f"{usable} usable of {online}"
+    if usable < 2:
+        return Finding("cores", NOTE, text, "two ranks will take turns on one core")
+    return Finding("cores", OK, text)
+
+
+def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
+    """``meminfo`` is the text of /proc/meminfo, ``limit_bytes`` what the control group allows."""
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
+    total, available = (int(fields[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    limit = "none" if limit_bytes is None else gib(limit_bytes)
+    text = f"{gib(available)} available of {gib(total)}, control group limit {limit}"
+    if min(available, limit_bytes or available) < LITTLE_MEMORY_BYTES:
+        return Finding("memory", NOTE, text, "little: set RINGCOMM_HEAP_BYTES low, or free memory")
+    return Finding("memory", OK, text)
+
+
+def cgroup_limit_bytes(membership: str, root: Path) -> int | None:
+    """The least limit from this process's control group upwards; None without one.
+
+    ``membership`` is the text of /proc/self/cgroup, ``root`` the folder /sys/fs/cgroup.
+    """
+    limits: list[int] = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        files = [level / name for level in (folder, *folder.parents) if level.is_relative_to(top)]
+        texts = [file.read_text().strip() for file in files if file.exists()]
+        limits += [int(text) for text in texts if text != "max"]
+    # Version 1 writes "no limit" as a number of pages near 2^63.
+    return min((limit for limit in limits if limit < 1 << 62), default=None)
+
+
+def check_shm(directory: str) -> Finding:
+    status = os.statvfs(directory)
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    text = f"{gib(free)} free of {gib(total)}"
+    return Finding(directory, OK, text + " (the heap does not use it unless told to)")
+
+
+def check_heap(shmem_setting: str) -> Finding:
+    """Tries the heap. ``shmem_setting`` is the text of transparent_hugepage/shmem_enabled."""
+    import ringcomm
+    from ringcomm.memory.host_heap import HEAP_DIR_VARIABLE
+
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    kind = f"unnamed file in {directory}" if directory else "memfd"
+    try:
+        tried = ringcomm.empty(LARGE_TENSOR_BYTES, dtype=torch.uint8)
+    except RingcommError as error:
+        return Finding("heap", FAIL, kind, str(error))
+    stats = ringcomm.heap_stats()
+    del tried
+    text = f"{kind}, up to {gib(stats['capacity_bytes'])}"
+    if stats["huge_bytes"]:
+        return Finding("heap", OK, f"{text}, huge pages for large tensors")
+    advice = f"large tensors are slower: shmem_enabled is {shmem_setting.strip() or 'missing'}"
+    return Finding("heap", NOTE, f"{text}, 4 KiB pages only", advice)
+
+
+def _refusal(reader: str, *arguments: str) -> str:
+    """Why another process does not find "found" with the program ``reader``; empty: it does."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", reader, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.stdout.strip() == "found":
+        return ""
+    return next(iter(done.stderr.strip().splitlines()[-1:]), "wrong content")
+
+
+_OPENER = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().decode())"
+
+
+def check_descriptor_paths() -> Finding:
+    """Whether one process can map another's memory through /proc/<pid>/fd, as ranks do."""
+    descriptor = os.memfd_create("ringcomm-doctor")
+    try:
+        os.write(descriptor, b"found")
+        reason = _refusal(_OPENER, f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    if not reason:
+        return Finding("peer memory", OK, "/proc/<pid>/fd opens from another process")
+    advice = "run all ranks as one user, in one PID namespace, with /proc mounted without hidepid"
+    return Finding("peer memory", FAIL, f"/proc/<pid>/fd does not open: {reason}", advice)
+
+
+_COPIER = """
+import ctypes, os, sys
+pid, address = map(int, sys.argv[1:])
+class Span(ctypes.Structure):
+    _fields_ = [("ptr", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
+to = ctypes.create_string_buffer(5)
+mine, theirs = Span(ctypes.addressof(to), 5), Span(address, 5)
+copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
+copy.argtypes = [ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong]
+copy(pid, ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1, 0)
+if to.raw != b"found":
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("found")
+"""
+
+
+def check_single_copy() -> Finding:
+    """Whether one process can copy out of another (process_vm_readv), which spares a copy."""
+    found = ctypes.create_string_buffer(b"found")
+    reason = _refusal(_COPIER, str(os.getpid()), str(ctypes.addressof(found)))
+    if not reason:
+        return Finding("single copy", OK, "process_vm_readv reads another process")
+    advice = (
+        "plain tensors are copied twice, heap tensors as ever: see kernel.yama.ptrace_scope, the "
+        "container's seccomp profile and its capabilities"
+    )
+    return Finding("single copy", NOTE, f"process_vm_readv is refused: {reason}", advice)
+
+
+def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
+    """Two ranks, one all-reduce and one reduce-scatter each on plain and heap tensors."""
+    with tempfile.TemporaryDirectory(prefix="ringcomm-doctor-") as directory:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "ringcomm.cli.doctor_rank", f"{directory}/store", str(rank)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            errors = [rank.communicate(timeout=timeout_s)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return Finding("self-test", FAIL, f"2 ranks hang for {timeout_s:.0f} s", "see above")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    for number, (rank, error) in enumerate(zip(ranks, errors, strict=True)):
+        if rank.returncode != 0:
+            reason = error.strip().splitlines()[-1:] or [f"exit status {rank.returncode}"]
+            return Finding("self-test", FAIL, f"rank {number}: {reason[0]}", "see above")
+    return Finding("self-test", OK, "2 ranks exchanged and summed what they should")
+
+
+# What ``ringcomm doctor`` says of GPUs. A machine without one is as good as any.
+
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+LOADING_VARIABLE = "CUDA_MODULE_LOADING"
+# The driver's own number. A communicator has up to three streams, and the program has its own.
+DEFAULT_CONNECTIONS = 8
+
+
+def check_devices() -> Iterator[Finding]:
+    """The devices that collectives can use, or why there are none."""
+    try:
+        runtime = cuda.current()
+        count = runtime.device_count()
+    except RingcommError as error:
+        yield Finding("gpu", NOTE, "none that ringcomm can use", str(error))
+        return
+    for device in range(count):
+        yield _check_device(runtime, device)
+    yield _check_connections(os.environ.get(CONNECTIONS_VARIABLE, ""))
+    yield _check_loading(os.environ.get(LOADING_VARIABLE, ""))
+
+
+def _check_device(runtime: DeviceRuntime, device: int) -> Finding:
+    name = f"gpu {device}"
+    try:
+        identity = runtime.identity(device)
+        free_bytes, total_bytes = runtime.memory_info(device)
+        major, minor = identity.capability
+        text = (
+            f"{identity.name} (sm_{major}{minor}, {identity.multiprocessors} multiprocessors), "
+            f"{gib(free_bytes)} free of {gib(total_bytes)}"
+        )
+    except (RingcommError, RuntimeError) as error:
+        return Finding(name, NOTE, "does not answer", str(error))
+    try:
+        return Finding(name, OK, f"{text}; kernels: {describe_source(identity.capability)}")
+    except RingcommError as error:
+        return Finding(name, NOTE, f"{text}; no kernels for it", str(error))
+
+
+def _check_loading(setting: str) -> Finding:
+    if setting == "EAGER":
+        return Finding("kernel loading", OK, "eager")
+    advice = (
+        "the first launch of a kernel, of torch or anybody, may load it and wait for all kernels "
+        "that run, one of which may wait for a message of this very rank: set "
+        f"{LOADING_VARIABLE}=EAGER where messages and collectives are under way during first calls"
+    )
+    text = setting.lower() if setting else "lazy (the default)"
+    return Finding("kernel loading", NOTE, text, advice)
+
+
+def _check_connections(setting: str) -> Finding:
+    count = int(setting) if setting.isdecimal() else DEFAULT_CONNECTIONS
+    text = f"{count} ({'set' if setting else 'the default'})"
+    if count < DEFAULT_CONNECTIONS:
+        advice = (
+            "streams that share a queue wait for each other, and communicators on several streams "
+            f"can then block each other: leave {CONNECTIONS_VARIABLE} at 8, or raise it to 32"
+        )
+        return Finding("hardware queues", NOTE, text, advice)
+    return Finding("hardware queues", OK, text)
+
 
 _SHMEM_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -25,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
     if any(finding.verdict == FAIL for finding in findings):
         findings.append(Finding("self-test", FAIL, "not tried", "first mend what failed above"))
     elif not args.no_self_test:
-        findings.append(checks.check_self_test())
+        findings.append(check_self_test())
     print("\n".join(lines(findings)))
     failed = [finding.name for finding in findings if finding.verdict == FAIL]
     if failed:
@@ -37,19 +316,19 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Iterable[Finding]:
     """All checks but the self-test; what needs the native module only where it loads."""
-    yield from checks.check_versions()
-    native = checks.check_native()
+    yield from check_versions()
+    native = check_native()
     yield native
-    yield checks.check_cores()
-    limit = checks.cgroup_limit_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
-    yield checks.check_memory(Path("/proc/meminfo").read_text(), limit)
+    yield check_cores()
+    limit = cgroup_limit_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
+    yield check_memory(Path("/proc/meminfo").read_text(), limit)
     if Path("/dev/shm").exists():
-        yield checks.check_shm("/dev/shm")
-    yield checks.check_descriptor_paths()
-    yield checks.check_single_copy()
+        yield check_shm("/dev/shm")
+    yield check_descriptor_paths()
+    yield check_single_copy()
     if native.verdict != FAIL:
         setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
-        yield checks.check_heap(setting)
+        yield check_heap(setting)
         yield from check_devices()
 
 

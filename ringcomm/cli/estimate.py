@@ -5,14 +5,236 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from ringcomm.cli.estimate_report import as_json, work_out
-from ringcomm.cli.estimate_request import DTYPES, parse_count, parse_positive, read_request
-from ringcomm.cli.estimate_table import as_text
+from ringcomm.cli.estimate_figures import (
+    DTYPES,
+    Report,
+    as_json,
+    outside_efficiency,
+    parse_count,
+    parse_positive,
+    read_request,
+    total_bytes,
+    work_out,
+)
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import MASTERS, STAGES
-from ringcomm.zero.estimate_activations import CHECKPOINTING
+from ringcomm.output import new_figure, write_figure
+from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
+
+# The tables that ``ringcomm estimate`` prints.
+
+GB = 1e9
+LONGEST_NAME = 50
+
+
+def as_text(report: Report) -> str:
+    """All tables; no line is longer than 100 columns."""
+    parts = [_headline(report), _memory_table(report), _traffic_table(report)]
+    parts += [_time_table(report), _budget_table(report)]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all digits before the point."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    if value >= 9.995:
+        return f"{value:.1f}"
+    if value >= 0.9995:
+        return f"{value:.2f}"
+    return f"{value:.3g}"
+
+
+def count(elems: int) -> str:
+    """ "7.5 B": four digits, in the largest unit that leaves at least one."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if elems >= size:
+            return f"{elems / size:.4g} {unit}"
+    return str(elems)
+
+
+def _gb(size_bytes: int) -> str:
+    return number(size_bytes / GB)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def _headline(report: Report) -> list[str]:
+    request, each = report.request, report.request.each
+    frozen = f", {count(request.model.frozen)} of them frozen" if request.model.frozen else ""
+    name = request.called
+    if len(name) > LONGEST_NAME:
+        name = f"...{name[3 - LONGEST_NAME :]}"
+    return [
+        f"{name}: {count(request.model.total)} parameters{frozen}; world {request.world_size}",
+        request.precision,
+        f"bytes per element: parameter {each.param}, gradient {each.grad}, reduced gradient "
+        f"{each.reduced}, state {each.state}",
+    ]
+
+
+def _memory_table(report: Report) -> list[str]:
+    head = ["stage", "parameters", "gradients", "state", "model state"]
+    rows = [[*head, "buckets", "units", "shard", "activations", "total"]]
+    shapeless = not report.request.model.has_units
+    for row in report.rows:
+        state, working = row.state, row.working
+        rows.append(
+            [
+                str(row.stage),
+                *map(_gb, (state.params, state.grads, state.state, state.total)),
+                _gb(working.buckets),
+                "?" if shapeless and row.stage == 3 else _gb(working.units),
+                _gb(working.grad_shard),
+                "?" if report.activations is None else _gb(row.activation_bytes),
+                _gb(row.total_bytes),
+            ]
+        )
+    lines = ["memory of a rank, GB = 1e9 bytes", *_aligned(rows)]
+    if any("?" in cells for cells in rows):
+        lines.append("?: not known without the model's sizes (see --layers), and not in the total")
+    return lines
+
+
+def _traffic_table(report: Report) -> list[str]:
+    world, trainable = report.request.world_size, report.request.model.trainable
+    rows = [["stage", "volume", "elements", "sent by a rank", "GB"]]
+    for row in report.rows:
+        volume = row.moved.volume_elems
+        times = f"{volume / trainable:.3g} P" if trainable else "-"
+        sent, sent_bytes = row.moved.sent_elems(world), row.moved.sent_bytes(world)
+        rows.append([str(row.stage), times, count(volume), count(sent), _gb(sent_bytes)])
+    what = "communication of a step; P: trained parameters; sent: (world - 1) / world of the volume"
+    return [what, *_aligned(rows)]
+
+
+def _time_table(report: Report) -> list[str]:
+    request, timing = report.request, report.request.timing
+    if timing is None:
+        return []
+    rows = [["stage", "compute ms", "communication ms", "in turns ms", "efficiency"]]
+    rows[0] += ["overlapped ms", "efficiency"]
+    for row in report.rows:
+        if row.time is not None:
+            seconds = (row.time.compute_s, row.time.communication_s, row.time.serial_s)
+            cells = [number(1e3 * each) for each in seconds]
+            cells += [f"{row.time.serial_efficiency:.1%}", number(1e3 * row.time.overlapped_s)]
+            rows.append([str(row.stage), *cells, f"{row.time.overlapped_efficiency:.1%}"])
+    kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in outside_efficiency(request).items())
+    return [
+        f"time of a step of {timing.tokens} tokens per rank: 2 x "
+        f"{4 if request.forward.recomputes else 3} x tokens x parameters at "
+        f"{timing.peak_tflops:g} TFLOPS; {timing.gbps:g} GB/s",
+        *_aligned(rows),
+        f"efficiency with data kept outside the device: {kinds}",
+    ]
+
+
+def _budget_table(report: Report) -> list[str]:
+    budget = report.request.budget_bytes
+    if budget is None:
+        return []
+    rows = [["stage", "fits", "largest model"]]
+    for row in report.rows:
+        largest = "-" if row.largest_elems is None else count(row.largest_elems)
+        rows.append([str(row.stage), "yes" if row.total_bytes <= budget else "no", largest])
+    what = f"in {_gb(budget)} GB; largest model: its state beside the buffers and activations above"
+    return [what, *_aligned(rows)]
+
+
+# The picture of ``ringcomm estimate``: memory by stage, and over the world.
+
+# Colours of the Okabe-Ito palette, told apart by all readers.
+_PARTS = {
+    "parameters": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer state": "#009E73",
+    "working buffers": "#E69F00",
+    "activations": "#CC79A7",
+}
+_STAGES = (("#000000", "o"), ("#0072B2", "s"), ("#D55E00", "^"), ("#009E73", "D"))
+_SIZE_INCHES = (10.0, 4.2)
+_LEAST_SHOWN_WORLD = 1024
+# Sizes closer than this leave a logarithmic axis without two labels to read.
+_LOG_FROM_RATIO = 20
+
+
+def draw(report: Report, path: str) -> None:
+    """Writes the picture; its format is the ending of ``path`` (png, svg, pdf).
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        ArgumentError: the file cannot be written, or its ending names no format.
+    """
+    figure = new_figure(_SIZE_INCHES, path)
+    by_stage, over_world = figure.subplots(1, 2)
+    _draw_bars(by_stage, report)
+    _draw_lines(over_world, report)
+    request = report.request
+    title = f"{count(request.model.total)} parameters, {request.precision}"
+    write_figure(figure, (by_stage, over_world), title, path)
+
+
+def _draw_bars(panel: Any, report: Report) -> None:
+    labels = [f"stage {row.stage}" for row in report.rows]
+    below = [0.0] * len(labels)
+    for part, colour in _PARTS.items():
+        heights = [
+            {
+                "parameters": row.state.params,
+                "gradients": row.state.grads,
+                "optimizer state": row.state.state,
+                "working buffers": row.working.total,
+                "activations": row.activation_bytes,
+            }[part]
+            / GB
+            for row in report.rows
+        ]
+        if any(heights):
+            panel.bar(labels, heights, bottom=below, color=colour, label=part, width=0.6)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    _draw_budget(panel, report)
+    panel.use_sticky_edges = False
+    panel.set_ylim(bottom=0.0)
+    panel.set_ylabel("memory of a rank (GB = 1e9 bytes)")
+    panel.set_title(f"world {report.request.world_size}", fontsize=10)
+
+
+def _draw_lines(panel: Any, report: Report) -> None:
+    last = max(_LEAST_SHOWN_WORLD, report.request.world_size)
+    worlds = [1 << power for power in range(last.bit_length()) if 1 << power <= last]
+    shown: list[float] = []
+    for stage in report.request.stages:
+        colour, marker = _STAGES[stage]
+        sizes = [total_bytes(report, stage, world) / GB for world in worlds]
+        panel.plot(worlds, sizes, color=colour, marker=marker, markersize=4, label=f"stage {stage}")
+        shown += sizes
+    _draw_budget(panel, report)
+    panel.set_xscale("log", base=2)
+    if max(shown) > _LOG_FROM_RATIO * min(shown):
+        panel.set_yscale("log")
+    else:
+        panel.set_ylim(bottom=0.0)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_xlabel("world (ranks)")
+    panel.set_title("all of it, over the world", fontsize=10)
+
+
+def _draw_budget(panel: Any, report: Report) -> None:
+    budget = report.request.budget_bytes
+    if budget is not None:
+        label = f"budget {budget / GB:g} GB"
+        panel.axhline(budget / GB, color="#777777", linestyle="--", linewidth=1.2, label=label)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +321,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = work_out(read_request(args))
         if args.plot is not None:
-            from ringcomm.cli.estimate_plot import draw
-
             draw(report, args.plot)
     except ArgumentError as error:
         print(f"ringcomm estimate: {error}", file=sys.stderr)

@@ -9,12 +9,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ringcomm.comm.topology import LEVELS, Connection, Gpu, Topology, plain_name
-from ringcomm.comm.topology_file import load, save, to_json
-from ringcomm.comm.topology_nvml import read_machine
-from ringcomm.comm.topology_plan import Plan, host_plan, plan, rings_gbps
+from ringcomm.comm.topology.model import (
+    LEVELS,
+    Connection,
+    Gpu,
+    Topology,
+    load,
+    plain_name,
+    save,
+    to_json,
+)
+from ringcomm.comm.topology.nvml import read_machine
+from ringcomm.comm.topology.plan import Plan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
-from ringcomm.memory.cores import available_cores
+from ringcomm.rendezvous.environment import available_cores
 
 # More make a plan that nobody reads.
 MOST_RANKS = 65536

@@ -3,17 +3,270 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from ringcomm.cli.trace_chrome import chrome_text
-from ringcomm.cli.trace_live import ended_ranks, live_recordings
-from ringcomm.cli.trace_report import report
-from ringcomm.comm.recording import Recording
-from ringcomm.comm.trace_file import newest, read
+from ringcomm.comm.recorder.live import ended_ranks, live_recordings
+from ringcomm.comm.recorder.records import (
+    BEGUN,
+    CAPTURED,
+    COMPLETED,
+    DONE,
+    OPEN,
+    RUNNING,
+    RankRecording,
+    Record,
+    Recording,
+    at,
+    describe,
+    divergence,
+)
+from ringcomm.comm.recorder.trace_file import newest, read
 from ringcomm.errors import ArgumentError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "chrome_text", "report", "run"]
+
+# Recordings as text: the ranks one after the other, what each does now, and where they part.
+
+HERE = ">"
+
+
+def report(recording: Recording, last: int, ended: Collection[int] = frozenset()) -> list[str]:
+    """The lines of a report.
+
+    Args:
+        recording: of one communicator.
+        last: how many collectives, and how many messages, to show of each rank; 0: all.
+        ended: ranks whose processes are known to have ended.
+    """
+    lines = [
+        f"communicator {recording.communicator}, {recording.world_size} "
+        f"rank{'s' if recording.world_size > 1 else ''}"
+    ]
+    missing = [rank for rank in range(recording.world_size) if recording.rank(rank) is None]
+    if missing:
+        lines.append(f"no recorder of rank {', '.join(map(str, missing))} could be read")
+    if not recording.ranks:
+        return lines
+    lines += ["", *(f"  {_now(each, recording.taken_ns, ended)}" for each in recording.ranks)]
+    parted = divergence(recording)
+    lines += ["", *_verdict(recording, parted)]
+    marked = parted or _not_made_by_all(recording)
+    for each in recording.ranks:
+        lines += ["", *_table(each, recording.taken_ns, last, marked)]
+    return lines
+
+
+def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
+    """What a rank does at the moment, or did when its process ended, in a line."""
+    who, verb = f"rank {rank.rank} (pid {rank.pid})", "is"
+    if rank.rank in ended:
+        who, verb = f"{who}, whose process has ended,", "was"
+    if rank.on_device:
+        return f"{who} {_enqueued(rank, taken_ns)}"
+    running = [each for each in (*rank.collectives, *rank.messages) if each.state == RUNNING]
+    if running:
+        record = max(running, key=lambda each: each.begin_ns)
+        seconds = _seconds(taken_ns - record.begin_ns)
+        since = f", begun {seconds} ago" if rank.rank in ended else f" for {seconds}"
+        text = f"{verb} in {_call(record)}{since}"
+        if record.track == "collectives" and rank.waits_for >= 0:
+            text += f", {'waited' if rank.rank in ended else 'waits'} for rank {rank.waits_for}"
+        return f"{who} {text}{_at(record)}"
+    done = [track[-1] for track in (rank.collectives, rank.messages) if track]
+    if not done:
+        return f"{who} has made no call"
+    record = max(done, key=lambda each: each.end_ns)
+    how = "done" if not record.status else f"failed ({record.status})"
+    if record.status and record.peer >= 0:
+        how += f", waiting for rank {record.peer},"
+    return (
+        f"{who} {verb} in no call; last: {_call(record)}, {how} "
+        f"{_seconds(taken_ns - record.end_ns)} ago{_at(record)}"
+    )
+
+
+def _enqueued(rank: RankRecording, taken_ns: int) -> str:
+    """What the host of a rank on a device knows: what it enqueued last, and what is still open."""
+    records = [*rank.collectives, *rank.messages]
+    if not records:
+        return "has made no call"
+    last = max(records, key=lambda each: each.begin_ns)
+    verb = "captured" if last.state == CAPTURED else "enqueued"
+    text = f"{verb} last: {_call(last)}, {_seconds(taken_ns - last.begin_ns)} ago{_at(last)}"
+    waiting = [each for each in records if each.state in OPEN]
+    failed = [each for each in records if each.status]
+    if failed:
+        first = min(failed, key=lambda each: (each.status == "aborted", each.begin_ns))
+        peer = f", waiting for rank {first.peer}" if first.peer >= 0 else ""
+        text += f"; seen failed ({first.status}{peer}): {_call(first)}{_at(first)}"
+    elif waiting:
+        first = min(waiting, key=lambda each: each.begin_ns)
+        begun = " (begun on the device)" if first.state == BEGUN else ""
+        text += f"; not seen completed since {_call(first)}{begun}{_at(first)}"
+    else:
+        text += "; nothing open"
+    return text
+
+
+def _verdict(recording: Recording, parted: int | None) -> list[str]:
+    """Where the ranks part, and who has come how far."""
+    lines = []
+    if parted is not None:
+        lines.append(f"the ranks part at call {parted}:")
+        for each in recording.ranks:
+            record = each.collective(parted)
+            what = "not called, or forgotten" if record is None else describe(record) + _at(record)
+            lines.append(f"  rank {each.rank}: {what}")
+    else:
+        lines.append("as far as the records go, all ranks made the same collective calls")
+    number = _not_made_by_all(recording)
+    if number is not None:
+        made = [rank for rank, count in _counts(recording).items() if count >= number]
+        late = [rank for rank, count in _counts(recording).items() if count < number]
+        verb = "enqueued" if any(each.on_device for each in recording.ranks) else "begun"
+        lines.append(f"call {number} was {verb} by {_ranks(made)}, but not yet by {_ranks(late)}")
+    return lines
+
+
+def _counts(recording: Recording) -> dict[int, int]:
+    """Collectives begun, by rank."""
+    return {each.rank: each.last.number if each.last else 0 for each in recording.ranks}
+
+
+def _not_made_by_all(recording: Recording) -> int | None:
+    counts = set(_counts(recording).values())
+    return min(counts) + 1 if len(counts) > 1 else None
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _table(rank: RankRecording, taken_ns: int, last: int, marked: int | None) -> list[str]:
+    lines = [f"rank {rank.rank}, pid {rank.pid}:"]
+    shown = sorted(
+        (*rank.collectives[-last:], *rank.messages[-last:]), key=lambda each: each.begin_ns
+    )
+    if rank.torn:
+        lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
+    columns = _DEVICE_COLUMNS if rank.on_device else _COLUMNS
+    rows = [_row(each, taken_ns, marked, rank.on_device) for each in shown]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
+    widths = [max(w, len(title)) for w, title in zip(widths, columns, strict=True)]
+    for row in [columns, *rows]:
+        lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    return lines
+
+
+_COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
+# The host knows no more than when it enqueued a call, and when it saw that the call had ended.
+_DEVICE_COLUMNS = (" ", "call", "enqueued", "end seen", "state", "what", "where")
+
+
+def _row(record: Record, taken_ns: int, marked: int | None, on_device: bool) -> tuple[str, ...]:
+    is_message = record.track == "messages"
+    state = record.state if not record.status else record.status
+    if record.status and record.peer >= 0 and not is_message:
+        state += f" (rank {record.peer})"
+    if on_device:
+        second = f"-{_seconds(taken_ns - record.end_ns)}" if record.end_ns else ""
+    else:
+        second = _seconds((record.end_ns or taken_ns) - record.begin_ns)
+    return (
+        HERE if not is_message and record.number == marked else " ",
+        f"{'m' if is_message else ''}{record.number}",
+        f"-{_seconds(taken_ns - record.begin_ns)}",
+        second,
+        state,
+        describe(record),
+        record.site,
+    )
+
+
+def _call(record: Record) -> str:
+    number = f"message {record.number}" if record.track == "messages" else f"call {record.number}"
+    return f"{describe(record)}, {number}"
+
+
+def _at(record: Record) -> str:
+    place = at(record)
+    return f",{place}" if place else ""
+
+
+def _seconds(ns: int) -> str:
+    """A duration of a readable size; clocks of other machines may make it negative."""
+    if abs(ns) < 1_000_000:
+        return f"{ns / 1e3:.1f} us"
+    return f"{ns / 1e6:.1f} ms" if abs(ns) < 1_000_000_000 else f"{ns / 1e9:.1f} s"
+
+
+# Recordings as a Chrome trace: all ranks on one time line.
+#
+# The format is that of the Trace Event Format document of the Chromium project: X events with
+# ``ts`` and ``dur`` in microseconds, a process per rank, a thread per track.
+
+_THREADS = {"collectives": 0, "messages": 1}
+
+
+def chrome_text(recordings: Sequence[Recording]) -> str:
+    """The JSON text. Of several communicators, each has processes of its own."""
+    events: list[dict[str, Any]] = []
+    base = 0
+    for recording in recordings:
+        events += _events(recording, base)
+        base += recording.world_size
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
+
+
+def _events(recording: Recording, base: int) -> Iterator[dict[str, Any]]:
+    for rank in recording.ranks:
+        pid = base + rank.rank
+        name = f"{recording.communicator} rank {rank.rank} (pid {rank.pid})"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for track, tid in _THREADS.items():
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": pid,
+                "tid": tid,
+                "args": {"name": track},
+            }
+        for record in (*rank.collectives, *rank.messages):
+            yield _event(record, pid, recording.taken_ns, rank.on_device)
+
+
+def _event(record: Record, pid: int, taken_ns: int, on_device: bool) -> dict[str, Any]:
+    """One call. A call that runs ends where the recording does, and says so.
+
+    On a device it lasts from when its host enqueued it to when that saw its end.
+    """
+    end_ns = record.end_ns or taken_ns
+    args = {"call": describe(record), "number": record.number, "state": record.state}
+    args |= {"site": record.site, "bytes": record.size_bytes}
+    if record.status:
+        args["status"] = record.status
+    if record.peer >= 0:
+        args["peer"] = record.peer
+    if on_device:
+        args["span"] = "from enqueued to end seen by the host"
+    if record.state == CAPTURED:
+        end_ns = record.begin_ns
+    marked = "" if record.state in (DONE, COMPLETED) else f" ({record.state})"
+    return {
+        "ph": "X",
+        "name": record.collective + marked,
+        "cat": record.track,
+        "pid": pid,
+        "tid": _THREADS[record.track],
+        "ts": record.begin_ns / 1000,
+        "dur": max(end_ns - record.begin_ns, 0) / 1000,
+        "args": args,
+    }
+
 
 SHOWN_CALLS = 10
 

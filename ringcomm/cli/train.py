@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ringcomm.cli.config import (
+from ringcomm.errors import ArgumentError
+from ringcomm.examples.gpt.config import (
     BACKENDS,
     DEFAULT_LOSS_SCALE,
     DEFAULT_STAGE,
@@ -21,10 +22,8 @@ from ringcomm.cli.config import (
     ModelConfig,
     TrainConfig,
 )
-from ringcomm.cli.corpus import find_source, min_corpus_bytes
-from ringcomm.cli.launch import Plan, launch, threads_per_rank
-from ringcomm.cli.training_launch import launched_world
-from ringcomm.errors import ArgumentError
+from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
+from ringcomm.launch import Plan, launch, launched_world, threads_per_rank
 
 DEFAULT_RANKS = 2
 DEFAULT_SAVE_EVERY = 100
@@ -144,14 +143,14 @@ def run(args: argparse.Namespace) -> int:
                 f"--ranks {args.ranks}: {outside} is set, so the ranks were already started; drop "
                 "--ranks"
             )
-        from ringcomm.cli.training_rank import run_rank
+        from ringcomm.examples.gpt.run import run_rank
 
         return run_rank(settings)
     ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
     if ranks < 1:
         raise ArgumentError(f"--ranks must be at least 1, got {ranks}")
     config.micro_sequences(ranks)
-    return launch(Plan("ringcomm.cli.training_rank", settings, ranks, threads_per_rank(ranks)))
+    return launch(Plan("ringcomm.examples.gpt.run", settings, ranks, threads_per_rank(ranks)))
 
 
 def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:

@@ -7,23 +7,58 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 
 from ringcomm import _native
-from ringcomm.comm import live_engines
-from ringcomm.comm.call_queue import CallQueue
-from ringcomm.comm.calls import Call, Membership, Turn, Unusable, closed, refusal
-from ringcomm.comm.checks import Site
-from ringcomm.comm.flight_recorder import FlightRecorder, at_this_call_site
-from ringcomm.comm.live_engines import EXIT_GRACE_S
+from ringcomm.comm.arguments import Reduction, Site
+from ringcomm.comm.calls import Call, CallQueue, Membership, Turn, Unusable, closed, refusal
 from ringcomm.comm.options import CommOptions, milliseconds_of
-from ringcomm.comm.recording import Recording
-from ringcomm.comm.reduce_ops import Reduction
-from ringcomm.comm.triton_calls import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
+from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
+from ringcomm.comm.recorder.records import Recording
+from ringcomm.comm.triton import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.errors import AbortedError, ForkError, RingcommError, from_fault, where
+
+# All communicators of this process: closed at exit, and left alone in a forked child.
+
+# Calls under way at exit get this long to end by themselves before their peers are told.
+EXIT_GRACE_S = 5.0
+# Before multiprocessing joins its children, which may wait for this rank.
+EXIT_PRIORITY = 100
+
+live: WeakSet[Engine] = WeakSet()
+_inherited: list[Any] = []
+_closes_at_exit_of = 0
+
+
+def add(engine: Engine) -> None:
+    """Notes a new communicator."""
+    global _closes_at_exit_of
+    if _closes_at_exit_of != os.getpid():
+        _closes_at_exit_of = os.getpid()
+        # Not atexit, which the children of multiprocessing skip; and anew in each of them, since
+        # they forget the finalizers of their parent.
+        Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
+    live.add(engine)
+
+
+def close_all() -> None:
+    """Closes every communicator of this process; runs at exit."""
+    for engine in list(live):
+        engine._close(EXIT_GRACE_S)
+
+
+def _leave_all_to_parent() -> None:
+    for engine in list(live):
+        _inherited.append((engine, *engine._leave_to_parent()))
+    live.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class Engine:
@@ -43,7 +78,7 @@ class Engine:
         # None: the native kernels, on the quick paths too.
         self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
-        live_engines.add(self)
+        add(self)
 
     @property
     def rank(self) -> int:

@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch.distributed import Store
 
+from ringcomm import cuda
 from ringcomm.comm.communicator import Communicator, Device
-from ringcomm.comm.environment import read_environment
 from ringcomm.comm.options import CommOptions
+from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, RingcommError
-from ringcomm.memory import device_runtime
-from ringcomm.memory.device_argument import find_device
+from ringcomm.rendezvous.environment import read_environment
 
 
 class _NonMember:
@@ -262,7 +262,7 @@ def _check_device_of_parent(parent: Communicator, device_id: Any) -> None:
     wanted = torch.device("cpu")
     index = find_device(device_id, "new_group")
     if index is not None:
-        wanted = device_runtime.current().torch_device(index)
+        wanted = cuda.current().torch_device(index)
     if wanted != parent.device:
         raise ArgumentError(
             f"new_group on rank {parent.rank} of {parent.world_size}: device_id: expected None or "

@@ -7,20 +7,101 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from ringcomm.comm import thread_start
-from ringcomm.comm.calls import Turn
+from ringcomm.comm.arguments import SUM
+from ringcomm.comm.calls import Call, Turn
 from ringcomm.comm.communicator import Communicator, Device
+from ringcomm.comm.device.launch import DeviceEngine
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
-from ringcomm.comm.reduce_ops import SUM
-from ringcomm.errors import AbortedError, ArgumentError, RingcommError, where
-from ringcomm.memory.exchange import Exchange, Meeting
+from ringcomm.comm.triton import Prepared, launch
+from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
+from ringcomm.rendezvous.handles import Exchange, Meeting
+
+__all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
+
+# Collectives of all ranks of a process from one thread: one launch for each device.
+#
+# For graphs, which one thread captures, for timing, and for tests. The streams are the caller's.
+
+
+def make_call(
+    communicator: Communicator, name: str, arguments: tuple[Any, ...], algorithm: str
+) -> Call:
+    """A checked call of ``communicator``.
+
+    Args:
+        communicator: on a device.
+        name: all_reduce, reduce_scatter_tensor or all_gather_into_tensor.
+        arguments: tensors, and the op of a reduction.
+        algorithm: as the call takes it.
+
+    Raises:
+        ArgumentError: bad argument; a tensor that is not contiguous: it would need a copy behind
+            the launch; or the algorithm "copy".
+    """
+    if algorithm == "copy":
+        # Its copies have to wait for the other ranks' launches, which come later here.
+        communicator._site(name).fail(
+            'algorithm: expected any but "copy" for all ranks from one thread; run the ranks as '
+            "threads (LocalWorld.run) for that one"
+        )
+    for tensor in arguments:
+        if isinstance(tensor, Tensor):
+            communicator._site(name).contiguous("tensors", tensor)
+    makers: dict[str, Callable[..., Call]] = {
+        "all_reduce": communicator._all_reduce_call,
+        "reduce_scatter_tensor": communicator._reduce_scatter_call,
+        "all_gather_into_tensor": communicator._all_gather_call,
+    }
+    return makers[name](*arguments, algorithm)
+
+
+def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:
+    """Launches one checked call of every rank.
+
+    Args:
+        communicators: the ranks of a world, all on devices of this process.
+        calls: of the same ranks, whose tensors need no copies.
+
+    Raises:
+        ArgumentError: the ranks' calls cannot share a launch.
+        RingcommError: a communicator is unusable.
+    """
+    by_device: dict[int, list[tuple[DeviceEngine, Call]]] = {}
+    engines = cast(Sequence[DeviceEngine], communicators)
+    for engine, call in zip(engines, calls, strict=True):
+        engine._check_usable(call.name)
+        by_device.setdefault(engine._place[1], []).append((engine, call))
+    for device, group in by_device.items():
+        _launch_group(device, group)
+
+
+def _launch_group(device: int, group: list[tuple[DeviceEngine, Call]]) -> None:
+    first = group[0][0]
+    runtime = first._place[0]
+    with runtime.on_device(device):
+        stream = runtime.current_stream(device)
+        prepared: list[Prepared] = []
+        try:
+            for engine, call in group:
+                with engine._turn(call.name):
+                    prepared.append(engine._prepare(call, stream))
+            with first._worded(group[0][1].name):
+                if first._meeting is not None:
+                    first._meeting.launch_together(prepared, stream)
+                else:
+                    launch(prepared, stream)
+        except BaseException:
+            for engine, _ in group[: len(prepared)]:
+                engine._withdraw()
+            raise
+
 
 T = TypeVar("T")
 _ONE_DEVICE = (str, int, torch.device, type(None))
@@ -121,7 +202,6 @@ class LocalWorld(Sequence[Communicator]):
             self.run(call)
             return
         # Not at the top: the host path needs none of it.
-        from ringcomm.comm.device_batch import make_call, run_together
 
         calls = [
             make_call(communicator, name, each, algorithm)
@@ -218,7 +298,7 @@ def _run_threads(
     try:
         for rank, thread in enumerate(threads):
             try:
-                thread_start.start(thread, f"rank {rank} of local_world", "This rank did not run")
+                start_thread(thread, f"rank {rank} of local_world", "This rank did not run")
             except RingcommError as error:
                 errors.append(error)
                 on_error(rank, error)

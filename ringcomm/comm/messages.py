@@ -9,11 +9,17 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm import thread_start
-from ringcomm.comm.checks import Site, put_back, readable, size_bytes, writable
+from ringcomm.comm.arguments import Site, put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import Engine
 from ringcomm.comm.work import Outputs, Work, wait_seconds
-from ringcomm.errors import CollectiveTimeout, MismatchError, RingcommError, where
+from ringcomm.errors import (
+    CollectiveTimeout,
+    MismatchError,
+    RingcommError,
+    no_thread,
+    start_thread,
+    where,
+)
 
 Tensor = torch.Tensor
 ANY_SOURCE = -1
@@ -101,7 +107,7 @@ class Message(Work):
         if not self._finished:
             # Nothing else would notice the end, since the native engine knows no Python. One
             # thread each: a shared one would wait in an order that may never come.
-            thread_start.start(
+            start_thread(
                 threading.Thread(target=self._watch, name="ringcomm-future", daemon=True),
                 f"get_future of {self._name}",
                 "The message is still under way: call wait() instead",
@@ -229,7 +235,7 @@ class Messages(Engine):
         except RuntimeError as error:
             # Nobody would move it on unless somebody waits, which a peer may need first.
             text = "The message had begun, so the communicator is aborted: build another"
-            failed = thread_start.no_thread(message._name, error, text)
+            failed = no_thread(message._name, error, text)
             self.abort(str(failed))
             raise failed from error
         if sweep:

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device_engine import DeviceEngine
+from ringcomm.comm.device.launch import DeviceEngine
 from ringcomm.errors import MismatchError, where
 
 Tensor = torch.Tensor

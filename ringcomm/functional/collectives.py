@@ -8,13 +8,11 @@ from typing import Any, cast
 import torch
 from torch.distributed import DebugLevel, get_debug_level
 
+from ringcomm.comm.arguments import OP_CODES, PREMUL_SUM, SUM, PremulSum, ReduceOp, reduction_of
 from ringcomm.comm.groups import Group, communicator_of
-from ringcomm.comm.reduce_ops import OP_CODES, PREMUL_SUM, SUM, PremulSum, ReduceOp, reduction_of
 from ringcomm.errors import ArgumentError, MismatchError, where
-from ringcomm.functional.gradients import LINEAR, no_gradient
-from ringcomm.functional.inductor import keep_order
-from ringcomm.functional.ops import OPERATORS, named
-from ringcomm.functional.places import evaluated_while_tracing, place_of
+from ringcomm.functional.ops import LINEAR, OPERATORS, keep_order, named, no_gradient
+from ringcomm.functional.traced_groups import evaluated_while_tracing, place_of
 
 Tensor = torch.Tensor
 _ops = torch.ops.ringcomm

@@ -1,30 +1,89 @@
-"""The operators ``torch.ops.ringcomm.*``: schemas, kernels for every device, and shapes.
+"""The gradients of the operators: each is the collective that moves data the other way.
 
-All of them take ``group``, a key from :mod:`ringcomm.functional.places`, and its world size;
-``op`` is the name of a ``ReduceOp`` and ``factor`` that of PREMUL_SUM (else 1); ``src`` and
-``dst`` are global ranks. Outputs are contiguous and share no memory with the input.
+NOTE [What the gradient is of]
+Every rank calls ``backward`` on a scalar of its own, and what it gets is the gradient of the
+sum of all ranks' scalars, as in ``torch.distributed.nn.functional``. So a loss that every rank
+computes alike from collected values counts world_size times; use it on one rank's behalf
+(``loss / world_size``) or collect with AVG.
 
-NOTE [Ranks stay in step]
-To a compiler these operators look like functions: an unused result may be dropped, two equal
-calls merged, a cheap one computed again in the backward graph. Where the ranks' graphs differ (one
-of them logs a result, another does not), that happens on some ranks only, and they hang or exchange
-wrong data. So the operators are registered as ordered effects: AOTAutograd threads a token through
-all of them, which keeps each call, once, in the order of the program, on every rank. Inductor
-needs NOTE [Order in inductor] besides.
+NOTE [Every rank in the backward]
+A collective's gradient is a collective. All ranks must take part, as often and in the same order
+as in the forward: on each, the input must require grad and the result must reach the scalar,
+even if by ``+ 0 * result.sum()``.
+
+Factors are real, so the transposed map is the conjugate transposed one, and complex gradients
+need nothing more. PREMUL_SUM's factor is each rank's own and multiplies what arrives there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch._library.effects import EffectType
 
-from ringcomm.comm.checks import Site, readable
+from ringcomm.comm.arguments import PREMUL_SUM, ReduceOp, Site, premul_sum, readable
 from ringcomm.comm.functions import root_of
-from ringcomm.comm.reduce_ops import PREMUL_SUM, ReduceOp, premul_sum
-from ringcomm.functional.places import find
+from ringcomm.errors import UnsupportedError
+from ringcomm.functional.traced_groups import find
+
+# Keeps inductor's scheduler in step with the program.
+#
+# NOTE [Order in inductor] inductor turns the tokens of NOTE [Ranks stay in step] into dependencies
+# between kernels. It files them under the name of a buffer, where its scheduler looks for the name
+# of an operation, so they are lost (torch 2.11 to 2.14, pytorch/pytorch#189209), and the scheduler,
+# which reorders to save memory, may exchange two collectives on one rank only. So the operators get
+# lowerings that file them under the right name; as dependencies that order, and do not keep the
+# earlier result in memory.
+
+
+@cache
+def keep_order(operators: tuple[str, ...]) -> bool:
+    """Gives the operators their lowerings; loads inductor, so only once something is compiled."""
+    from torch._inductor.lowering import lowerings
+
+    for name in operators:
+        operator = getattr(torch.ops.ringcomm, name).default
+        lowerings[operator] = _in_order(operator)
+    return True
+
+
+def _in_order(operator: Any) -> Callable[..., Any]:
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    lower: Callable[..., Any] = fallback_handler(  # type: ignore[no-untyped-call]
+        operator, add_to_fallback_set=False
+    )
+
+    def lower_in_order(*arguments: Any) -> Any:
+        graph = V.graph
+        before = len(graph.operations)
+        result = lower(*arguments)
+        previous = graph.effectful_ops.get(EffectType.ORDERED)
+        if previous is not None:
+            for operation in graph.operations[before:]:
+                name = operation.get_operation_name()
+                graph.additional_buffer_deps[name].add(previous.get_name())
+        return result
+
+    return lower_in_order
+
+
+# The operators ``torch.ops.ringcomm.*``: schemas, kernels for every device, and shapes.
+#
+# All of them take ``group``, a key from :mod:`ringcomm.functional.traced_groups`, and its world
+# size; ``op`` is the name of a ``ReduceOp`` and ``factor`` that of PREMUL_SUM (else 1); ``src`` and
+# ``dst`` are global ranks. Outputs are contiguous and share no memory with the input.
+#
+# NOTE [Ranks stay in step] To a compiler these operators look like functions: an unused result may
+# be dropped, two equal calls merged, a cheap one computed again in the backward graph. Where the
+# ranks' graphs differ (one of them logs a result, another does not), that happens on some ranks
+# only, and they hang or exchange wrong data. So the operators are registered as ordered effects:
+# AOTAutograd threads a token through all of them, which keeps each call, once, in the order of the
+# program, on every rank. Inductor needs NOTE [Order in inductor] besides.
 
 Tensor = torch.Tensor
 Splits = Sequence[int] | None
@@ -198,3 +257,70 @@ def _register(name: str) -> None:
 
 for _name in OPERATORS:
     _register(_name)
+
+
+SUM = "SUM"
+AVG = "AVG"
+LINEAR = (SUM, AVG, PREMUL_SUM)
+_ops = torch.ops.ringcomm
+
+
+def no_gradient(where: str, op: str) -> UnsupportedError:
+    """The error for an op that has no dual."""
+    return UnsupportedError(
+        f"{where}: expected one of the ops {', '.join(LINEAR)} for a tensor that requires grad, "
+        f"got {op}, which has no gradient here; call .detach() first, or use torch.no_grad()"
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    group, world_size = ctx.arguments
+    return _ops.reduce_scatter(grad, SUM, 1.0, group, world_size), None, None
+
+
+def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    op, factor, group, world_size = ctx.arguments
+    if op not in LINEAR:
+        raise no_gradient(named("reduce_scatter"), op)
+    gathered = _ops.all_gather(grad / world_size if op == AVG else grad, group, world_size)
+    return gathered * factor if op == PREMUL_SUM else gathered, None, None, None, None
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    op, factor, group, world_size = ctx.arguments
+    if op not in LINEAR:
+        raise no_gradient(named("all_reduce"), op)
+    reduced = _ops.all_reduce(grad, AVG if op == AVG else SUM, 1.0, group, world_size)
+    return reduced * factor if op == PREMUL_SUM else reduced, None, None, None, None
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    output_splits, input_splits, group, world_size = ctx.arguments
+    back = _ops.all_to_all(grad, input_splits, output_splits, group, world_size)
+    return back, None, None, None, None
+
+
+def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return _ops.reduce(grad, *ctx.arguments), None, None, None
+
+
+def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return _ops.broadcast(grad, *ctx.arguments), None, None, None
+
+
+_BACKWARDS: dict[str, Callable[..., Any]] = {
+    "all_gather": _all_gather_backward,
+    "all_reduce": _all_reduce_backward,
+    "all_to_all": _all_to_all_backward,
+    "broadcast": _broadcast_backward,
+    "reduce": _reduce_backward,
+    "reduce_scatter": _reduce_scatter_backward,
+}
+for _name, _backward in _BACKWARDS.items():
+    torch.library.register_autograd(
+        f"ringcomm::{_name}", _backward, setup_context=_remember, lib=library
+    )

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from weakref import WeakValueDictionary
 
+from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
-from ringcomm.memory.device_blocks import TOKEN_BYTES, DeviceHeap
-from ringcomm.memory.device_heap import heap_of_token
-from ringcomm.memory.device_runtime import DeviceRuntime
-from ringcomm.memory.exchange import machine_identity
-from ringcomm.memory.records import read_fields
+from ringcomm.json_reader import read_fields
+from ringcomm.memory.device_heap import TOKEN_BYTES, DeviceHeap, heap_of_token
+from ringcomm.rendezvous.handles import machine_identity
 
 # After the communicators (100), before the heaps of this process (80).
 EXIT_PRIORITY = 90

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from ringcomm.optim.adamw import Adam, AdamW
 from ringcomm.optim.grad_scaler import GradScaler
-from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.params import ParamSpec
-from ringcomm.optim.shards import reshard
+from ringcomm.optim.state import reshard
 
 __all__ = [
     "Adam",

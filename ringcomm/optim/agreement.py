@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
 from ringcomm.optim.layout import digest_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_device_type
-from ringcomm.comm.reduce_ops import ReduceOp
+from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.sharded_adam import ShardedAdam
+from ringcomm.optim.adamw import ShardedAdam
 
 Tensor = torch.Tensor
 

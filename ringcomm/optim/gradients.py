@@ -10,8 +10,7 @@ import torch
 
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.buckets import Buckets
-from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.params import ParamSpec
+from ringcomm.optim.layout import ParamSpec, ShardLayout
 
 Tensor = torch.Tensor
 

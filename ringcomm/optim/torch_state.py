@@ -8,14 +8,11 @@ from typing import Any
 import torch
 
 from ringcomm.errors import CheckpointError
-from ringcomm.optim import table
+from ringcomm.optim import kernels
 from ringcomm.optim.agreement import agreed_load
-from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.groups import check_groups, pack_groups, take_groups
-from ringcomm.optim.remainder import join_master, split_master
-from ringcomm.optim.sharded import ShardedStep
-from ringcomm.optim.shards import ChunkTensors
-from ringcomm.optim.state import take_state
+from ringcomm.optim.buckets import Bucket, join_master, split_master
+from ringcomm.optim.state import ChunkTensors, check_groups, pack_groups, take_groups, take_state
+from ringcomm.optim.step import ShardedStep
 
 Tensor = torch.Tensor
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -113,8 +110,8 @@ def load(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # A step of torch's is one of every parameter's at most.
-    sharded.table.control[table.STEPS].fill_(max(steps, default=0.0))
-    sharded.table.control[table.SKIPPED].zero_()
+    sharded.table.control[kernels.STEPS].fill_(max(steps, default=0.0))
+    sharded.table.control[kernels.SKIPPED].zero_()
     sharded.begin_anew()
 
 

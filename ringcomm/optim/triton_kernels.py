@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.arguments import ALGORITHMS, DTYPE_NAMES, Site
 from ringcomm.comm.calls import Call
-from ringcomm.comm.checks import Site
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.reduce_ops import ALGORITHMS, DTYPE_NAMES
-from ringcomm.comm.triton_calls import TritonEnd, require_triton
+from ringcomm.comm.triton import TritonEnd, require_triton
 from ringcomm.comm.work import Work
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.kernels import Kernels, shard_of
-from ringcomm.optim.norms import NORM_WORDS, kind_code
+from ringcomm.optim.kernels import Kernels, StepTable, shard_of
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reducers import Into, Reducer
-from ringcomm.optim.table import StepTable
+from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, kind_code
 
 if TYPE_CHECKING:
     from ringcomm._tl.adamw_kind import ShardKind

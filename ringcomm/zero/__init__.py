@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm.zero.contexts import full_state_dict, gathered, no_sync, traced, unshard
 from ringcomm.zero.options import Precision, ZeroOptions
-from ringcomm.zero.sharding import shard
-from ringcomm.zero.trace import Trace
+from ringcomm.zero.profile import Trace
+from ringcomm.zero.shard import shard
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
-    from ringcomm.zero.loading import Loaded, load
-    from ringcomm.zero.saving import save
-    from ringcomm.zero.train_state import TrainState
+    from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
 
 # Who trains without checkpoints does not wait for safetensors.
 _HOME_OF = {
-    "Loaded": "loading",
-    "TrainState": "train_state",
+    "Loaded": "checkpoint.save_load",
+    "TrainState": "checkpoint.save_load",
     "export_safetensors": "checkpoint.export",
-    "load": "loading",
-    "save": "saving",
+    "load": "checkpoint.save_load",
+    "save": "checkpoint.save_load",
 }
 
 

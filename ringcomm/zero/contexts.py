@@ -11,10 +11,10 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.absent import make_present
+from ringcomm.zero.buckets import SplitBucket, WholeBucket
 from ringcomm.zero.engine import Engine
-from ringcomm.zero.sharding import engine_of, forget_engine
-from ringcomm.zero.stored import SplitBucket, WholeBucket
-from ringcomm.zero.trace import Trace
+from ringcomm.zero.profile import Trace
+from ringcomm.zero.shard import engine_of, forget_engine
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:

@@ -18,16 +18,13 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim import placement as placements
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.gathering import Gatherer
+from ringcomm.zero.buckets import Plan, Slots, SplitBucket, Stored
+from ringcomm.zero.gather import Gatherer
+from ringcomm.zero.optimizer import ModulePlacement, watch_optimizers
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
-from ringcomm.zero.other_optimizers import watch_optimizers
-from ringcomm.zero.placement import ModulePlacement
-from ringcomm.zero.placing import Plan
-from ringcomm.zero.reduction import Reduction
-from ringcomm.zero.slots import Slots
-from ringcomm.zero.stored import SplitBucket, Stored
-from ringcomm.zero.trace import Trace
+from ringcomm.zero.profile import Trace
+from ringcomm.zero.reduce import Reduction
 from ringcomm.zero.units import Unit
 
 Tensor = torch.Tensor

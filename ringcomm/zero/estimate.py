@@ -1,8 +1,8 @@
-"""Memory of a rank in sharded data-parallel training, by stage and world.
+"""Memory for a transformer's activations, with and without checkpointing.
 
-The model state follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models" (SC'20), section 5: stage 1 shards the optimizer's state, stage 2 the gradients
-too, stage 3 the parameters too. ``docs/estimate.md`` has the formulas.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
+arXiv:2205.05198), sections 4 and 5, on one rank. In its symbols s, b, h, a, v are context,
+micro-batch, width, heads and vocabulary, and a layer keeps s b h (34 + 5 a s / h) bytes in 16 bits.
 """
 
 from __future__ import annotations
@@ -11,11 +11,168 @@ import heapq
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.params import DTYPES
-from ringcomm.zero.estimate_model import ModelElems, require_at_least
-from ringcomm.zero.options import ZeroOptions
+from ringcomm.optim.layout import DTYPES, ParamSpec
+from ringcomm.zero.options import Units, ZeroOptions
+from ringcomm.zero.units import find_units
+
+# What an estimate needs to know of a model: how many elements it has, and in which pieces.
+
+
+def require_at_least(what: str, least: int, **values: int) -> None:
+    """Raise ArgumentError naming the first of ``values`` that is no integer from ``least`` up."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value < least:
+            raise ArgumentError(f"{what}: expected {name} of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelElems:
+    """Elements of a model's parameters, each parameter counted once.
+
+    Attributes:
+        trainable: of the parameters that have a gradient.
+        frozen: of the others.
+        largest: of the largest trainable parameter, which takes a bucket of its own if it is larger
+            than a bucket; 0 where it is not known.
+        units: of each unit that stage 3 gathers as one, frozen parameters included; empty where
+            they are not known.
+        root: of the parameters in no unit, which stage 3 keeps gathered while it computes.
+    """
+
+    trainable: int
+    frozen: int = 0
+    largest: int = 0
+    units: tuple[int, ...] = ()
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "model",
+            0,
+            trainable=self.trainable,
+            frozen=self.frozen,
+            largest=self.largest,
+            root=self.root,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.trainable + self.frozen
+
+    @property
+    def has_units(self) -> bool:
+        """Whether it is known what stage 3 gathers."""
+        return bool(self.units) or self.root > 0
+
+    @classmethod
+    def of_module(cls, module: nn.Module, units: Units | None = None) -> ModelElems:
+        """Counts a module, which may be on the meta device.
+
+        A parameter that has several names is counted once. Buffers are not counted.
+
+        Args:
+            module: with parameters of float32, bfloat16 or float16.
+            units: as in :class:`ringcomm.zero.options.ZeroOptions`.
+
+        Raises:
+            ArgumentError: a parameter is of another dtype, or has no shape yet (lazy modules), or
+                ``units`` is of no use.
+        """
+        counted = [[_spec(*each) for each in u.params.items()] for u in find_units(module, units)]
+        specs = [spec for part in counted for spec in part]
+        trainable = [spec.elems for spec in specs if spec.trainable]
+        root, *parts = [sum(spec.elems for spec in part) for part in counted]
+        return cls(
+            trainable=sum(trainable),
+            frozen=sum(spec.elems for spec in specs if not spec.trainable),
+            largest=max(trainable, default=0),
+            units=tuple(elems for elems in parts if elems),
+            root=root,
+        )
+
+
+def _spec(name: str, param: nn.Parameter) -> ParamSpec:
+    if nn.parameter.is_lazy(param):
+        raise ArgumentError(
+            f"model: parameter {name} has no shape before the first forward; give the sizes, or "
+            "count the module after a forward"
+        )
+    return ParamSpec.of(param, name=name)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shape of a GPT-2: pre-norm decoder layers with biases, learned positions.
+
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+
+    Attributes:
+        layers: decoder layers; attention with four width x width matrices, an MLP of 4 x width.
+        width: channels of a token.
+        heads: of the attention; width must be a multiple.
+        context: tokens of a sequence.
+        vocab: entries of the vocabulary.
+        tied: whether the embedding's matrix is the output layer's, too.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocab: int
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "transformer",
+            1,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            vocab=self.vocab,
+        )
+        if self.width % self.heads:
+            raise ArgumentError(
+                f"transformer: expected a width that is a multiple of {self.heads} heads, got "
+                f"{self.width}"
+            )
+
+    @property
+    def layer_elems(self) -> int:
+        """Parameters of a layer: 12 width^2 of matrices, 13 width of biases and two norms."""
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
+    def ends_elems(self) -> int:
+        """Parameters outside the layers: embedding, positions, last norm, output layer."""
+        matrices = 1 if self.tied else 2
+        return (matrices * self.vocab + self.context + 2) * self.width
+
+    @property
+    def approximate_elems(self) -> int:
+        """12 layers width^2, as in Rajbhandari et al., "ZeRO-Infinity" (SC'21), equation 1."""
+        return 12 * self.layers * self.width**2
+
+    @property
+    def model(self) -> ModelElems:
+        """All parameters, trained; each layer a unit."""
+        return ModelElems(
+            trainable=self.layers * self.layer_elems + self.ends_elems,
+            largest=self.width * max(4 * self.width, self.vocab, self.context),
+            units=(self.layer_elems,) * self.layers,
+            root=self.ends_elems,
+        )
+
+
+# Memory of a rank in sharded data-parallel training, by stage and world.
+#
+# The model state follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+# Parameter Models" (SC'20), section 5: stage 1 shards the optimizer's state, stage 2 the gradients
+# too, stage 3 the parameters too. ``docs/estimate.md`` has the formulas.
 
 STAGES = (0, 1, 2, 3)
 MASTERS = ("fp32", "remainder", "none")
@@ -238,3 +395,98 @@ def largest_model(
         else:
             too_many = tried
     return fits
+
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What a rank holds between forward and backward, in bytes.
+
+    Attributes:
+        layers: what the layers keep for the backward, or their checkpoints.
+        recomputed: what the backward computes again and holds at a time.
+        ends: embedding's dropout mask, inputs of last norm and output layer, FP32 logits.
+    """
+
+    layers: int
+    recomputed: int
+    ends: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.recomputed + self.ends
+
+
+def attention_core_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:
+    """Of a layer, what grows with the square of the context: 5 a s^2 b in 16 bits.
+
+    Softmax's output, dropout's mask of one byte, dropout's output. An attention kernel that stores
+    no scores (FlashAttention) keeps none of it.
+    """
+    return (2 * elem_bytes + 1) * shape.heads * shape.context**2 * micro_batch
+
+
+def layer_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:
+    """What a layer keeps for its backward: equation 1 in 16 bits.
+
+    34 s b h is 16 elements and 2 masks of one byte per channel and token.
+    """
+    linear = (16 * elem_bytes + 2) * shape.context * micro_batch * shape.width
+    return linear + attention_core_bytes(shape, micro_batch, elem_bytes)
+
+
+def activations(
+    shape: Transformer,
+    micro_batch: int,
+    checkpointing: str = "none",
+    every: int = 1,
+    elem_bytes: int = 2,
+) -> ActivationBytes:
+    """Activations of a rank at the peak, with dropout, and attention scores in memory.
+
+    Args:
+        shape: of the model.
+        micro_batch: sequences of a forward.
+        checkpointing: "none"; "selective": all but the attention's core is kept (equation 6);
+            "full": the input of every ``every``-th layer is kept, s b h elements each.
+        every: layers between two checkpoints of "full" ("ci" in ZeRO-Infinity, equation 3).
+        elem_bytes: of an activation.
+
+    Raises:
+        ArgumentError: there is no such checkpointing, or a size is not positive.
+    """
+    if checkpointing not in CHECKPOINTING:
+        raise ArgumentError(
+            f"checkpointing: expected one of {', '.join(CHECKPOINTING)}, got {checkpointing!r}"
+        )
+    require_at_least("activations", 1, micro_batch=micro_batch, every=every, elem_bytes=elem_bytes)
+    tokens = shape.context * micro_batch
+    layer = layer_bytes(shape, micro_batch, elem_bytes)
+    core = attention_core_bytes(shape, micro_batch, elem_bytes)
+    checkpoints = -(-shape.layers // every)
+    kept, again = {
+        "none": (shape.layers * layer, 0),
+        "selective": (shape.layers * (layer - core), core),
+        "full": (
+            checkpoints * elem_bytes * tokens * shape.width,
+            min(every, shape.layers) * layer,
+        ),
+    }[checkpointing]
+    ends = (2 * elem_bytes + 1) * tokens * shape.width + 4 * tokens * shape.vocab
+    return ActivationBytes(layers=kept, recomputed=again, ends=ends)
+
+
+def checkpoint_working_bytes(shape: Transformer, micro_batch: int, every: int = 1) -> int:
+    """Activations between two checkpoints as ZeRO-Infinity estimates them, in bytes.
+
+    bsz seq ci (16 hd + 2 attn_heads seq), Rajbhandari et al. (SC'21), section 3: one copy of the
+    scores, no masks. It is less than the ``recomputed`` of :func:`activations`.
+
+    Raises:
+        ArgumentError: a size is not positive.
+    """
+    require_at_least("activations", 1, micro_batch=micro_batch, every=every)
+    tokens = shape.context * micro_batch
+    return tokens * every * (16 * shape.width + 2 * shape.heads * shape.context)

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import BytesPerElement, check_world
-from ringcomm.zero.estimate_model import ModelElems, require_at_least
+from ringcomm.zero.estimate import BytesPerElement, ModelElems, check_world, require_at_least
 
 GIGA = 1e9
 TERA = 1e12

@@ -26,8 +26,8 @@ from typing import Protocol
 
 import torch
 
+from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.reduce_ops import ReduceOp
 from ringcomm.errors import ArgumentError, where
 
 

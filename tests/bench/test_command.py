@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ringcomm import cli
-from ringcomm.cli import doctor, doctor_checks
+from ringcomm.cli import doctor
 from ringcomm.cli.bench import find_harness
-from ringcomm.cli.doctor_checks import FAIL, NOTE, OK, Finding
+from ringcomm.cli.doctor import FAIL, NOTE, OK, Finding
 from ringcomm.errors import HeapError
 from tests.bench.programs import run_program
 
@@ -101,7 +101,7 @@ def test_doctor_finds_this_machine_well():
 
 def test_doctor_fails_when_a_check_fails(monkeypatch, capsys):
     broken = Finding("peer memory", FAIL, "does not open", "mount /proc without hidepid")
-    monkeypatch.setattr(doctor_checks, "check_descriptor_paths", lambda: broken)
+    monkeypatch.setattr(doctor, "check_descriptor_paths", lambda: broken)
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "collectives cannot work here: peer memory, self-test" in out
@@ -117,24 +117,24 @@ def test_doctor_names_a_heap_that_cannot_be_made():
 
 def test_doctor_reports_ranks_that_fail(monkeypatch):
     monkeypatch.setenv("RINGCOMM_HEAP_BYTES", "lots")
-    finding = doctor_checks.check_self_test()
+    finding = doctor.check_self_test()
     assert finding.verdict == FAIL and "lots" in finding.value
 
 
 def test_little_memory_is_noted():
-    assert doctor_checks.check_memory(MEMINFO.format(4 << 20), None).verdict == OK
-    assert doctor_checks.check_memory(MEMINFO.format(1 << 20), None).verdict == NOTE
-    limited = doctor_checks.check_memory(MEMINFO.format(4 << 20), 1 << 30)
+    assert doctor.check_memory(MEMINFO.format(4 << 20), None).verdict == OK
+    assert doctor.check_memory(MEMINFO.format(1 << 20), None).verdict == NOTE
+    limited = doctor.check_memory(MEMINFO.format(4 << 20), 1 << 30)
     assert limited.verdict == NOTE and "1.0 GiB" in limited.value
 
 
 def test_the_tightest_control_group_counts(tmp_path):
     inner = tmp_path / "slice" / "job"
     inner.mkdir(parents=True)
-    assert doctor_checks.cgroup_limit_bytes("0::/slice/job\n", tmp_path) is None
+    assert doctor.cgroup_limit_bytes("0::/slice/job\n", tmp_path) is None
     (inner / "memory.max").write_text("max\n")
     (tmp_path / "slice" / "memory.max").write_text("4096\n")
-    assert doctor_checks.cgroup_limit_bytes("0::/slice/job\n", tmp_path) == 4096
+    assert doctor.cgroup_limit_bytes("0::/slice/job\n", tmp_path) == 4096
 
 
 def test_a_control_group_of_version_1_counts(tmp_path):
@@ -142,19 +142,19 @@ def test_a_control_group_of_version_1_counts(tmp_path):
     job.mkdir(parents=True)
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     membership = "5:devices:/\n4:memory:/job\n"
-    assert doctor_checks.cgroup_limit_bytes(membership, tmp_path) is None
+    assert doctor.cgroup_limit_bytes(membership, tmp_path) is None
     (job / "memory.limit_in_bytes").write_text("8192\n")
-    assert doctor_checks.cgroup_limit_bytes(membership, tmp_path) == 8192
+    assert doctor.cgroup_limit_bytes(membership, tmp_path) == 8192
 
 
 def test_a_kernel_without_huge_pages_is_noted(monkeypatch):
     stats = {"capacity_bytes": 1 << 30, "huge_bytes": 0}
     monkeypatch.setattr("ringcomm.heap_stats", lambda: stats)
-    finding = doctor_checks.check_heap("always [never]\n")
+    finding = doctor.check_heap("always [never]\n")
     assert (finding.verdict, finding.value) == (NOTE, "memfd, up to 1.0 GiB, 4 KiB pages only")
     assert finding.advice.endswith("shmem_enabled is always [never]")
     stats["huge_bytes"] = 32 << 20
-    assert doctor_checks.check_heap("").verdict == OK
+    assert doctor.check_heap("").verdict == OK
 
 
 def test_the_report_is_aligned():

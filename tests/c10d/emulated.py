@@ -14,10 +14,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 import ringcomm.c10d
+from ringcomm import cuda
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.creation import create_process_group
 from ringcomm.comm.communicator import Communicator
-from ringcomm.memory import device_runtime
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.in_stream_order import InStreamOrder
 
@@ -51,7 +51,7 @@ class InStreamOrderBelowWrappers(InStreamOrder):
 def runtime() -> EmulatedRuntime:
     """That of this process; plain tensors of a thread count as device 0's."""
     made = EmulatedRuntime(threads=2, memory_bytes=128 << 20)
-    device_runtime.use(made)
+    cuda.use(made)
     return made
 
 

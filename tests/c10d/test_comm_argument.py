@@ -19,8 +19,8 @@ from ringcomm.c10d import comm_argument
 from ringcomm.c10d.comm_argument import find_communicator, find_device_type
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.errors import ArgumentError, RingcommError
-from ringcomm.memory import exchange
 from ringcomm.optim import AdamW, GradScaler
+from ringcomm.rendezvous import handles
 from tests.c10d.rank_pool import default_group, same
 
 
@@ -193,10 +193,10 @@ def ringcomms_own_first(rank, world_size):
 
 
 def on_several_machines(rank, world_size):
-    host, boot, namespace = exchange.machine_identity()
+    host, boot, namespace = handles.machine_identity()
     elsewhere = (f"{host}-{rank}", boot, namespace)
     with (
-        mock.patch("ringcomm.comm.host_meeting.machine_identity", lambda: elsewhere),
+        mock.patch("ringcomm.comm.meeting.machine_identity", lambda: elsewhere),
         pytest.raises(RingcommError, match=rf"on one machine, but rank .* {host}-.* {host}-"),
     ):
         AdamW(weights())
@@ -355,7 +355,7 @@ def test_the_device_is_that_of_the_tensors_or_the_group(group, device, wanted):
     runtime = SimpleNamespace(current_device=lambda: 1, device_count=lambda: 2)
     with (
         mock.patch.object(Communicators, "over", return_value=built),
-        mock.patch("ringcomm.memory.device_runtime.current", return_value=runtime),
+        mock.patch("ringcomm.cuda.current", return_value=runtime),
     ):
         assert (
             find_communicator(group, "test", None if device is None else torch.device(device))

@@ -12,9 +12,9 @@ from torch.distributed.distributed_c10d import (
     _get_object_coll_device,
 )
 
+from ringcomm import cuda
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.errors import AbortedError, ArgumentError, UnsupportedError
-from ringcomm.memory import device_runtime
 from tests.c10d.stand_ins import OPTIONS, TIMEOUT, NotedGroup, on_device
 
 Make = Callable[..., torch.Tensor]
@@ -167,9 +167,9 @@ class NotCapturing:
 
 @pytest.fixture
 def runtime():
-    before = device_runtime.use(NotCapturing())  # type: ignore[arg-type]
+    before = cuda.use(NotCapturing())  # type: ignore[arg-type]
     yield
-    device_runtime.use(before)
+    cuda.use(before)
 
 
 def barrier_options(**fields: Any) -> BarrierOptions:

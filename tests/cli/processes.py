@@ -66,7 +66,7 @@ def command_lines(word: str) -> list[tuple[int, list[str]]]:
 def ranks_of(launcher_pid: int) -> dict[int, int]:
     """Process ids of the ranks that ``launcher_pid`` started, by rank."""
     ranks = {}
-    for pid, arguments in command_lines("ringcomm.cli.rank"):
+    for pid, arguments in command_lines("ringcomm.launch"):
         if str(launcher_pid) in arguments:
             environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
             values = dict(item.split("=", 1) for item in environment if "=" in item)

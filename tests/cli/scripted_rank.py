@@ -1,4 +1,4 @@
-"""A rank that does what its test says; started by ``ringcomm.cli.launch``."""
+"""A rank that does what its test says; started by ``ringcomm.launch``."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcomm.cli import corpus
-from ringcomm.cli.corpus import find_source, load, min_corpus_bytes
 from ringcomm.errors import ArgumentError
+from ringcomm.examples.gpt import corpus
+from ringcomm.examples.gpt.corpus import find_source, load, min_corpus_bytes
 
 
 def test_standard_library_is_the_default():

@@ -7,15 +7,12 @@ import json
 import pytest
 import torch
 
-from ringcomm.cli.config import STAGES, ModelConfig, TrainConfig
-from ringcomm.cli.demo_cases import COLLECTIVES, Place, fill, wrong_elems
-from ringcomm.cli.demo_collectives import Cell
-from ringcomm.cli.demo_rank import QUICK
-from ringcomm.cli.demo_report import Findings, record, summary
-from ringcomm.cli.demo_stages import Standing
-from ringcomm.cli.demo_stages_report import stages_head, stages_line
-from ringcomm.cli.demo_training import Result
-from ringcomm.cli.rank import World
+from ringcomm.cli.demo import QUICK
+from ringcomm.cli.demo_collectives import COLLECTIVES, Cell, Place, fill, wrong_elems
+from ringcomm.cli.demo_report import Findings, record, stages_head, stages_line, summary
+from ringcomm.cli.demo_training import Result, Standing
+from ringcomm.examples.gpt.config import STAGES, ModelConfig, TrainConfig
+from ringcomm.launch import World
 from tests.cli.processes import run
 
 GOOD_CELL = Cell("all_reduce", "plain", 4096, 400.0, 8.0, 50.0, 10, 0)

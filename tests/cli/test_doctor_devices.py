@@ -2,24 +2,23 @@
 
 import pytest
 
-from ringcomm.cli import doctor_devices
-from ringcomm.cli.doctor_checks import NOTE, OK
-from ringcomm.cli.doctor_devices import CONNECTIONS_VARIABLE, LOADING_VARIABLE, check_devices
+from ringcomm import cuda
+from ringcomm.cli import doctor
+from ringcomm.cli.doctor import CONNECTIONS_VARIABLE, LOADING_VARIABLE, NOTE, OK, check_devices
 from ringcomm.errors import UnsupportedError
-from ringcomm.memory import device_runtime
 from tests.support.emulator import EmulatedRuntime
 
 
 @pytest.fixture
 def runtime():
-    before = device_runtime.use(EmulatedRuntime(devices=2, multiprocessors=6))
+    before = cuda.use(EmulatedRuntime(devices=2, multiprocessors=6))
     yield
-    device_runtime.use(before)
+    cuda.use(before)
 
 
 def test_every_device_is_described(runtime, monkeypatch):
     monkeypatch.delenv(CONNECTIONS_VARIABLE, raising=False)
-    monkeypatch.setattr(doctor_devices, "describe_source", lambda capability: f"for {capability}")
+    monkeypatch.setattr(doctor, "describe_source", lambda capability: f"for {capability}")
     first, second, queues, _ = check_devices()
     assert (first.name, second.name) == ("gpu 0", "gpu 1")
     assert first.verdict == OK
@@ -32,7 +31,7 @@ def test_a_device_without_kernels_is_named(runtime, monkeypatch):
     def none(capability):
         raise UnsupportedError("no compiler")
 
-    monkeypatch.setattr(doctor_devices, "describe_source", none)
+    monkeypatch.setattr(doctor, "describe_source", none)
     first, *_ = check_devices()
     assert (first.verdict, first.advice) == (NOTE, "no compiler")
 
@@ -59,7 +58,7 @@ def test_without_a_device_the_reason_is_told(monkeypatch):
     def absent():
         raise UnsupportedError("no NVIDIA driver on this machine")
 
-    monkeypatch.setattr(device_runtime, "current", absent)
+    monkeypatch.setattr(cuda, "current", absent)
     (finding,) = check_devices()
     assert finding.verdict == NOTE
     assert "no NVIDIA driver" in finding.advice

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from ringcomm.cli import main
-from ringcomm.cli.estimate_table import count, number
-from ringcomm.zero.estimate_activations import activations
-from ringcomm.zero.estimate_model import Transformer
+from ringcomm.cli.estimate import count, number
+from ringcomm.zero.estimate import Transformer, activations
 from tests.cli.processes import run
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)

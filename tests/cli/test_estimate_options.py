@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringcomm.cli import main
-from ringcomm.cli.estimate_request import build_on_meta, parse_count
+from ringcomm.cli.estimate_figures import build_on_meta, parse_count
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
 MACHINE = ("--bandwidth-gbps", 25, "--peak-tflops", 100)

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from ringcomm.cli.config import ModelConfig, TrainConfig
-from ringcomm.cli.gpt import GPT, rotary_angles, rotate
 from ringcomm.errors import ArgumentError
+from ringcomm.examples.gpt.config import ModelConfig, TrainConfig
+from ringcomm.examples.gpt.model import GPT, rotary_angles, rotate
 
 SMALL = ModelConfig(width=16, depth=2, heads=2, context=8)
 

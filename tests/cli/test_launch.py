@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from ringcomm.cli import launch as launcher
-from ringcomm.cli.launch import Plan, launch, threads_per_rank
+from ringcomm import launch as launcher
+from ringcomm.launch import Plan, launch, threads_per_rank
 from tests.cli.processes import ROOT, is_running, ranks_of, start, wait_until
 
 MODULE = "tests.cli.scripted_rank"
@@ -61,7 +61,7 @@ def test_rank_that_ignores_sigterm_is_ended_all_the_same(monkeypatch, tmp_path):
 def test_ranks_end_with_their_launcher(number, tmp_path):
     config = json.dumps({"acts": ["sleep", "sleep"], "folder": str(tmp_path)})
     program = (
-        "import json, signal, sys; from ringcomm.cli.launch import Plan, launch;"
+        "import json, signal, sys; from ringcomm.launch import Plan, launch;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
         f"sys.exit(launch(Plan({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from ringcomm.cli.progress import ProgressBar
+from ringcomm.output import ProgressBar
 
 
 class Terminal(io.StringIO):

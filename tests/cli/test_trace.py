@@ -12,11 +12,10 @@ import torch
 
 import ringcomm
 from ringcomm.cli import main
-from ringcomm.cli.trace_chrome import chrome_text
-from ringcomm.cli.trace_live import live_recordings
-from ringcomm.cli.trace_report import report
-from ringcomm.comm import trace_file
-from ringcomm.comm.recording import RankRecording, Record, Recording
+from ringcomm.cli.trace import chrome_text, report
+from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder.live import live_recordings
+from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.errors import RingcommError
 from tests.support.faults import until_stopped
 from tests.support.ranks import Ranks

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringcomm.cli.training_launch import LAUNCHER_VARIABLES, launched_world
-from ringcomm.comm.environment import LAUNCHERS
+from ringcomm.launch import LAUNCHER_VARIABLES, launched_world
+from ringcomm.rendezvous.environment import LAUNCHERS
 from tests.cli.processes import is_running, ranks_of, run, start, train_arguments, wait_until
 from tests.cli.train_runs import without_measurements
 

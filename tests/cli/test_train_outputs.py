@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ringcomm.cli.config import ModelConfig
-from ringcomm.cli.gpt import GPT
+from ringcomm.examples.gpt.config import ModelConfig
+from ringcomm.examples.gpt.model import GPT
 from tests.cli.processes import run, train_arguments
 
 STEPS = 4

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringcomm.cli.training_outcome import Outcome, RankMemory
-from ringcomm.cli.training_plot import as_text, curve, draw
 from ringcomm.errors import ArgumentError
+from ringcomm.examples.gpt.report import Outcome, RankMemory, as_text, curve, draw
 
 MB = 10**6
 OUTCOME = Outcome(

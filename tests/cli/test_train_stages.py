@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringcomm.cli.config import STAGES
+from ringcomm.examples.gpt.config import STAGES
 from tests.cli.train_runs import train_all, without_measurements
 
 STEPS = 5

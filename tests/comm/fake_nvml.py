@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from ringcomm.comm.topology import Gpu, Topology
-from ringcomm.comm.topology_file import load
+from ringcomm.comm.topology.model import Gpu, Topology, load
 
 RECORDINGS = Path(__file__).parent / "topologies"
 NAMES = sorted(path.stem for path in RECORDINGS.glob("*.json"))

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as torch_dist
 
 import ringcomm as dist
-from ringcomm import ArgumentError
-from ringcomm.memory import device_heap, device_runtime
+from ringcomm import ArgumentError, cuda
+from ringcomm.memory import device_heap
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import COMPILER
 
@@ -28,12 +28,12 @@ class TwoDevices(EmulatedRuntime):
 def runtime(monkeypatch) -> Iterator[EmulatedRuntime]:
     monkeypatch.setenv("RINGCOMM_CUDA_HEAP_BYTES", "16M")
     runtime = TwoDevices(devices=2, memory_bytes=64 << 20)
-    before = device_runtime.use(runtime)
+    before = cuda.use(runtime)
     yield runtime
     if dist.is_initialized():
         dist.destroy_process_group()
     device_heap.close_heaps()
-    device_runtime.use(before)
+    cuda.use(before)
 
 
 def start(**arguments: object) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ringcomm import _native
-from ringcomm.comm.recorder_block import read_block, read_header
-from ringcomm.comm.recording import Recording
-from ringcomm.comm.trace_file import Trace, read, text_of
+from ringcomm.comm.recorder.records import Recording, read_block, read_header
+from ringcomm.comm.recorder.trace_file import Trace, read, text_of
 from ringcomm.errors import RingcommError
-from ringcomm.memory.heap import process_heap
+from ringcomm.memory.host_heap import process_heap
 
 COLLECTIVES, MESSAGES = 0, 1
 WORDS = _native.call_words(64, 1, 11, 0, 1)

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import TCPStore
 
 from ringcomm import ArgumentError, Communicator, RendezvousError, UnsupportedError
-from ringcomm.comm import node_store
-from ringcomm.comm.environment import read_environment
+from ringcomm.rendezvous import environment
+from ringcomm.rendezvous.environment import read_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60
@@ -154,7 +154,7 @@ def _is_open_mpi(mpirun: str) -> bool:
 
 def test_meeting_on_a_node_without_rank_0():
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: waited 0\.3 s for rank 0"):
-        node_store.meet_on_node(1, 2, 0.3)
+        environment.meet_on_node(1, 2, 0.3)
 
 
 def _listens_at(port: int) -> set[str]:
@@ -167,7 +167,7 @@ def _listens_at(port: int) -> set[str]:
 
 
 def test_the_store_of_a_node_listens_on_loopback_only():
-    store = node_store.meet_on_node(0, 1, 10.0)
+    store = environment.meet_on_node(0, 1, 10.0)
     assert isinstance(store, TCPStore)
     loopback = int.from_bytes(socket.inet_aton("127.0.0.1"), sys.byteorder)
     assert _listens_at(store.port) == {f"{loopback:08X}"}
@@ -186,9 +186,9 @@ def test_another_users_process_learns_no_port(monkeypatch):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    monkeypatch.setattr(node_store, "_peer_uid", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(environment, "_peer_uid", lambda connection: os.getuid() + 1)
     server = threading.Thread(
-        target=node_store._hand_out, args=(listener, 1234, 1, time.monotonic() + 1.0)
+        target=environment._hand_out, args=(listener, 1234, 1, time.monotonic() + 1.0)
     )
     server.start()
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -196,7 +196,7 @@ def test_another_users_process_learns_no_port(monkeypatch):
         assert stranger.recv(2) == b""
     server.join()
     with pytest.raises(RendezvousError, match="did not come"):
-        node_store._ask_port(address, time.monotonic() + 0.2, "test", 0.2)
+        environment._ask_port(address, time.monotonic() + 0.2, "test", 0.2)
 
 
 def test_slurm_ranks_meet_by_their_job():

@@ -212,7 +212,7 @@ def _forks(store, rank, world):
             comm.abort("must not reach the parent")
             comm.close()
             group.close()
-            ringcomm.comm.live_engines.close_all()
+            ringcomm.comm.engine.close_all()
         finally:
             os.write(writer, text.encode())
             os._exit(0)

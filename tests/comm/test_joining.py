@@ -16,8 +16,8 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import Communicator, RendezvousError, RingcommError, _native
-from ringcomm.memory.exchange import HeapHandle, machine_identity
-from ringcomm.memory.heap import process_heap
+from ringcomm.memory.host_heap import process_heap
+from ringcomm.rendezvous.handles import HeapHandle, machine_identity
 from tests.support.ranks import run_ranks
 
 NOBODY = 65534

@@ -15,10 +15,11 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, Communicator, RendezvousError, RingcommError, _native
-from ringcomm.comm import device_watch, node_store
-from ringcomm.comm.call_queue import CallQueue
-from ringcomm.zero.gathering import HostCopier
-from ringcomm.zero.trace import Trace
+from ringcomm.comm.calls import CallQueue
+from ringcomm.comm.device import lifecycle
+from ringcomm.rendezvous import environment
+from ringcomm.zero.gather import HostCopier
+from ringcomm.zero.profile import Trace
 from tests.support.ranks import Ranks
 
 T = torch.ones
@@ -226,16 +227,16 @@ def test_the_watch_for_processes_on_devices(how: str, monkeypatch: pytest.Monkey
     until(lambda: not named("ringcomm-watch"))
     native: Any = Lost()
     pid = _ends_at_once()
-    processes = {3: device_watch.process_of(pid)}
+    processes = {3: lifecycle.process_of(pid)}
     if how == "refused":
         with no_threads(), pytest.raises(RingcommError, match="was not built"):
-            device_watch.watch(native, processes)
+            lifecycle.watch(native, processes)
     else:
         with interrupted(monkeypatch, how.endswith("runs")):
-            device_watch.watch(native, processes)
-    watched = device_watch.watch(native, processes)
+            lifecycle.watch(native, processes)
+    watched = lifecycle.watch(native, processes)
     until(lambda: native.ranks == {3})
-    device_watch.unwatch(watched)
+    lifecycle.unwatch(watched)
     until(lambda: not named("ringcomm-watch"))
     os.waitpid(pid, 0)
 
@@ -245,7 +246,7 @@ def test_a_meeting_on_a_node_without_a_thread() -> None:
     arguments = (address, 2, time.monotonic() + SOON_S, "meeting", SOON_S)
     for _ in range(2):  # the first one left the address free
         with no_threads(), pytest.raises(RendezvousError, match="meeting: expected to start"):
-            node_store._serve(*arguments)
+            environment._serve(*arguments)
 
 
 def test_a_local_world_without_threads() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.comm import plain_objects
-from ringcomm.comm.plain_objects import DEEPEST, MAGIC, pack, unpack
+from ringcomm.comm import object_codec
+from ringcomm.comm.object_codec import DEEPEST, MAGIC, pack, unpack
 from ringcomm.errors import CorruptedError, RingcommError
 
 LONG = "x" * 10**6
@@ -122,8 +122,8 @@ def test_no_memory_is_an_error_of_ringcomm(monkeypatch):
     def no_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(plain_objects, "value_of", no_memory)
-    monkeypatch.setattr(plain_objects, "leaf_of", no_memory)
+    monkeypatch.setattr(object_codec, "value_of", no_memory)
+    monkeypatch.setattr(object_codec, "leaf_of", no_memory)
     with pytest.raises(RingcommError, match=r"op: this rank has no memory to unpack .* of rank 1"):
         unpack(raw, "op", 1)
     with pytest.raises(RingcommError, match="op: this rank has no memory to pack"):
@@ -136,6 +136,6 @@ def test_the_place_is_not_built_for_what_is_plain(monkeypatch):
     def shown(value: object) -> str:
         raise AssertionError(value)
 
-    monkeypatch.setattr(plain_objects, "shown", shown)
+    monkeypatch.setattr(object_codec, "shown", shown)
     value = {f"k{i}": [i, {"x": i}] for i in range(1000)}
     assert _unpack_of(value) == value

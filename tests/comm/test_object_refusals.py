@@ -7,7 +7,7 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, CorruptedError, UnsupportedError
-from ringcomm.comm import object_parcels, plain_objects
+from ringcomm.comm import object_codec, objects
 from ringcomm.errors import ArgumentError, RingcommError
 
 
@@ -80,7 +80,7 @@ def test_an_object_larger_than_agreed():
 
 @pytest.mark.parametrize("size", [0, -(10**6), 2**62])
 def test_sizes_that_nobody_may_announce(size, monkeypatch):
-    monkeypatch.setattr(object_parcels.Parcel, "told_size", size)
+    monkeypatch.setattr(objects.Parcel, "told_size", size)
 
     def body(comm):
         with pytest.raises(CorruptedError, match=f"rank 0 announced an object of {size} bytes"):
@@ -101,8 +101,8 @@ def test_a_rank_without_memory_ends_the_others_at_once(monkeypatch):
                 raise MemoryError
             return bytearray(size)
 
-    SIZE = len(plain_objects.pack("x" * 3000, "op"))
-    monkeypatch.setattr(object_parcels, "bytearray", Scarce, raising=False)
+    SIZE = len(object_codec.pack("x" * 3000, "op"))
+    monkeypatch.setattr(objects, "bytearray", Scarce, raising=False)
 
     def body(comm):
         # Rank 0 makes room for what rank 1 has; rank 1 waits for rank 0.
@@ -123,13 +123,13 @@ def test_a_rank_without_memory_ends_the_others_at_once(monkeypatch):
 def test_ranks_make_no_room_for_what_others_send_elsewhere(monkeypatch):
     """Neither gather nor scatter pads to the largest."""
     made: dict[str, list[int]] = {}
-    room = object_parcels.Codec.room
+    room = objects.Codec.room
 
     def counted(self: Any, size_bytes: int, sender: int) -> Any:
         made.setdefault(self.where, []).append(size_bytes)
         return room(self, size_bytes, sender)
 
-    monkeypatch.setattr(object_parcels.Codec, "room", counted)
+    monkeypatch.setattr(objects.Codec, "room", counted)
     large = torch.arange(10_000)
 
     def body(comm):

@@ -12,8 +12,8 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, UnsupportedError
-from ringcomm.comm.object_parcels import Codec, Parcel
-from ringcomm.comm.plain_objects import pack, unpack
+from ringcomm.comm.object_codec import pack, unpack
+from ringcomm.comm.objects import Codec, Parcel
 from ringcomm.errors import ArgumentError
 
 VALUES: tuple[Any, ...] = (

@@ -10,9 +10,9 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, ArgumentError, CommOptions, RingcommError
-from ringcomm.comm import recorder_block as format
-from ringcomm.comm import trace_file
-from ringcomm.comm.recorder_block import read_block, read_header, unstable_records
+from ringcomm.comm.recorder import records as format
+from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder.records import read_block, read_header, unstable_records
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 

@@ -21,10 +21,10 @@ from ringcomm import (
     RendezvousError,
     RingcommError,
     UnsupportedError,
+    json_reader,
 )
-from ringcomm.memory import records
-from ringcomm.memory.exchange import Exchange, HeapHandle, Meeting, machine_identity
-from ringcomm.memory.heap import process_heap
+from ringcomm.memory.host_heap import process_heap
+from ringcomm.rendezvous.handles import Exchange, HeapHandle, Meeting, machine_identity
 from tests.support.ranks import run_ranks
 
 
@@ -123,7 +123,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_posts(changes, words):
 
 
 def test_what_a_terminal_obeys_is_noticed(monkeypatch):
-    monkeypatch.setattr(records, "printable", lambda text: text)
+    monkeypatch.setattr(json_reader, "printable", lambda text: text)
     text = str(_rank_0_meets(json.dumps({"version": 1, "error": ESCAPES})))
     assert ESCAPES in text and not text.isprintable()
 

@@ -7,8 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from ringcomm.comm.topology import Gpu, NvLinks, Pair, Topology, plain_bus_id, weaker
-from ringcomm.comm.topology_file import from_json, load, save, to_json
+from ringcomm.comm.topology.model import (
+    Gpu,
+    NvLinks,
+    Pair,
+    Topology,
+    from_json,
+    load,
+    plain_bus_id,
+    save,
+    to_json,
+    weaker,
+)
 from ringcomm.errors import ArgumentError
 from tests.comm.fake_nvml import NAMES, RECORDINGS, recorded
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringcomm.comm.topology import Gpu, NvLinks, Pair, Topology
-from ringcomm.comm.topology_plan import Plan, host_plan, plan, rings_gbps
+from ringcomm.comm.topology.model import Gpu, NvLinks, Pair, Topology
+from ringcomm.comm.topology.plan import Plan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
 from tests.comm.fake_nvml import ELSEWHERE, recorded
 

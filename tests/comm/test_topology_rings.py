@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm.comm.topology_rings import best_ring, disjoint_rings, hops
+from ringcomm.comm.topology.plan import best_ring, disjoint_rings, hops
 
 
 def matrix(count, links):
@@ -120,7 +120,7 @@ def test_complete_graphs(count, links, total):
 
 
 def test_a_search_that_runs_out_of_steps_keeps_what_it_has(monkeypatch):
-    monkeypatch.setattr("ringcomm.comm.topology_rings.SEARCH_STEPS", 3)
+    monkeypatch.setattr("ringcomm.comm.topology.plan.SEARCH_STEPS", 3)
     rings, per_hop = disjoint_rings(uniform(8, 2))
     check(uniform(8, 2), rings, per_hop)
     assert len(rings) * per_hop == 4

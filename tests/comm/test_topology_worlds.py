@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm.comm.topology import LEVELS, Gpu, NvLinks, Pair, Topology
-from ringcomm.comm.topology_plan import plan
+from ringcomm.comm.topology.model import LEVELS, Gpu, NvLinks, Pair, Topology
+from ringcomm.comm.topology.plan import plan
 from tests.comm.fake_nvml import ELSEWHERE
 
 

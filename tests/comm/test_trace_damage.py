@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, MismatchError
-from ringcomm.comm import trace_file
-from ringcomm.comm.flight_recorder import KEPT_RECORDS
-from ringcomm.comm.recorder_block import HEADER_BYTES, RECORD_BYTES, read_block, read_header
-from ringcomm.comm.recording import Recording
+from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder.reader import KEPT_RECORDS
+from ringcomm.comm.recorder.records import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    Recording,
+    read_block,
+    read_header,
+)
 from tests.support.forgery import Region
 
 T = torch.ones

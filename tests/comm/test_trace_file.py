@@ -11,8 +11,8 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, MismatchError, RingcommError
-from ringcomm.comm import flight_recorder, trace_file
-from ringcomm.comm.recording import Recording
+from ringcomm.comm.recorder import reader, trace_file
+from ringcomm.comm.recorder.records import Recording
 from tests.support.ranks import Ranks
 
 T = torch.ones
@@ -90,7 +90,7 @@ def test_a_trace_that_cannot_be_written_does_not_mask_the_fault(tmp_path, monkey
 
 def test_a_file_system_that_hangs_does_not_hold_up_the_fault(folder, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(flight_recorder, "LIMIT_S", 0.05)
+    monkeypatch.setattr(reader, "LIMIT_S", 0.05)
     monkeypatch.setattr(trace_file, "directory", lambda: released.wait(60) and None)
     told = mismatch()
     released.set()
@@ -213,7 +213,7 @@ def test_a_second_interrupt_leaves_the_communicator_unusable(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(flight_recorder.FlightRecorder, "explained", interrupted)
+    monkeypatch.setattr(reader.FlightRecorder, "explained", interrupted)
 
     def body(comm):
         with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.memory.heap import process_heap
+from ringcomm.memory.host_heap import process_heap
 
 METHODS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 

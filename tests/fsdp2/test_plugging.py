@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringcomm
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError
 from ringcomm.fsdp2 import plug, unplug
-from ringcomm.memory import exchange
+from ringcomm.rendezvous import handles
 from tests.c10d.rank_pool import default_group
 from tests.fsdp2 import spy
 from tests.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
@@ -163,12 +163,12 @@ def refusals(rank, world_size):
 
 def on_several_machines(rank, world_size):
     """Refused on all ranks, with nothing left behind, and the model trains as before."""
-    host, boot, namespace = exchange.machine_identity()
+    host, boot, namespace = handles.machine_identity()
     elsewhere = (f"{host}-{rank}", boot, namespace)
     net = sharded(init_device_mesh("cpu", (world_size,)))
     before_bytes = used_bytes()
     with (
-        mock.patch("ringcomm.comm.host_meeting.machine_identity", lambda: elsewhere),
+        mock.patch("ringcomm.comm.meeting.machine_identity", lambda: elsewhere),
         # UnsupportedError, or that of the rank that found out first.
         pytest.raises(RingcommError, match=rf"on one machine, but rank .* {host}-.* {host}-"),
     ):

@@ -133,7 +133,7 @@ def test_not_a_member(worlds):
 @pytest.mark.parametrize("op", ["MAX", "PRODUCT", "BOR"])
 def test_an_operator_called_directly_has_no_gradient_either(op):
     with ringcomm.local_world(1) as world:
-        key = F.places.key_of(world[0])
+        key = F.traced_groups.key_of(world[0])
         mine = G(2)
         for operator in (torch.ops.ringcomm.all_reduce, torch.ops.ringcomm.reduce_scatter):
             if op == "BOR":
@@ -147,7 +147,7 @@ def test_an_operator_called_directly_has_no_gradient_either(op):
 
 def test_an_unknown_op_name():
     with ringcomm.local_world(1) as world:
-        key = F.places.key_of(world[0])
+        key = F.traced_groups.key_of(world[0])
         with pytest.raises(ArgumentError, match=r"expected a torch\.distributed\.ReduceOp"):
             torch.ops.ringcomm.all_reduce(T(2), "sum", 1.0, key, 1)
 

@@ -14,7 +14,7 @@ from torch.library import opcheck
 import ringcomm
 from ringcomm import ArgumentError, Communicator, RingcommError
 from ringcomm import functional as F
-from ringcomm.functional import places
+from ringcomm.functional import traced_groups
 
 ops = torch.ops.ringcomm
 # The arguments between the tensor and the group.
@@ -44,7 +44,7 @@ def alone(name: str = "alone") -> Communicator:
 def test_opcheck(name, arguments, dtype):
     operator = getattr(ops, name).default
     with alone() as comm:
-        key = places.key_of(comm)
+        key = traced_groups.key_of(comm)
         tensor = torch.arange(12).view(4, 3).to(dtype)
         opcheck(operator, (tensor, *arguments, key, 1))
         if dtype is not torch.int32:
@@ -57,7 +57,7 @@ def test_shapes_are_those_of_the_kernels(worlds, name, arguments):
     operator = getattr(ops, name)
 
     def body(comm):
-        key = places.key_of(comm)
+        key = traced_groups.key_of(comm)
         tensor = torch.ones(4, 3)
         return operator(tensor, *arguments, key, 2), operator(tensor.to("meta"), *arguments, key, 2)
 
@@ -127,7 +127,7 @@ def test_bad_shapes_show_while_tracing(name, arguments, message):
 def test_a_key_says_the_same_in_every_process(worlds):
     def body(comm):
         with comm.new_group([0, 2]) or comm.new_group([1]) as group:
-            return places.key_of(comm), places.key_of(group)
+            return traced_groups.key_of(comm), traced_groups.key_of(group)
 
     keys = worlds(3).run(body)
     assert keys == [
@@ -139,29 +139,29 @@ def test_a_key_says_the_same_in_every_process(worlds):
 
 def test_of_two_with_one_name_each_has_its_key():
     with alone("twin") as first, alone("twin") as second:
-        keys = [places.key_of(each) for each in (first, second, first, second)]
+        keys = [traced_groups.key_of(each) for each in (first, second, first, second)]
         assert keys == ["twin:0/1", "twin:0/1#1"] * 2
-        assert places.find("twin:0/1", 1, "test") is first
-        assert places.find("twin:0/1#1", 1, "test") is second
+        assert traced_groups.find("twin:0/1", 1, "test") is first
+        assert traced_groups.find("twin:0/1#1", 1, "test") is second
 
 
 def test_a_key_goes_to_the_next_one_of_its_name():
     first = alone("heir")
-    key = places.key_of(first)
+    key = traced_groups.key_of(first)
     first.close()
     with alone("heir") as second:
-        assert places.key_of(second) == key
-        assert places.find(key, 1, "test") is second
+        assert traced_groups.key_of(second) == key
+        assert traced_groups.find(key, 1, "test") is second
         # The old one is not taken for the new one.
-        assert places.key_of(first) != key
+        assert traced_groups.key_of(first) != key
         with pytest.raises(ringcomm.AbortedError, match="was closed"):
             F.all_gather(torch.ones(1), first)
-        assert places.key_of(second) == key
+        assert traced_groups.key_of(second) == key
     third = alone("heir")
-    assert places.key_of(third) == key
+    assert traced_groups.key_of(third) == key
     del third
     with pytest.raises(RingcommError, match=r"test: the communicator 'heir:0/1' is gone"):
-        places.find(key, 1, "test")
+        traced_groups.find(key, 1, "test")
 
 
 def test_keys_are_handed_out_once():
@@ -172,14 +172,14 @@ def test_keys_are_handed_out_once():
 
     def ask(comm):
         start.wait()
-        keys.extend(places.key_of(comm) for _ in range(50))
+        keys.extend(traced_groups.key_of(comm) for _ in range(50))
 
     threads = [threading.Thread(target=ask, args=(comm,)) for comm in group]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(set(keys)) == sorted(places.key_of(comm) for comm in group)
+    assert sorted(set(keys)) == sorted(traced_groups.key_of(comm) for comm in group)
     assert len(set(keys)) == 8
     for comm in group:
         comm.close()
@@ -187,12 +187,12 @@ def test_keys_are_handed_out_once():
 
 def test_the_empty_key_is_the_default_group(worlds):
     def body(comm):
-        assert places.find("", 2, "test") is comm
+        assert traced_groups.find("", 2, "test") is comm
         with pytest.raises(ArgumentError, match="expected the default group to have 3 ranks"):
-            places.find("", 3, "test")
+            traced_groups.find("", 3, "test")
         output = ops.all_gather(torch.tensor([comm.rank]), "", 2)
         assert output.tolist() == [0, 1]
 
     worlds(2).run(body)
     with pytest.raises(RingcommError, match="expected a default group"):
-        places.find("", 2, "test")
+        traced_groups.find("", 2, "test")

@@ -14,11 +14,11 @@ import pytest
 
 import ringcomm
 from bench import options as bench_options
-from ringcomm.cli import doctor_checks, main
-from ringcomm.comm import trace_file
-from ringcomm.comm.environment import LAUNCHERS, read_environment
+from ringcomm.cli import doctor, main
+from ringcomm.comm.recorder import trace_file
 from ringcomm.errors import ArgumentError, RingcommError
-from ringcomm.memory.heap import parse_bytes
+from ringcomm.memory.host_heap import parse_bytes
+from ringcomm.rendezvous.environment import LAUNCHERS, read_environment
 from tests.fuzz.mutations import SCALE
 
 
@@ -80,7 +80,7 @@ def nothing_starts(monkeypatch, tmp_path):
     for name in ("Popen", "run", "call", "check_output"):
         monkeypatch.setattr(subprocess, name, start)
     monkeypatch.setattr("ringcomm.cli.train.launch", start)
-    monkeypatch.setattr(doctor_checks, "check_self_test", start)
+    monkeypatch.setattr(doctor, "check_self_test", start)
     for _, *names in LAUNCHERS:
         for name in names:
             monkeypatch.delenv(name, raising=False)

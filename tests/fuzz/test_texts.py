@@ -19,13 +19,14 @@ import torch
 from torch.distributed import HashStore
 
 from ringcomm import Communicator, CorruptedError, RingcommError, _native
-from ringcomm.comm import plain_objects, topology_file
+from ringcomm.comm import object_codec
+from ringcomm.comm.topology import model
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RendezvousError
+from ringcomm.json_reader import read_record
 from ringcomm.memory.device_peers import DeviceHandle
-from ringcomm.memory.exchange import HeapHandle, machine_identity
-from ringcomm.memory.heap import process_heap
-from ringcomm.memory.records import read_record
+from ringcomm.memory.host_heap import process_heap
 from ringcomm.optim.agreement import difference_in_words, read_description
+from ringcomm.rendezvous.handles import HeapHandle, machine_identity
 from ringcomm.zero.checkpoint import Checkpoints, Reader
 from ringcomm.zero.checkpoint.manifest import Manifest
 from tests.fuzz.mutations import SCALE, mutated, text_of
@@ -137,14 +138,14 @@ def test_topologies():
     assert sound
     for _ in range(600 * SCALE):
         text = text_of(chance.choice(sound), chance).decode("utf-8", "replace")
-        refuses_only_with((ArgumentError,), partial(topology_file.from_json, text, "file"))
+        refuses_only_with((ArgumentError,), partial(model.from_json, text, "file"))
 
 
 def test_a_rate_too_large_for_a_float():
     sound = json.loads((TOPOLOGIES / "dgx_1v.json").read_text())
     sound["pairs"][0]["nvlinks"]["link_gbps"] = 10**400
     with pytest.raises(ArgumentError, match=r"link_gbps.*too large"):
-        topology_file.from_json(json.dumps(sound), "file")
+        model.from_json(json.dumps(sound), "file")
 
 
 OBJECT = {
@@ -159,7 +160,7 @@ OBJECT = {
 
 
 def _junk_object(chance: Random) -> bytes:
-    raw = bytes(plain_objects.pack(OBJECT, "op"))
+    raw = bytes(object_codec.pack(OBJECT, "op"))
     size = int.from_bytes(raw[4:12], "little")
     blob = raw[12 + size :]
     kind = chance.randrange(4)
@@ -169,14 +170,14 @@ def _junk_object(chance: Random) -> bytes:
     if kind == 1:
         return raw[: chance.randrange(len(raw))]
     text = text_of(json.loads(raw[12 : 12 + size]), chance)
-    return plain_objects.MAGIC + len(text).to_bytes(8, "little") + text + blob
+    return object_codec.MAGIC + len(text).to_bytes(8, "little") + text + blob
 
 
 def test_objects():
     chance = Random(15)
     for _ in range(2000 * SCALE):
         raw = memoryview(bytearray(_junk_object(chance)))
-        refuses_only_with((CorruptedError,), partial(plain_objects.unpack, raw, "op", 1), 700)
+        refuses_only_with((CorruptedError,), partial(object_codec.unpack, raw, "op", 1), 700)
 
 
 DESCRIBED = {

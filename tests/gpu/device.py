@@ -17,10 +17,9 @@ from unittest import mock
 import torch
 
 import ringcomm
-from ringcomm import Communicator
+from ringcomm import Communicator, cuda
 from ringcomm.c10d.comm_argument import CommArgument
-from ringcomm.memory import device_runtime
-from ringcomm.optim.sharded_adam import ShardedAdam
+from ringcomm.optim.adamw import ShardedAdam
 from tests.support.device_worlds import Devices
 
 T = TypeVar("T")
@@ -39,7 +38,7 @@ _HELD_S = 60.0
 
 
 def _runtime() -> Any:
-    return device_runtime.current()
+    return cuda.current()
 
 
 @contextmanager

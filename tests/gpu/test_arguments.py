@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import ArgumentError
-from ringcomm.memory import device_runtime
+from ringcomm import ArgumentError, cuda
 from tests.gpu.device import DEVICE, PLAIN, REAL, on_host
 from tests.gpu.worlds import TIMEOUT_S, one_launch_world
 
@@ -82,7 +81,7 @@ def test_lists_that_do_not_fit_are_refused(gpu_worlds, call, words):
 
 
 def test_no_such_device():
-    for device in (f"cuda:{device_runtime.current().device_count()}", "xpu:0", "gpu"):
+    for device in (f"cuda:{cuda.current().device_count()}", "xpu:0", "gpu"):
         with pytest.raises(ringcomm.RingcommError, match=device):
             one_launch_world(1, on=device)
 

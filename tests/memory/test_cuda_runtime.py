@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from ringcomm.cuda import build, cupy
+from ringcomm.cuda.cupy import CudaDriver, CudaRuntime
 from ringcomm.errors import RingcommError, UnsupportedError
-from ringcomm.memory import cuda_driver, kernel_build
-from ringcomm.memory.cuda_driver import CudaDriver
-from ringcomm.memory.cuda_runtime import CudaRuntime
 from tests.support.emulator.library import COMPILER
 
 UUID = "1b2c0000-0000-0000-0000-00000000beef"
@@ -316,7 +315,7 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
         units.append((unit, capability))
         return b"image"
 
-    monkeypatch.setattr(kernel_build, "load_unit", load_unit)
+    monkeypatch.setattr(build, "load_unit", load_unit)
     stack.modules.answers |= {
         "moduleLoadData": 5,
         "moduleGetFunction": 6,
@@ -353,8 +352,8 @@ def refuse_prebuilt(stack: Stack, monkeypatch, status: int, maker: str | None) -
             raise CUDADriverError("CUDA_ERROR_X: what it means", status)
         return 5
 
-    monkeypatch.setattr(kernel_build, "load_unit", load_unit)
-    monkeypatch.setattr(kernel_build, "prebuilt_by", lambda unit, capability: maker)
+    monkeypatch.setattr(build, "load_unit", load_unit)
+    monkeypatch.setattr(build, "prebuilt_by", lambda unit, capability: maker)
     stack.modules.answers |= {
         "moduleLoadData": module,
         "moduleGetFunction": 6,
@@ -414,7 +413,7 @@ def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, monkeypatch, load
     source.write_text(LIBCUDA)
     options = ["-shared", "-fPIC", *(["-DLOADS"] if loads else [])]
     subprocess.run([str(COMPILER), *options, str(source), "-o", str(library)], check=True)
-    monkeypatch.setattr(cuda_driver, "DRIVER_LIBRARY", str(library))
+    monkeypatch.setattr(cupy, "DRIVER_LIBRARY", str(library))
     driver, mode = CudaDriver(), ctypes.CDLL(str(library)).test_mode
     with driver.outside_captures():
         assert mode() == 2  # relaxed

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import FileStore
 
 import ringcomm
-from ringcomm import ArgumentError, HeapError, UnsupportedError
-from ringcomm.memory import device_heap, device_runtime
+from ringcomm import ArgumentError, HeapError, UnsupportedError, cuda
+from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import PAGE_BYTES
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import COMPILER
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 def use(**options: int) -> EmulatedRuntime:
     runtime = EmulatedRuntime(**options)  # type: ignore[arg-type]
-    device_runtime.use(runtime)
+    cuda.use(runtime)
     return runtime
 
 
@@ -42,7 +42,7 @@ def runtime(monkeypatch) -> Iterator[EmulatedRuntime]:
         Gate.closed[0].open()
     device_heap.close_heaps()
     assert runtime.allocated() == []
-    device_runtime.use(None)
+    cuda.use(None)
 
 
 class Gate:
@@ -92,7 +92,7 @@ def test_each_device_has_a_heap_of_its_own(runtime):
     with runtime.on_device(1):
         assert runtime.device_of(ringcomm.empty(1, device="cuda")) == 1
     host = ringcomm.empty(100, device="cpu")
-    assert ringcomm.memory.heap.process_heap().contains(host.data_ptr(), 400)
+    assert ringcomm.memory.host_heap.process_heap().contains(host.data_ptr(), 400)
 
 
 def test_a_view_keeps_its_memory_and_the_last_one_gives_it_back(runtime):
@@ -307,7 +307,7 @@ class OfOneProcess(EmulatedRuntime):
 
 def _forks(store, rank, world):
     runtime = OfOneProcess()
-    device_runtime.use(runtime)
+    cuda.use(runtime)
     kept = [ringcomm.empty(100_000, device="cuda") for _ in range(4)]
     before = used()
     child = os.fork()

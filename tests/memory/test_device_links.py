@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from ringcomm import cuda
+from ringcomm.comm.device.communicator import LINE_BYTES, Links, prove_links
 from ringcomm.errors import RendezvousError
-from ringcomm.memory import device_heap, device_runtime
-from ringcomm.memory.device_blocks import DeviceHeap
-from ringcomm.memory.device_links import LINE_BYTES, Links, prove_links
+from ringcomm.memory import device_heap
+from ringcomm.memory.device_heap import DeviceHeap
 from ringcomm.memory.device_peers import DeviceHandle, map_device_heap
 from tests.support.device_handles import (
     MIB,
@@ -35,10 +36,10 @@ DEADLINE_S = 20.0
 @pytest.fixture
 def heaps() -> Iterator[list[DeviceHeap]]:
     """Those of two devices."""
-    device_runtime.use(EmulatedRuntime(devices=2, memory_bytes=64 * MIB))
+    cuda.use(EmulatedRuntime(devices=2, memory_bytes=64 * MIB))
     yield [device_heap.device_heap(device) for device in range(2)]
     device_heap.close_heaps()
-    device_runtime.use(None)
+    cuda.use(None)
 
 
 def links_of(heap: DeviceHeap, rank: int, handles: list[DeviceHandle]) -> Links:
@@ -51,7 +52,7 @@ def prove(links: Links, timeout_s: float = DEADLINE_S) -> None:
 
 
 def _proves(store, rank, world):
-    device_runtime.use(EmulatedRuntime())
+    cuda.use(EmulatedRuntime())
     heap = device_heap.device_heap(0)
     for turn in range(2):  # the lines still hold the words of the turn before
         store.set(f"handle/{rank}", text_of(handle_of(heap, rank, world)))
@@ -86,7 +87,7 @@ class Copies(EmulatedRuntime):
 
 
 def _proves_with_liars(store, rank, world, liar):
-    device_runtime.use((Copies if rank == liar else EmulatedRuntime)())
+    cuda.use((Copies if rank == liar else EmulatedRuntime)())
     heap = device_heap.device_heap(0, 4 * MIB)
     links = links_of(heap, rank, meet(store, rank, world, heap))
     await_all(store, "mapped", world)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm import cuda
 from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
-from ringcomm.memory import device_heap, device_peers, device_runtime
+from ringcomm.memory import device_heap, device_peers
 from ringcomm.memory.device_peers import DeviceHandle, map_device_heap
 from tests.support.device_handles import MIB, await_all, handle_of, meet, text_of
 from tests.support.emulator import EmulatedRuntime
@@ -25,11 +26,11 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.fixture
 def runtime() -> Iterator[EmulatedRuntime]:
     made = EmulatedRuntime(devices=3, memory_bytes=64 * MIB, unreachable=frozenset({(0, 2)}))
-    device_runtime.use(made)
+    cuda.use(made)
     yield made
     device_heap.close_heaps()
     assert made.allocated() == made.opened() == []
-    device_runtime.use(None)
+    cuda.use(None)
 
 
 # ---- handles -------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_a_driver_without_ipc_serves_ranks_of_one_process(runtime, monkeypatch):
 
 def _shares_mappings(store, rank, world):
     runtime = EmulatedRuntime(devices=2)
-    device_runtime.use(runtime)
+    cuda.use(runtime)
     heap, second = device_heap.device_heap(0), device_heap.device_heap(1)
     handles = meet(store, rank, world, heap)
     first = [map_device_heap(handle, heap, "op") for handle in handles]
@@ -154,7 +155,7 @@ def test_a_heap_is_opened_once_and_closed_with_its_last_user():
 
 
 def _meets_an_impostor(store, rank, world):
-    device_runtime.use(EmulatedRuntime())
+    cuda.use(EmulatedRuntime())
     heap = device_heap.device_heap(0)
     peer = meet(store, rank, world, heap)[1 - rank]
     said = []
@@ -197,7 +198,7 @@ class Logs(EmulatedRuntime):
 def _closes_in_order(store, rank, world, path):
     runtime = Logs()
     runtime.log = Path(path) / str(rank)
-    device_runtime.use(runtime)
+    cuda.use(runtime)
     heap = device_heap.device_heap(0)
     globals()["kept"] = [map_device_heap(h, heap, "op") for h in meet(store, rank, world, heap)]
     # A communicator's turn comes before both.

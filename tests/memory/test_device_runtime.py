@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm import ArgumentError, ForkError, UnsupportedError
-from ringcomm.memory import cuda_detection, device_runtime
-from ringcomm.memory.cuda_runtime import make_cuda_runtime
-from ringcomm.memory.device_argument import find_device
+from ringcomm import ArgumentError, ForkError, UnsupportedError, cuda
+from ringcomm.cuda import find_device
+from ringcomm.cuda.cupy import make_cuda_runtime
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -107,7 +106,7 @@ def stack(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cuda_detection, "DRIVER_LIBRARY", "libcuda.so.1")
+    monkeypatch.setattr(cupy, "DRIVER_LIBRARY", "libcuda.so.1")
     return SimpleNamespace(cupy=cupy, runtime=runtime)
 
 
@@ -172,15 +171,15 @@ class TwoDevices:
 @pytest.fixture
 def two_devices() -> Any:
     runtime: Any = TwoDevices()
-    before = device_runtime.use(runtime)
+    before = cuda.use(runtime)
     yield runtime
-    assert device_runtime.use(before) is runtime
+    assert cuda.use(before) is runtime
 
 
 def test_use_sets_what_current_returns(two_devices):
-    assert device_runtime.current() is two_devices
-    assert device_runtime.use(None) is two_devices
-    assert device_runtime.use(two_devices) is None
+    assert cuda.current() is two_devices
+    assert cuda.use(None) is two_devices
+    assert cuda.use(two_devices) is None
 
 
 def test_devices_by_name(two_devices):
@@ -205,11 +204,11 @@ def test_a_forked_child_has_no_runtime(two_devices):
         code = 1
         try:
             try:
-                device_runtime.current()
+                cuda.current()
             except ForkError as error:
                 code = 0 if f"pid {os.getpid()}" in str(error) else 2
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert device_runtime.current() is two_devices
+    assert cuda.current() is two_devices

@@ -14,8 +14,8 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, HeapError
-from ringcomm.memory import heap as heap_module
-from ringcomm.memory.heap import parse_bytes, process_heap
+from ringcomm.memory import host_heap as heap_module
+from ringcomm.memory.host_heap import parse_bytes, process_heap
 from tests.support.exact import MOVABLE
 from tests.support.faults import shared_memory_files
 from tests.support.ranks import run_ranks
@@ -138,7 +138,7 @@ def test_fragmentation_is_bounded():
 
 
 def _fills_a_small_heap(store, rank, world):
-    ringcomm.memory.heap.process_heap(8 * MIB)
+    ringcomm.memory.host_heap.process_heap(8 * MIB)
     kept = ringcomm.zeros(4 * MIB, dtype=torch.uint8)
     with pytest.raises(HeapError) as raised:
         ringcomm.empty(5 * MIB, dtype=torch.uint8)

@@ -7,12 +7,10 @@ import threading
 
 import pytest
 
+from ringcomm.cuda import build, units
+from ringcomm.cuda.build import KernelBuilder, KernelCache, Nvrtc, Prebuilt
+from ringcomm.cuda.units import UNITS, Target
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.memory import kernel_build, kernel_units
-from ringcomm.memory.kernel_build import KernelBuilder, Prebuilt
-from ringcomm.memory.kernel_cache import KernelCache
-from ringcomm.memory.kernel_units import UNITS, Target
-from ringcomm.memory.nvrtc import Nvrtc
 from tests.support import nvrtc as wheel
 from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
@@ -34,10 +32,10 @@ def builder(tmp_path, tree, compiler):
     return builder_for(tree, compiler, tmp_path / "cache")
 
 
-def prebuilt_for(tree, folder, targets=kernel_units.PREBUILT):
+def prebuilt_for(tree, folder, targets=units.PREBUILT):
     """What a build with nvcc leaves."""
     folder.mkdir()
-    (folder / "units.json").write_text(kernel_units.manifest(tree, "nvcc 1.0", targets))
+    (folder / "units.json").write_text(units.manifest(tree, "nvcc 1.0", targets))
     for name in UNITS:
         (folder / f"{name}.fatbin").write_bytes(f"fatbin of {name}".encode())
     return Prebuilt.read(folder)
@@ -97,8 +95,8 @@ def change_identity(tree, compiler, patch):
 
 
 def change_options(tree, compiler, patch):
-    changed = (*kernel_units.OPTIONS, "-lineinfo")
-    patch.setattr("ringcomm.memory.kernel_build.OPTIONS", changed)
+    changed = (*units.OPTIONS, "-lineinfo")
+    patch.setattr("ringcomm.cuda.build.OPTIONS", changed)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_a_damaged_manifest_is_said(tmp_path, damage):
 
 
 def test_the_manifest_names_every_unit(tree):
-    record = json.loads(kernel_units.manifest(tree, "nvcc 1.0", kernel_units.PREBUILT))
+    record = json.loads(units.manifest(tree, "nvcc 1.0", units.PREBUILT))
     assert record["targets"] == ["sm_80", "sm_90a", "sm_100a", "compute_100"]
     assert set(record["sources"]) == set(UNITS)
     assert len(set(record["sources"].values())) == len(UNITS)
@@ -206,9 +204,9 @@ def test_a_description_says_where_kernels_come_from(tmp_path, tree, compiler, bu
 def nvrtc(monkeypatch):
     """The real compiler, where CuPy would bring it."""
     wheel.stand_in_for_cupy(monkeypatch)
-    kernel_build._compiler.cache_clear()
+    build._compiler.cache_clear()
     yield wheel
-    kernel_build._compiler.cache_clear()
+    build._compiler.cache_clear()
 
 
 def test_without_cupy_the_remedy_is_said(monkeypatch):
@@ -229,15 +227,15 @@ def test_without_nvrtc_the_remedy_is_said(nvrtc, monkeypatch):
 def test_nvrtc_compiles_the_sources_that_lie_here(tmp_path, nvrtc, monkeypatch):
     """The real sources and the real compiler, as a user's first call would."""
     monkeypatch.setenv("RINGCOMM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_build, "PREBUILT_FOLDER", tmp_path)
-    said = kernel_build.describe_source(HOPPER)
+    monkeypatch.setattr(build, "PREBUILT_FOLDER", tmp_path)
+    said = build.describe_source(HOPPER)
     assert said.startswith("sm_90a, compiled by NVRTC ")
     assert said.endswith(f"kept in {tmp_path}")
-    code = kernel_build.load_unit("move", HOPPER)
+    code = build.load_unit("move", HOPPER)
     assert code.startswith(b"\x7fELF")
     (kept,) = [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
     assert kept.read_bytes().endswith(code)
-    assert kernel_build.load_unit("move", HOPPER) == code
+    assert build.load_unit("move", HOPPER) == code
 
 
 def test_the_compilers_words_are_shown(tmp_path, tree, nvrtc):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from ringcomm.cuda import units
+from ringcomm.cuda.units import PREBUILT, UNITS, Target, best_target, compiler_target
 from ringcomm.errors import UnsupportedError
-from ringcomm.memory import kernel_units
-from ringcomm.memory.kernel_units import PREBUILT, UNITS, Target, best_target, compiler_target
 from tests.support.fake_compiler import make_tree
 
 
@@ -62,25 +62,25 @@ def test_there_is_a_unit_for_every_type_that_is_reduced():
 
 
 def test_the_build_reads_the_units_line_by_line(capsys):
-    kernel_units.main(["units"])
+    units.main(["units"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "move -DRINGCOMM_UNIT_MOVE"
     assert len(lines) == len(UNITS)
-    kernel_units.main(["targets"])
+    units.main(["targets"])
     assert capsys.readouterr().out.split() == [str(target) for target in PREBUILT]
-    kernel_units.main(["targets", "12.0", "8.9", "8.0", "7.5"])
+    units.main(["targets", "12.0", "8.9", "8.0", "7.5"])
     assert capsys.readouterr().out.split() == ["sm_80", "compute_100"]
-    kernel_units.main(["targets", "7.5"])
+    units.main(["targets", "7.5"])
     assert capsys.readouterr().out.split() == []
     with pytest.raises(SystemExit, match="expected options, targets, units or manifest"):
-        kernel_units.main(["nonsense"])
+        units.main(["nonsense"])
 
 
 def test_a_missing_header_is_said(tmp_path):
     tree = make_tree(tmp_path)
     (tree / "kernels/cuda/body.h").unlink()
     with pytest.raises(UnsupportedError, match=r"header 'kernels/cuda/body\.h' is missing"):
-        kernel_units.read_source(tree, UNITS["move"])
+        units.read_source(tree, UNITS["move"])
 
 
 def test_a_header_of_two_names_is_refused(tmp_path):
@@ -90,18 +90,18 @@ def test_a_header_of_two_names_is_refused(tmp_path):
         '#include "ringcomm/platform.h"\n#include "kernels/include/ringcomm/platform.h"\n'
     )
     with pytest.raises(UnsupportedError, match=r"as 'kernels/include/.* and as 'ringcomm/platf"):
-        kernel_units.read_source(tree, UNITS["move"])
+        units.read_source(tree, UNITS["move"])
 
 
 def test_fingerprints_keep_apart_what_runs_together():
     def of(**headers):
-        return kernel_units.UnitSource(UNITS["move"], "text", headers).fingerprint()
+        return units.UnitSource(UNITS["move"], "text", headers).fingerprint()
 
     assert len({of(), of(a="bc"), of(ab="c"), of(a="b", c=""), of(a="b", d="")}) == 5
 
 
 def test_sources_lie_in_the_tree():
-    root = kernel_units.source_root()
-    assert (root / kernel_units.SOURCE).is_file()
-    source = kernel_units.read_source(root, UNITS["move"])
+    root = units.source_root()
+    assert (root / units.SOURCE).is_file()
+    source = units.read_source(root, UNITS["move"])
     assert "ringcomm/platform.h" in source.headers

@@ -5,14 +5,14 @@ import os
 
 import ringcomm
 from ringcomm import Communicator
-from ringcomm.memory import peers
+from ringcomm.memory import host_heap
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
 
 def _mapped_heaps() -> int:
     gc.collect()
-    return len(peers._mapped)
+    return len(host_heap._mapped)
 
 
 def _shares_mappings(store, rank, world):

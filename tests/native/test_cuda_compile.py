@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm.cuda import units
+from ringcomm.cuda.units import UNITS
 from ringcomm.errors import UnsupportedError
-from ringcomm.memory import kernel_units
-from ringcomm.memory.kernel_units import UNITS
 from tests.support import cuda_checks as checks
 from tests.support import cuda_code
 from tests.support.cuda_code import compile_unit, output_of, tool
@@ -123,7 +123,7 @@ class TestUnits:
 
 
 def test_every_header_is_compiled():
-    source = kernel_units.read_source(kernel_units.source_root(), UNITS["move"])
+    source = units.read_source(units.source_root(), UNITS["move"])
     headers = {f"ringcomm/{p.name}" for p in (ROOT / "kernels/include/ringcomm").glob("*.h")}
     assert headers <= source.headers.keys()
 
@@ -142,7 +142,7 @@ def nvcc_units():
 
 def nvcc_targets():
     """Machine code for one architecture, and the PTX, show that nvcc takes the sources."""
-    return [t for t in kernel_units.PREBUILT if EVERYTHING or t.ptx or str(t) == MAIN_TARGET]
+    return [t for t in units.PREBUILT if EVERYTHING or t.ptx or str(t) == MAIN_TARGET]
 
 
 @needs_nvcc

@@ -10,7 +10,7 @@ import torch
 
 from ringcomm import Communicator
 from ringcomm.optim import Adam, AdamW, AdamWOptions
-from ringcomm.optim.sharded_adam import ShardedAdam
+from ringcomm.optim.adamw import ShardedAdam
 
 Tensor = torch.Tensor
 # Several buckets of 512 and of 1024 elements, parameters that cross chunks, a scalar, and nothing.

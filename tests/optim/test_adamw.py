@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ringcomm.optim import AdamWOptions
-from ringcomm.optim.remainder import join_master, split_master
-from ringcomm.optim.sharded_adam import ShardedAdam
+from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.buckets import join_master, split_master
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, assert_same_state, train, values
 
 Tensor = torch.Tensor

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.reduce_ops import DTYPE_CODES
+from ringcomm.comm.arguments import DTYPE_CODES
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.optim.norms import NORM_WORDS, combine, norm_of
+from ringcomm.optim.reduction import NORM_WORDS, combine, norm_of
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, values
 
 Tensor = torch.Tensor

@@ -7,7 +7,7 @@ import torch
 
 import ringcomm
 from ringcomm import MismatchError
-from ringcomm.comm.recording import OPTIMIZERS, describe
+from ringcomm.comm.recorder.records import OPTIMIZERS, describe
 from ringcomm.optim import AdamW
 
 ELEMS = 600

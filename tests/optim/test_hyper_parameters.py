@@ -12,7 +12,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import MismatchError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.optim.table import _digest
+from ringcomm.optim.kernels import _digest
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

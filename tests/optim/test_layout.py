@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcomm.errors import ArgumentError, CheckpointError
-from ringcomm.optim.layout import ALIGN_ELEMS, BLOCK_ELEMS, ShardLayout
-from ringcomm.optim.params import DTYPES, ParamSpec
+from ringcomm.optim.layout import ALIGN_ELEMS, BLOCK_ELEMS, DTYPES, ParamSpec, ShardLayout
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 SPECS = st.builds(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
-from ringcomm.optim.shards import SavedShards, describe_shard, reshard
+from ringcomm.optim.state import SavedShards, describe_shard, reshard
 from tests.optim.test_layout import LAYOUTS
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ import cmake
 import ninja
 import pytest
 
-from ringcomm.memory.kernel_units import PREBUILT, UNITS
+from ringcomm.cuda.units import PREBUILT, UNITS
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = Path(cmake.CMAKE_BIN_DIR, "cmake")

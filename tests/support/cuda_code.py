@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from ringcomm.memory import kernel_units
+from ringcomm.cuda import units
 from tests.support import nvrtc
 
 NEEDS_TOOLS = "no NVRTC, nvdisasm or cuobjdump: pip install -e .[test]"
@@ -218,8 +218,8 @@ def compile_text(
     headers = headers or {}
     names = [name.encode() for name in headers]
     texts = [header.encode() for header in headers.values()]
-    program = nvrtc.createProgram(text, kernel_units.SOURCE, texts, names)
-    all_options = (*kernel_units.OPTIONS, f"-arch={target}", "-Xptxas=-v", *options)
+    program = nvrtc.createProgram(text, units.SOURCE, texts, names)
+    all_options = (*units.OPTIONS, f"-arch={target}", "-Xptxas=-v", *options)
     try:
         try:
             nvrtc.compileProgram(program, all_options)
@@ -233,7 +233,7 @@ def compile_text(
 
 def compile_unit(name: str, target: str) -> Binary:
     """What NVRTC makes of one unit of the kernels."""
-    unit = kernel_units.UNITS[name]
-    source = kernel_units.read_source(kernel_units.source_root(), unit)
+    unit = units.UNITS[name]
+    source = units.read_source(units.source_root(), unit)
     macros = [f"-D{macro}" for macro in unit.macros]
     return compile_text(source.text, target, source.headers, macros)

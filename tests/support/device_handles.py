@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 from torch.distributed import Store
 
-from ringcomm.memory.device_blocks import DeviceHeap
+from ringcomm.json_reader import FORMAT_VERSION
+from ringcomm.memory.device_heap import DeviceHeap
 from ringcomm.memory.device_peers import DeviceHandle, make_handle
-from ringcomm.memory.records import FORMAT_VERSION
 
 MIB = 1 << 20
 REGION = (MIB, 4096)

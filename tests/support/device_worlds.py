@@ -11,12 +11,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 import ringcomm
-from ringcomm import CommOptions, Communicator, LocalWorld
-from ringcomm.comm import device_retired
-from ringcomm.comm.device_communicator import DeviceCommunicator
-from ringcomm.memory import device_heap, device_runtime
-from ringcomm.memory.device_blocks import BLOCK_ALIGN
-from ringcomm.memory.device_runtime import DeviceRuntime
+from ringcomm import CommOptions, Communicator, LocalWorld, cuda
+from ringcomm.comm.device import lifecycle
+from ringcomm.comm.device.communicator import DeviceCommunicator
+from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.memory import device_heap
+from ringcomm.memory.device_heap import BLOCK_ALIGN
 from tests.support.emulator import EmulatedRuntime
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class Devices:
 
     def __init__(self, kind: str, **settings: Any) -> None:
         self.emulated = emulated_runtime(**settings) if kind == "emulated" else None
-        self._before = device_runtime.use(self.emulated) if self.emulated else None
-        self.runtime: DeviceRuntime = device_runtime.current()
+        self._before = cuda.use(self.emulated) if self.emulated else None
+        self.runtime: DeviceRuntime = cuda.current()
         self._worlds: dict[Any, LocalWorld] = {}
         self._used_bytes = self._heaps_used()
 
@@ -117,12 +117,12 @@ class Devices:
         gc.collect()
         for device in range(self.runtime.device_count()):
             self.runtime.synchronize(device)  # space is kept until its streams are idle
-        device_retired.reclaim()
+        lifecycle.reclaim()
         used_bytes, allocated = self._heaps_used(), []
         if self.emulated is not None:
             device_heap.close_heaps()
             allocated = self.emulated.allocated()
-            device_runtime.use(self._before)
+            cuda.use(self._before)
         assert used_bytes == self._used_bytes, used_bytes
         assert allocated == []
 

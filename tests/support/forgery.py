@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringcomm import Communicator, _native
-from ringcomm.memory.heap import process_heap
+from ringcomm.memory.host_heap import process_heap
 
 HEADER = struct.Struct("<QQIiiiIIQQQdQQ")
 FIELDS = (

@@ -10,8 +10,8 @@ import torch
 
 import ringcomm
 from ringcomm import _native
+from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
 from ringcomm.comm.calls import Call
-from ringcomm.comm.reduce_ops import DTYPE_CODES, DTYPE_NAMES
 
 Tensor = torch.Tensor
 PARAMS = 6

@@ -15,7 +15,7 @@ from ringcomm import (
     UnsupportedError,
     _native,
 )
-from ringcomm.comm.reduce_ops import DTYPE_CODES, DTYPE_NAMES
+from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
 from tests.support.ranks import run_ranks
 from tests.tl.interpreter import connect, interpreted
 from tests.tl.shards import Case, Memory, Steps, differences, wide_range

@@ -20,7 +20,7 @@ from ringcomm import Communicator
 from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
-from ringcomm.tl.place import Place
+from ringcomm.tl.context import Place
 from tests.tl import device_kernels
 from tests.tl.compiled import ACQUIRE_SYS, RELEASE_SYS, TARGETS, compile_kernel, on_gpu
 from tests.tl.ptx_order import misplaced

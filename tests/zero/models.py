@@ -14,8 +14,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm import Communicator, zero
-from ringcomm.cli.config import ModelConfig
-from ringcomm.cli.gpt import GPT
+from ringcomm.examples.gpt.config import ModelConfig
+from ringcomm.examples.gpt.model import GPT
 from ringcomm.optim import AdamW, AdamWOptions
 
 Tensor = torch.Tensor

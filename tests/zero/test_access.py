@@ -105,8 +105,8 @@ def test_a_change_without_write_from_is_refused_at_stage_3(worlds):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_on_the_meta_device_is_built_in_shards(worlds, stage):
-    from ringcomm.cli.config import ModelConfig
-    from ringcomm.cli.gpt import GPT, rotary_angles
+    from ringcomm.examples.gpt.config import ModelConfig
+    from ringcomm.examples.gpt.model import GPT, rotary_angles
 
     def fill(module):
         if isinstance(module, GPT):

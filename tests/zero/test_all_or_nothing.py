@@ -14,9 +14,9 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CollectiveTimeout, HeapError, RingcommError
 from ringcomm.optim import AdamW
-from ringcomm.zero import moving, sharding
-from ringcomm.zero.before import Before
-from ringcomm.zero.stored import SplitBucket, Stored, WholeBucket
+from ringcomm.zero import prepare, shard
+from ringcomm.zero.buckets import SplitBucket, Stored, WholeBucket
+from ringcomm.zero.prepare import Before
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -86,7 +86,7 @@ def is_last(bucket: Stored) -> bool:
 # What fails: where it is, on whose arguments, whether its work is done by then, and the error.
 FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]] = {
     "no room on rank 1": (
-        [sharding],
+        [shard],
         "make_bucket",
         lambda comm, stage, plan, number, trains: comm.rank == 1 and number == 2,
         False,
@@ -99,9 +99,9 @@ FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]]
         True,
         Broken("on purpose"),
     ),
-    "the buffers": ([sharding], "settle_rest", lambda *_: True, True, Broken("on purpose")),
+    "the buffers": ([shard], "settle_rest", lambda *_: True, True, Broken("on purpose")),
     "the hooks of rank 1": (
-        [sharding],
+        [shard],
         "hook_modules",
         lambda engine, _: engine.comm.rank == 1,
         True,
@@ -243,14 +243,14 @@ def test_a_rank_that_is_lost_meanwhile(stage):
         return True
 
     with pytest.MonkeyPatch.context() as patch, ringcomm.local_world(2, timeout=1.0) as world:
-        real = moving._values
+        real = prepare._values
 
         def leave(parts, unit, before):
             if unit.name == "layers.1" and parts.comm.rank == 1:
                 raise Broken("on purpose")
             return real(parts, unit, before)
 
-        patch.setattr(moving, "_values", leave)
+        patch.setattr(prepare, "_values", leave)
         assert world.run(work) == [True, True]
 
 

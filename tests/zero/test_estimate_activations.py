@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate_activations import (
+from ringcomm.zero.estimate import (
+    Transformer,
     activations,
     attention_core_bytes,
     checkpoint_working_bytes,
     layer_bytes,
 )
-from ringcomm.zero.estimate_model import Transformer
 
 SHAPE = Transformer(layers=3, width=24, heads=4, context=10, vocab=50)
 MICRO_BATCH = 2

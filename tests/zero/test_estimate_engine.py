@@ -8,11 +8,10 @@ from torch import nn
 
 import ringcomm
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero.estimate import STAGES, BytesPerElement, model_state, working_buffers
-from ringcomm.zero.estimate_model import ModelElems
+from ringcomm.zero.buckets import SplitBucket
+from ringcomm.zero.estimate import STAGES, BytesPerElement, ModelElems, model_state, working_buffers
 from ringcomm.zero.options import Precision, ZeroOptions
-from ringcomm.zero.sharding import engine_of, shard
-from ringcomm.zero.stored import SplitBucket
+from ringcomm.zero.shard import engine_of, shard
 
 WORLD_SIZE = 2
 

@@ -11,7 +11,7 @@ from torch import nn
 import ringcomm
 from ringcomm import zero
 from ringcomm.optim import AdamW, GradScaler
-from ringcomm.zero import reduced
+from ringcomm.zero import reduce
 
 Tensor = torch.Tensor
 LAYERS, WIDTH = 5, 64
@@ -282,6 +282,6 @@ def test_buffers_of_what_was_kept_are_used_again(worlds, what, in_flight, monkey
         loop.run(2 * TURNS, what)
         zero.unshard(loop.module)
 
-    monkeypatch.setattr(reduced, "empty", counted)
+    monkeypatch.setattr(reduce, "empty", counted)
     worlds(2).run(body)
     assert len(made) == 2 * in_flight

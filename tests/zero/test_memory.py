@@ -25,8 +25,8 @@ from torch import nn
 from bench.training_systems import GPT, Shape
 from ringcomm import zero
 from ringcomm.optim import AdamW
+from ringcomm.zero.buckets import SplitBucket
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
-from ringcomm.zero.stored import SplitBucket
 
 Tensor = torch.Tensor
 BUCKET_ELEMS = 1 << 16

@@ -12,7 +12,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
 from ringcomm.optim import placement as placements
-from ringcomm.zero import other_optimizers
+from ringcomm.zero import optimizer
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -60,7 +60,7 @@ def test_without_the_check_ranks_drift_apart(worlds, monkeypatch):
         return zero.full_state_dict(module)
 
     base = [small(), small()]
-    monkeypatch.setattr(other_optimizers, "first_placed", lambda groups: None)
+    monkeypatch.setattr(optimizer, "first_placed", lambda groups: None)
     first, second = worlds(2).run(work)
     assert not torch.equal(first["0.weight"], second["0.weight"])
 

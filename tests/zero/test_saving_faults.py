@@ -15,7 +15,7 @@ from torch import nn
 from ringcomm import Communicator, zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW
-from ringcomm.zero.random_state import save_generators
+from ringcomm.zero.checkpoint.module_state import save_generators
 from tests.support.ranks import Ranks, run_ranks
 from tests.zero.job import Job
 from tests.zero.models import assert_same_bits, new_model
@@ -159,5 +159,5 @@ def test_generators_that_cannot_be_restored_stop_all_ranks_before_anything_chang
             job.load(tmp_path)
         assert_same_bits(job.state(), before)
 
-    monkeypatch.setattr("ringcomm.zero.saving.save_generators", damaged)
+    monkeypatch.setattr("ringcomm.zero.checkpoint.save_load.save_generators", damaged)
     worlds(2).run(work)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW, AdamWOptions, buckets
-from ringcomm.optim.written import WrittenParams
+from ringcomm.optim.step import WrittenParams
 
 Tensor = torch.Tensor
 # At stage 3 a module is loaded inside of gathered() only.

@@ -8,23 +8,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.zero.checkpoint.checkpoints import Checkpoints
+from ringcomm.zero.checkpoint.checkpoints import Checkpoints, OneRank, Ranks
+from ringcomm.zero.checkpoint.contents import FlatShard
 from ringcomm.zero.checkpoint.export import export_safetensors
-from ringcomm.zero.checkpoint.flat_shard import FlatShard
-from ringcomm.zero.checkpoint.ranks import OneRank, Ranks
 from ringcomm.zero.checkpoint.reader import Reader
 
 if TYPE_CHECKING:
-    from ringcomm.zero.checkpoint.dcp_planner import LoadPlanner, SavePlanner
-    from ringcomm.zero.checkpoint.dcp_reader import StorageReader
-    from ringcomm.zero.checkpoint.dcp_writer import StorageWriter
+    from ringcomm.zero.checkpoint.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 # torch.distributed.checkpoint takes as long to import as half of torch: only who uses it waits.
 _HOME_OF = {
-    "LoadPlanner": "dcp_planner",
-    "SavePlanner": "dcp_planner",
-    "StorageReader": "dcp_reader",
-    "StorageWriter": "dcp_writer",
+    "LoadPlanner": "dcp",
+    "SavePlanner": "dcp",
+    "StorageReader": "dcp",
+    "StorageWriter": "dcp",
 }
 
 

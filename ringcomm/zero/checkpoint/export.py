@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.json_reader import text_of
 from ringcomm.zero.checkpoint import commit
-from ringcomm.zero.checkpoint.plain_json import text_of
 from ringcomm.zero.checkpoint.reader import Reader
 from ringcomm.zero.checkpoint.tensor_file import (
     BLOCK_BYTES,

@@ -16,10 +16,12 @@ from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.zero.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    Box,
     Manifest,
+    Piece,
     SavedTensor,
+    flat_boxes,
 )
-from ringcomm.zero.checkpoint.pieces import Box, Piece, flat_boxes
 from ringcomm.zero.checkpoint.tensor_file import DTYPE_OF_NAME, DTYPES, crc32_of
 
 Tensor = torch.Tensor

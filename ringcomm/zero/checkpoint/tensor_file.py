@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ringcomm.errors import CheckpointError, UnsupportedError
-from ringcomm.zero.checkpoint.plain_json import text_of
+from ringcomm.json_reader import text_of
 
 Tensor = torch.Tensor
 

@@ -12,10 +12,10 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError
-from ringcomm.cli.trace_report import report
-from ringcomm.comm import device_meeting
-from ringcomm.comm.device_engine import DeviceEngine
-from ringcomm.comm.recording import OPEN
+from ringcomm.cli.trace import report
+from ringcomm.comm.device import sharing
+from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.comm.recorder.records import OPEN
 from ringcomm.optim import AdamW
 from tests.support.device_worlds import with_options
 
@@ -230,7 +230,7 @@ def test_a_call_that_was_not_launched_takes_no_number(devices, monkeypatch, with
         raise ValueError("too many list entries")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_meeting, "launch", refuses)
+        patch.setattr(sharing, "launch", refuses)
         if not withdraws:
             patch.setattr(DeviceEngine, "_withdraw", lambda engine: None)
         with pytest.raises(ArgumentError, match="too many list entries"):

@@ -10,10 +10,10 @@ import torch
 
 import ringcomm
 from ringcomm import MismatchError, RingcommError
-from ringcomm.cli.trace_report import report
-from ringcomm.comm import device_recorder
+from ringcomm.cli.trace import report
+from ringcomm.comm.device import recorder
 from ringcomm.errors import RendezvousError, UnsupportedError
-from ringcomm.memory import peers
+from ringcomm.memory import host_heap
 from tests.support.device_worlds import with_options
 
 
@@ -39,14 +39,14 @@ def test_the_number_of_records_is_equal_on_all_ranks(devices):
 
 def test_a_recorder_that_cannot_be_mapped_is_missing_and_said_to_be(devices, monkeypatch):
     """The communicator works: its device memory is mapped by the driver, not by the kernel."""
-    real = peers.map_heap
+    real = host_heap.map_heap
 
     def refuses(address, own, operation):
         if address.rank == 1:
             raise UnsupportedError("not this one")
         return real(address, own, operation)
 
-    monkeypatch.setattr(device_recorder, "map_heap", refuses)
+    monkeypatch.setattr(recorder, "map_heap", refuses)
     world = devices.new_world(2)
     tensors = [torch.ones(64, device=comm.device) for comm in world]
     world.all_reduce(tensors)
@@ -59,7 +59,7 @@ def test_a_recorder_that_cannot_be_mapped_is_missing_and_said_to_be(devices, mon
 
 @pytest.mark.parametrize("wrong", ["odd", "outside", "at the header"])
 def test_a_recorder_that_cannot_be_where_it_is_said_to_be_is_refused(devices, monkeypatch, wrong):
-    real = vars(device_recorder.DeviceRecorder)["address"].fget
+    real = vars(recorder.DeviceRecorder)["address"].fget
 
     def forged(recorder):
         address = real(recorder)
@@ -70,6 +70,6 @@ def test_a_recorder_that_cannot_be_where_it_is_said_to_be_is_refused(devices, mo
         }
         return replace(address, offset_bytes=places[wrong])
 
-    monkeypatch.setattr(device_recorder.DeviceRecorder, "address", property(forged))
+    monkeypatch.setattr(recorder.DeviceRecorder, "address", property(forged))
     with pytest.raises(RendezvousError, match="announced a flight recorder of"):
         devices.new_world(1)

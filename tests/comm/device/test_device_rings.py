@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringcomm.comm import device_communicator, topology_plan
+from ringcomm.comm.device import communicator
+from ringcomm.comm.topology import plan
 from tests.support.device_checks import Case, check_all_gather, check_all_reduce
 from tests.support.device_checks import check_reduce_scatter as check_reduce_scatter_tensor
 from tests.support.device_worlds import on_host, put, with_options
@@ -22,13 +23,13 @@ OPTIONS = with_options(channels=3)
 @pytest.fixture
 def plan_with(monkeypatch):
     """``plan_with(rings, algorithm)``: what every rank built from then on takes for its plan."""
-    usual = topology_plan.plan
+    usual = plan.plan
 
     def use(rings, algorithm="direct"):
         def planned(*args):
             return replace(usual(*args), rings=rings, algorithm=algorithm)
 
-        monkeypatch.setattr(device_communicator, "plan", planned)
+        monkeypatch.setattr(communicator, "plan", planned)
 
     return use
 

@@ -13,9 +13,8 @@ import torch
 from torch.distributed import Store
 
 import ringcomm
-from ringcomm import CommOptions, Communicator, LocalWorld
-from ringcomm.comm import device_retired
-from ringcomm.memory import device_runtime
+from ringcomm import CommOptions, Communicator, LocalWorld, cuda
+from ringcomm.comm.device import lifecycle
 from ringcomm.memory.device_heap import close_heaps
 from tests.support.emulator import EmulatedRuntime
 
@@ -37,8 +36,8 @@ class Place:
         self.kind = kind
         if kind == "emulated":
             settings = {"multiprocessors": 8, "threads": 2, "memory_bytes": 2 * HEAP_BYTES, **knobs}
-            device_runtime.use(EmulatedRuntime(**settings))
-        runtime: Any = device_runtime.current()
+            cuda.use(EmulatedRuntime(**settings))
+        runtime: Any = cuda.current()
         self.runtime = runtime
         self.pages: list[Any] = []
         runtime.allocate_pinned = self._counting(runtime.allocate_pinned)
@@ -115,7 +114,7 @@ class Place:
                 each.abort("the test is over")
             world.close()
         self._worlds.clear()
-        device_retired._end_abandoned()
+        lifecycle._end_abandoned()
         del self.runtime.allocate_pinned
         assert all(page.host_ptr == 0 for page in self.pages)
         assert pidfds() == []
@@ -123,7 +122,7 @@ class Place:
         if self.emulated:
             self.runtime.synchronize(0)
             close_heaps()
-            device_runtime.use(None)
+            cuda.use(None)
             assert self.runtime.allocated() == []
             assert self.runtime.opened() == []
 

@@ -18,10 +18,11 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, Communicator, MismatchError, RingcommError
-from ringcomm.comm import device_communicator, device_end, device_retired, engine
-from ringcomm.comm.device_core import DeviceCore
-from ringcomm.memory import exchange
+from ringcomm.comm import engine
+from ringcomm.comm.device import communicator, core, lifecycle
+from ringcomm.comm.device.core import DeviceCore
 from ringcomm.memory.device_heap import close_heaps, device_heap
+from ringcomm.rendezvous import handles
 from tests.comm.device_faults.conftest import Places
 from tests.comm.device_faults.places import (
     DEVICE,
@@ -51,7 +52,7 @@ def in_use(place: Place) -> int:
 
 def kept_bytes(place: Place) -> int:
     """While something runs."""
-    device_retired.reclaim()
+    lifecycle.reclaim()
     return place.used_bytes()
 
 
@@ -165,7 +166,7 @@ def test_work_is_done_after_the_end(place: Place) -> None:
 def test_what_never_ends_is_left_alone(emulated: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel may still use everything; once it has ended, all is given back."""
     place = emulated()
-    monkeypatch.setattr(device_end, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(core, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(engine, "EXIT_GRACE_S", 0.1)
     world = place.world(1, timeout=0.1)
     stream = place.runtime.make_stream(0)
@@ -298,14 +299,14 @@ def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.Mo
     store = HashStore()
     results: list[int] = []
     all_have_read = threading.Barrier(2)
-    check = exchange.check_agreement
+    check = handles.check_agreement
 
     def checks(meeting: Any, mine: Any, theirs: Any, rank: int) -> None:
         if rank == 0:
             all_have_read.wait(LONG_S)
         check(meeting, mine, theirs, rank)
 
-    monkeypatch.setattr(device_communicator, "check_agreement", checks)
+    monkeypatch.setattr(communicator, "check_agreement", checks)
 
     def body(rank: int) -> None:
         options = CommOptions(segment_bytes=4096 if rank else 8192, channels=2)
@@ -331,7 +332,7 @@ def test_a_rank_that_fails_after_all_have_met(
 
     And its own error is raised, though its peers have heard of it and raised before it did.
     """
-    connect, fail = DeviceCore.connect, exchange.Exchange.fail
+    connect, fail = DeviceCore.connect, handles.Exchange.fail
 
     def fails(core: Any, rings: Any) -> None:
         if core.rank == 1:
@@ -344,7 +345,7 @@ def test_a_rank_that_fails_after_all_have_met(
             until_rank_threads_have_ended(0, 2)
 
     monkeypatch.setattr(DeviceCore, "connect", fails)
-    monkeypatch.setattr(exchange.Exchange, "fail", tells)
+    monkeypatch.setattr(handles.Exchange, "fail", tells)
     with pytest.raises(MemoryError, match="no more"):
         place.world(3)
     gc.collect()
@@ -356,8 +357,8 @@ def test_regions_of_a_closed_heap_are_forgotten(emulated: Places) -> None:
     place = emulated()
     block = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
     place.runtime.write(0, block.ptr, bytes(4))
-    stay = device_retired.begin_stay()
-    device_retired.retire(block, [block.ptr], [device_retired.Peer(None, stay)])
+    stay = lifecycle.begin_stay()
+    lifecycle.retire(block, [block.ptr], [lifecycle.Peer(None, stay)])
     del block
     assert in_use(place) == 2 * EMPTY_HEAP_BYTES
     close_heaps()

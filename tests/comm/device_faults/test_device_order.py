@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from ringcomm import UnsupportedError
-from ringcomm.comm.device_order import Blocks, DeviceOrder, order_of
-from ringcomm.memory.device_runtime import DeviceRuntime
+from ringcomm.comm.device.sharing import Blocks, DeviceOrder, order_of
+from ringcomm.cuda.runtime import DeviceRuntime
 
 CAPACITY = 10
 OWNERS = {name: object() for name in "abc"}

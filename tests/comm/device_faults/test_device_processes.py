@@ -16,7 +16,7 @@ from torch.distributed import FileStore
 
 import ringcomm
 from ringcomm import AbortedError, CollectiveTimeout, ForkError, MismatchError, PeerLost
-from ringcomm.comm import device_retired
+from ringcomm.comm.device import lifecycle
 from tests.comm.device_faults.places import LONG_S, SOON_S, Place, error_of, first_error, until
 from tests.comm.device_faults.test_device_faults import MISMATCHES
 from tests.support.faults import die, is_stopped
@@ -64,7 +64,7 @@ def meet(store: Any, name: str, n: int) -> None:
 
 
 def is_given_back(place: Place) -> bool:
-    device_retired.reclaim()
+    lifecycle.reclaim()
     return place.used_bytes() == EMPTY_HEAP_BYTES
 
 
@@ -262,7 +262,7 @@ def forks(store: Any, rank: int, n: int) -> str:
                     break
             comm.abort("must not reach the parent")
             comm.close()
-            device_retired.reclaim()
+            lifecycle.reclaim()
         finally:
             os.write(writer, text.encode())
             os._exit(0)

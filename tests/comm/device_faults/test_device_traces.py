@@ -11,8 +11,8 @@ import pytest
 
 from ringcomm import CollectiveTimeout, MismatchError, PeerLost, RingcommError
 from ringcomm.cli import main
-from ringcomm.cli.trace_live import live_recordings
-from ringcomm.comm import trace_file
+from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder.live import live_recordings
 from tests.comm.device_faults.places import LONG_S, Place, first_error, until
 from tests.support.faults import die
 from tests.support.ranks import Ranks

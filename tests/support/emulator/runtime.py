@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ringcomm.cuda.runtime import DeviceIdentity, Stream
 from ringcomm.errors import UnsupportedError
-from ringcomm.memory.device_runtime import DeviceIdentity, Stream
 from tests.support.emulator.handles import (
     EmulatedEvent,
     EmulatedFunction,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ringcomm.zero.checkpoint import Checkpoints
-from ringcomm.zero.saving import CommRanks
+from ringcomm.zero.checkpoint.save_load import CommRanks
 from tests.c10d.conftest import two_ranks
 from tests.c10d.rank_pool import RankPool
 from tests.comm import conftest

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
-from ringcomm.zero.saving import CommRanks
+from ringcomm.zero.checkpoint.save_load import CommRanks
 from tests.comm.conftest import Worlds
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcomm.errors import UnsupportedError
-from ringcomm.zero.checkpoint.plain_json import decode, encode, text_of
+from ringcomm.json_reader import decode, encode, text_of
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 plain = st.recursive(

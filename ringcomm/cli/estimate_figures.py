@@ -1,0 +1,417 @@
+"""The figures of ``ringcomm estimate``, and their JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import operator
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import torch
+
+from ringcomm.errors import ArgumentError
+from ringcomm.zero.estimate import (
+    STAGES,
+    ActivationBytes,
+    BytesPerElement,
+    ModelElems,
+    StateBytes,
+    Transformer,
+    WorkingBytes,
+    activations,
+    largest_model,
+    model_state,
+    working_buffers,
+)
+from ringcomm.zero.estimate_time import (
+    StepTime,
+    Traffic,
+    checkpoint_intensity,
+    efficiency,
+    params_intensity,
+    state_intensity,
+    step_flops,
+    step_time,
+    traffic,
+)
+from ringcomm.zero.options import ZeroOptions
+
+# What ``ringcomm estimate`` was asked: its options, read and checked.
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
+SHAPE_OPTIONS = ("layers", "width", "heads", "vocab")
+
+
+def parse_count(text: str) -> int:
+    """ "7.5B", "125M", "1.3e9" or "124439808" as a number of elements, exactly.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no positive whole number.
+    """
+    exponent = SUFFIXES.get(text[-1:].upper(), 0)
+    try:
+        count = Decimal(text[:-1] if exponent else text).scaleb(exponent)
+        whole = count == count.to_integral_value() and 0 < count < 10**18
+    except InvalidOperation:
+        whole = False
+    if not whole:
+        raise argparse.ArgumentTypeError(
+            f"expected a positive whole number such as 7.5B, 125M or 1.3e9, got {text!r}"
+        )
+    return int(count)
+
+
+def parse_positive(text: str) -> float:
+    """A number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or is not finite.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What times follow from.
+
+    Attributes:
+        tokens: that a rank computes in a step.
+        gbps: bandwidth of a rank, 1e9 bytes/s.
+        peak_tflops: what it computes, 1e12 operations/s.
+    """
+
+    tokens: int
+    gbps: float
+    peak_tflops: float
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward on one rank; ``shape`` is None where only parameters are counted."""
+
+    shape: Transformer | None
+    micro_batch: int
+    checkpointing: str
+    every: int
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward runs all of it again."""
+        return self.checkpointing == "full"
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that the estimate depends on.
+
+    Attributes:
+        called: the model, for the headline.
+        precision: dtypes, for the headline.
+        elem_bytes: of an activation.
+        budget_bytes: of a rank, or None.
+    """
+
+    called: str
+    model: ModelElems
+    world_size: int
+    stages: tuple[int, ...]
+    precision: str
+    each: BytesPerElement
+    elem_bytes: int
+    options: ZeroOptions
+    two_passes: bool
+    forward: Forward
+    timing: Timing | None
+    budget_bytes: int | None
+
+
+def read_request(args: argparse.Namespace) -> Request:
+    """Reads the options, and builds the module if there is one.
+
+    Raises:
+        ArgumentError: options do not go together, or the module cannot be built.
+    """
+    _check_counts(args)
+    shape = _shape(args)
+    called, model = _model(args, shape)
+    dtype = DTYPES[args.dtype]
+    reduce = torch.float32 if args.reduce == "fp32" else dtype
+    return Request(
+        called=called,
+        model=model,
+        world_size=args.world,
+        stages=STAGES if args.stage is None else (args.stage,),
+        precision=_precision(args),
+        each=BytesPerElement.of(dtype, reduce, args.master, args.amsgrad),
+        elem_bytes=dtype.itemsize,
+        options=ZeroOptions(bucket_elems=args.bucket_elems),
+        two_passes=args.clip,
+        forward=Forward(shape, args.micro_batch, args.checkpointing, args.checkpoint_every),
+        timing=_timing(args),
+        budget_bytes=None if args.budget_gb is None else round(args.budget_gb * 10**9),
+    )
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    for name in ("world", "context", "micro_batch", "checkpoint_every"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            option = name.replace("_", "-")
+            raise ArgumentError(f"--{option}: expected at least 1, got {value}")
+    if args.checkpoint_every > 1 and args.checkpointing != "full":
+        raise ArgumentError(
+            f"--checkpoint-every {args.checkpoint_every}: expected --checkpointing full with it, "
+            f"got {args.checkpointing}"
+        )
+
+
+def _shape(args: argparse.Namespace) -> Transformer | None:
+    given = [name for name in SHAPE_OPTIONS if getattr(args, name) is not None]
+    given += ["untied"] if args.untied else []
+    if not given:
+        return None
+    missing = [name for name in (*SHAPE_OPTIONS, "context") if getattr(args, name) is None]
+    if missing:
+        raise ArgumentError(
+            f"--{given[0]}: a transformer needs {', '.join(f'--{name}' for name in missing)} too"
+        )
+    return Transformer(
+        args.layers, args.width, args.heads, args.context, args.vocab, tied=not args.untied
+    )
+
+
+def _model(args: argparse.Namespace, shape: Transformer | None) -> tuple[str, ModelElems]:
+    if args.module is not None:
+        return args.module, ModelElems.of_module(build_on_meta(args.module))
+    if shape is not None and args.params is None:
+        return f"{shape.layers} layers of width {shape.width}", shape.model
+    if args.params is None:
+        raise ArgumentError(
+            "no model: give --params COUNT, --module PACKAGE.MODULE:CALLABLE, or all of --layers, "
+            "--width, --heads, --context and --vocab"
+        )
+    if shape is None:
+        return "model", ModelElems(args.params)
+    return "model", replace(shape.model, trainable=args.params)
+
+
+def build_on_meta(named: str) -> torch.nn.Module:
+    """Calls ``package.module:callable`` with no arguments; parameters take no memory.
+
+    The current folder is searched first, as with ``python -m``.
+
+    Raises:
+        ArgumentError: there is no such callable, it fails, or gives no module.
+    """
+    place, colon, name = named.partition(":")
+    if not (place and colon and name):
+        raise ArgumentError(f"--module: expected PACKAGE.MODULE:CALLABLE, got {named!r}")
+    try:
+        with _current_folder_first(), torch.device("meta"):
+            built = operator.attrgetter(name)(importlib.import_module(place))()
+    except Exception as error:  # the callable is the user's: it can raise anything
+        first_line = str(error).strip().partition("\n")[0]
+        raise ArgumentError(f"--module {named}: {type(error).__name__}: {first_line}") from error
+    if not isinstance(built, torch.nn.Module):
+        raise ArgumentError(
+            f"--module {named}: expected a torch.nn.Module, got {type(built).__name__}; name a "
+            "class or function that gives one when called with no arguments"
+        )
+    return built
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _timing(args: argparse.Namespace) -> Timing | None:
+    if args.bandwidth_gbps is None and args.peak_tflops is None:
+        return None
+    if args.bandwidth_gbps is None or args.peak_tflops is None or args.context is None:
+        raise ArgumentError(
+            "times need --bandwidth-gbps, --peak-tflops and --context (tokens of a sequence)"
+        )
+    return Timing(args.context * args.micro_batch, args.bandwidth_gbps, args.peak_tflops)
+
+
+def _precision(args: argparse.Namespace) -> str:
+    reduced = args.dtype if args.reduce == "param" else "fp32"
+    kept = {"fp32": "master fp32", "remainder": "master as remainder", "none": "no master"}
+    parts = [args.dtype, f"reduced to {reduced}"]
+    parts += [] if args.dtype == "fp32" else [kept[args.master]]
+    return ", ".join(parts + (["amsgrad"] if args.amsgrad else []))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage: bytes of a rank, what it sends, and how long a step takes it.
+
+    Attributes:
+        activation_bytes: 0 where they are not known.
+        time: None where the machine is not known.
+        largest_elems: the largest model that fits beside buffers and activations; None without a
+            budget.
+    """
+
+    stage: int
+    state: StateBytes
+    working: WorkingBytes
+    activation_bytes: int
+    moved: Traffic
+    time: StepTime | None
+    largest_elems: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state.total + self.working.total + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was asked, and the answer; ``activations`` is None where the shape is not known."""
+
+    request: Request
+    rows: tuple[Row, ...]
+    activations: ActivationBytes | None
+
+
+def work_out(request: Request) -> Report:
+    """Does the arithmetic.
+
+    Raises:
+        ArgumentError: a size is not positive.
+    """
+    forward, held = request.forward, None
+    if forward.shape is not None:
+        held = activations(
+            forward.shape,
+            forward.micro_batch,
+            forward.checkpointing,
+            forward.every,
+            request.elem_bytes,
+        )
+    rows = tuple(_row(request, stage, held.total if held else 0) for stage in request.stages)
+    return Report(request, rows, held)
+
+
+def total_bytes(report: Report, stage: int, world_size: int) -> int:
+    """What a rank would need in another world."""
+    request = report.request
+    state = model_state(request.model, stage, world_size, request.each)
+    working = _working(request, stage, world_size)
+    held = report.activations
+    return state.total + working.total + (held.total if held else 0)
+
+
+def _working(request: Request, stage: int, world_size: int) -> WorkingBytes:
+    return working_buffers(
+        request.model, stage, world_size, request.each, request.options, request.two_passes
+    )
+
+
+def _row(request: Request, stage: int, activation_bytes: int) -> Row:
+    model, world_size, each = request.model, request.world_size, request.each
+    working = _working(request, stage, world_size)
+    moved = traffic(model, stage, each)
+    largest = None
+    if request.budget_bytes is not None:
+        other_bytes = working.total + activation_bytes
+        largest = largest_model(request.budget_bytes, stage, world_size, each, other_bytes)
+    return Row(
+        stage,
+        model_state(model, stage, world_size, each),
+        working,
+        activation_bytes,
+        moved,
+        _step_time(request, moved.sent_bytes(world_size)),
+        largest,
+    )
+
+
+def _step_time(request: Request, sent_bytes: int) -> StepTime | None:
+    timing = request.timing
+    if timing is None:
+        return None
+    flops = step_flops(request.model.total, timing.tokens, request.forward.recomputes)
+    return step_time(flops, sent_bytes, timing.gbps, timing.peak_tflops)
+
+
+def outside_efficiency(request: Request) -> dict[str, float]:
+    """Efficiency, 0 to 1, with each kind of data outside the device, not overlapped.
+
+    Each rank moves all parameters and all its checkpoints, but only its shard of the state, for
+    which the bandwidths of all ranks add up. Empty where the machine is not known.
+    """
+    timing, forward = request.timing, request.forward
+    if timing is None:
+        return {}
+    gbps, peak = timing.gbps, timing.peak_tflops
+    state = state_intensity(timing.tokens, forward.recomputes)
+    shares = {
+        "parameters": efficiency(params_intensity(timing.tokens), gbps, peak),
+        "state": efficiency(state, gbps * request.world_size, peak),
+    }
+    if forward.shape is not None and forward.recomputes:
+        intensity = checkpoint_intensity(forward.shape.width, forward.every)
+        shares["checkpoints"] = efficiency(intensity, gbps, peak)
+    return shares
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as plain JSON types: bytes, elements, seconds."""
+    request = report.request
+    return {
+        "model": {"called": request.called, **asdict(request.model)},
+        "world": request.world_size,
+        "bytes_per_element": asdict(request.each),
+        "activations": None if report.activations is None else asdict(report.activations),
+        "budget_bytes": request.budget_bytes,
+        "outside_efficiency": outside_efficiency(request),
+        "stages": [_row_json(row, request.world_size) for row in report.rows],
+    }
+
+
+def _row_json(row: Row, world_size: int) -> dict[str, Any]:
+    return {
+        "stage": row.stage,
+        "model_state_bytes": {**asdict(row.state), "total": row.state.total},
+        "working_bytes": {**asdict(row.working), "total": row.working.total},
+        "activation_bytes": row.activation_bytes,
+        "total_bytes": row.total_bytes,
+        "volume_elems": row.moved.volume_elems,
+        "volume_bytes": row.moved.volume_bytes,
+        "sent_elems": row.moved.sent_elems(world_size),
+        "sent_bytes": row.moved.sent_bytes(world_size),
+        "time": None if row.time is None else _time_json(row.time),
+        "largest_model_elems": row.largest_elems,
+    }
+
+
+def _time_json(time: StepTime) -> dict[str, float]:
+    return {
+        **asdict(time),
+        "serial_s": time.serial_s,
+        "serial_efficiency": time.serial_efficiency,
+        "overlapped_s": time.overlapped_s,
+        "overlapped_efficiency": time.overlapped_efficiency,
+    }

@@ -1,0 +1,641 @@
+"""The collectives that hand data out or over: broadcast, scatter, all_to_all, barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import SUM, Site, put_back, readable, size_bytes, writable
+from ringcomm.comm.calls import Call
+from ringcomm.comm.engine import Engine
+from ringcomm.comm.work import Work
+
+# The collectives that combine elements: all_reduce, reduce, reduce_scatter.
+#
+# NOTE [At once]
+#
+# The native module itself reads the tensors of the common call: plain CPU tensors and a plain op,
+# with nothing queued before it. Such a call is made at once. The answer NOT_PLAIN (of ``*_at_once``
+# False), of anything else, means that nothing was done, and the call goes the careful path, which
+# words every complaint. A call of a method costs a tenth of a small collective, so the collectives
+# have these lines themselves, and ``torch.distributed`` has ``*_at_once``.
+
+Tensor = torch.Tensor
+
+
+class Reductions(Engine):
+    """Reducing collectives of a communicator."""
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Any = SUM,
+        async_op: bool = False,
+        *,
+        algorithm: str = "auto",
+        kernels: str | None = None,
+    ) -> Work | None:
+        """Combines ``tensor`` of all ranks element by element, in place.
+
+        Args:
+            tensor: any shape, same element count and dtype on all ranks.
+            op: a ``ReduceOp`` or ``premul_sum(factor)``.
+            async_op: return a Work at once instead of waiting.
+            algorithm: "auto", "direct" or "ring".
+            kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        if not (async_op or kernels or self._queue.pending or self._kernels):
+            status = self._native.all_reduce_plain(tensor, op, algorithm)
+            if status == 0:
+                return None
+            if status > 0:
+                raise self._fault("all_reduce")
+        return self._start(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
+
+    def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
+        """:meth:`all_reduce` where no more is to be asked, as NOTE [At once] says."""
+        if self._queue.pending or self._kernels:
+            return False
+        status = self._native.all_reduce_plain(tensor, op, "auto")
+        if status > 0:
+            raise self._fault("all_reduce")
+        return status == 0
+
+    def _all_reduce_call(
+        self, tensor: Tensor, op: Any, algorithm: str, kernels: str | None = None
+    ) -> Call:
+        site = self._site("all_reduce")
+        dtype = site.output("tensor", tensor)
+        reduction = site.reduction(op, "tensor", tensor)
+        algorithm_code = site.algorithm(algorithm)
+        use = self._use(site, kernels, algorithm, tensor.dtype, reduction)
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor)
+            ptr = dense.data_ptr()
+            status: int = use(native).all_reduce(
+                ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, algorithm_code
+            )
+            put_back(tensor, dense)
+            return status
+
+        return Call("all_reduce", run, [tensor])
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: Any = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("reduce")
+        dtype = site.output("tensor", tensor)
+        reduction = site.reduction(op, "tensor", tensor)
+        root = site.peer("dst", dst)
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor)
+            ptr = dense.data_ptr()
+            status = native.reduce(
+                ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, root
+            )
+            if self._rank == root:
+                put_back(tensor, dense)
+            return status
+
+        return self._start(Call("reduce", run, [tensor]), async_op)
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = SUM,
+        async_op: bool = False,
+        *,
+        algorithm: str = "auto",
+        kernels: str | None = None,
+    ) -> Work | None:
+        """Combines ``input`` of all ranks; rank r gets the r-th of world_size equal chunks.
+
+        Args:
+            output: contiguous, N elements; may be exactly this rank's chunk of ``input``.
+            input: contiguous, world_size * N elements, of the same dtype.
+            op: a ``ReduceOp`` or ``premul_sum(factor)``.
+            async_op: return a Work at once instead of waiting.
+            algorithm: "auto", "direct" or "ring".
+            kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        if not (async_op or kernels or self._queue.pending or self._kernels):
+            status = self._native.reduce_scatter_plain(output, input, op, algorithm)
+            if status == 0:
+                return None
+            if status > 0:
+                raise self._fault("reduce_scatter_tensor")
+        return self._start(
+            self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
+        )
+
+    def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
+        """:meth:`reduce_scatter_tensor` where no more is to be asked, as NOTE [At once] says."""
+        if self._queue.pending or self._kernels:
+            return False
+        status = self._native.reduce_scatter_plain(output, input, op, "auto")
+        if status > 0:
+            raise self._fault("reduce_scatter_tensor")
+        return status == 0
+
+    def _reduce_scatter_call(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any,
+        algorithm: str,
+        kernels: str | None = None,
+    ) -> Call:
+        site = self._site("reduce_scatter_tensor")
+        dtype = site.output("output", output)
+        site.tensor("input", input)
+        site.same_dtype("input", input, "output", output)
+        count_elems = output.numel()
+        site.same_count(
+            "input", input, "world_size x those of output", count_elems * self._world_size
+        )
+        site.contiguous("output", output)
+        site.contiguous("input", input)
+        reduction = site.reduction(op, "input", input)
+        algorithm_code = site.algorithm(algorithm)
+        in_ptr, out_ptr = input.data_ptr(), output.data_ptr()
+        if out_ptr != in_ptr + self._rank * size_bytes(output):
+            site.apart("output", output, "input", input, "in place, output is input's own chunk")
+
+        use = self._use(site, kernels, algorithm, input.dtype, reduction)
+
+        def run(native: _native.Comm) -> int:
+            status: int = use(native).reduce_scatter(
+                input.data_ptr(),
+                output.data_ptr(),
+                count_elems,
+                dtype,
+                reduction.code,
+                reduction.factor,
+                algorithm_code,
+            )
+            return status
+
+        return Call("reduce_scatter_tensor", run, [output])
+
+    def reduce_scatter(
+        self, output: Tensor, input_list: list[Tensor], op: Any = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Combines the lists of all ranks; rank r gets the reduced ``input_list[r]``.
+
+        Args:
+            output: any shape, as many elements as ``input_list[rank]``; may be that very tensor.
+            input_list: world_size tensors of one dtype; counts may differ between entries, but
+                not between ranks.
+            op: a ``ReduceOp`` or ``premul_sum(factor)``.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("reduce_scatter")
+        dtype = site.output("output", output)
+        inputs = site.tensors("input_list", input_list, self._world_size)
+        reduction = site.reduction(op, "output", output)
+        for index, tensor in enumerate(inputs):
+            name = f"input_list[{index}]"
+            site.same_dtype(name, tensor, "output", output)
+            if index != self._rank or tensor.data_ptr() != output.data_ptr():
+                site.apart("output", output, name, tensor, "in place, it is input_list[rank]")
+        site.same_count("output", output, "those of input_list[rank]", inputs[self._rank].numel())
+
+        def run(native: _native.Comm) -> int:
+            dense_inputs = [readable(tensor) for tensor in inputs]
+            dense = writable(output)
+            status = native.reduce_scatter_list(
+                [tensor.data_ptr() for tensor in dense_inputs],
+                [tensor.numel() for tensor in dense_inputs],
+                dense.data_ptr(),
+                dtype,
+                reduction.code,
+                reduction.factor,
+            )
+            put_back(output, dense)
+            return status
+
+        return self._start(Call("reduce_scatter", run, [output]), async_op)
+
+
+# The collectives that bring the tensors of all ranks together: all_gather and gather.
+
+
+class Gathers(Engine):
+    """Gathering collectives of a communicator."""
+
+    def all_gather_into_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        async_op: bool = False,
+        *,
+        algorithm: str = "auto",
+        kernels: str | None = None,
+    ) -> Work | None:
+        """Gives every rank the ``input`` of all ranks, one after the other.
+
+        Args:
+            output: contiguous, world_size * N elements.
+            input: contiguous, N elements of the same dtype; may be exactly this rank's chunk
+                of ``output``.
+            async_op: return a Work at once instead of waiting.
+            algorithm: "auto", "direct" or "ring".
+            kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        if not (async_op or kernels or self._queue.pending or self._kernels):
+            status = self._native.all_gather_plain(output, input, algorithm)
+            if status == 0:
+                return None
+            if status > 0:
+                raise self._fault("all_gather_into_tensor")
+        return self._start(self._all_gather_call(output, input, algorithm, kernels), async_op)
+
+    def all_gather_at_once(self, output: Tensor, input: Tensor) -> bool:
+        """:meth:`all_gather_into_tensor` where no more is to be asked, as NOTE [At once] says."""
+        if self._queue.pending or self._kernels:
+            return False
+        status = self._native.all_gather_plain(output, input, "auto")
+        if status > 0:
+            raise self._fault("all_gather_into_tensor")
+        return status == 0
+
+    def _all_gather_call(
+        self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None
+    ) -> Call:
+        site = self._site("all_gather_into_tensor")
+        dtype = site.tensor("input", input)
+        site.output("output", output)
+        site.same_dtype("output", output, "input", input)
+        site.same_count(
+            "output", output, "world_size x those of input", input.numel() * self._world_size
+        )
+        site.contiguous("input", input)
+        site.contiguous("output", output)
+        algorithm_code = site.algorithm(algorithm)
+        in_bytes = size_bytes(input)
+        if input.data_ptr() != output.data_ptr() + self._rank * in_bytes:
+            site.apart("input", input, "output", output, "in place, input is output's own chunk")
+
+        use = self._use(site, kernels, algorithm, input.dtype)
+
+        def run(native: _native.Comm) -> int:
+            status: int = use(native).all_gather(
+                input.data_ptr(), output.data_ptr(), in_bytes, dtype, algorithm_code
+            )
+            return status
+
+        return Call("all_gather_into_tensor", run, [output])
+
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, async_op: bool = False
+    ) -> Work | None:
+        """Fills ``tensor_list[r]`` with the ``tensor`` of rank r, on every rank.
+
+        Args:
+            tensor_list: world_size tensors; entry r has as many elements as rank r's ``tensor``,
+                so counts may differ between entries.
+            tensor: any shape; may be ``tensor_list[rank]`` itself.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        return self._start(self._all_gather_list_call(tensor_list, tensor), async_op)
+
+    def _all_gather_list_call(self, tensor_list: list[Tensor], tensor: Tensor) -> Call:
+        site = self._site("all_gather")
+        dtype = site.tensor("tensor", tensor)
+        outputs = site.tensors("tensor_list", tensor_list, self._world_size, write=True)
+        self._check_gathered(site, "tensor_list", outputs, tensor)
+        own = outputs[self._rank]
+        site.same_count("tensor", tensor, "those of tensor_list[rank]", own.numel())
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor)
+            dense_outputs = [writable(output) for output in outputs]
+            status = native.all_gather_list(
+                dense.data_ptr(),
+                [output.data_ptr() for output in dense_outputs],
+                [size_bytes(output) for output in dense_outputs],
+                dtype,
+            )
+            for output, dense_output in zip(outputs, dense_outputs, strict=True):
+                put_back(output, dense_output)
+            return status
+
+        return Call("all_gather", run, outputs)
+
+    def _check_gathered(self, site: Site, name: str, outputs: list[Tensor], tensor: Tensor) -> None:
+        for index, output in enumerate(outputs):
+            site.same_dtype(f"{name}[{index}]", output, "tensor", tensor)
+            if index != self._rank or output.data_ptr() != tensor.data_ptr():
+                site.apart(
+                    "tensor", tensor, f"{name}[{index}]", output, f"in place, it is {name}[rank]"
+                )
+        site.all_apart(name, outputs)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: list[Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Fills ``gather_list[r]`` with the ``tensor`` of rank r, on rank ``dst`` only.
+
+        Args:
+            tensor: any shape, same element count and dtype on all ranks; on ``dst`` it may
+                be ``gather_list[dst]`` itself.
+            gather_list: on ``dst`` world_size tensors with as many elements; elsewhere None.
+            dst: the rank that receives.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("gather")
+        root = site.peer("dst", dst)
+        dtype = site.tensor("tensor", tensor)
+        outputs: list[Tensor] = []
+        if self._rank == root:
+            outputs = site.tensors("gather_list", gather_list, self._world_size, write=True)
+            self._check_gathered(site, "gather_list", outputs, tensor)
+            for index, output in enumerate(outputs):
+                site.same_count(f"gather_list[{index}]", output, "those of tensor", tensor.numel())
+        elif gather_list:
+            site.fail(f"gather_list: expected None on ranks other than dst {root}")
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor)
+            dense_outputs = [writable(output) for output in outputs]
+            out_ptrs = [output.data_ptr() for output in dense_outputs]
+            status = native.gather(dense.data_ptr(), size_bytes(dense), out_ptrs, dtype, root)
+            for output, dense_output in zip(outputs, dense_outputs, strict=True):
+                put_back(output, dense_output)
+            return status
+
+        return self._start(Call("gather", run, outputs), async_op)
+
+
+class Exchanges(Engine):
+    """Collectives of a communicator that move data without combining it."""
+
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
+        """Gives every rank the ``tensor`` of rank ``src``, in place.
+
+        Args:
+            tensor: any shape, same element count and dtype on all ranks.
+            src: the rank that has the data.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("broadcast")
+        root = site.peer("src", src)
+        is_root = self._rank == root
+        dtype = site.tensor("tensor", tensor) if is_root else site.output("tensor", tensor)
+
+        def run(native: _native.Comm) -> int:
+            dense = readable(tensor) if is_root else writable(tensor)
+            status = native.broadcast(dense.data_ptr(), size_bytes(dense), dtype, root)
+            if not is_root:
+                put_back(tensor, dense)
+            return status
+
+        return self._start(Call("broadcast", run, [tensor]), async_op)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: list[Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gives rank r the ``scatter_list[r]`` of rank ``src``.
+
+        Args:
+            tensor: receives; any shape, same element count and dtype on all ranks. On
+                ``src`` it may be ``scatter_list[src]`` itself.
+            scatter_list: on ``src`` world_size tensors with as many elements; elsewhere None.
+            src: the rank that has the data.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("scatter")
+        root = site.peer("src", src)
+        dtype = site.output("tensor", tensor)
+        inputs: list[Tensor] = []
+        if self._rank == root:
+            inputs = site.tensors("scatter_list", scatter_list, self._world_size)
+            for index, each in enumerate(inputs):
+                name = f"scatter_list[{index}]"
+                site.same_dtype(name, each, "tensor", tensor)
+                site.same_count(name, each, "those of tensor", tensor.numel())
+                if index != root or each.data_ptr() != tensor.data_ptr():
+                    site.apart("tensor", tensor, name, each, "in place, it is scatter_list[src]")
+        elif scatter_list:
+            site.fail(f"scatter_list: expected None on ranks other than src {root}")
+
+        def run(native: _native.Comm) -> int:
+            dense_inputs = [readable(each) for each in inputs]
+            dense = writable(tensor)
+            in_ptrs = [each.data_ptr() for each in dense_inputs]
+            status = native.scatter(in_ptrs, dense.data_ptr(), size_bytes(dense), dtype, root)
+            put_back(tensor, dense)
+            return status
+
+        return self._start(Call("scatter", run, [tensor]), async_op)
+
+    def all_to_all(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        async_op: bool = False,
+    ) -> Work | None:
+        """Sends ``input_tensor_list[r]`` to rank r, which finds it at this rank's place.
+
+        Args:
+            output_tensor_list: world_size tensors; entry r has as many elements as what rank r
+                sends here.
+            input_tensor_list: world_size tensors of the same dtype; counts may differ.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("all_to_all")
+        outputs = site.tensors(
+            "output_tensor_list", output_tensor_list, self._world_size, write=True
+        )
+        inputs = site.tensors("input_tensor_list", input_tensor_list, self._world_size)
+        for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
+            for index, each in enumerate(tensors):
+                site.same_dtype(f"{name}[{index}]", each, "output_tensor_list[0]", outputs[0])
+        site.all_apart("output_tensor_list", outputs, "input_tensor_list", inputs)
+        own_elems = inputs[self._rank].numel()
+        site.same_count(
+            f"output_tensor_list[{self._rank}]",
+            outputs[self._rank],
+            "those of this rank's own input",
+            own_elems,
+        )
+        dtype = site.tensor("input_tensor_list[0]", inputs[0])
+        return self._start(self._exchange_call("all_to_all", outputs, inputs, dtype), async_op)
+
+    def _exchange_call(
+        self, name: str, outputs: list[Tensor], inputs: list[Tensor], dtype: int
+    ) -> Call:
+        def run(native: _native.Comm) -> int:
+            dense_inputs = [readable(each) for each in inputs]
+            dense_outputs = [writable(output) for output in outputs]
+            status = native.all_to_all(
+                [each.data_ptr() for each in dense_inputs],
+                [size_bytes(each) for each in dense_inputs],
+                [output.data_ptr() for output in dense_outputs],
+                [size_bytes(output) for output in dense_outputs],
+                dtype,
+            )
+            for output, dense in zip(outputs, dense_outputs, strict=True):
+                put_back(output, dense)
+            return status
+
+        return Call(name, run, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Cuts ``input`` along dimension 0, sends piece r to rank r, and joins what arrives.
+
+        Args:
+            output: contiguous; dimension 0 is the sum of ``output_split_sizes``.
+            input: contiguous, of the same dtype and row size.
+            output_split_sizes: rows from each rank; None means equal pieces.
+            input_split_sizes: rows to each rank; None means equal pieces.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        site = self._site("all_to_all_single")
+        dtype = site.output("output", output)
+        site.tensor("input", input)
+        site.same_dtype("input", input, "output", output)
+        site.contiguous("output", output)
+        site.contiguous("input", input)
+        site.apart("output", output, "input", input, "all_to_all_single has no in-place form")
+        out_bytes = self._piece_bytes(site, "output", output, output_split_sizes)
+        in_bytes = self._piece_bytes(site, "input", input, input_split_sizes)
+        own, arriving = in_bytes[self._rank], out_bytes[self._rank]
+        if own != arriving:
+            site.fail(
+                f"output piece {self._rank}: expected {own} bytes (this rank's own input piece), "
+                f"got {arriving}"
+            )
+
+        def run(native: _native.Comm) -> int:
+            return native.all_to_all(
+                _addresses(input, in_bytes),
+                in_bytes,
+                _addresses(output, out_bytes),
+                out_bytes,
+                dtype,
+            )
+
+        return self._start(Call("all_to_all_single", run, [output]), async_op)
+
+    def _piece_bytes(
+        self, site: Site, name: str, tensor: Tensor, splits: Sequence[int] | None
+    ) -> list[int]:
+        """Sizes of the pieces that dimension 0 is cut into."""
+        rows = tensor.size(0) if tensor.dim() else 1
+        world_size = self._world_size
+        if not splits:
+            if rows % world_size:
+                site.fail(
+                    f"{name}: expected dimension 0 divisible by world_size {world_size}, got "
+                    f"shape {tuple(tensor.shape)}; pass {name}_split_sizes"
+                )
+            return [size_bytes(tensor) // world_size] * world_size
+        sizes = list(splits)
+        if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
+            site.fail(
+                f"{name}_split_sizes: expected {world_size} numbers >= 0 with the sum {rows} "
+                f"(dimension 0 of {name}), got {sizes}"
+            )
+        row_bytes = size_bytes(tensor) // max(rows, 1)
+        return [size * row_bytes for size in sizes]
+
+    def barrier(
+        self, async_op: bool = False, *, timeout: timedelta | float | None = None
+    ) -> Work | None:
+        """Returns once all ranks have called it.
+
+        Args:
+            async_op: return a Work at once instead of waiting.
+            timeout: for this call alone; None keeps the communicator's.
+
+        Raises:
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        # See NOTE [At once] in reductions.py.
+        if timeout is None and not (async_op or self._queue.pending):
+            if self._native.barrier_plain():
+                raise self._fault("barrier")
+            return None
+        call = Call("barrier", lambda native: native.barrier(), [])
+        if timeout is None:
+            return self._start(call, async_op)
+        work = self.submit(lambda: self._execute(call), "barrier", timeout)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def _addresses(tensor: Tensor, sizes_bytes: list[int]) -> list[int]:
+    """Where consecutive pieces of the tensor begin."""
+    return [*accumulate(sizes_bytes[:-1], initial=tensor.data_ptr())]

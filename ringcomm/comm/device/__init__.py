@@ -1,0 +1,1 @@
+"""Communicators whose tensors lie on GPUs."""

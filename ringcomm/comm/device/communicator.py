@@ -1,0 +1,387 @@
+"""The communicator of ranks on devices: how it is built."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.calls import Membership
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device import lifecycle
+from ringcomm.comm.device.core import DeviceCore
+from ringcomm.comm.device.lifecycle import Peer
+from ringcomm.comm.device.messages import DeviceMessages
+from ringcomm.comm.device.sharing import Blocks, meeting_of, order_of
+from ringcomm.comm.meeting import rendezvous_of
+from ringcomm.comm.topology.model import Topology, from_json, to_json
+from ringcomm.comm.topology.nvml import read_machine
+from ringcomm.comm.topology.plan import Plan, plan
+from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
+from ringcomm.json_reader import shown
+from ringcomm.memory.device_heap import DeviceHeap, device_heap
+from ringcomm.memory.device_peers import (
+    USUAL_CAUSES,
+    DeviceHandle,
+    MappedDeviceHeap,
+    make_handle,
+    map_device_heap,
+)
+from ringcomm.rendezvous.handles import Exchange, Meeting, check_agreement
+
+__all__ = [
+    "FIRST_POLL_S",
+    "LAST_POLL_S",
+    "LINE_BYTES",
+    "WORD_BYTES",
+    "DeviceCommunicator",
+    "Links",
+    "prove_links",
+]
+
+# Proves the links between the ranks' devices before anything relies on them.
+#
+# A driver may report peer access, and even map a peer's memory, where data never arrive. So every
+# rank writes to every peer and looks for what the peers write to it, and reads every peer's memory,
+# with the same pointers that the kernels will use.
+
+LINE_BYTES = 64
+WORD_BYTES = 8
+FIRST_POLL_S = 0.0002
+LAST_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Links:
+    """This rank and whom it reaches, by rank, itself included.
+
+    ``scratch_offset_bytes`` counts from the beginning of every rank's region: world_size lines of
+    64 bytes, one for each rank to write to, that nothing else uses until all ranks have proved
+    their links. They are left as they are.
+    """
+
+    heap: DeviceHeap
+    rank: int
+    handles: Sequence[DeviceHandle]
+    mapped: Sequence[MappedDeviceHeap]
+    scratch_offset_bytes: int
+
+    def line_ptr(self, owner: int, writer: int) -> int:
+        """The line of rank ``owner``'s region that rank ``writer`` writes, as this rank sees it."""
+        region_ptr = self.mapped[owner].base_ptr + self.handles[owner].region_offset_bytes
+        return region_ptr + self.scratch_offset_bytes + writer * LINE_BYTES
+
+    def word(self, owner: int, writer: int) -> bytes:
+        """What that line holds once it is written; no two communicators have the same."""
+        handle = self.handles[owner]
+        text = f"{handle.token} {handle.proof} {owner} {writer}"
+        return hashlib.sha256(text.encode()).digest()[:WORD_BYTES]
+
+    def holds(self, owner: int, writer: int) -> bool:
+        """Whether this rank sees the word there now."""
+        ptr = self.line_ptr(owner, writer)
+        return self.heap.runtime.read(self.heap.device, ptr, WORD_BYTES) == self.word(owner, writer)
+
+    def write(self, owner: int) -> None:
+        ptr, word = self.line_ptr(owner, self.rank), self.word(owner, self.rank)
+        self.heap.runtime.write(self.heap.device, ptr, word)
+
+
+def prove_links(
+    links: Links,
+    operation: str,
+    deadline: float,
+    timeout_s: float,
+    look: Callable[[], None] | None = None,
+) -> None:
+    """Writes to all peers and returns when this rank has seen what all peers wrote.
+
+    All ranks call it, between the exchange of handles and the confirmation that all are ready:
+    a rank may leave it while a peer still looks.
+
+    Args:
+        links: the ranks; all of them are mapped.
+        operation: named in errors.
+        deadline: in seconds of ``time.monotonic()``.
+        timeout_s: the wait that ends at ``deadline``, for errors.
+        look: called while peers are awaited for long; raises if one of them will not come.
+
+    Raises:
+        RendezvousError: a link does not carry data, or a peer did not come; names both ranks, both
+            devices, the direction, and usual causes.
+    """
+    # The own line first: whoever finds its word from this rank may read this one, too.
+    for owner in (links.rank, *(r for r in range(len(links.handles)) if r != links.rank)):
+        links.write(owner)
+    peers = [rank for rank in range(len(links.handles)) if rank != links.rank]
+    unseen = [(links.rank, peer) for peer in peers] + [(peer, peer) for peer in peers]
+    pause_s = FIRST_POLL_S
+    while True:
+        unseen = [line for line in unseen if not links.holds(*line)]
+        if not unseen:
+            return
+        if time.monotonic() >= deadline:
+            raise _broken_link(links, unseen, operation, timeout_s)
+        if look is not None and pause_s == LAST_POLL_S:
+            look()
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, LAST_POLL_S)
+
+
+def _broken_link(
+    links: Links, unseen: list[tuple[int, int]], operation: str, timeout_s: float
+) -> RendezvousError:
+    owner, writer = unseen[0]
+    mine, theirs = links.handles[links.rank].place, links.handles[writer].place
+    if owner == links.rank:
+        failure = f"what {theirs} writes into the memory of {mine} does not arrive"
+    else:
+        failure = f"{mine} does not see in the memory of {theirs} what that rank wrote there"
+    peers = sorted({peer for _, peer in unseen})
+    others = f" The same with ranks {peers[1:]}." if len(peers) > 1 else ""
+    return RendezvousError(
+        f"{operation}: {failure}, within {timeout_s:g} s.{others} {USUAL_CAUSES}. Or that rank "
+        "did not come this far in time: see what it reports, or raise timeout="
+    )
+
+
+# Blocks per collective of a rank with a GPU of its own: they must fill its links and leave the rest
+# of the multiprocessors to the model. A choice, not swept.
+CHANNELS_ALONE = 32
+# What every rank loads before its first call, so that no later call of these has to load while a
+# peer waits; other dtypes load at their first call.
+PRELOADED = (
+    ("move", ("rc_move", "rc_packet_move")),
+    ("reduce_float32", ("rc_reduce_scatter_sum", "rc_all_reduce_sum", "rc_packet_sum")),
+)
+# A proof that takes longer has failed: it is a few reads and writes of 8 bytes.
+LINK_PROOF_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is; what all ranks must know before they can lay out their regions."""
+
+    pid: int
+    stay: int
+    uuid: str
+    kind: str
+    multiprocessors: int
+    topology: str
+
+    @classmethod
+    def from_json(cls, text: bytes, rank: int, operation: str) -> _Place:
+        record = json.loads(text)
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = values[field.name] = record.get(field.name)
+            if type(value).__name__ != field.type:
+                raise RendezvousError(
+                    f"{operation}: expected {field.name} of rank {rank} to be of type "
+                    f"{field.type}, got {shown(value)}"
+                )
+        return cls(**values)
+
+
+class DeviceCommunicator(DeviceMessages, Communicator):
+    """A :class:`Communicator` whose tensors are on one device of this rank."""
+
+    _device_index: int
+    _plan: Plan
+    # Multiprocessors for the kernels of each rank, which run beside those of the ranks that share
+    # its device; equal on all ranks.
+    _multiprocessors: int
+
+    @property
+    def plan(self) -> Plan:
+        """The algorithm and the rings that "auto" and "ring" use, and why."""
+        return self._plan
+
+    @property
+    def heap_device(self) -> torch.device:
+        return torch.device("cuda", self._device_index)
+
+    @classmethod
+    def _meet_on(
+        cls, membership: Membership, device: int, heap_bytes: int | None = None
+    ) -> DeviceCommunicator:
+        """Rendezvous of the members, each with its device."""
+        world_size = len(membership.ranks)
+        meeting = rendezvous_of(membership)
+        if world_size > _native.MAX_DEVICE_WORLD:
+            raise UnsupportedError(
+                f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
+                f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
+            )
+        exchange = Exchange(meeting)
+        core: DeviceCore | None = None
+        stay = lifecycle.begin_stay()
+        try:
+            lifecycle.reclaim()
+            heap = device_heap(device, heap_bytes)
+            places = _places(exchange, meeting, heap, stay)
+            chosen = plan(_topology(places), [place.uuid for place in places])
+            channels = _channels(membership, places)
+            _preload(heap)
+            core = DeviceCore(heap, membership, channels, chosen.algorithm, stay)
+            core.native.limit_message_channels(_message_channels(places, channels))
+            handles = _handles(exchange, meeting, core, places)
+            mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
+            core.reach(handles, mapped)
+            links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
+            proof_s = min(LINK_PROOF_S, meeting.timeout_s)
+            deadline = time.monotonic() + proof_s
+            prove_links(links, meeting.operation, deadline, proof_s, exchange.look_for_failures)
+            core.connect(chosen.rings)
+            communicator = cls._join(membership, core, handles, mapped)
+            exchange.confirm()
+            core.activate()
+        except BaseException as error:
+            exchange.fail(error)
+            if core is not None:
+                # A peer may have seen all ranks ready: it shall not wait for this one.
+                core.abort(f"rendezvous failed: {error}")
+                core.close()
+            lifecycle.end_stay(stay)
+            raise
+        communicator._device_index = device
+        communicator._plan = chosen
+        communicator._multiprocessors = max(1, min(_shares(places)))
+        return communicator
+
+    @classmethod
+    def _join(
+        cls,
+        membership: Membership,
+        core: DeviceCore,
+        handles: Sequence[DeviceHandle],
+        mapped: Sequence[MappedDeviceHeap],
+    ) -> DeviceCommunicator:
+        """With the ranks that share this process and device, and with its other communicators."""
+        heap = core.heap
+        local = [rank for rank, each in enumerate(mapped) if each.heap is heap]
+        operation = f"communicator {membership.name!r}"
+        if len(local) > _native.MAX_RANKS_PER_LAUNCH:
+            raise UnsupportedError(
+                f"{operation}: {len(local)} ranks of this process share device {core.device}, and "
+                f"one launch carries at most {_native.MAX_RANKS_PER_LAUNCH}. Use fewer ranks, more "
+                "devices, or processes"
+            )
+        runtime = heap.runtime
+        identity = runtime.identity(core.device)
+        kernel = runtime.find_kernel(core.device, *_largest_kernel())
+        capacity = kernel.blocks_per_multiprocessor * identity.multiprocessors
+        order = order_of(runtime, core.device)
+        meeting = None
+        if len(local) > 1:
+            proofs = [handles[rank].proof for rank in local]
+            meeting = meeting_of(runtime, core.device, local, proofs, order)
+        # Every rank may have a send and a receive under way.
+        messages = 2 * core.native.message_channels * len(local)
+        blocks = Blocks(core.native.channels * len(local), messages)
+        order.join(meeting or core, blocks, capacity, operation)
+        return cls(core, membership, order, meeting)
+
+    def _rebuild(self, membership: Membership) -> Communicator:
+        return self._meet_on(membership, self._device_index)
+
+
+def _largest_kernel() -> tuple[str, str]:
+    unit, names = PRELOADED[-1]
+    return unit, names[0]
+
+
+def _preload(heap: DeviceHeap) -> None:
+    for unit, names in PRELOADED:
+        for name in names:
+            heap.runtime.find_kernel(heap.device, unit, name)
+
+
+def _places(exchange: Exchange, meeting: Meeting, heap: DeviceHeap, stay: int) -> list[_Place]:
+    identity = heap.runtime.identity(heap.device)
+    # One rank reads the machine for all: in different containers they may see different GPUs, and
+    # equal plans need equal input.
+    topology = _read_topology(heap) if meeting.rank == 0 else ""
+    mine = _Place(
+        os.getpid(), stay, identity.uuid, heap.runtime.kind, identity.multiprocessors, topology
+    )
+    texts = exchange.everyone("place", asdict(mine))
+    operation = meeting.operation
+    places = [_Place.from_json(text, rank, operation) for rank, text in enumerate(texts)]
+    for rank, place in enumerate(places):
+        if place.kind != heap.runtime.kind:
+            raise MismatchError(
+                f"{operation}: rank {rank} has a device of kind {place.kind!r}, this rank one of "
+                f"kind {heap.runtime.kind!r}. Give all ranks the same kind of device="
+            )
+    return places
+
+
+def _read_topology(heap: DeviceHeap) -> str:
+    kind = heap.runtime.kind
+    if kind == "cuda":
+        return to_json(read_machine())
+    return to_json(Topology(machine=kind, absent=f"devices of kind {kind!r} have no NVML"))
+
+
+def _topology(places: Sequence[_Place]) -> Topology:
+    return from_json(places[0].topology, "topology of rank 0")
+
+
+def _message_channels(places: Sequence[_Place], channels: int) -> int:
+    """Blocks per message, equal on all ranks: what collectives of ``channels`` blocks leave.
+
+    Every rank of a GPU may have a send and a receive under way, and a collective between them,
+    whose blocks may each take a multiprocessor.
+    """
+    left = min(_shares(places)) - channels
+    return max(1, min(left // 2, _message_share(places)))
+
+
+def _message_share(places: Sequence[_Place]) -> int:
+    """Blocks per message with which messages take a quarter of the multiprocessors at most."""
+    return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
+
+
+def _shares(places: Sequence[_Place]) -> list[int]:
+    """By rank: the multiprocessors of its GPU, divided among the ranks that share it."""
+    ranks_on = Counter(place.uuid for place in places)
+    return [place.multiprocessors // ranks_on[place.uuid] for place in places]
+
+
+def _channels(membership: Membership, places: Sequence[_Place]) -> int:
+    """Blocks per collective, equal on all ranks: as many as the fullest GPU has for each rank.
+
+    Room for the messages of all its ranks is left.
+    """
+    if membership.options.channels:
+        return membership.options.channels
+    share = max(1, min(_shares(places)) - 2 * _message_share(places))
+    alone = len({place.uuid for place in places}) == len(places)
+    return min(CHANNELS_ALONE, share) if alone else share
+
+
+def _handles(
+    exchange: Exchange, meeting: Meeting, core: DeviceCore, places: Sequence[_Place]
+) -> list[DeviceHandle]:
+    core.announce([Peer.of(place.pid, place.stay) for place in places])
+    recorder = core.recorder.address if core.recorder is not None else None
+    mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
+    texts = exchange.everyone("heap", asdict(mine))
+    operation = meeting.operation
+    handles = [DeviceHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
+    try:
+        for rank, theirs in enumerate(handles):
+            check_agreement(meeting, mine, theirs, rank)
+    except RingcommError:
+        core.announce(None)  # all ranks compare all handles, so none goes on
+        raise
+    return handles

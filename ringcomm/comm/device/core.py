@@ -1,0 +1,558 @@
+"""How a communicator on a device fails, and how it ends: what was launched ends first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Any, cast
+
+from ringcomm import _native, cuda
+from ringcomm.comm.calls import Call, Membership, closed, refusal
+from ringcomm.comm.device.lifecycle import (
+    Peer,
+    Watched,
+    abandon,
+    end_stay,
+    process_of,
+    retire,
+    unwatch,
+    watch,
+)
+from ringcomm.comm.device.recorder import COLLECTIVES, Calls, DeviceRecorder, SeenEvent
+from ringcomm.comm.device.sharing import DeviceOrder, Meeting
+from ringcomm.comm.engine import EXIT_GRACE_S, Engine
+from ringcomm.comm.recorder.reader import Fault, FlightRecorder
+from ringcomm.comm.recorder.records import Recording
+from ringcomm.cuda.runtime import DeviceRuntime, Event
+from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
+from ringcomm.memory.device_heap import DeviceBlock, DeviceHeap
+from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap
+
+__all__ = ["POLL_S", "DeviceCore", "DeviceEnd"]
+
+# One rank's end of a communicator on a device: its region, its words, its faults, its end.
+
+# A word of the protocol that is up.
+RAISED = (1).to_bytes(4, "little")
+# Staging of one rank, and the pieces that it is cut into; the 256 lanes of a block move 32 KiB in a
+# turn. Choices, not swept.
+STAGING_BYTES = 64 << 20
+SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
+# How long a rank that was told to give up waits for the host of the rank where it began to say why.
+REASON_GRACE_S, REASON_POLL_S = 1.0, 0.002
+
+
+@cache
+def _driver(library: str) -> _native.Driver:
+    return _native.Driver(library)
+
+
+def _driver_of(runtime: DeviceRuntime, operation: str) -> _native.Driver:
+    try:
+        return _driver(runtime.driver_library)
+    except RuntimeError as error:
+        raise UnsupportedError(f"{operation}: {error}") from error
+
+
+def _find(device: int, unit: str, name: str) -> int:
+    # Not bound to a communicator: the native object keeps it, and a cycle would keep both.
+    return cuda.current().find_kernel(device, unit, name).handle
+
+
+def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
+    """The segment with which a rank's slots take about STAGING_BYTES; see layout.h."""
+    message_channels = min(channels, _native.MESSAGE_CHANNELS)
+    slot_sets = channels * (world_size + 1) + message_channels * world_size
+    share_bytes = STAGING_BYTES // (slot_sets * slots) // SMALLEST_SEGMENT_BYTES
+    whole_bytes = share_bytes * SMALLEST_SEGMENT_BYTES
+    return max(SMALLEST_SEGMENT_BYTES, min(whole_bytes, LARGEST_SEGMENT_BYTES))
+
+
+def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> None:
+    end = handle.region_offset_bytes + region_bytes
+    if handle.region_bytes != region_bytes or end > handle.capacity_bytes:
+        raise RendezvousError(
+            f"{operation}: expected a region of {region_bytes} bytes in the heap of "
+            f"{handle.capacity_bytes} bytes of rank {handle.rank}, got {handle.region_bytes} bytes "
+            f"at offset {handle.region_offset_bytes}. Do all ranks run the same ringcomm?"
+        )
+
+
+class DeviceCore:
+    """What the engine drives; has the methods of the native host communicator that it uses.
+
+    Args:
+        heap: of this rank's device.
+        membership: who takes part, with which options.
+        channels: blocks per collective.
+        family: "direct" or "ring", what "auto" means for large messages.
+        stay: of this rank; ends with :meth:`close`.
+
+    Attributes:
+        region: offset in the heap and size, in bytes.
+        recorder: None with ``CommOptions(records=0)``.
+    """
+
+    def __init__(
+        self, heap: DeviceHeap, membership: Membership, channels: int, family: str, stay: int
+    ) -> None:
+        options = membership.options
+        world_size = len(membership.ranks)
+        operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
+        self.heap = heap
+        self.runtime = heap.runtime
+        self.device = heap.device
+        self.rank = membership.rank
+        self.world_size = world_size
+        self.native = _native.DeviceComm(
+            _driver_of(self.runtime, operation),
+            rank_of=(membership.rank, world_size),
+            staging=(
+                channels,
+                options.slots,
+                options.segment_bytes or _segment_bytes(world_size, channels, options.slots),
+            ),
+            extra=(options.packet_bytes, options.copy_bytes),
+            timeout_ms=round(options.timeout_s * 1000),
+            family=_native.ALGORITHMS[family],
+            find_kernel=partial(_find, self.device),
+        )
+        recorded = options.records > 0
+        self.recorder = DeviceRecorder(self.native, membership, operation) if recorded else None
+        self._records = options.records
+        block = heap.allocate(self.native.region_bytes, operation)
+        # Its space is used again when nothing refers to it any more; see close().
+        self._block: DeviceBlock | None = block
+        self._ptr = block.ptr
+        self.region = block.offset_bytes, self.native.region_bytes
+        self.runtime.write(self.device, self._ptr, self.native.words())
+        with self.runtime.on_device(self.device):
+            self._page = self.runtime.allocate_pinned(_native.HOST_PAGE_BYTES)
+        self._regions: list[int] = []
+        self._capacities: list[int] = []
+        self._mapped: Sequence[MappedDeviceHeap] = ()
+        self._watched: Watched | None = None
+        self._stay = stay
+        self._peers: list[Peer] | None = None
+        # An abort must not write into a region that is somebody else's meanwhile.
+        self._guard = threading.Lock()
+        self._aborted = False
+
+    @property
+    def layout(self) -> str:
+        """What must be equal on all ranks, in words."""
+        native = self.native
+        return (
+            f"segment_bytes={native.segment_bytes}, slots={native.slots}, "
+            f"channels={native.channels}, region_bytes={native.region_bytes}, "
+            f"records={self._records}"
+        )
+
+    def announce(self, peers: Sequence[Peer] | None) -> None:
+        """Says who may know the region, and write into it to prove the links.
+
+        Args:
+            peers: by rank, this one included; None: nobody will.
+        """
+        self._peers = None if peers is None else list(peers)
+
+    def reach(self, handles: Sequence[DeviceHandle], mapped: Sequence[MappedDeviceHeap]) -> None:
+        """All peers' regions are mapped: from here on an end is told to them."""
+        operation = where("connect", self.rank, self.world_size)
+        for handle in handles:
+            _check_region(handle, self.native.region_bytes, operation)
+        if self.recorder is not None:
+            self.recorder.connect(handles, operation)
+        self._mapped = mapped
+        self._capacities = [handle.capacity_bytes for handle in handles]
+        self._regions = [
+            each.base_ptr + handle.region_offset_bytes
+            for each, handle in zip(mapped, handles, strict=True)
+        ]
+
+    def connect(self, rings: Sequence[Sequence[int]]) -> None:
+        """Tells the kernels where everybody's memory is; nothing is written to peers yet."""
+        table = self.native.table(
+            regions=self._regions,
+            heaps=[each.base_ptr for each in self._mapped],
+            heap_bytes=self._capacities,
+            host_page=self._page.device_ptr,
+            rings=[list(ring) for ring in rings],
+        )
+        self.runtime.write(self.device, self._ptr + self.native.table_offset_bytes, table)
+
+    def activate(self) -> None:
+        """All peers are connected: calls may be launched, and peers' ends are noticed."""
+        self.native.activate(self._page.host_ptr)
+        if self.recorder is not None:
+            self.recorder.native.watch(self._page.host_ptr)
+        others = {rank: process_of(each.pid) for rank, each in enumerate(self._mapped) if each.pid}
+        self._watched = watch(self.native, others)
+
+    @property
+    def timeout_ms(self) -> int:
+        return self.native.timeout_ms
+
+    @timeout_ms.setter
+    def timeout_ms(self, timeout_ms: int) -> None:
+        self.native.timeout_ms = timeout_ms
+
+    @property
+    def raised(self) -> bool:
+        """Whether a kernel of this rank gave up; costs one load."""
+        return self.native.raised
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted or self.native.raised
+
+    def fault(self) -> dict[str, Any] | None:
+        """The record of the fault, of the rank where it began if that can be read."""
+        own = self.native.fault()
+        if own is not None and own["kind"] != "aborted":
+            return own
+        found = self._cause(own)
+        deadline = time.monotonic() + REASON_GRACE_S
+        # Kernels that were asked to give up raise their word before the host that asked has
+        # written why.
+        while self._awaits_reason(found) and time.monotonic() < deadline:
+            time.sleep(REASON_POLL_S)
+            found = self._cause(own)
+        return found
+
+    @staticmethod
+    def _awaits_reason(found: dict[str, Any] | None) -> bool:
+        return found is not None and found["kind"] == "aborted" and not found["reason"]
+
+    def _cause(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
+        ranks = ((self.rank + distance) % self.world_size for distance in range(self.world_size))
+        records = [record for rank in ranks if (record := self._record_of(rank)) is not None]
+        # The others' kernels gave up since they saw that one's word.
+        causes = [record for record in records if record["kind"] != "aborted"]
+        aborts = [record for record in records if record["reason"]]
+        return next(iter((*causes, *aborts, *records)), own)
+
+    def _record_of(self, rank: int) -> dict[str, Any] | None:
+        if not self._regions:
+            return None
+        try:
+            page = self.runtime.read(self.device, self._regions[rank], _native.CONTROL_PAGE_BYTES)
+        except Exception:
+            # The memory of a process that has ended may be gone. The own record remains.
+            return None
+        return _native.fault_in_page(page, rank, self.world_size)
+
+    def abort(self, reason: str) -> None:
+        """Makes kernels of this rank and its peers give up; from any thread."""
+        with self._guard:
+            if self._aborted or self._block is None:
+                return
+            self._aborted = True
+            ended_before = self.native.raised
+            # First of all, and by a plain store: the copies below may fail, or be in a hardware
+            # queue behind a kernel that only this ends.
+            self.native.request_abort()
+            if self.recorder is not None:
+                self.recorder.native.stop()
+            if not ended_before:
+                # By the reason peers know where it began; they wait for it (fault()).
+                text = _native.abort_reason(reason or "Communicator.abort() was called")
+                self._write(_native.REASON_OFFSET_BYTES, text)
+            self._write(_native.ABORTED_OFFSET_BYTES, RAISED)
+
+    def _write(self, offset_bytes: int, data: bytes) -> None:
+        self.runtime.write(self.device, self._ptr + offset_bytes, data)
+
+    def look(self) -> None:
+        """Notes in the records how many collectives this rank's kernels have begun."""
+        if self.recorder is None or not self._regions:
+            return
+        with self._guard:
+            if self._block is None:
+                return
+            ptr = self._ptr + self.native.sequence_offset_bytes
+            word = self.runtime.read(self.device, ptr, 8)
+        self.recorder.native.seen_begun(int.from_bytes(word, "little"))
+
+    def any_aborted(self) -> bool:
+        """Whether some rank's abort word is up, for a rank whose kernel is not there to look."""
+        return any(self._is_up(region + _native.ABORTED_OFFSET_BYTES) for region in self._regions)
+
+    def has_closed(self, peer: int) -> bool:
+        """Whether ``peer`` has said farewell."""
+        return self._is_up(self._ptr + self.native.farewell_offset_bytes(peer))
+
+    def _is_up(self, ptr: int) -> bool:
+        return self.runtime.read(self.device, ptr, len(RAISED)) == RAISED
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device, which kernels end by their deadlines."""
+        self.runtime.synchronize(self.device)
+
+    def close(self) -> None:
+        """Says farewell to the peers; memory returns once nobody can touch it any more.
+
+        No kernel of this rank may run any more.
+        """
+        with self._guard:
+            block, self._block = self._block, None
+        if block is None:
+            return
+        if self._watched is not None:
+            unwatch(self._watched)
+        self._say_farewell()
+        # Handles of earlier calls may still ask it whether a kernel gave up.
+        self.native.activate(0)
+        if self.recorder is not None:
+            self.recorder.close()
+        self._page.free()
+        forget = self.recorder.native.release if self.recorder is not None else lambda: None
+        if self._peers is None:
+            forget()
+        else:
+            # A peer of another process whose rendezvous failed before it could map the region says
+            # no farewell: the region then stays until that process has ended.
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            words = [self._ptr + self.native.farewell_offset_bytes(other) for other in others]
+            retire(block, words, [self._peers[other] for other in others], forget)
+        self._mapped, self._regions = (), []
+        del block
+        end_stay(self._stay)
+
+    def _say_farewell(self) -> None:
+        offset = self.native.farewell_offset_bytes(self.rank)
+        for rank, region in enumerate(self._regions):
+            if rank == self.rank:
+                continue
+            try:
+                self.runtime.write(self.device, region + offset, RAISED)
+            except Exception:
+                # A peer whose process has ended reads no farewell.
+                continue
+
+
+POLL_S = 0.0005
+
+
+class DeviceEnd(Engine):
+    """Faults and the end of a rank on a device."""
+
+    def __init__(
+        self,
+        core: DeviceCore,
+        membership: Membership,
+        order: DeviceOrder,
+        meeting: Meeting | None,
+    ) -> None:
+        super().__init__(cast(Any, core), membership)
+        self._device_core = core
+        recorder = core.recorder
+        self._records = recorder.native if recorder is not None else None
+        locate = recorder.located if recorder is not None else None
+        self._recorder = FlightRecorder(recorder, self.name, (core.rank, core.world_size), locate)
+        # Never zero: the quick paths are for calls that run on the caller's thread.
+        self._queue.pending = 1
+        self._order = order
+        self._meeting = meeting
+        # Of the last call, and of the last one that a graph recorded: neither waits for the other.
+        self._last_stream: int | None = None
+        self._last_recorded: int | None = None
+        # Calls whose tensors must live: until their event passed, or while a graph is recorded.
+        self._launched: deque[tuple[Call, SeenEvent]] = deque()
+        self._recorded: list[tuple[Call, int]] = []
+        # Once closing: whether it was unusable before, so that somebody has been told why.
+        self._told: bool | None = None
+        self._unreported: RingcommError | None = None
+
+    @property
+    def _place(self) -> tuple[DeviceRuntime, int]:
+        return self._device_core.runtime, self._device_core.device
+
+    # ---- the flight recorder --------------------------------------------------------------------
+
+    def recording(self) -> Recording:
+        """See :meth:`Engine.recording`."""
+        if self._refuse is None:
+            # A device that does not answer any more hides no records.
+            with suppress(Exception):
+                for _, done in tuple(self._launched):
+                    done.query()
+                self._device_core.look()
+        return super().recording()
+
+    def _everything(self) -> list[Calls]:
+        recorder = self._device_core.recorder
+        return recorder.everything() if recorder is not None else []
+
+    def _see_completed(self, calls: list[Calls]) -> None:
+        """The device has done ``calls``."""
+        if self._records is not None:
+            for each in calls:
+                self._records.seen_completed(*each)
+
+    def _seen(self, event: Event) -> SeenEvent:
+        """``event``, behind all collectives by now; it is noted in the records that it passed."""
+        records = self._records
+        if records is None:
+            return SeenEvent(event)
+        return SeenEvent(event, records, (COLLECTIVES, 1, records.enqueued(COLLECTIVES)))
+
+    def _withdraw(self) -> None:
+        """The last call was prepared, and not launched."""
+        if self._records is not None:
+            self._records.withdraw()
+
+    @contextmanager
+    def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
+        """Around the launch of Triton's kernels for a collective of ``_native.call_words``."""
+        records, (runtime, device) = self._records, self._place
+        if records is None:
+            yield
+            return
+        captured = runtime.is_capturing(device, self._device_core.native.stream)
+        records.enqueue_triton(words, channels, captured)
+        try:
+            yield
+        except BaseException:
+            records.withdraw()
+            raise
+
+    # ---- faults ---------------------------------------------------------------------------------
+
+    def _check_usable(self, name: str) -> None:
+        if self._refuse is not None:
+            raise self._refuse(name)
+        if self._device_core.raised:
+            raise self._fault(name)
+
+    def _check_work(self, name: str) -> None:
+        """As a call is checked; but a communicator that was closed in order has done its work."""
+        if self._told is not False:
+            self._check_usable(name)
+        elif self._device_core.raised:
+            raise self._fault(name)
+
+    @contextmanager
+    def _worded(self, name: str) -> Iterator[None]:
+        head = where(name, self._rank, self._world_size)
+        try:
+            yield
+        except RingcommError:
+            raise
+        except ValueError as error:
+            raise ArgumentError(f"{head}: {error}") from error
+        except RuntimeError as error:
+            # Peers may have launched their part, and would take the next call for this one.
+            raise self._give_up(RingcommError, f"{head}: {error}") from error
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _give_up(
+        self, kind: type[RingcommError], text: str, waits: Fault | None = None
+    ) -> RingcommError:
+        """Makes the communicator unusable on all ranks, and returns the error that says why.
+
+        Args:
+            kind: of the error.
+            text: of the error.
+            waits: what a call that was not launched waits for; None: it was refused.
+        """
+
+        def word(told: Fault) -> RingcommError:
+            return kind(
+                f"{text}. {told.get('story', '')}The communicator is unusable now: close it and "
+                f"build a new one{told.get('trace', '')}"
+            )
+
+        refused = {"kind": "aborted", "peer": -1, "sequence": 0}
+        fault = {"rank": self._rank, "message": False, "mine": "", **(waits or refused)}
+        error = word(fault)
+        try:
+            error = word(self._recorder.traced(fault, word))
+        finally:  # a second Ctrl-C may come meanwhile
+            self._make_unusable(error, text)
+        return error
+
+    def _make_unusable(self, error: RingcommError, text: str) -> None:
+        self._disable(refusal(self._rank, self._world_size, error))
+        self._device_core.abort(text)
+
+    def _waits_in_vain(self, kind: str, peer: int) -> Fault:
+        """The fault of the call that is about to be launched, which fails."""
+        recorder = self._device_core.recorder
+        number = recorder.gave_up(kind, peer) if recorder is not None else 0
+        return {"kind": kind, "peer": peer, "sequence": number}
+
+    def _events_of_the_end(self) -> list[Event]:
+        """Passed once nothing that was launched runs any more."""
+        runtime, device = self._place
+        events: list[Event] = [done for _, done in self._launched]
+        last = self._last_stream
+        if last is not None and not runtime.is_capturing(device, last):
+            with runtime.on_device(device):
+                events.append(runtime.record_event(device, last))
+        return events
+
+    def _end_calls(self, grace_s: float) -> bool:
+        """Lets no more calls begin, and waits for those that have; False after ``grace_s``."""
+        deadline = time.monotonic() + grace_s
+        if not self._queue.turn.acquire(timeout=grace_s):
+            return False
+        try:
+            if self._told is None:
+                self._told = self._refuse is not None
+            self._disable(closed(self._rank, self._world_size, self.name))
+            if self._last_recorded is not None:
+                # Replays are on streams that nobody has told this communicator about.
+                self._device_core.synchronize()
+            events = self._events_of_the_end()
+            while not all(event.query() for event in events):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(POLL_S)
+            self._see_completed(self._everything())
+            return True
+        finally:
+            self._queue.turn.release()
+
+    def _close(self, grace_s: float) -> None:
+        if self._closed:
+            return
+        if not self._end_calls(grace_s):
+            self.abort("closed with a call under way")
+            if not self._end_calls(EXIT_GRACE_S):
+                # A kernel that does not end still uses the region: it is left alone for good.
+                return
+        if not self._told and self._device_core.aborted:
+            self._unreported = self._fault("close")
+            self._refuse = refusal(self._rank, self._world_size, self._unreported)
+            self._told = True
+        self._order.leave(self._meeting or self._device_core)
+        super()._close(grace_s)
+        self._launched.clear()
+        self._recorded.clear()
+
+    def close(self) -> None:
+        """As the host's; waits for what was launched.
+
+        Raises:
+            RingcommError: a kernel gave up, and no earlier call has said so. All is given back.
+        """
+        super().close()
+        error, self._unreported = self._unreported, None
+        if error is not None:
+            raise error
+
+    def __del__(self) -> None:
+        super().__del__()
+        # Not after a construction that failed, nor in a forked child.
+        if not hasattr(self, "_told") or self._closed:
+            return
+        self._order.leave(self._meeting or self._device_core)
+        recorded = self._last_recorded is not None
+        abandon(self._device_core, self._events_of_the_end(), self._launched, recorded=recorded)

@@ -1,0 +1,334 @@
+"""What outlives a communicator: its region while peers may write there, and its last kernels.
+
+A peer acknowledges what it read by writing into this rank's region, possibly after this rank has
+closed. So a region is given back only when every peer has said farewell or has ended: its process,
+or the stay of a rank of this process (docs/protocol.md). And a communicator that nobody refers to
+any more is closed once its kernels have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import NamedTuple, Protocol
+
+from ringcomm import _native
+from ringcomm.cuda.runtime import Event
+from ringcomm.errors import RingcommError, start_thread
+from ringcomm.memory.device_heap import DeviceBlock, existing_heap
+
+# Tells kernels that wait for a rank when its process has ended.
+#
+# A kernel cannot ask the operating system, so one thread of the process watches the peers'
+# processes and marks the ended ones in the page that the kernel looks at.
+
+# How late the end of a process is noticed.
+POLL_MS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """One communicator's peers in other processes, by rank."""
+
+    native: _native.DeviceComm
+    processes: dict[int, _native.Process]
+
+
+class _Watcher:
+    """What this process watches; replaced as a whole in a forked child."""
+
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may end a communicator on a thread that holds it.
+        self.guard = threading.RLock()
+        self.watched: list[Watched] = []
+        self.thread: threading.Thread | None = None
+
+
+_watcher = _Watcher()
+_inherited_watches: list[_Watcher] = []
+
+
+def _forget_watches_in_child() -> None:
+    global _watcher
+    _inherited_watches.append(_watcher)
+    _watcher = _Watcher()
+
+
+os.register_at_fork(after_in_child=_forget_watches_in_child)
+
+
+def process_of(pid: int) -> _native.Process:
+    """A process that runs, to ask later whether it has ended.
+
+    Raises:
+        RingcommError: there is no file descriptor left for it.
+    """
+    try:
+        return _native.Process(pid)
+    except OSError as error:
+        raise RingcommError(f"the watch for process {pid}: {error.strerror}") from error
+
+
+def _look(watched: Watched) -> None:
+    for rank, process in watched.processes.items():
+        if process.has_ended():
+            watched.native.mark_lost(rank)
+
+
+def _loop(process: _Watcher, wake: threading.Event) -> None:
+    while True:
+        wake.wait(POLL_MS / 1000)
+        with process.guard:
+            if process.thread is not threading.current_thread():
+                return  # Ctrl-C came before its starter knew that it runs
+            if not process.watched:
+                process.thread = None
+                return
+            for watched in tuple(process.watched):
+                _look(watched)
+
+
+def watch(native: _native.DeviceComm, processes: Mapping[int, _native.Process]) -> Watched:
+    """Watches peers from here on.
+
+    Args:
+        native: whose page is marked.
+        processes: of the peers that are processes of their own, by rank.
+
+    Raises:
+        RingcommError: there is no thread left to watch them.
+    """
+    watched = Watched(native, dict(processes))
+    process = _watcher
+    if not processes:
+        return watched
+    with process.guard:
+        if process.thread is None:
+            thread = threading.Thread(
+                target=_loop, args=(process, threading.Event()), name="ringcomm-watch", daemon=True
+            )
+            start_thread(
+                thread,
+                "the watch for peers whose process ends",
+                "The communicator was not built",
+            )
+            process.thread = thread
+        process.watched.append(watched)
+    return watched
+
+
+def unwatch(watched: Watched) -> None:
+    """Ends it; a second call does nothing."""
+    process = _watcher
+    with process.guard:
+        if watched in process.watched:
+            process.watched.remove(watched)
+            watched.processes.clear()  # the loop may still refer to it
+
+
+WORD_BYTES = 4
+# After the communicators (100), before the mappings of peers' heaps (90).
+EXIT_PRIORITY = 95
+EXIT_GRACE_S = 5.0
+POLL_S = 0.001
+
+
+class Peer(NamedTuple):
+    """A rank that may write into a region: its process, None for this one, and its stay there.
+
+    The process is one that was opened while it ran: its pid may be another's later, or still be
+    there when it has ended, until its parent asks how.
+    """
+
+    process: _native.Process | None
+    stay: int
+
+    @classmethod
+    def of(cls, pid: int, stay: int) -> Peer:
+        return cls(
+            None if pid == os.getpid() else _native.Process(pid, with_descriptor=False), stay
+        )
+
+    def has_ended(self) -> bool:
+        if self.process is None:
+            return self.stay not in _process.stays
+        return self.process.has_ended()
+
+
+@dataclass(frozen=True)
+class _Retired:
+    """A region: where each peer's farewell arrives, the peers, and what to do without them."""
+
+    block: DeviceBlock
+    farewell_ptrs: tuple[int, ...]
+    peers: tuple[Peer, ...]
+    left: Callable[[], None]
+
+    def may_go(self) -> bool:
+        if not self._is_left():
+            return False
+        self.left()
+        return True
+
+    def _is_left(self) -> bool:
+        heap = self.block.heap
+        if existing_heap(heap.device) is not heap:
+            return True  # the heap has been closed with all that was in it
+        return all(
+            heap.runtime.read(heap.device, ptr, WORD_BYTES) != bytes(WORD_BYTES) or peer.has_ended()
+            for ptr, peer in zip(self.farewell_ptrs, self.peers, strict=True)
+        )
+
+
+class Core(Protocol):
+    """The part of a communicator that is still to be closed."""
+
+    def abort(self, reason: str) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Abandoned:
+    """A core, what passes when its kernels have ended, and what those work on."""
+
+    core: Core
+    events: Sequence[Event]
+    kept: Sequence[object]
+    recorded: bool
+
+    def may_go(self) -> bool:
+        if self.recorded or not all(event.query() for event in self.events):
+            return False
+        self.core.close()
+        return True
+
+
+class _Process:
+    """What this process holds; replaced as a whole in a forked child, whose parent it belongs to.
+
+    Whatever is here arrives wherever the garbage collector runs, even inside :func:`reclaim` on the
+    same thread: deques, that take and give entries without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        self.regions: deque[_Retired] = deque()
+        self.abandoned: deque[_Abandoned] = deque()
+        self.stays: set[int] = set()
+        self.ends_at_exit = False
+
+
+_process = _Process()
+_inherited: list[_Process] = []
+
+
+def _forget_in_child() -> None:
+    global _process
+    _inherited.append(_process)
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def begin_stay() -> int:
+    """A rank of this process sets out to meet others; what it says of itself holds this number.
+
+    A rank whose rendezvous fails before it knows where the peers' regions are can say farewell to
+    nobody. Those of its own process are told by the end of its stay.
+    """
+    stay = secrets.randbits(63)
+    _process.stays.add(stay)
+    return stay
+
+
+def end_stay(stay: int) -> None:
+    """The rank will touch no peer's region any more; a second call does nothing."""
+    _process.stays.discard(stay)
+    reclaim()
+
+
+def retire(
+    block: DeviceBlock,
+    farewell_ptrs: Sequence[int],
+    peers: Sequence[Peer],
+    left: Callable[[], None] = lambda: None,
+) -> None:
+    """Keeps ``block`` until all peers have left it, and calls ``left`` then.
+
+    ``farewell_ptrs`` and ``peers`` are in one order.
+
+    The end of the caller's own stay, or the next rendezvous, looks whether it may go.
+    """
+    _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers), left))
+
+
+def abandon(core: Core, events: Sequence[Event], kept: Sequence[object], *, recorded: bool) -> None:
+    """Closes ``core``, whose communicator has died, once its kernels have ended.
+
+    Args:
+        core: of the communicator.
+        events: pass when the kernels that it launched have ended.
+        kept: what those work on.
+        recorded: a graph holds calls of it, and may be replayed until the process ends.
+    """
+    process = _process
+    process.abandoned.append(_Abandoned(core, tuple(events), tuple(kept), recorded))
+    if not process.ends_at_exit:
+        process.ends_at_exit = True
+        Finalize(None, _end_abandoned, exitpriority=EXIT_PRIORITY)
+    reclaim()
+
+
+def reclaim() -> None:
+    """Gives back what may go; runs before new regions are made, and whenever a stay ends."""
+    process = _process
+    with process.guard:
+        _sift(process.abandoned)
+        _sift(process.regions)
+
+
+def _sift(entries: deque[_Abandoned] | deque[_Retired]) -> None:
+    for _ in range(len(entries)):
+        try:
+            entry = entries.popleft()
+        except IndexError:
+            return  # the garbage collector has sifted them meanwhile
+        gone = False
+        try:
+            gone = entry.may_go()
+        finally:
+            if not gone:
+                entries.append(entry)  # type: ignore[arg-type]
+
+
+def _end_abandoned() -> None:
+    process = _process
+    for entry in process.abandoned:
+        if not _ends(entry.events):
+            entry.core.abort("this process ends")
+    while process.abandoned:
+        entry = process.abandoned.popleft()
+        if entry.recorded:
+            entry.core.abort("this process ends")  # replays, too
+            entry.core.synchronize()
+        # Otherwise a kernel that does not end still uses the region: it is left alone for good.
+        if _ends(entry.events):
+            entry.core.close()
+
+
+def _ends(events: Sequence[Event]) -> bool:
+    """Whether the events pass soon."""
+    deadline = time.monotonic() + EXIT_GRACE_S
+    while not all(event.query() for event in events):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,234 @@
+"""Point-to-point calls on a device.
+
+Messages between two ranks match in the order in which they are sent and received; a tag is checked,
+not searched for. Sends run on one stream of the communicator and receives on another, so that two
+ranks may both send first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
+from ringcomm.comm.calls import Call
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceEngine, DeviceWork
+from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
+from ringcomm.comm.messages import Messages
+from ringcomm.comm.work import Work
+from ringcomm.cuda.runtime import Stream
+from ringcomm.errors import UnsupportedError, where
+
+__all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "exchange", "rounds"]
+
+Tensor = torch.Tensor
+# (tensor, peer): of a message.
+TensorAndPeer = tuple[Tensor, int]
+
+# Messages between devices that go out together, in as few launches as there can be.
+#
+# A kernel that sends to a rank may wait until that rank receives. Of two ranks that both send
+# before they receive, each would wait for the other if they did so one by one; in one launch they
+# do both at once.
+
+
+class PeerMessage(NamedTuple):
+    """One message of a batch; ``communicator`` is on a device, ``peer`` one of its ranks."""
+
+    communicator: Communicator
+    tensor: Tensor
+    peer: int
+    tag: int
+    is_send: bool
+
+
+def rounds(letters: Sequence[PeerMessage]) -> list[list[int]]:
+    """The launches that carry ``letters``, in their order, each as indices into ``letters``.
+
+    A launch carries messages of one communicator and tag, at most one each way with a rank.
+    Further messages between two ranks follow in later launches, in the order of the batch, which
+    is the same on both. All ranks launch by round, then by tag, then by communicator: so no launch
+    waits for one that comes later.
+    """
+    turns: Counter[tuple[int, int, bool]] = Counter()
+    launches: dict[tuple[int, int, int], list[int]] = {}
+    for index, letter in enumerate(letters):
+        one_way = (id(letter.communicator), letter.peer, letter.is_send)
+        launch = (turns[one_way], letter.tag, id(letter.communicator))
+        launches.setdefault(launch, []).append(index)
+        turns[one_way] += 1
+
+    def place(launch: tuple[int, int, int]) -> tuple[int, int, str]:
+        turn, tag, _ = launch
+        return turn, tag, letters[launches[launch][0]].communicator.name
+
+    return [launches[launch] for launch in sorted(launches, key=place)]
+
+
+def exchange(letters: Sequence[PeerMessage]) -> DeviceWork:
+    """Launches what :func:`rounds` has put together.
+
+    Raises:
+        ArgumentError: bad argument; none of these messages was sent.
+        RingcommError: a fault; see ``ringcomm.errors``.
+    """
+    # A communicator on a device has this method, one on the host does not.
+    communicator = cast(Any, letters[0].communicator)
+    work: DeviceWork = communicator.exchange_messages(
+        [(letter.tensor, letter.peer) for letter in letters if letter.is_send],
+        [(letter.tensor, letter.peer) for letter in letters if not letter.is_send],
+        letters[0].tag,
+    )
+    return work
+
+
+class DeviceMessages(DeviceEngine, Messages):
+    """Sends and receives of a communicator on a device."""
+
+    _send_stream: Stream | None = None
+    _receive_stream: Stream | None = None
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Sends ``tensor`` to rank ``dst``; later work of the current stream may change it.
+
+        Args:
+            tensor: any shape and dtype; the receiver's must have as many bytes.
+            dst: a rank of this communicator other than this one.
+            tag: 0 <= tag < 2**31; the matching receive must name the same.
+
+        Raises:
+            ArgumentError: bad argument.
+            RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
+        """
+        self.isend(tensor, dst, tag).wait()
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receives into ``tensor`` and returns the rank that sends.
+
+        Raises:
+            UnsupportedError: ``src`` is None: a kernel waits for one rank.
+            ArgumentError: bad argument.
+            RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
+        """
+        self.irecv(tensor, src, tag).wait()
+        assert src is not None
+        return src
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """As :meth:`send`; the current stream goes on until ``Work.wait()``."""
+        self.check_letter("isend", tensor, dst, tag, write=False)
+        return self._post("isend", [(tensor, dst)], [], tag)
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
+        """As :meth:`recv`; the tensor is filled for who waits for the Work."""
+        peer = self.check_letter("irecv", tensor, src, tag, write=True)
+        return self._post("irecv", [], [(tensor, peer)], tag, source=peer)
+
+    def exchange_messages(
+        self, sends: Sequence[TensorAndPeer], receives: Sequence[TensorAndPeer], tag: int = 0
+    ) -> Work:
+        """Several messages as one launch, in which none waits for another.
+
+        Args:
+            sends: (tensor, destination); at most one to each rank.
+            receives: (tensor, source); at most one from each rank.
+            tag: of all of them.
+
+        Raises:
+            ArgumentError: bad argument, or two messages in one direction with one rank.
+            RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
+        """
+        name = "exchange_messages"
+        for letters, write in ((sends, False), (receives, True)):
+            peers = [peer for _, peer in letters]
+            if len(set(peers)) != len(peers):
+                self._site(name).fail(
+                    f"expected at most one message each way with a rank, got ranks {peers}"
+                )
+            for tensor, peer in letters:
+                self.check_letter(name, tensor, peer, tag, write=write)
+        return self._post(name, list(sends), list(receives), tag)
+
+    def check_letter(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
+        """Raises what :meth:`isend`, or to ``write`` :meth:`irecv` would; returns the peer."""
+        site = self._site(op)
+        if write and peer is None:
+            raise UnsupportedError(
+                f"{site}: src: expected a rank, got None; on a device a receive waits for one "
+                "sender. Name it, or receive into a CPU tensor"
+            )
+        (site.output if write else site.tensor)("tensor", tensor)
+        rank = self._other(site, "src" if write else "dst", peer)
+        self._check_message(site, tag)
+        return rank
+
+    def _post(
+        self,
+        name: str,
+        sends: list[TensorAndPeer],
+        receives: list[TensorAndPeer],
+        tag: int,
+        source: int | None = None,
+    ) -> DeviceWork:
+        def run(native: Any) -> int:
+            out = [(readable(tensor), peer) for tensor, peer in sends]
+            into = [(writable(tensor), peer) for tensor, peer in receives]
+            native.messages(*self._spans(out), *self._spans(into), tag)
+            for (tensor, _), (dense, _) in zip(receives, into, strict=True):
+                put_back(tensor, dense)
+            return 0
+
+        call = Call(name, run, [tensor for tensor, _ in receives])
+        runtime, device = self._place
+        with self._turn(name):
+            head = where(name, self._rank, self._world_size)
+            self._order.sends(self._meeting or self._device_core, head)
+            streams = self._streams(bool(sends), bool(receives))
+            first = streams[0]
+            current = runtime.current_stream(device)
+            for behind in (current, *(other.handle for other in streams[1:])):
+                runtime.wait_event(device, first.handle, runtime.record_event(device, behind))
+            self._device_core.native.stream = first.handle
+            before = self._messages_enqueued()
+            with runtime.on_stream(first), self._worded(name):
+                self._run_alone(call)
+            event = runtime.record_event(device, first.handle)
+            for other in streams[1:]:
+                runtime.wait_event(device, other.handle, event)
+            after = self._messages_enqueued()
+            done = SeenEvent(event, self._records, (MESSAGES, before + 1, after))
+            self._keep(call, done, first.handle)
+        return self._work(name, call.outputs, first, done, source)
+
+    def _messages_enqueued(self) -> int:
+        return self._records.enqueued(MESSAGES) if self._records is not None else 0
+
+    def _streams(self, sends: bool, receives: bool) -> list[Stream]:
+        runtime, device = self._place
+        if sends and self._send_stream is None:
+            self._send_stream = runtime.make_stream(device)
+        if receives and self._receive_stream is None:
+            self._receive_stream = runtime.make_stream(device)
+        used = (self._send_stream if sends else None, self._receive_stream if receives else None)
+        streams = [stream for stream in used if stream is not None]
+        return streams or [self._side_stream()]
+
+    def _run_alone(self, call: Call) -> None:
+        """Launches a message by itself, with none of the other ranks'."""
+        self._sends_alone = True
+        try:
+            call.run(self._device_core.native)  # type: ignore[arg-type]
+        finally:
+            self._sends_alone = False
+
+    def _spans(self, letters: list[TensorAndPeer]) -> tuple[list[int], list[int], int]:
+        """Addresses and sizes by rank, and the ranks that have one as bits."""
+        ptrs, sizes, ranks = [0] * self._world_size, [0] * self._world_size, 0
+        for tensor, peer in letters:
+            ptrs[peer], sizes[peer] = tensor.data_ptr(), size_bytes(tensor)
+            ranks |= 1 << peer
+        return ptrs, sizes, ranks

@@ -1,0 +1,309 @@
+"""Ranks that share a process and a device meet on the host, and one launch carries them all.
+
+Kernels that wait for each other must run at the same time. Two launches on one device need not:
+they may be on one stream (the legacy default stream, usually), in one hardware queue, or too large
+together. The blocks of one launch that fits do. So the last of the ranks to make a call launches
+it for all; streams wait on events, and the host only for the other threads to arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from ringcomm.comm.triton import Prepared, launch
+from ringcomm.cuda.runtime import DeviceRuntime, Event
+from ringcomm.errors import UnsupportedError
+
+__all__ = ["Blocks", "DeviceOrder", "Meeting", "meeting_of", "order_of"]
+
+# Keeps the communicators of one process on one device from blocking each other.
+#
+# Kernels of a collective wait for peers, so all blocks that wait at a time must fit on the device
+# together. Of the launches under way each stream counts the largest, since those of one stream
+# follow each other. A launch that does not fit beside them is put behind the oldest whose end makes
+# room, by events, on the device. Messages are in no such order, since a send may wait for a receive
+# that comes after a collective: from a communicator's first message on, room for those of all its
+# ranks here is kept beside the collectives. Ranks that launch the collectives of several
+# communicators in different orders then get as much concurrency as the device has, and past that
+# the deadline (docs/cuda.md).
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a communicator may have on the device at once: its ranks' collective, and messages."""
+
+    collective: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    owner: object
+    blocks: int
+    stream: int
+    done: Event
+
+
+def _gains(launches: Iterable[_UnderWay]) -> list[tuple[_UnderWay, int]]:
+    """Of ``launches``, oldest first, those whose end frees blocks, and how many.
+
+    The end of one that a launch as large follows on its stream frees none.
+    """
+    taken: dict[int, int] = {}
+    gains = []
+    for each in reversed(list(launches)):
+        later = taken.get(each.stream, 0)
+        if each.blocks > later:
+            gains.append((each, each.blocks - later))
+            taken[each.stream] = each.blocks
+    return gains[::-1]
+
+
+class DeviceOrder:
+    """The launches of one device of this process."""
+
+    def __init__(self, runtime: DeviceRuntime, device: int) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._guard = threading.Lock()
+        self._members: dict[int, Blocks] = {}
+        self._sending: set[int] = set()
+        self._capacity = 0
+        self._under_way: deque[_UnderWay] = deque()
+
+    def join(self, owner: object, blocks: Blocks, capacity: int, operation: str) -> None:
+        """Registers a communicator whose launches take up to ``blocks``.
+
+        Raises:
+            UnsupportedError: one launch alone could not be co-resident.
+        """
+        if blocks.collective > capacity:
+            raise UnsupportedError(
+                f"{operation}: needs {blocks.collective} co-resident blocks, but device "
+                f"{self._device} runs {capacity} of them at once. Pass CommOptions(channels=...) "
+                f"of at most {capacity} divided by the ranks of this process on the device"
+            )
+        with self._guard:
+            self._members[id(owner)] = blocks
+            self._capacity = capacity
+
+    def leave(self, owner: object) -> None:
+        with self._guard:
+            self._members.pop(id(owner), None)
+            self._sending.discard(id(owner))
+
+    def sends(self, owner: object, operation: str) -> None:
+        """Keeps room for the messages of ``owner`` from here on; called before each of them.
+
+        Raises:
+            UnsupportedError: they would not fit beside a collective of its own.
+        """
+        if id(owner) in self._sending:
+            return
+        with self._guard:
+            blocks = self._members.get(id(owner))
+            if blocks is None:  # another rank of it has closed
+                return
+            if blocks.collective + blocks.messages > self._capacity:
+                raise UnsupportedError(
+                    f"{operation}: messages need {blocks.messages} blocks beside the "
+                    f"{blocks.collective} of a collective, but device {self._device} runs "
+                    f"{self._capacity} of them at once, and a send may wait for a receive that "
+                    "comes after a collective. Pass a smaller CommOptions(channels=...), or none"
+                )
+            self._sending.add(id(owner))
+
+    def before(self, owner: object, blocks: int, stream: int) -> None:
+        """Puts ``stream`` behind what must end before ``blocks`` more blocks fit."""
+        if len(self._members) < 2 or self._runtime.is_capturing(self._device, stream):
+            # Alone, or part of a graph, whose launches follow each other on its streams.
+            return
+        with self._guard:
+            self._under_way = deque(each for each in self._under_way if not each.done.query())
+            gains = _gains(
+                each
+                for each in self._under_way
+                if each.owner is not owner and each.stream != stream
+            )
+            kept = sum(self._members[each].messages for each in self._sending)
+            free = self._capacity - kept - sum(gain for _, gain in gains)
+            for each, gain in gains:
+                if free >= blocks:
+                    break
+                self._runtime.wait_event(self._device, stream, each.done)
+                free += gain
+
+    def after(self, owner: object, blocks: int, stream: int) -> None:
+        """Notes a launch that ``stream`` has just got."""
+        if len(self._members) < 2 or self._runtime.is_capturing(self._device, stream):
+            return
+        done = self._runtime.record_event(self._device, stream)
+        with self._guard:
+            self._under_way.append(_UnderWay(owner, blocks, stream, done))
+
+
+_guard = threading.Lock()
+_orders: dict[tuple[int, int], DeviceOrder] = {}
+
+
+def order_of(runtime: DeviceRuntime, device: int) -> DeviceOrder:
+    """The one of ``device``."""
+    with _guard:
+        key = (id(runtime), device)
+        if key not in _orders:
+            _orders[key] = DeviceOrder(runtime, device)
+        return _orders[key]
+
+
+# How often a rank that waits for others looks whether it does so in vain.
+LOOK_S = 0.05
+
+
+# Called with the ranks that have not come, and for how many seconds: raises to give up.
+Look = Callable[[Sequence[int], float], None]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A rank's prepared call, the stream that it is ordered on, and its place there."""
+
+    prepared: Prepared
+    stream: int
+    ready: Event
+
+
+@dataclass(eq=False)
+class _Round:
+    """One launch: who has come, and how it ended."""
+
+    arrived: dict[int, _Arrival] = field(default_factory=dict)
+    ended: bool = False
+    error: BaseException | None = None
+
+
+class Meeting:
+    """The ranks of one communicator that share this process and a device."""
+
+    def __init__(
+        self, runtime: DeviceRuntime, device: int, ranks: Sequence[int], order: DeviceOrder
+    ) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._ranks = tuple(ranks)
+        self._order = order
+        # A stream of its own, so that calls follow each other whatever streams the ranks use.
+        self._stream = runtime.make_stream(device)
+        self._changed = threading.Condition()
+        self._round = _Round()
+
+    def launch(self, rank: int, prepared: Prepared, stream: int, look: Look) -> None:
+        """Launches the prepared call of ``rank`` together with those of all others.
+
+        Args:
+            rank: of the caller.
+            prepared: its call.
+            stream: the call's place is after its work by now, and before its later work.
+            look: called about 20 times a second while others are missing.
+
+        Raises:
+            BaseException: what ``look`` raised, and this rank's call is withdrawn; or what the
+                launch raised, on all ranks.
+        """
+        with self._changed:
+            mine = self._round
+            ready = self._runtime.record_event(self._device, stream)
+            mine.arrived[rank] = _Arrival(prepared, stream, ready)
+            if len(mine.arrived) == len(self._ranks):
+                self._launch_all(mine)
+            else:
+                self._await_others(rank, mine, look)
+            if mine.error is not None:
+                raise mine.error
+
+    def _await_others(self, rank: int, mine: _Round, look: Look) -> None:
+        started = time.monotonic()
+        try:
+            while not mine.ended:
+                self._changed.wait(LOOK_S)
+                if not mine.ended:
+                    missing = [each for each in self._ranks if each not in mine.arrived]
+                    look(missing, time.monotonic() - started)
+        except BaseException:
+            # Otherwise a rank that comes later would launch this call, whose tensors are the
+            # caller's again.
+            mine.arrived.pop(rank, None)
+            raise
+
+    def _launch_all(self, mine: _Round) -> None:
+        self._round = _Round()
+        try:
+            self._launch_kinds([mine.arrived[rank] for rank in self._ranks])
+        except BaseException as error:
+            mine.error = error
+        finally:
+            mine.ended = True
+            self._changed.notify_all()
+
+    def _launch_kinds(self, arrivals: list[_Arrival]) -> None:
+        kinds: dict[tuple[int, int], list[_Arrival]] = {}
+        for arrival in arrivals:
+            kinds.setdefault(arrival.prepared.prepared_kind, []).append(arrival)
+        streams = [self._stream]
+        while len(streams) < len(kinds):
+            # The kernels will find the mismatch and name both calls, if they run side by side.
+            streams.append(self._runtime.make_stream(self._device))
+        for ((_, channels), each), stream in zip(kinds.items(), streams, strict=True):
+            for arrival in each:
+                self._runtime.wait_event(self._device, stream.handle, arrival.ready)
+            blocks = channels * len(each)
+            self._order.before(self, blocks, stream.handle)
+            launch([arrival.prepared for arrival in each], stream.handle)
+            self._order.after(self, blocks, stream.handle)
+            done = self._runtime.record_event(self._device, stream.handle)
+            for arrival in each:
+                self._runtime.wait_event(self._device, arrival.stream, done)
+
+    def launch_together(self, prepared: Sequence[Prepared], stream: int) -> None:
+        """Launches the prepared calls of all ranks on ``stream``: one thread made them all."""
+        runtime, device, own = self._runtime, self._device, self._stream.handle
+        with self._changed:
+            # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
+            captures = runtime.is_capturing(device, stream)
+            if not captures:
+                runtime.wait_event(device, stream, runtime.record_event(device, own))
+            launch(prepared, stream)
+            if not captures:
+                runtime.wait_event(device, own, runtime.record_event(device, stream))
+
+
+_meetings_guard = threading.Lock()
+_meetings: WeakValueDictionary[tuple[int, ...], Meeting] = WeakValueDictionary()
+
+
+def meeting_of(
+    runtime: DeviceRuntime,
+    device: int,
+    ranks: Sequence[int],
+    proofs: Sequence[int],
+    order: DeviceOrder,
+) -> Meeting:
+    """The meeting of these ranks, the same object for each of them.
+
+    Args:
+        runtime: of this process.
+        device: that they share.
+        ranks: of the communicator.
+        proofs: of the same ranks, by which no other communicator can be meant.
+        order: of the device.
+    """
+    key = (device, *proofs)
+    with _meetings_guard:
+        meeting = _meetings.get(key)
+        if meeting is None:
+            meeting = _meetings[key] = Meeting(runtime, device, ranks, order)
+        return meeting

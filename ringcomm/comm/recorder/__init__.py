@@ -1,0 +1,1 @@
+"""The flight recorder: what the ranks of a communicator did last."""

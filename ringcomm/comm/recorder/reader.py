@@ -1,0 +1,278 @@
+"""One rank's view of the flight recorders of its communicator, and what they add to a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder.records import (
+    OPEN,
+    Clock,
+    RankRecording,
+    Record,
+    Recording,
+    at,
+    describe,
+    read_block,
+    read_header,
+    with_failure,
+)
+from ringcomm.errors import RingcommError
+
+__all__ = ["FlightRecorder", "at_this_call_site"]
+
+# Nothing about a fault may keep it from its user for longer: a file system that hangs, a world so
+# large that its records take long to read.
+LIMIT_S = 2.0
+# What is read of each rank at a fault, per kind; more would take longer than it helps.
+KEPT_RECORDS = 256
+
+T = TypeVar("T")
+Fault = dict[str, Any]
+
+
+def _both(path: str) -> list[Path]:
+    """A path as it was imported, by which frames name it, and where links in it lead."""
+    return [Path(path).absolute(), Path(path).resolve()]
+
+
+def _tell_apart_frames() -> None:
+    """Says which frames are the library's, and so no call sites.
+
+    Nor are those in which a thread begins, and those between a context manager and who enters it.
+    The command's programs and the bench use the library as anyone does.
+    """
+    homes = [file.parent.parent for file in _both(__file__)]
+    folders = [*homes, *(home.parent / "kernels" / "tl" for home in homes)]
+    for package in (torch.__file__, futures.__file__):
+        folders += [file.parent for file in _both(package)]
+    modules = (threading.__file__, contextlib.__file__, functools.__file__)
+    files = [file for module in modules for file in _both(module)]
+    _native.set_library_folders(
+        [*(f"{folder}/" for folder in folders), *map(str, files)],
+        [f"{home / name}/" for home in homes for name in ("cli", "_bench")],
+    )
+
+
+_tell_apart_frames()
+
+
+def at_this_call_site(run: Callable[[], T]) -> Callable[[], T]:
+    """``run`` for another thread, where its calls count as made here."""
+    site = _native.call_site()
+
+    def held() -> T:
+        _native.hold_call_site(site)
+        try:
+            return run()
+        finally:
+            _native.hold_call_site(0)
+
+    return held
+
+
+def _ago(then_ns: int, now_ns: int) -> str:
+    return f"{max(now_ns - then_ns, 0) / 1e9:.1f} s"
+
+
+def _is_under_way(record: Record) -> bool:
+    # A call that others aborted was, when the fault came, and so was one that gave up beside it.
+    return record.state in OPEN or record.status in ("aborted", "timeout")
+
+
+def _seen_state(record: Record, now_ns: int) -> str:
+    """What the host knows of a call on a device."""
+    enqueued = f"enqueued {_ago(record.begin_ns, now_ns)} ago"
+    if record.state == "captured":
+        return f"captured into a graph {_ago(record.begin_ns, now_ns)} ago"
+    if record.state in OPEN:
+        begun = ", and begun on its device" if record.state == "begun" else ""
+        return f"{enqueued}{begun}, not seen completed"
+    how = f"failed ({record.status})" if record.status else record.state
+    return f"{enqueued}, seen {how} {_ago(record.end_ns, now_ns)} ago"
+
+
+def _in_words(record: Record, now_ns: int, on_device: bool) -> str:
+    if on_device:
+        state = _seen_state(record, now_ns)
+    elif _is_under_way(record):
+        state = f"under way for {_ago(record.begin_ns, record.end_ns or now_ns)}"
+    else:
+        state = f"{record.state} {_ago(record.end_ns, now_ns)} ago"
+    number = "" if record.track == "messages" else f" (call {record.number})"
+    return f"{describe(record)}{number}{at(record)}, {state}"
+
+
+def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int) -> str:
+    """What the awaited rank's records say, as sentences that end with a blank."""
+    who = f"Rank {peer.rank}"
+    lasts = [track[-1] for track in (peer.collectives, peer.messages) if track]
+    if not lasts:
+        return f"{who} has made no call yet. "
+    if fault["message"]:
+        newest = max(lasts, key=lambda record: record.begin_ns)
+        return f"{who}'s last call: {_in_words(newest, now_ns, peer.on_device)}. "
+    told = _story_of_collectives(reporter, peer, fault, now_ns)
+    # It may be what keeps the peer from this call.
+    if peer.messages and _is_under_way(peer.messages[-1]):
+        told += f"Its last message: {_in_words(peer.messages[-1], now_ns, peer.on_device)}. "
+    return told
+
+
+def _story_of_collectives(
+    reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int
+) -> str:
+    who = f"Rank {peer.rank}"
+    same = peer.collective(fault["sequence"])
+    mine = reporter.collective(fault["sequence"])
+    if same is not None and mine is not None and same.call != mine.call:
+        # Kernels that wait for different words do not see each other's headers.
+        words = _in_words(same, now_ns, peer.on_device)
+        return f"{who} has made another call instead: {words}. "
+    if same is not None and _is_under_way(same):
+        does = "has enqueued" if peer.on_device else "is in"
+        return f"{who} {does} this call, too: {_in_words(same, now_ns, peer.on_device)}. "
+    last = peer.last
+    if last is None:
+        return f"{who} has made no collective call yet. "
+    has_not = f"{who} has not made this call. " if last.number < fault["sequence"] else ""
+    return f"{has_not}{who}'s last call: {_in_words(last, now_ns, peer.on_device)}. "
+
+
+def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | None) -> None:
+    # What the peer published may be of an earlier call, of which this rank made another one then.
+    number = fault["their_sequence"]
+    mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
+    parted = mine is not None and theirs is not None and mine.call != theirs.call
+    if mine is not None and parted and number != fault["sequence"]:
+        words = describe(mine).removesuffix(")")
+        fault["mine"] = (
+            f"{words}{', ' if words[-1] != '(' else ''}call {number} of this communicator)"
+        )
+    elif number != fault["sequence"]:
+        mine = reporter.collective(fault["sequence"])
+    fault["mine"] += at(mine)
+    fault["theirs"] += at(theirs)
+
+
+def _tell(fault: Fault, recording: Recording) -> Fault:
+    """A fault with what the recorders add to it in words."""
+    told = dict(fault)
+    reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
+    if reporter is None:
+        return told
+    if fault["kind"] == "mismatch":
+        _tell_mismatch(told, reporter, peer)
+    elif fault["sequence"]:
+        find = reporter.message if fault["message"] else reporter.collective
+        told["mine"] += at(find(fault["sequence"]))
+    if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_closed"):
+        told["story"] = _story(reporter, peer, fault, recording.taken_ns)
+    return told
+
+
+class Source(Protocol):
+    """What copies the recorders of all ranks."""
+
+    def recorded(self, rank: int, most: int) -> bytes:
+        """Of a rank; empty where there is none to read."""
+        ...
+
+
+class FlightRecorder:
+    """Reads the recorders of all ranks of a communicator.
+
+    Args:
+        source: of its records; None: nothing is recorded.
+        name: of the communicator.
+        rank_of: rank and world size.
+        locate: turns the numbers in a fault into those of the records, before these are read.
+    """
+
+    def __init__(
+        self,
+        source: Source | None,
+        name: str,
+        rank_of: tuple[int, int],
+        locate: Callable[[Fault], Fault] | None = None,
+    ) -> None:
+        self._source = source
+        self._locate = locate
+        self._name = name
+        self._rank, self._world_size = rank_of
+        self._made = _native.clock_pair()
+
+    def recording(self) -> Recording:
+        """What all ranks recorded so far; of no ranks where nothing is recorded."""
+        return self._read(self._copies(_native.MAX_RECORDS))
+
+    def _copies(self, most: int) -> list[bytes]:
+        if self._source is None:
+            return []
+        copies = [self._source.recorded(rank, most) for rank in range(self._world_size)]
+        return [copy for copy in copies if copy]
+
+    def _read(self, copies: list[bytes]) -> Recording:
+        # By a moment that this rank knows of itself; a peer's memory may be damaged.
+        clock = Clock(self._made, _native.clock_pair())
+        ranks = tuple(read_block(copy, clock=clock) for copy in copies)
+        world_id = read_header(copies[0]).world_id if copies else 0
+        return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
+
+    def explained(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
+        """As :meth:`traced`, of a fault whose numbers are those of kernels."""
+        if self._locate is None:
+            return self.traced(fault, word)
+        try:
+            return self.traced(self._locate(fault), word)
+        except Exception as trouble:
+            return {**fault, "trace": f". Its flight recorders cannot be read: {trouble}"}
+
+    def traced(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
+        """A fault with what the recorders tell of it, and with a trace, which this leaves.
+
+        Whatever goes wrong, the fault is what the user must hear of: this raises nothing, and is
+        left after ``LIMIT_S`` with what is known by then.
+
+        Args:
+            fault: ``_native.Comm.fault()``.
+            word: makes the error of it, for the trace.
+        """
+        begin_s = time.monotonic()
+        late = f". Its trace was not written within {LIMIT_S:g} s"
+        found = {"trace": "" if trace_file.is_off() else late}
+
+        def work(copies: list[bytes]) -> None:
+            try:
+                recording = self._read(copies)
+                recording = with_failure(recording, fault)
+                told = _tell(fault, recording)
+                found.update(told)
+                found["trace"] = trace_file.leave(recording, self._rank, str(word(told)))
+            except Exception as trouble:
+                found["trace"] = f". Its flight recorders cannot be read: {trouble}"
+            trace_file.prune()
+
+        try:
+            # Here, not on the thread: who waits no longer for that may close the communicator.
+            copies = self._copies(KEPT_RECORDS)
+            if not copies:
+                return fault
+            thread = threading.Thread(
+                target=work, args=(copies,), name="ringcomm-trace", daemon=True
+            )
+            thread.start()
+            thread.join(max(LIMIT_S - (time.monotonic() - begin_s), 0))
+        except Exception as trouble:  # no memory or threads left, or the interpreter ends
+            found["trace"] = f". No trace was written: {trouble}"
+        return {**fault, **found}

@@ -1,0 +1,436 @@
+"""Reads a flight recorder out of a copy of its memory (``kernels/host/recorder.h``)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from ringcomm import _native
+from ringcomm.errors import RingcommError, printable
+
+__all__ = [
+    "BEGUN",
+    "CAPTURED",
+    "COMPLETED",
+    "DONE",
+    "HEADER_BYTES",
+    "OPEN",
+    "OPTIMIZERS",
+    "RECORD_BYTES",
+    "RUNNING",
+    "STATES",
+    "Clock",
+    "Header",
+    "RankRecording",
+    "Record",
+    "Recording",
+    "at",
+    "call_of",
+    "describe",
+    "divergence",
+    "read_block",
+    "read_header",
+    "unstable_records",
+    "with_failure",
+]
+
+# What the flight recorders of a communicator say: its last calls, on all ranks.
+#
+# ``recorder_block`` reads them out of memory, ``trace_file`` out of a file.
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+# On a device.
+ENQUEUED, BEGUN, COMPLETED, CAPTURED = "enqueued", "begun", "completed", "captured"
+STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
+# Of calls of which no end is known.
+OPEN = (RUNNING, ENQUEUED, BEGUN)
+_MESSAGES = ("send", "recv")
+# From gradients in one dtype to results in another; ranks agree on the elements of the bucket.
+OPTIMIZERS = ("reduce_scatter_norm", "adamw_all_gather", "reduce_scatter_adamw_all_gather")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of one rank.
+
+    Attributes:
+        track: "collectives" or "messages", which keep no order with each other.
+        number: counts the calls of the track from 1; of a collective equal on all ranks.
+        collective: "all_reduce", "send" and so on.
+        dtype, op: by name; "" where the call has none. An optimizer's call has "bfloat16 to
+            float32", of its gradients and its results.
+        root: of the call, or the tag of a message or of an optimizer's call; -1: none.
+        algorithm, kernels: "direct", "native" and so on.
+        match_bytes: the size on which all ranks must agree, of an optimizer's call in elements;
+            0: none.
+        size_bytes: of the whole buffer, or of the message.
+        state: "running", "done" or "failed"; ``status`` says how it failed, else "". On a device
+            "enqueued", then perhaps seen "begun", then seen "completed" or "failed"; or "captured"
+            into a graph, which makes the call whenever it is replayed.
+        peer: of a message, or awaited by a collective that failed; -1: none.
+        begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` 0: it runs. On a device when
+            the host enqueued the call, and when the host saw that it had ended; 0: it has not.
+        site: "file.py:12", where it was called; "" if not from Python of the user's.
+    """
+
+    track: str
+    number: int
+    collective: str
+    dtype: str
+    op: str
+    root: int
+    algorithm: str
+    kernels: str
+    match_bytes: int
+    size_bytes: int
+    state: str
+    status: str
+    peer: int
+    begin_ns: int
+    end_ns: int
+    site: str
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """What must be equal on all ranks in a collective of one number."""
+        parts = (self.collective, self.dtype, self.op, self.root, self.algorithm, self.kernels)
+        return (*parts, self.match_bytes)
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """The records of one rank, oldest first in each track.
+
+    ``waits_for`` is the rank that it awaits, or awaited when it gave up; -1: none. ``torn`` counts
+    records that could not be read whole, as their owner was writing them or died at it.
+    ``on_device``: of a communicator on a device, which says less (docs/trace.md).
+    """
+
+    rank: int
+    pid: int
+    waits_for: int
+    collectives: tuple[Record, ...]
+    messages: tuple[Record, ...]
+    torn: int = 0
+    on_device: bool = False
+
+    def waiting_for(self, word: int, world_size: int) -> RankRecording:
+        """The same with another ``waits_for``, from the word of the rank's control page."""
+        return replace(self, waits_for=word - 1 if 0 < word <= world_size else -1)
+
+    @property
+    def last(self) -> Record | None:
+        """The newest collective."""
+        return self.collectives[-1] if self.collectives else None
+
+    def collective(self, number: int) -> Record | None:
+        """The collective of this number; None: never made here, or forgotten."""
+        return next((each for each in self.collectives if each.number == number), None)
+
+    def message(self, number: int) -> Record | None:
+        return next((each for each in self.messages if each.number == number), None)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The flight recorders of a communicator at one moment.
+
+    Attributes:
+        communicator: its name.
+        world_size: how many ranks it has.
+        world_id: of the communicator, equal on all ranks and of no other; 0: unknown.
+        taken_ns: when it was taken, CLOCK_MONOTONIC.
+        ranks: what was found, by rank; a rank whose recorder cannot be read is missing.
+    """
+
+    communicator: str
+    world_size: int
+    world_id: int
+    taken_ns: int
+    ranks: tuple[RankRecording, ...]
+
+    def rank(self, rank: int) -> RankRecording | None:
+        return next((each for each in self.ranks if each.rank == rank), None)
+
+
+def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
+    """The recording with the fault of another rank's kernel, which that rank may not know of yet.
+
+    Args:
+        recording: of all ranks.
+        fault: what a kernel left; ``located`` if it means the one collective ``sequence`` of the
+            rank that reports it. Otherwise nothing changes.
+    """
+    number, now_ns = fault["sequence"], recording.taken_ns
+
+    def settled(record: Record) -> Record:
+        if record.state not in OPEN or record.number > number:
+            return record
+        if record.number < number:  # collectives follow each other
+            return replace(record, state=COMPLETED, end_ns=now_ns)
+        status, peer = fault["kind"], fault["peer"]
+        return replace(record, state=FAILED, status=status, peer=peer, end_ns=now_ns)
+
+    if not fault.get("located"):
+        return recording
+    ranks = tuple(
+        replace(rank, collectives=tuple(map(settled, rank.collectives)))
+        if rank.rank == fault["rank"]
+        else rank
+        for rank in recording.ranks
+    )
+    return replace(recording, ranks=ranks)
+
+
+def describe(record: Record) -> str:
+    """A call as its user would name it, with dtype, op, root, size and number."""
+    size = f"{record.size_bytes} bytes"
+    if record.collective in _MESSAGES:
+        other = "any rank" if record.peer < 0 else f"rank {record.peer}"
+        way = "to" if record.collective == "send" else "from"
+        return f"{record.collective}({record.dtype}, {size}, tag {record.root}, {way} {other})"
+    if record.collective in OPTIMIZERS:
+        size = f"{record.match_bytes} elements"
+    parts = []
+    if record.collective != "barrier":
+        tagged = record.collective in OPTIMIZERS and record.root >= 0
+        rooted = record.root >= 0 and not tagged
+        parts = [record.dtype, record.op, f"root {record.root}" if rooted else "", size]
+        parts.append(record.algorithm)
+        parts.append(_native.describe_tag(record.root) if tagged else "")
+        parts.append("Triton kernels" if record.kernels == "triton" else "")
+    return f"{record.collective}({', '.join([part for part in parts if part])})"
+
+
+def at(record: Record | None) -> str:
+    """Where a call was made, as words behind others; none where that is not known."""
+    return f" at {record.site}" if record is not None and record.site else ""
+
+
+def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record | None]]]:
+    known = [{each.number: each for each in rank.collectives} for rank in ranks]
+    for number in sorted({number for calls in known for number in calls}):
+        yield number, [calls.get(number) for calls in known]
+
+
+def divergence(recording: Recording) -> int | None:
+    """The number of the first collective that is not the same call on all ranks, if there is one.
+
+    A rank that has not come so far, or has forgotten it, differs from none.
+    """
+    for number, calls in _calls_by_number(recording.ranks):
+        if len({call.call for call in calls if call is not None}) > 1:
+            return number
+    return None
+
+
+Bytes = bytes | bytearray
+MAGIC = int.from_bytes(b"RINGREC1", "little")
+VERSION = 1
+HEADER_BYTES = 256
+RECORD_BYTES = 192
+_HEADER = struct.Struct("<QIIIiiiQQQiIQ184s")
+_RECORD = struct.Struct("<II QQIiiiII QQQii 112s")
+
+_STATES = ("", *STATES)
+_TRACKS = ("collectives", "messages")
+_NAMES: dict[str, list[str]] = _native.RECORD_NAMES
+_STATUSES = {code: name for name, code in _native.STATUSES.items()}
+_KERNELS = ("native", "triton")
+# Of calls and bytes: no owner comes so far.
+_MOST = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of a recorder: whose it is, and how it is laid out."""
+
+    capacity: int
+    rank: int
+    world_size: int
+    pid: int
+    created_ns: int
+    created_ticks: int
+    world_id: int
+    control_bytes: int
+    waits_for: int
+    on_device: bool
+    name: str
+
+    @property
+    def block_bytes(self) -> int:
+        return HEADER_BYTES + len(_TRACKS) * self.capacity * RECORD_BYTES
+
+
+def _fail(why: str) -> NoReturn:
+    raise RingcommError(f"flight recorder: expected one of version {VERSION}, got {why}")
+
+
+def _text(raw: bytes) -> str:
+    """Text up to the zero byte, with nothing in it that a terminal obeys."""
+    return printable(raw.partition(b"\0")[0].decode("utf-8", "replace"), "")
+
+
+def read_header(block: Bytes) -> Header:
+    """Reads the beginning of a recorder.
+
+    Raises:
+        RingcommError: there is none, or of another version.
+    """
+    if len(block) < HEADER_BYTES:
+        _fail(f"{len(block)} bytes")
+    values = _HEADER.unpack_from(block)
+    magic, version, record_bytes, capacity, rank, world, pid, created, world_id = values[:9]
+    if magic != MAGIC:
+        _fail("something else")
+    if (version, record_bytes) != (VERSION, RECORD_BYTES):
+        _fail(f"version {version} with records of {record_bytes} bytes")
+    if not 0 < capacity <= _native.MAX_RECORDS or not 0 <= rank < world:
+        _fail(f"{capacity} records of rank {rank} of {world}")
+    waits_for = values[10] - 1 if 0 < values[10] <= world else -1
+    return Header(
+        capacity,
+        rank,
+        world,
+        pid,
+        created,
+        values[12],
+        world_id,
+        values[9],
+        waits_for,
+        values[11] == 1,
+        _text(values[13]),
+    )
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Turns the ticks of records into ns of CLOCK_MONOTONIC, by two moments known in both.
+
+    Records that shall be compared need one clock.
+    """
+
+    then: tuple[int, int]
+    now: tuple[int, int]
+
+    @classmethod
+    def since(cls, header: Header) -> Clock:
+        """By the moment at which a recorder was made, and this one."""
+        return cls((header.created_ticks, header.created_ns), _native.clock_pair())
+
+    def ns(self, ticks: int) -> int:
+        passed_ticks = max(self.now[0] - self.then[0], 1)
+        passed_ns = (ticks - self.then[0]) * (self.now[1] - self.then[1]) // passed_ticks
+        return max(self.then[1] + passed_ns, 0)
+
+
+def _name(kind: str, code: int) -> str:
+    names = _NAMES[kind]
+    return names[code] if 0 <= code < len(names) else ""
+
+
+def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
+    """The optimizer's calls have the dtype of their results and a tag in place of a root."""
+    if collective in OPTIMIZERS:
+        results, tag = _native.results_and_tag(root)
+        return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
+    return _name("dtypes", dtype), root
+
+
+def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
+    """:attr:`Record.call` of a call of a fault record (``my_call``, ``their_call``)."""
+    collective, dtype, op, root, algorithm, kernels, match_bytes = words
+    name = _name("collectives", collective)
+    dtypes, root = _dtype_and_root(name, dtype, root)
+    return (
+        name,
+        dtypes,
+        _name("ops", op),
+        root,
+        _name("algorithms", algorithm),
+        _KERNELS[kernels] if 0 <= kernels < len(_KERNELS) else "",
+        match_bytes,
+    )
+
+
+def _record(
+    raw: tuple[int | bytes, ...], track: str, created_ticks: int, clock: Clock
+) -> Record | None:
+    """A record from its fields, None for what its owner cannot have written."""
+    numbers = [value for value in raw if isinstance(value, int)]
+    _, state, number, match_bytes, collective, dtype, op, root, algorithm, kernels = numbers[:10]
+    size_bytes, begin, end, status, peer = numbers[10:]
+    name = _name("collectives", collective)
+    if not 0 < state < len(_STATES) or not name or kernels >= len(_KERNELS) or number < 1:
+        return None
+    in_order = created_ticks <= begin <= (end or clock.now[0]) <= clock.now[0]
+    if max(number, match_bytes, size_bytes) > _MOST or min(root, peer) < -1 or not in_order:
+        return None
+    site = raw[-1]
+    dtypes, root = _dtype_and_root(name, dtype, root)
+    return Record(
+        track,
+        number,
+        name,
+        dtypes,
+        _name("ops", op),
+        root,
+        _name("algorithms", algorithm),
+        _KERNELS[kernels],
+        match_bytes,
+        size_bytes,
+        _STATES[state],
+        _STATUSES.get(status, f"status {status}") if status else "",
+        peer,
+        clock.ns(begin),
+        clock.ns(end) if end else 0,
+        _text(site) if isinstance(site, bytes) else "",
+    )
+
+
+def read_block(
+    block: Bytes, unstable: Iterable[int] = (), clock: Clock | None = None
+) -> RankRecording:
+    """Reads a copy of a recorder.
+
+    Args:
+        block: header and records.
+        unstable: indices of records that changed while they were copied.
+        clock: default this recorder's own.
+
+    Raises:
+        RingcommError: it is no recorder, or cut short.
+    """
+    header = read_header(block)
+    if len(block) < header.block_bytes:
+        _fail(f"{len(block)} of {header.block_bytes} bytes")
+    clock = clock or Clock.since(header)
+    skipped, torn = set(unstable), 0
+    tracks: list[dict[int, Record]] = [{}, {}]
+    records = memoryview(block)[HEADER_BYTES : header.block_bytes]
+    for index, raw in enumerate(_RECORD.iter_unpack(records)):
+        if raw[0] == 0:
+            continue
+        where = index // header.capacity
+        record = None
+        if raw[0] % 2 == 0 and index not in skipped:
+            record = _record(raw, _TRACKS[where], header.created_ticks, clock)
+        # No owner gives a number twice.
+        if record is None or tracks[where].setdefault(record.number, record) is not record:
+            torn += 1
+    collectives, messages = (tuple(track[each] for each in sorted(track)) for track in tracks)
+    pid = max(header.pid, 0)
+    waits_for, on_device = header.waits_for, header.on_device
+    return RankRecording(header.rank, pid, waits_for, collectives, messages, torn, on_device)
+
+
+def unstable_records(first: bytes, second: bytes) -> list[int]:
+    """Indices of the records in which two copies of one recorder differ."""
+    begins = range(HEADER_BYTES, min(len(first), len(second)), RECORD_BYTES)
+    return [
+        index
+        for index, begin in enumerate(begins)
+        if first[begin : begin + RECORD_BYTES] != second[begin : begin + RECORD_BYTES]
+    ]

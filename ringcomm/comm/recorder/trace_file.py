@@ -1,0 +1,298 @@
+"""Recordings as files: where the first rank that sees a fault leaves one, and what one holds.
+
+A trace is one JSON object: ``format``, ``version``, ``sha256`` of the body's text, and ``body``.
+Reading one trusts nothing in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+import types
+import typing
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ringcomm.comm.recorder.records import STATES, Record, Recording
+from ringcomm.errors import RingcommError, printable
+from ringcomm.json_reader import read_bounded
+
+__all__ = [
+    "VARIABLE",
+    "Trace",
+    "directory",
+    "is_off",
+    "leave",
+    "newest",
+    "prune",
+    "read",
+    "text_of",
+]
+
+VARIABLE = "RINGCOMM_TRACE_DIR"
+OFF = "off"
+FORMAT, VERSION = "ringcomm-trace", 1
+KEPT_TRACES = 32
+# A file that nobody has written to for so long was left by a process that died at it.
+STALE_S = 3600
+LARGEST_BYTES = 256 << 20
+_NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
+_UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
+_MOST_TEXT = 1 << 16
+# Ranks that are threads of a process leave one trace; each would slow down the others.
+_writing = threading.Lock()
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a trace holds: a recording, who wrote it when (seconds since 1970), and its error."""
+
+    recording: Recording
+    written_by: int
+    written_s: float
+    error: str
+
+
+def is_off() -> bool:
+    """Whether the user wants no traces."""
+    return os.environ.get(VARIABLE, "") == OFF
+
+
+def directory() -> Path | None:
+    """Where traces go, be it there yet or not; None where the user turned them off.
+
+    ``RINGCOMM_TRACE_DIR``, or else ``ringcomm-<uid>`` in the system's temporary folder, which must
+    be this user's alone.
+
+    Raises:
+        RingcommError: the default is somebody else's, or open to others.
+    """
+    if is_off():
+        return None
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    path = Path(tempfile.gettempdir(), f"ringcomm-{os.geteuid()}")
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return path
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not mine or stat.S_IMODE(status.st_mode) & 0o077:
+        raise RingcommError(
+            f"traces: expected {path} to be a folder of this user's alone (mode 0700), got "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}. Remove it, or set {VARIABLE}"
+        )
+    return path
+
+
+def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
+    """The regular files with such names, oldest first. Others may remove some meanwhile."""
+    found = []
+    try:
+        paths = [path for path in folder.iterdir() if name.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found.append((path, path.lstat()))
+    regular = [each for each in found if stat.S_ISREG(each[1].st_mode)]
+    return sorted(regular, key=lambda each: (each[1].st_mtime_ns, each[0]))
+
+
+def newest() -> Path:
+    """The newest trace in :func:`directory`.
+
+    Raises:
+        RingcommError: there is none.
+    """
+    folder = directory()
+    try:
+        files = _files(folder, _NAME) if folder is not None else []
+    except OSError as error:
+        raise RingcommError(f"trace: cannot look into {folder}: {error.strerror}") from error
+    found = [path for path, status in files if status.st_size]
+    if not found:
+        raise RingcommError(
+            f"trace: expected a trace in {folder or f'{VARIABLE}={OFF}'}, got none. A communicator "
+            "leaves one at a fault; name a FILE, or --pid for processes that run"
+        )
+    return found[-1]
+
+
+def text_of(trace: Trace) -> str:
+    """A trace as the text of its file."""
+    # Not dataclasses.asdict(), which takes ten times as long.
+    ranks = [
+        {
+            **vars(rank),
+            "collectives": list(map(vars, rank.collectives)),
+            "messages": list(map(vars, rank.messages)),
+        }
+        for rank in trace.recording.ranks
+    ]
+    plain = {**vars(trace), "recording": {**vars(trace.recording), "ranks": ranks}}
+    body = json.dumps(plain, separators=(",", ":"))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    head = json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest})
+    return f'{head[:-1]}, "body": {body}}}\n'
+
+
+def leave(recording: Recording, rank: int, error: str) -> str:
+    """Writes a trace for this communicator unless a rank has. Never raises.
+
+    Returns:
+        How an error message goes on: where the file is, or why there is none.
+    """
+    if is_off():
+        return ""
+    # Texts are the user's, and a peer's; the reader refuses what a terminal obeys.
+    name = printable(recording.communicator, "")[:_MOST_TEXT]
+    recording = dataclasses.replace(recording, communicator=name)
+    try:
+        path = _write(Trace(recording, rank, time.time(), printable(error)[:_MOST_TEXT]))
+    except Exception as trouble:
+        return f". No trace was written: {type(trouble).__name__}: {trouble}"
+    return f". What each rank did last: ringcomm trace {path}"
+
+
+def _write(trace: Trace) -> Path:
+    folder = directory()
+    if folder is None:
+        raise RingcommError(f"{VARIABLE} was set to {OFF}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory()  # somebody else may have made it meanwhile
+    name = re.sub(r"[^\w.-]", "_", trace.recording.communicator, flags=re.ASCII)[:80] or "_"
+    path = folder / f"ringcomm-{name}-{trace.recording.world_id:016x}.json"
+    with _writing:
+        if not path.exists():
+            _publish(text_of(trace), path)
+    return path
+
+
+def _publish(text: str, path: Path) -> None:
+    """Writes a file that has its name only once it is complete; one that is there stays."""
+    descriptor, unfinished = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            pass  # another rank was first
+        except OSError:  # a file system without hard links
+            os.rename(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def prune() -> None:
+    """Removes this user's oldest traces, and what writers that died left. Never raises."""
+    with suppress(OSError, RingcommError):
+        folder = directory()
+        if folder is None:
+            return
+        traces = [each for each in _files(folder, _NAME) if each[1].st_uid == os.geteuid()]
+        old = [path for path, _ in traces[:-KEPT_TRACES]]
+        for path, status in _files(folder, _UNFINISHED):
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_S:
+                old.append(path)
+        for path in old:
+            with suppress(OSError):  # others remove them, too
+                path.unlink()
+
+
+def read(path: Path) -> Trace:
+    """Reads a trace and checks every field.
+
+    Raises:
+        RingcommError: it cannot be read, is no trace, of another version, or damaged.
+    """
+
+    def fail(why: str) -> NoReturn:
+        raise RingcommError(f"trace {path}: expected a trace of version {VERSION}, got {why}")
+
+    try:
+        raw = read_bounded(path, LARGEST_BYTES)
+    except OSError as error:
+        raise RingcommError(f"trace {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        fail(str(error))
+    try:
+        whole = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        fail(f"no JSON ({error}); was its writer killed while it wrote?")
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        fail("something else")
+    if whole.get("version") != VERSION:
+        fail(f"version {whole.get('version')!r}")
+    body = whole.get("body")
+    text = json.dumps(body, separators=(",", ":"))
+    if hashlib.sha256(text.encode()).hexdigest() != whole.get("sha256"):
+        fail("one that was changed after it was written (its sha256 differs)")
+    try:
+        trace = _object(Trace, body, "body")
+        _check(trace.recording)
+    except (ValueError, RecursionError) as error:
+        fail(f"one whose {error}")
+    return trace
+
+
+def _value(kind: Any, plain: Any, name: str) -> Any:
+    """A dataclass, a tuple of them or a scalar from JSON; ValueError names what is wrong."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _object(kind, plain, name)
+    if isinstance(kind, types.GenericAlias):
+        if type(plain) is not list:
+            raise ValueError(f"{name} is not a list")
+        of = typing.get_args(kind)[0]
+        return tuple(_value(of, each, f"{name}[{index}]") for index, each in enumerate(plain))
+    if kind is float and type(plain) is int:
+        plain = float(plain)
+    if type(plain) is not kind:
+        raise ValueError(f"{name} is not of type {kind.__name__}")
+    if kind is int and not -1 <= plain < 1 << 64:
+        raise ValueError(f"{name} is out of range")
+    if kind is str and (len(plain) > _MOST_TEXT or not _is_printable(plain)):
+        raise ValueError(f"{name} is no text to print")
+    return plain
+
+
+def _is_printable(text: str) -> bool:
+    return all(char.isprintable() or char in "\n\t" for char in text)
+
+
+def _object(kind: type[T], plain: Any, name: str) -> T:
+    hints = typing.get_type_hints(kind)
+    if type(plain) is not dict or set(plain) != set(hints):
+        raise ValueError(f"{name} does not have the fields of a {kind.__name__}")
+    return kind(**{key: _value(hints[key], plain[key], f"{name}.{key}") for key in hints})
+
+
+def _check(recording: Recording) -> None:
+    world = range(recording.world_size)
+    seen: set[int] = set()
+    for each in recording.ranks:
+        if each.rank not in world or each.rank in seen or each.waits_for not in (-1, *world):
+            raise ValueError(f"rank {each.rank} is out of range or there twice")
+        seen.add(each.rank)
+        for records, track in ((each.collectives, "collectives"), (each.messages, "messages")):
+            _check_records(records, track)
+
+
+def _check_records(records: tuple[Record, ...], track: str) -> None:
+    before = 0
+    for record in records:
+        if record.track != track or record.number <= before:
+            raise ValueError(f"{track} are not in order")
+        if record.state not in STATES:
+            raise ValueError(f"state {record.state!r} is none")
+        before = record.number

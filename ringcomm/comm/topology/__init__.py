@@ -1,0 +1,1 @@
+"""What connects the GPUs of a machine, and which rings and algorithms follow from that."""

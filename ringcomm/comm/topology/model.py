@@ -1,0 +1,480 @@
+"""Topologies as JSON: what ``ringcomm topo --save`` writes and ``--file`` reads.
+
+The file says what NVML said and nothing else; what NVML did not say is null or left out::
+
+    {
+      "format": "ringcomm topology 1",
+      "machine": "DGX-1", "driver": "470.57.02", "absent": "", "notes": [],
+      "gpus": [{"uuid": "GPU-...", "pci_bus_id": "0000:06:00.0", "name": "Tesla V100",
+                "numa_node": 0, "cpus": "0-19", "pcie": [3, 16], "mig": false,
+                "mig_instances": [], "switch": {"count": 0}}],
+      "pairs": [{"first": "0000:06:00.0", "second": "0000:07:00.0", "level": "PIX",
+                 "peer_access": true,
+                 "nvlinks": {"count": 1, "version": "2.0", "link_gbps": 25.0}}]
+    }
+
+A "source" entry, for people, may say where a description comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, cast
+
+from ringcomm.errors import ArgumentError
+from ringcomm.json_reader import read_bounded
+
+__all__ = [
+    "LEVELS",
+    "Connection",
+    "Gpu",
+    "NvLinks",
+    "Pair",
+    "Topology",
+    "from_json",
+    "load",
+    "plain_bus_id",
+    "plain_name",
+    "save",
+    "to_json",
+]
+
+# What connects the GPUs of one machine, as a description that can be recorded and compared.
+#
+# :func:`ringcomm.comm.topology.nvml.read_machine` makes one from NVML,
+# :func:`ringcomm.comm.topology.model.load` from a file; :func:`ringcomm.comm.topology.plan.plan`
+# chooses algorithm and rings from it. GPUs are named by UUID or PCI bus id, never by index: NVML
+# numbers all GPUs of the machine, a process only those that ``CUDA_VISIBLE_DEVICES`` leaves it.
+
+# The nearest common ancestor of two GPUs on PCIe, nearest first, in the words of nvidia-smi.
+LEVELS = {
+    "PSB": "one board",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches under one host bridge",
+    "PHB": "the PCIe host bridge",
+    "NODE": "several host bridges of one NUMA node",
+    "SYS": "the interconnect between NUMA nodes",
+}
+
+_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.I)
+
+
+def plain_bus_id(text: str) -> str:
+    """A PCI bus id as Linux writes it, ``0000:1b:00.0``; NVML's has eight digits of domain.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    match = _BUS_ID.fullmatch(text.strip())
+    if not match:
+        raise ArgumentError(f"PCI bus id: expected one like 0000:1b:00.0, got {text!r}")
+    domain, bus, device, function = match.groups()
+    return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function or 0}".lower()
+
+
+def plain_name(text: str) -> str:
+    """A PCI bus id as :func:`plain_bus_id` has it, or a UUID without what tells NVML's spelling
+    (``GPU-...``, ``MIG-...``) from CUDA's (no prefix)."""
+    plain = text.strip().lower()
+    if _BUS_ID.fullmatch(plain):
+        return plain_bus_id(plain)
+    for prefix in ("mig-", "gpu-"):
+        plain = plain.removeprefix(prefix)
+    return plain
+
+
+@dataclass(frozen=True)
+class NvLinks:
+    """NVLinks that run side by side.
+
+    Attributes:
+        count: how many are active.
+        version: of the links, such as "4.0"; None if unknown.
+        link_gbps: 10^9 bytes per second of one link in one direction; None if unknown.
+    """
+
+    count: int = 0
+    version: str | None = None
+    link_gbps: float | None = None
+
+    @property
+    def gbps(self) -> float | None:
+        """Bandwidth of all of them in one direction; None if unknown or if there are none."""
+        return self.count * self.link_gbps if self.count and self.link_gbps else None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One physical GPU. What NVML did not say is None.
+
+    Attributes:
+        uuid: as NVML writes it.
+        pci_bus_id: as Linux writes it; orders the GPUs.
+        numa_node: the CPUs' NUMA node that is nearest.
+        cpus: the nearest CPUs, such as "0-19,40-59".
+        pcie: generation and lanes of the slot's link at its best, such as (5, 16).
+        switch: the NVLinks to NVSwitches.
+        mig: whether the GPU is split into instances; they have no NVLink and no peer access.
+        mig_instances: the UUIDs of the instances.
+    """
+
+    uuid: str
+    pci_bus_id: str
+    name: str = ""
+    numa_node: int | None = None
+    cpus: str | None = None
+    pcie: tuple[int, int] | None = None
+    switch: NvLinks = NvLinks()
+    mig: bool | None = None
+    mig_instances: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> tuple[bool, int, str, str]:
+        """Sorts GPUs of one NUMA node (or, where that is unknown, one CPU list) together."""
+        return (self.numa_node is None, self.numa_node or 0, self.cpus or "", self.pci_bus_id)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What NVML says of two GPUs, given by PCI bus id.
+
+    Attributes:
+        nvlinks: the NVLinks from one directly to the other.
+        level: a key of ``LEVELS``; None if unknown.
+        peer_access: whether the driver lets one read the other's memory; None if unknown.
+    """
+
+    first: str
+    second: str
+    nvlinks: NvLinks = NvLinks()
+    level: str | None = None
+    peer_access: bool | None = None
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The best way between two GPUs.
+
+    Attributes:
+        kind: "nvswitch", "nvlink", "pcie", "refused" (no peer access) or "unknown".
+        links: the NVLinks that data between the two can use.
+        level: a key of ``LEVELS``; None if unknown.
+    """
+
+    kind: str
+    links: NvLinks = NvLinks()
+    level: str | None = None
+
+    def __str__(self) -> str:
+        rate = f" ({self.links.gbps:g} GB/s per direction)" if self.links.gbps else ""
+        if self.kind == "nvlink":
+            return f"{self.links.count} NVLink{'s' * (self.links.count > 1)}{rate}"
+        if self.kind == "nvswitch":
+            return f"NVSwitch{rate}"
+        if self.kind == "pcie":
+            return f"PCIe through {LEVELS[self.level or 'SYS']} ({self.level})"
+        return "no access to each other's memory" if self.kind == "refused" else "an unknown path"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The GPUs of a machine and what connects them, in an order that no reader can influence.
+
+    Attributes:
+        machine: a name for people; no decision depends on it.
+        gpus: ordered by PCI bus id, however they were given.
+        pairs: at most one per two GPUs; a missing one is unknown.
+        driver: version of the NVIDIA driver.
+        absent: why nothing could be read; "" if it could.
+        notes: what could not be read, or looks wrong.
+
+    Raises:
+        ArgumentError: two GPUs are one, or a pair names a GPU that is not there.
+    """
+
+    machine: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    driver: str | None = None
+    absent: str = ""
+    notes: tuple[str, ...] = ()
+    _by_name: dict[str, Gpu] = field(init=False, repr=False, compare=False)
+    _by_ends: dict[frozenset[str], Pair] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        gpus = sorted(self.gpus, key=lambda gpu: gpu.pci_bus_id)
+        names = [
+            (name, gpu)
+            for gpu in gpus
+            for name in (gpu.pci_bus_id, *map(plain_name, (gpu.uuid, *gpu.mig_instances)))
+        ]
+        by_name = dict(names)
+        if len(by_name) < len(names):
+            twice = sorted({name for name, gpu in names if by_name[name] is not gpu})
+            what = ", ".join(twice) or "a name"
+            raise ArgumentError(f"topology: each GPU must be there once, but {what} is twice")
+        pairs = [
+            pair
+            if pair.first < pair.second
+            else replace(pair, first=pair.second, second=pair.first)
+            for pair in self.pairs
+        ]
+        by_ends = {frozenset((pair.first, pair.second)): pair for pair in pairs}
+        buses = [gpu.pci_bus_id for gpu in gpus]
+        expected = {frozenset(ends) for ends in combinations(buses, 2)}
+        if len(by_ends) < len(pairs) or not by_ends.keys() <= expected:
+            wrong = next((set(e) for e in by_ends if e not in expected), "one pair twice")
+            raise ArgumentError(f"topology: expected pairs of {buses}, got {wrong}")
+        object.__setattr__(self, "gpus", tuple(gpus))
+        object.__setattr__(self, "pairs", tuple(sorted(pairs, key=lambda p: (p.first, p.second))))
+        object.__setattr__(self, "_by_name", by_name)
+        object.__setattr__(self, "_by_ends", by_ends)
+
+    def find(self, name: str) -> Gpu | None:
+        """The GPU with this UUID (its own or an instance's, in NVML's spelling or CUDA's) or PCI
+        bus id; None if it is not here."""
+        return self._by_name.get(plain_name(name))
+
+    def pair(self, one: Gpu, other: Gpu) -> Pair:
+        """What was read of two GPUs; a pair without answers if nothing was."""
+        first, second = sorted((one.pci_bus_id, other.pci_bus_id))
+        return self._by_ends.get(frozenset((first, second)), Pair(first, second))
+
+    def connection(self, one: Gpu, other: Gpu) -> Connection:
+        """The best way between two different GPUs, with no more links than both ends have."""
+        pair = self.pair(one, other)
+        # NVIDIA Multi-Instance GPU User Guide, "Application Considerations": in MIG mode there is
+        # no access from GPU to GPU, neither over PCIe nor over NVLink.
+        if one.mig or other.mig or pair.peer_access is False:
+            return Connection("refused", level=pair.level)
+        if pair.nvlinks.count:
+            return Connection("nvlink", pair.nvlinks, pair.level)
+        if one.switch.count and other.switch.count:
+            return Connection("nvswitch", weaker(one.switch, other.switch), pair.level)
+        return Connection("pcie" if pair.level else "unknown", level=pair.level)
+
+    def connections(self) -> Iterator[tuple[Gpu, Gpu, Connection]]:
+        """Every two GPUs once."""
+        return ((a, b, self.connection(a, b)) for a, b in combinations(self.gpus, 2))
+
+
+def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
+    """The links that two ends agree on: fewer, slower, and of a version only if it is the same."""
+    speeds = {one.link_gbps, other.link_gbps}
+    known = [speed for speed in speeds if speed is not None]
+    return NvLinks(
+        min(one.count, other.count),
+        one.version if one.version == other.version else None,
+        min(known) if len(known) == len(speeds) else None,
+    )
+
+
+FORMAT = "ringcomm topology 1"
+# Of 16 GPUs it has some 40000.
+LARGEST_BYTES = 16 << 20
+
+Object = Mapping[str, object]
+
+
+def to_json(topology: Topology) -> str:
+    """The description as JSON text; equal topologies give equal text."""
+    values: dict[str, Any] = {"format": FORMAT, **asdict(topology)}
+    public = {name: value for name, value in values.items() if not name.startswith("_")}
+    return json.dumps(public, indent=1) + "\n"
+
+
+def from_json(text: str, name: str = "topology") -> Topology:
+    """The description that :func:`to_json` wrote.
+
+    Args:
+        text: the JSON text.
+        name: the file's, for messages.
+
+    Raises:
+        ArgumentError: it is not one; the message says where and what was expected.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{name}: expected a recorded topology (JSON), but it cannot be parsed: {error}. "
+            "Record it again: ringcomm topo --save FILE"
+        ) from error
+    try:
+        return _topology(_Reader(value, ""))
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{name}: not a recorded topology: {error}. Record it again: ringcomm topo --save FILE"
+        ) from error
+
+
+def load(path: str | Path) -> Topology:
+    """Reads a recorded description.
+
+    Raises:
+        ArgumentError: the file cannot be read, or is damaged.
+    """
+    try:
+        raw = read_bounded(Path(path), LARGEST_BYTES)
+        text = raw.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path}: the recorded topology cannot be read: {error}") from error
+    return from_json(text, str(path))
+
+
+def save(topology: Topology, path: str | Path) -> None:
+    """Records a description.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(to_json(topology), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path}: the topology cannot be recorded: {error}") from error
+
+
+class _Reader:
+    """One JSON object, read name by name; every complaint says where."""
+
+    def __init__(self, value: object, where: str) -> None:
+        self.where = where
+        if not isinstance(value, dict):
+            raise self.wrong("an object", value)
+        self._left = dict(value)
+
+    def wrong(self, expected: str, got: object, name: str = "") -> ArgumentError:
+        at = f"{self.where}.{name}".strip(".")
+        return ArgumentError(f"{at or 'the whole'}: expected {expected}, got {got!r:.80}")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        return cast(str, self._checked(name, "a string", str, default))
+
+    def optional_text(self, name: str) -> str | None:
+        return None if self._missing(name) else self.text(name)
+
+    def optional_flag(self, name: str) -> bool | None:
+        return cast("bool | None", self._optional(name, "true, false or null", bool))
+
+    def optional_count(self, name: str) -> int | None:
+        value = cast("int | None", self._optional(name, "a number >= 0", int))
+        if value is not None and (isinstance(value, bool) or value < 0):
+            raise self.wrong("a number >= 0", value, name)
+        return value
+
+    def optional_rate(self, name: str) -> float | None:
+        value = cast("float | None", self._optional(name, "a number > 0", (int, float)))
+        if value is not None and not (not isinstance(value, bool) and 0 < value < math.inf):
+            raise self.wrong("a number > 0", value, name)
+        try:
+            return None if value is None else float(value)
+        except OverflowError:  # an integer of some hundred digits
+            raise self.wrong("a number > 0", "one that is too large", name) from None
+
+    def list(self, name: str) -> list[object]:
+        return cast("list[object]", self._checked(name, "a list", list, []))
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        values = self.list(name)
+        for value in values:
+            if not isinstance(value, str):
+                raise self.wrong("strings", value, name)
+        return tuple(cast("list[str]", values))
+
+    def optional_counts(self, name: str) -> tuple[int, int] | None:
+        values = None if self._missing(name) else self.list(name)
+        if values is None:
+            return None
+        if len(values) != 2 or any(type(value) is not int for value in values):
+            raise self.wrong("two numbers or null", values, name)
+        return cast("tuple[int, int]", tuple(values))
+
+    def part(self, name: str) -> _Reader:
+        return _Reader(self._checked(name, "an object", dict, {}), f"{self.where}.{name}")
+
+    def end(self) -> None:
+        """Raises for what nobody asked for: a misspelt name must not read as "unknown"."""
+        if self._left:
+            name = next(iter(self._left))
+            raise self.wrong("no such entry", self._left[name], name)
+
+    def _missing(self, name: str) -> bool:
+        if self._left.get(name) is None:
+            self._left.pop(name, None)
+            return True
+        return False
+
+    def _optional(self, name: str, expected: str, kind: Any) -> object:
+        return None if self._missing(name) else self._checked(name, expected, kind)
+
+    def _checked(self, name: str, expected: str, kind: Any, default: object = None) -> object:
+        value = self._left.pop(name, default)
+        if not isinstance(value, kind):
+            raise self.wrong(expected, value, name)
+        return value
+
+
+def _topology(reader: _Reader) -> Topology:
+    written = reader.text("format", "no format")
+    if written != FORMAT:
+        raise reader.wrong(f"{FORMAT!r}", written, "format")
+    reader.optional_text("source")
+    gpus = reader.list("gpus")
+    pairs = reader.list("pairs")
+    topology = Topology(
+        machine=reader.text("machine", ""),
+        gpus=tuple(_gpu(_Reader(gpu, f"gpus[{index}]")) for index, gpu in enumerate(gpus)),
+        pairs=tuple(_pair(_Reader(pair, f"pairs[{index}]")) for index, pair in enumerate(pairs)),
+        driver=reader.optional_text("driver"),
+        absent=reader.text("absent", ""),
+        notes=reader.texts("notes"),
+    )
+    reader.end()
+    return topology
+
+
+def _gpu(reader: _Reader) -> Gpu:
+    gpu = Gpu(
+        uuid=reader.text("uuid"),
+        pci_bus_id=plain_bus_id(reader.text("pci_bus_id")),
+        name=reader.text("name", ""),
+        numa_node=reader.optional_count("numa_node"),
+        cpus=reader.optional_text("cpus"),
+        pcie=reader.optional_counts("pcie"),
+        switch=_nvlinks(reader.part("switch")),
+        mig=reader.optional_flag("mig"),
+        mig_instances=reader.texts("mig_instances"),
+    )
+    reader.end()
+    return gpu
+
+
+def _pair(reader: _Reader) -> Pair:
+    level = reader.optional_text("level")
+    if level is not None and level not in LEVELS:
+        raise reader.wrong(f"one of {', '.join(LEVELS)}", level, "level")
+    pair = Pair(
+        first=plain_bus_id(reader.text("first")),
+        second=plain_bus_id(reader.text("second")),
+        nvlinks=_nvlinks(reader.part("nvlinks")),
+        level=level,
+        peer_access=reader.optional_flag("peer_access"),
+    )
+    reader.end()
+    return pair
+
+
+def _nvlinks(reader: _Reader) -> NvLinks:
+    links = NvLinks(
+        count=reader.optional_count("count") or 0,
+        version=reader.optional_text("version"),
+        link_gbps=reader.optional_rate("link_gbps"),
+    )
+    reader.end()
+    return links

@@ -1,0 +1,268 @@
+"""Triton's kernels on a device: how a call of theirs is prepared, and launched in its place."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import DTYPE_NAMES, Reduction, Site
+from ringcomm.comm.calls import Membership, Unusable
+from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ringcomm._tl.geometry import Geometry
+    from ringcomm._tl.launch import Part, Plan
+
+__all__ = [
+    "KERNELS",
+    "NATIVE",
+    "ONE_RANK",
+    "TRITON",
+    "HostTriton",
+    "Prepared",
+    "TritonEnd",
+    "TritonLaunch",
+    "Use",
+    "check_kernels",
+    "itself",
+    "launch",
+    "require_triton",
+]
+
+# Collectives that Triton kernels run in place of the native ones: ``kernels="triton"``.
+#
+# All ranks of a call must run the same kernels; the header of the call says which, so a rank that
+# runs others is a mismatch like any other. Triton is imported when it is first asked for.
+
+NATIVE, TRITON = "native", "triton"
+KERNELS = (NATIVE, TRITON)
+_DTYPE_OF = {code: name for name, code in _native.DTYPES.items()}
+_OP_OF = {code: name for name, code in _native.OPS.items()}
+_AUTO, _DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
+_FORMS = ("auto", "direct", "ring")
+ONE_RANK = (
+    "Triton's interpreter runs one kernel of a process at a time, so ranks that are threads of one "
+    'process would wait for each other. Use kernels="native", or a process per rank'
+)
+
+
+def require_triton(site: Site) -> None:
+    """Raises UnsupportedError where Triton cannot be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f'{site}: kernels="triton" needs Triton, which cannot be imported ({error}). '
+            "pip install triton"
+        ) from error
+
+
+def check_kernels(
+    site: Site, kernels: str, algorithm: str, dtype: torch.dtype, reduction: Reduction | None
+) -> None:
+    """Checks a call that asks for certain kernels.
+
+    Args:
+        site: of the call.
+        kernels: "native" or "triton".
+        algorithm: as the call names it.
+        dtype: of the elements.
+        reduction: None where nothing is reduced.
+
+    Raises:
+        ArgumentError: no such kernels.
+        UnsupportedError: the Triton kernels do not do that.
+    """
+    if kernels not in KERNELS:
+        site.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
+    if kernels == NATIVE:
+        return
+    require_triton(site)
+    from ringcomm._tl.launch import DTYPES, OPS
+
+    advice = 'Use kernels="native"'
+    if algorithm not in _FORMS:
+        raise UnsupportedError(
+            f'{site}: kernels="triton" has the algorithms {", ".join(_FORMS)}, got {algorithm!r}. '
+            f"{advice}"
+        )
+    if reduction is None:
+        return
+    if DTYPE_NAMES[dtype] not in DTYPES or reduction.name not in OPS:
+        raise UnsupportedError(
+            f'{site}: kernels="triton" reduces {", ".join(DTYPES)} by {" and ".join(OPS)}, got '
+            f"{DTYPE_NAMES[dtype]} by {reduction.name}. {advice}"
+        )
+
+
+class Runner(Protocol):
+    """Runs a plan on buffers at two addresses; returns a native status."""
+
+    def __call__(self, plan: Plan, in_ptr: int, out_ptr: int) -> int: ...
+
+
+class TritonEnd:
+    """Has those methods of a native communicator that the Triton kernels can stand in for.
+
+    Args:
+        run: runs a plan.
+        world_size: of the communicator.
+        family: code of the algorithm that "auto" means.
+    """
+
+    def __init__(self, run: Runner, world_size: int, family: int = _DIRECT) -> None:
+        self._run = run
+        self._world_size = world_size
+        self._family = family
+
+    def chosen(self, algorithm: int) -> int:
+        """The code of the algorithm that a call with this code runs."""
+        return self._family if algorithm == _AUTO else algorithm
+
+    def run(self, plan: Plan, in_ptr: int, out_ptr: int) -> int:
+        """Runs a plan that this class does not know how to make; returns a native status."""
+        return self._run(plan, in_ptr, out_ptr)
+
+    def all_reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+    ) -> int:
+        """As the native one; so are the others. ``factor`` is of ops that Triton does not do."""
+        from ringcomm._tl.launch import plan_all_reduce
+
+        name = _DTYPE_OF[dtype]
+        size_bytes = elems * getattr(torch, name).itemsize
+        plan = plan_all_reduce(size_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size)
+        return self._run(plan, in_ptr, out_ptr)
+
+    def reduce_scatter(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+    ) -> int:
+        from ringcomm._tl.launch import plan_reduce_scatter
+
+        name = _DTYPE_OF[dtype]
+        chunk_bytes = elems * getattr(torch, name).itemsize
+        plan = plan_reduce_scatter(
+            chunk_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size
+        )
+        return self._run(plan, in_ptr, out_ptr)
+
+    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
+        from ringcomm._tl.launch import plan_all_gather
+
+        itemsize = getattr(torch, _DTYPE_OF[dtype]).itemsize
+        plan = plan_all_gather(in_bytes, dtype, itemsize, self.chosen(algo), self._world_size)
+        return self._run(plan, in_ptr, out_ptr)
+
+    def of(self, native: Any) -> Any:
+        """This, in place of ``native``; but a communicator that is unusable stays so."""
+        return native if isinstance(native, Unusable) else self
+
+
+class HostTriton:
+    """Runs plans on the host, in Triton's interpreter.
+
+    Args:
+        core: the native communicator.
+        membership: who takes part.
+        site: of the call that asks first.
+
+    Raises:
+        UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
+    """
+
+    def __init__(self, core: _native.Comm, membership: Membership, site: Site) -> None:
+        require_triton(site)
+        from ringcomm._tl.geometry import Geometry
+        from ringcomm._tl.hooks import IS_INTERPRETED
+
+        if not IS_INTERPRETED:
+            raise UnsupportedError(
+                f'{site}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
+                'TRITON_INTERPRET=1 before Triton is imported, or use kernels="native"'
+            )
+        others = [heap for rank, heap in enumerate(membership.heaps) if rank != membership.rank]
+        if any(heap.pid == 0 for heap in others):
+            raise UnsupportedError(f"{site}: {ONE_RANK}")
+        self._core = core
+        self._geometry = Geometry.of(core.geometry)
+        state_bytes = _native.STRUCTURES["scratch"]
+        state_bytes += _native.STRUCTURES["scratch_per_rank"] * len(membership.ranks)
+        self._state = ctypes.create_string_buffer(state_bytes * self._geometry.channels)
+        table = core.rank_table(ctypes.addressof(self._state))
+        self._table = ctypes.create_string_buffer(table, len(table))
+
+    def __call__(self, plan: Plan, in_ptr: int, out_ptr: int) -> int:
+        from ringcomm._tl.launch import Part, launch
+
+        core = self._core
+        part = Part(ctypes.addressof(self._table), in_ptr, out_ptr)
+        core.record_begin(plan.call)
+        try:
+            launch(plan, [part], core.timeout_ms * 1_000_000, self._geometry, core.health)
+        except BaseException as error:
+            # Peers wait for what this rank was about to publish.
+            core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
+            core.record_end(_native.STATUSES["aborted"])
+            raise
+        status = _native.STATUSES["aborted"] if core.aborted else 0
+        core.record_end(status)
+        return status
+
+
+Use = Callable[[Any], Any]
+
+
+def itself(native: Any) -> Any:
+    """The native kernels run what they are asked for."""
+    return native
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """A rank's prepared call."""
+
+    place: tuple[DeviceRuntime, int]
+    plan: Plan
+    part: Part
+    timeout_ns: int
+    geometry: Geometry
+
+    @property
+    def prepared_kind(self) -> tuple[int, int]:
+        """Which calls can share a launch, and the blocks that one rank needs."""
+        plan = self.plan
+        constants = tuple(sorted((name, str(value)) for name, value in plan.constants.items()))
+        key = plan.kernel.__name__, plan.sizes, plan.call, constants
+        return hash(key), self.geometry.channels
+
+    def launch_with(self, others: Sequence[TritonLaunch], stream: int) -> None:
+        """One launch of this call and those of ``others``, of its kind, on ``stream``."""
+        from ringcomm._tl.launch import launch as launch_kernel
+
+        parts = [self.part, *(other.part for other in others)]
+        runtime, device = self.place
+        runtime.call_on_stream(
+            device,
+            stream,
+            lambda: launch_kernel(self.plan, parts, self.timeout_ns, self.geometry),
+        )
+
+
+# Of one rank, ready to be launched.
+Prepared = _native.DeviceComm | TritonLaunch
+
+
+def launch(prepared: Sequence[Prepared], stream: int) -> None:
+    """Launches calls of one kind, of ranks on one device, together on ``stream``."""
+    triton = [each for each in prepared if isinstance(each, TritonLaunch)]
+    if triton:
+        triton[0].launch_with(triton[1:], stream)
+    else:
+        natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
+        _native.launch(natives, stream)

@@ -1,0 +1,498 @@
+"""Where the machine code of a kernel unit comes from.
+
+A build that had nvcc left binaries in the package (``ringcomm/_kernels``). Otherwise, or where
+they are of other sources or cover another GPU, NVRTC compiles the sources at first use, and the
+result is kept on disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ringcomm.cuda import units
+from ringcomm.cuda.units import OPTIONS, Target, UnitSource
+from ringcomm.errors import UnsupportedError
+
+# NVRTC, the CUDA compiler that is a library, through CuPy. Compiling needs no driver.
+#
+# CuPy is imported at first use, never before: ``import ringcomm`` works without it.
+
+_LOG_LINES = 12
+_ADVICE = (
+    "Install what is missing (pip install ringcomm[cuda13] nvidia-cuda-nvrtc), or install ringcomm "
+    "where nvcc is on the PATH, which compiles the kernels beforehand"
+)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip()
+
+
+class Nvrtc:
+    """The NVRTC that CuPy finds.
+
+    Attributes:
+        identity: version and build; another identity may make other machine code.
+
+    Raises:
+        UnsupportedError: there is no CuPy, or it finds no NVRTC; says which, and why.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cupy_backends.cuda.libs import nvrtc
+        except Exception as error:  # A broken installation fails in many ways, all with one remedy.
+            raise UnsupportedError(
+                "CUDA kernels: none are compiled for this device, and compiling them needs CuPy, "
+                f"which cannot be imported: {_words(error)}. {_ADVICE}"
+            ) from error
+        self._nvrtc: Any = nvrtc
+        try:
+            version = ".".join(map(str, nvrtc.getVersion()))
+            # The version has no patch number. What NVRTC writes atop its PTX names the build.
+            head = self.compile("", "identity.cu", {}, ("-arch=compute_90",))
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                "CUDA kernels: none are compiled for this device, and CuPy finds no NVRTC to "
+                f"compile them: {_words(error)}. {_ADVICE}"
+            ) from error
+        builds = [line[2:].strip() for line in head.decode().splitlines() if "Build ID" in line]
+        self.identity = " ".join(["NVRTC", version, *builds])
+
+    def architectures(self) -> Sequence[int]:
+        """Those that it makes machine code for: 80, 90, ..."""
+        return tuple(self._nvrtc.getSupportedArchs())
+
+    def compile(
+        self, text: str, name: str, headers: Mapping[str, str], options: Sequence[str]
+    ) -> bytes:
+        """Machine code, or PTX where ``options`` name a ``compute_`` architecture.
+
+        Args:
+            text: the source.
+            name: what the compiler calls it in messages.
+            headers: texts by the names that ``#include`` gives them; no others are found.
+            options: of the compiler, with one ``-arch=``.
+
+        Raises:
+            UnsupportedError: it does not compile; has the beginning of the compiler's log.
+        """
+        nvrtc = self._nvrtc
+        texts = tuple(header.encode() for header in headers.values())
+        program = nvrtc.createProgram(text, name, texts, tuple(map(str.encode, headers)))
+        try:
+            try:
+                nvrtc.compileProgram(program, tuple(options))
+            except nvrtc.NVRTCError as error:
+                log = nvrtc.getProgramLog(program).rstrip("\0\n").splitlines()
+                head = f"CUDA kernels: {name} does not compile with {' '.join(options)}: {error}"
+                raise UnsupportedError("\n".join([head, *log[:_LOG_LINES]])) from error
+            as_ptx = any(option.startswith("-arch=compute_") for option in options)
+            result: bytes = nvrtc.getPTX(program) if as_ptx else nvrtc.getCUBIN(program)
+            return result
+        finally:
+            nvrtc.destroyProgram(program)
+
+
+# Compiled kernels on disk, shared by the processes of one user.
+#
+# Entries are executable code, and whoever can write them can run code as this user: the folder must
+# belong to this user and be writable by nobody else, and is looked at through one descriptor, so
+# that no other folder can be put in its place meanwhile. A cache that cannot be used costs time and
+# not the result: each reason is said once per process.
+
+CACHE_DIR_VARIABLE = "RINGCOMM_CACHE_DIR"
+# A compilation takes up to a minute. Whoever holds a lock for this long is stopped, and need not
+# be waited for: the lock saves work, and correctness does not hang on it.
+LOCK_TIMEOUT_S = 300.0
+_POLL_S = 0.05
+_MAGIC = b"ringcomm kernel 1\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+def default_folder() -> Path | None:
+    """``RINGCOMM_CACHE_DIR``, ``$XDG_CACHE_HOME/ringcomm`` or ``~/.cache/ringcomm``.
+
+    None where this user has no home.
+    """
+    chosen = os.environ.get(CACHE_DIR_VARIABLE, "")
+    if chosen:
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # The specification ignores relative ones.
+        return Path(base, "ringcomm")
+    try:
+        return Path.home() / ".cache" / "ringcomm"
+    except RuntimeError:
+        return None
+
+
+def _warn_once(message: str) -> None:
+    with _warned_lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(
+        f"{message}. Kernels are compiled in every process meanwhile; set {CACHE_DIR_VARIABLE} to "
+        "a folder of yours",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _why_not_trusted(status: os.stat_result) -> str:
+    # Root may write everything anyhow: a folder that it made, in a container image, is as good.
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+class KernelCache:
+    """One folder of entries. Several threads and processes may use it at once.
+
+    Args:
+        folder: made at first use, for this user alone; None keeps nothing.
+        lock_timeout_s: how long to wait for another process that makes the same entry.
+    """
+
+    def __init__(self, folder: Path | None, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self.folder = folder
+        self._lock_timeout_s = lock_timeout_s
+
+    def get(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """The entry ``name``, or what ``make`` returns, kept from then on.
+
+        Of the processes that ask at once, one makes it. An entry that is damaged is made anew.
+
+        Args:
+            name: file name; holds a digest of everything that the contents depend on.
+            make: called at most once; its errors pass through.
+        """
+        folder = self._open_folder()
+        if folder is None:
+            return make()
+        try:
+            found = _read(folder, name)
+            if found is not None:
+                return found
+            with self._lock(folder, name):
+                # Another process may have made it while this one waited.
+                found = _read(folder, name)
+                if found is None:
+                    found = make()
+                    self._write(folder, name, found)
+                return found
+        finally:
+            os.close(folder)
+
+    def why_unusable(self) -> str:
+        """Why nothing can be kept, or an empty string; makes the folder if there is none."""
+        try:
+            folder = self._try_to_open()
+        except OSError as error:
+            return str(error)
+        os.close(folder)
+        return ""
+
+    def _open_folder(self) -> int | None:
+        try:
+            return self._try_to_open()
+        except OSError as error:
+            _warn_once(f"CUDA kernels: the cache {self.folder} is not used: {error}")
+            return None
+
+    def _try_to_open(self) -> int:
+        if self.folder is None:
+            raise OSError("this user has no home directory")
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        reason = _why_not_trusted(os.fstat(folder))
+        if reason:
+            os.close(folder)
+            raise PermissionError(f"{reason}, so its contents cannot be trusted")
+        return folder
+
+    @contextmanager
+    def _lock(self, folder: int, name: str) -> Iterator[None]:
+        """Held by one thread of one process at a time; freed by the kernel when that one dies."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            lock = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
+        except OSError as error:
+            _warn_once(f"CUDA kernels: cannot write to the cache {self.folder}: {error}")
+            yield
+            return
+        try:
+            give_up_at = time.monotonic() + self._lock_timeout_s
+            while not _try_lock(lock) and time.monotonic() < give_up_at:
+                time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(lock)
+
+    def _write(self, folder: int, name: str, data: bytes) -> None:
+        # Under another name first, and renamed when whole: nobody sees half an entry.
+        unfinished = f"{name}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with open(os.open(unfinished, flags, 0o600, dir_fd=folder), "wb") as file:
+                file.write(_MAGIC + _digest(name, data) + data)
+            os.replace(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(unfinished, dir_fd=folder)
+            _warn_once(f"CUDA kernels: cannot write to the cache {self.folder}: {error}")
+
+
+def _digest(name: str, data: bytes) -> bytes:
+    # With the name, so that an entry that was copied over another one is recognised, too.
+    return hashlib.sha256(name.encode() + b"\0" + data).digest()
+
+
+def _read(folder: int, name: str) -> bytes | None:
+    """The contents of an entry, or None if there is none that is whole and trusted."""
+    try:
+        # An entry is a plain file that this module made; a pipe would block.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=folder), "rb") as file:
+            # Others may have put it here before the folder was closed to them.
+            if _why_not_trusted(os.fstat(file.fileno())):
+                return None
+            entry = file.read()
+    except OSError:
+        return None
+    begin = len(_MAGIC) + _DIGEST_BYTES
+    data = entry[begin:]
+    return data if entry[:begin] == _MAGIC + _digest(name, data) else None
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Some network file systems have no locks: then each process makes the entry.
+        return True
+    return True
+
+
+Capability = tuple[int, int]
+PREBUILT_FOLDER = Path(__file__).resolve().parent.parent / "_kernels"
+MANIFEST = "units.json"
+
+
+class Compiler(Protocol):
+    """What :class:`ringcomm.cuda.build.Nvrtc` is; tests have another."""
+
+    identity: str
+
+    def architectures(self) -> Sequence[int]: ...
+
+    def compile(
+        self, text: str, name: str, headers: Mapping[str, str], options: Sequence[str]
+    ) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """The binaries that a build left in ``folder``, as its manifest describes them."""
+
+    folder: Path
+    compiler: str
+    targets: Sequence[Target]
+    sources: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Prebuilt | None:
+        """None if the build had no nvcc.
+
+        Raises:
+            UnsupportedError: the manifest is damaged.
+        """
+        path = folder / MANIFEST
+        try:
+            record = json.loads(path.read_text())
+            targets = [Target.parse(text) for text in record["targets"]]
+            return cls(folder, record["compiler"], targets, record["sources"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnsupportedError(
+                f"CUDA kernels: {path} is damaged: {type(error).__name__}: {error}. "
+                "Install ringcomm again"
+            ) from error
+
+    def target(self, source: UnitSource, capability: Capability) -> Target | None:
+        """What a device of ``capability`` would load of the unit's binary, if it can be used."""
+        # In a source tree, the sources may have changed since the binaries were built.
+        if self.sources.get(source.unit.name) != source.fingerprint():
+            return None
+        if not self._path(source).is_file():
+            return None
+        return units.best_target(self.targets, capability)
+
+    def load(self, source: UnitSource) -> bytes:
+        return self._path(source).read_bytes()
+
+    def _path(self, source: UnitSource) -> Path:
+        return self.folder / f"{source.unit.name}.fatbin"
+
+
+@dataclass(frozen=True)
+class KernelBuilder:
+    """Finds or compiles units.
+
+    Attributes:
+        root: holds the sources.
+        prebuilt: what the build left, if anything.
+        compiler: makes the compiler; called only when it is needed, and raises UnsupportedError
+            where there is none.
+        cache: keeps what was compiled.
+    """
+
+    root: Path
+    prebuilt: Prebuilt | None
+    compiler: Callable[[], Compiler]
+    cache: KernelCache
+
+    def prebuilt_by(self, unit: str, capability: Capability) -> str | None:
+        """As :func:`prebuilt_by`."""
+        source = units.read_source(self.root, units.unit(unit))
+        if self.prebuilt is None or self.prebuilt.target(source, capability) is None:
+            return None
+        return self.prebuilt.compiler
+
+    def load(self, unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
+        """As :func:`load_unit`."""
+        source = units.read_source(self.root, units.unit(unit))
+        there = self.prebuilt if prebuilt else None
+        if there is not None and there.target(source, capability) is not None:
+            return there.load(source)
+        compiler = self.compiler()
+        target = self._compiled_target(compiler, capability)
+        macros = [f"-D{macro}" for macro in source.unit.macros]
+        options = (*OPTIONS, f"-arch={target}", *macros)
+        key = [source.fingerprint(), compiler.identity, *options]
+        digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
+        return self.cache.get(
+            f"{unit}.{target}.{digest}",
+            lambda: compiler.compile(source.text, units.SOURCE, source.headers, options),
+        )
+
+    def load_all(self, units: Iterable[str], capability: Capability) -> dict[str, bytes]:
+        """As :func:`load_units`."""
+        names = list(units)
+        # NVRTC compiles in the calling thread, without Python's lock.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            codes = pool.map(lambda name: self.load(name, capability), names)
+            return dict(zip(names, codes, strict=True))
+
+    def describe(self, capability: Capability) -> str:
+        """As :func:`describe_source`."""
+        targets: set[Target | None] = {None}
+        stale = ""
+        if self.prebuilt is not None:
+            known = units.UNITS.values()
+            sources = [units.read_source(self.root, unit) for unit in known]
+            targets = {self.prebuilt.target(source, capability) for source in sources}
+            if None not in targets:
+                made = ", ".join(sorted(map(str, targets)))
+                return f"{made}, compiled with the package by {self.prebuilt.compiler}"
+            stale = "; the package's binaries are for other GPUs or of other sources"
+        compiler = self.compiler()
+        target = self._compiled_target(compiler, capability)
+        reason = self.cache.why_unusable()
+        kept = f"not kept: {reason}" if reason else f"kept in {self.cache.folder}"
+        return f"{target}, compiled by {compiler.identity} at first use, {kept}{stale}"
+
+    def _compiled_target(self, compiler: Compiler, capability: Capability) -> Target:
+        known = compiler.architectures()
+        target = units.compiler_target(known, capability)
+        if target is None:
+            raise UnsupportedError(
+                f"CUDA kernels: the GPU has compute capability {capability[0]}.{capability[1]}, "
+                f"and {compiler.identity} compiles for {', '.join(map(str, sorted(known)))} and "
+                "later ones: use an older CUDA toolkit, or a newer GPU"
+            )
+        return target
+
+
+@cache
+def _compiler() -> Compiler:
+    return Nvrtc()
+
+
+def _builder() -> KernelBuilder:
+    return KernelBuilder(
+        units.source_root(),
+        Prebuilt.read(PREBUILT_FOLDER),
+        _compiler,
+        KernelCache(default_folder()),
+    )
+
+
+def prebuilt_by(unit: str, capability: Capability) -> str | None:
+    """The compiler of the build whose binary :func:`load_unit` takes; None: it compiles itself."""
+    return _builder().prebuilt_by(unit, capability)
+
+
+def load_unit(unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
+    """Code of one unit that a device can load: a fatbin, a cubin, or PTX.
+
+    The first call on a machine may compile for seconds; ranks that call at once compile once.
+
+    Args:
+        unit: a name in :data:`ringcomm.cuda.units.UNITS`.
+        capability: compute capability of the device, such as ``(9, 0)``.
+        prebuilt: whether to take what a build left; else the unit is compiled.
+
+    Raises:
+        ArgumentError: there is no such unit.
+        UnsupportedError: nothing compiled covers the device, and it cannot be compiled: no CuPy,
+            no NVRTC, an architecture that NVRTC does not know, or an error of the compiler, of
+            which the first lines are shown.
+    """
+    return _builder().load(unit, capability, prebuilt)
+
+
+def load_units(units: Iterable[str], capability: Capability) -> dict[str, bytes]:
+    """Code of several units by name, as :func:`load_unit`; compiles on all cores at once.
+
+    Raises:
+        ArgumentError: as :func:`load_unit`.
+        UnsupportedError: as :func:`load_unit`, of the first unit that cannot be had.
+    """
+    return _builder().load_all(units, capability)
+
+
+def describe_source(capability: Capability) -> str:
+    """In words, where :func:`load_unit` takes kernels from; compiles none.
+
+    Raises:
+        UnsupportedError: as :func:`load_unit`.
+    """
+    return _builder().describe(capability)

@@ -1,0 +1,587 @@
+"""The devices of this process through CuPy (memory, IPC, modules) and torch (streams).
+
+For CuPy 13 and 14 with CUDA 12 and 13. Memory comes from plain cudaMalloc, not from torch's
+allocator, whose ``expandable_segments`` cannot be shared through IPC handles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from ringcomm.cuda import build
+from ringcomm.cuda.runtime import DeviceIdentity, Event, Stream
+from ringcomm.errors import RingcommError, UnsupportedError
+
+# What CuPy does not offer of the driver API, called in libcuda directly.
+
+DRIVER_LIBRARY = "libcuda.so.1"
+_CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
+_NOT_READY = 600
+
+
+class CudaDriver:
+    """A few entry points of libcuda; all of them act on this thread's current context."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(DRIVER_LIBRARY)
+        library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
+        library.cuThreadExchangeStreamCaptureMode.argtypes = [POINTER(c_int)]
+        library.cuStreamCreateWithPriority.argtypes = [POINTER(c_void_p), c_uint, c_int]
+        library.cuEventQuery.argtypes = [c_void_p]
+        self._library = library
+        # Since CUDA 12.4.
+        self._load_function = getattr(library, "cuFuncLoad", None)
+        if self._load_function is not None:
+            self._load_function.argtypes = [c_void_p]
+
+    def _check(self, name: str, result: int) -> None:
+        if result != 0:
+            text = c_char_p()
+            self._library.cuGetErrorString(result, byref(text))
+            raise RingcommError(f"{name}: CUDA error {result}: {(text.value or b'?').decode()}")
+
+    @contextmanager
+    def outside_captures(self) -> Iterator[None]:
+        """Inside, this thread may make calls that a capture elsewhere in the process forbids.
+
+        torch.cuda.graph captures in global mode, in which an allocation or an event's query in
+        any thread breaks the capture. Ours concern other memory and other streams than the
+        capture's.
+        """
+        mode = c_int(_CAPTURE_MODE_RELAXED)
+        name = "cuThreadExchangeStreamCaptureMode"
+        self._check(name, self._library.cuThreadExchangeStreamCaptureMode(byref(mode)))
+        try:
+            yield
+        finally:  # `mode` holds what was in force before
+            self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
+
+    def make_stream(self, priority: int) -> int:
+        """A stream outside the legacy default stream's order; smaller priorities go first."""
+        stream = c_void_p()
+        result = self._library.cuStreamCreateWithPriority(
+            byref(stream), _STREAM_NON_BLOCKING, priority
+        )
+        self._check("cuStreamCreateWithPriority", result)
+        return stream.value or 0
+
+    def has_passed(self, event: int) -> bool:
+        """Whether an event, of this API or of the runtime API, has passed.
+
+        cudaEventQuery says "not ready" and also leaves it as the thread's last error, which torch
+        looks at after its next launch and takes for that launch's.
+        """
+        result = self._library.cuEventQuery(event)
+        if result != _NOT_READY:
+            self._check("cuEventQuery", result)
+        return bool(result == 0)
+
+    def load_function(self, function: int) -> None:
+        """Loads a kernel's code now.
+
+        Lazy loading would do it at the first launch, which may wait for all running kernels to
+        end: for ever, if one of them waits for that launch. Drivers without the call load a
+        function when its attributes are read, which whoever loads it does as well.
+        """
+        if self._load_function is not None:
+            self._check("cuFuncLoad", self._load_function(function))
+
+
+# Whether this process has CUDA devices that both CuPy and torch can use, and if not, why.
+#
+# All of it raises UnsupportedError, in words, whatever CuPy, torch or the driver raise.
+
+NO_DEVICE = 100  # cudaErrorNoDevice
+SAID_CHARS = 300
+
+
+def said(error: BaseException) -> str:
+    """What a library said, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:SAID_CHARS]}"
+
+
+def no_device(reason: str) -> UnsupportedError:
+    """The error for an installation or a machine without usable devices."""
+    return UnsupportedError(f"CUDA device: {reason}. Tensors on the CPU need none of this")
+
+
+def import_cupy() -> Any:
+    """CuPy, if it is there and whole."""
+    try:
+        import cupy
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            raise no_device(
+                "CuPy is not installed: pip install 'ringcomm[cuda13]', or 'ringcomm[cuda12]' for "
+                "a driver of CUDA 12"
+            ) from error
+        raise no_device(f"CuPy is installed but cannot be imported: {said(error)}") from error
+    return cupy
+
+
+def _visible() -> str:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "is not set" if value is None else f"is {value!r}"
+
+
+def count_devices(cuda: Any) -> int:
+    """How many devices the driver shows to CuPy; at least one."""
+    try:
+        has_driver = cuda.driverGetVersion() != 0
+        count = int(cuda.getDeviceCount()) if has_driver else 0
+    except Exception as error:
+        if getattr(error, "status", None) != NO_DEVICE:
+            raise no_device(
+                f"the driver does not work with CuPy: {said(error)}. See whether nvidia-smi "
+                "works, and whether the driver is new enough for the CUDA version of CuPy"
+            ) from error
+        count = 0
+    if not has_driver:
+        raise no_device(f"there is no NVIDIA driver ({DRIVER_LIBRARY}) on this machine")
+    if count == 0:
+        raise no_device(f"the driver shows no device; CUDA_VISIBLE_DEVICES {_visible()}")
+    return count
+
+
+def check_torch(count: int) -> None:
+    """Starts CUDA in torch, which must see the same ``count`` devices."""
+    if torch.version.cuda is None:
+        raise no_device(
+            f"this torch ({torch.__version__}) was built without CUDA: install a CUDA build of it"
+        )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        seen = torch.cuda.device_count()
+    except Exception as error:
+        raise no_device(f"the driver does not work with torch: {said(error)}") from error
+    if seen != count:
+        raise no_device(
+            f"CuPy sees {count} devices and torch {seen}; CUDA_VISIBLE_DEVICES {_visible()}, and "
+            "must not change while the process runs"
+        )
+
+
+# CUDA streams, events and captures, shared with torch.
+
+_EVENT_DISABLE_TIMING = 2
+_HIGH_PRIORITY, _USUAL_PRIORITY = -1, 0
+
+
+def _torch_stream(device: int, handle: int) -> torch.cuda.Stream:
+    """The stream of a handle, 0 for the default one.
+
+    ``torch.cuda.ExternalStream`` would make a new stream of torch's pool of handle 0, which is in
+    no order with the default stream (https://github.com/pytorch/pytorch/issues/182960).
+    """
+    return torch.cuda.get_stream_from_external(handle, device)
+
+
+class CudaStream:
+    """A stream that no one else uses; it returns to its pool with this object.
+
+    torch's own pool has 32 streams per device, which the 33rd user shares with the first: two
+    communicators on one stream would wait for each other where none should. And a handle must
+    stay usable for good, see ``device_runtime.Stream``.
+    """
+
+    def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
+        self.handle = handle
+        self.torch_stream = _torch_stream(device, handle)
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.handle)
+
+
+class CudaEvent:
+    """An event without timing; it returns to its pool, so that its end calls no driver."""
+
+    __slots__ = ("_pool", "_streams", "handle")
+
+    def __init__(self, streams: CudaStreams, handle: int, pool: deque[int]) -> None:
+        self.handle = handle
+        self._streams = streams
+        self._pool = pool
+
+    def query(self) -> bool:
+        return self._streams.query(self.handle)
+
+    def synchronize(self) -> None:
+        self._streams.await_event(self.handle)
+
+    def __del__(self) -> None:
+        self._pool.append(self.handle)
+
+
+class CudaStreams:
+    """The stream half of ``CudaRuntime``."""
+
+    def __init__(self, cuda: Any, driver: CudaDriver) -> None:
+        self._cuda = cuda  # cupy.cuda.runtime
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._idle_streams: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self._idle_events: dict[int, deque[int]] = defaultdict(deque)
+        self._service_streams: dict[int, int] = {}
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        with torch.cuda.device(device):
+            # torch calls the driver only where the device changes: a thread that has made no CUDA
+            # call would be left without a context, in which a driver call such as a launch fails.
+            self._cuda.setDevice(device)
+            yield
+
+    @contextmanager
+    def _beside_captures(self, device: int) -> Iterator[None]:
+        with self.on_device(device), self._driver.outside_captures():
+            yield
+
+    def current_stream(self, device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def make_stream(self, device: int, high_priority: bool = False) -> CudaStream:
+        priority = _HIGH_PRIORITY if high_priority else _USUAL_PRIORITY
+        pool = self._idle_streams[device, priority]
+        try:
+            handle = pool.popleft()
+        except IndexError:
+            with self._beside_captures(device):
+                handle = self._driver.make_stream(priority)
+        return CudaStream(device, handle, pool)
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        assert isinstance(stream, CudaStream)
+        return torch.cuda.stream(stream.torch_stream)
+
+    def call_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
+        with self.on_device(device), torch.cuda.stream(_torch_stream(device, stream)):
+            function()
+
+    def record_event(self, device: int, stream: int) -> CudaEvent:
+        pool = self._idle_events[device]
+        with self.on_device(device):
+            try:
+                handle = pool.popleft()
+            except IndexError:
+                handle = self._cuda.eventCreateWithFlags(_EVENT_DISABLE_TIMING)
+            event = CudaEvent(self, handle, pool)
+            self._cuda.eventRecord(handle, stream)
+        return event
+
+    def wait_event(self, device: int, stream: int, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        with self.on_device(device):
+            self._cuda.streamWaitEvent(stream, event.handle)
+
+    def query(self, event: int) -> bool:
+        """Whether the event has passed; allowed while a graph is captured."""
+        with self._driver.outside_captures():
+            return self._driver.has_passed(event)
+
+    def await_event(self, event: int) -> None:
+        with self._driver.outside_captures():
+            self._cuda.eventSynchronize(event)
+
+    def keep_for_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        tensor.record_stream(stream.torch_stream)
+
+    def is_capturing(self, device: int, stream: int | None = None) -> bool:
+        handle = self.current_stream(device) if stream is None else stream
+        with self.on_device(device):
+            try:
+                return bool(self._cuda.streamIsCapturing(handle))
+            except RuntimeError:
+                # The capture is broken, or this is the legacy default stream and another one
+                # captures that it must not touch: no event can be recorded here now.
+                return True
+
+    def synchronize(self, device: int) -> None:
+        with self._beside_captures(device):
+            torch.cuda.synchronize(device)
+
+    def _service_stream(self, device: int) -> int:
+        """The stream of our own copies: on the default stream they would wait for kernels."""
+        with self._lock:
+            if device not in self._service_streams:
+                self._service_streams[device] = self._driver.make_stream(_USUAL_PRIORITY)
+            return self._service_streams[device]
+
+
+_OUT_OF_MEMORY = 2
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_HOST_ALLOC_PORTABLE, _HOST_ALLOC_MAPPED = 1, 2
+_COPY_TO_DEVICE, _COPY_TO_HOST = 1, 2
+_MAX_THREADS_PER_BLOCK = 0
+_LAZY_ENABLE_PEER_ACCESS = 1
+# What the driver says of machine code that another driver or another GPU would take: an image that
+# is invalid, has nothing for this GPU or PTX that does not compile (of a newer version, too), and
+# one of a kind that is not known yet.
+_REFUSED_IMAGE = (200, 209, 218, 221, 222, 223, 300)
+
+
+class _Memory:
+    """Device memory as torch takes it without a copy; the tensor keeps this object."""
+
+    def __init__(self, ptr: int, size_bytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (ptr, False),
+            "strides": None,
+        }
+
+
+class CudaPage:
+    """Page-locked host memory that is mapped into every device.
+
+    Args:
+        cuda: CuPy's runtime.
+        size_bytes: of the page.
+        beside_captures: inside what it returns, a call breaks no capture. A communicator that
+            nobody closed gives its page back from a garbage collection, at any time.
+    """
+
+    def __init__(
+        self,
+        cuda: Any,
+        size_bytes: int,
+        beside_captures: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._cuda = cuda
+        self._beside_captures = beside_captures
+        self.size_bytes = size_bytes
+        self.host_ptr = int(cuda.hostAlloc(size_bytes, _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED))
+        self.device_ptr = int(cuda.pointerGetAttributes(self.host_ptr).devicePointer)
+        ctypes.memset(self.host_ptr, 0, size_bytes)
+
+    def free(self) -> None:
+        ptr, self.host_ptr, self.device_ptr = self.host_ptr, 0, 0
+        if ptr:
+            with self._beside_captures():
+                self._cuda.freeHost(ptr)
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A loaded kernel. Its module is never unloaded."""
+
+    handle: int
+    threads: int
+    blocks_per_multiprocessor: int
+
+
+class CudaRuntime(CudaStreams):
+    """Implements ``device_runtime.DeviceRuntime``; ``cuda`` and ``modules`` are CuPy's."""
+
+    kind = "cuda"
+    driver_library = DRIVER_LIBRARY
+
+    def __init__(self, cuda: Any, modules: Any, driver: CudaDriver) -> None:
+        super().__init__(cuda, driver)
+        self._modules = modules
+        self._kernels_lock = threading.Lock()
+        self._kernels: dict[tuple[int, str, str], CudaKernel] = {}
+        self._loaded: dict[tuple[int, str], int] = {}
+        self._exported: dict[int, bytes] = {}
+        self.identity = cache(self._identity)
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def torch_device(self, device: int) -> torch.device:
+        return torch.device("cuda", device)
+
+    def _identity(self, device: int) -> DeviceIdentity:
+        # The uuid from torch: CuPy's is cut at the first zero byte.
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceIdentity(
+            index=device,
+            uuid=f"GPU-{properties.uuid}",
+            pci_bus_id=self._cuda.deviceGetPCIBusId(device).lower(),
+            name=properties.name,
+            capability=(properties.major, properties.minor),
+            multiprocessors=properties.multi_processor_count,
+        )
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        return tensor.device.index if tensor.device.type == "cuda" else None
+
+    def is_device_tensor(self, tensor: torch.Tensor, device: int) -> bool:
+        return self.device_of(tensor) == device
+
+    # ---- memory -----------------------------------------------------------------------------
+
+    def allocate(self, device: int, size_bytes: int) -> int:
+        with self._beside_captures(device):
+            try:
+                ptr = int(self._cuda.malloc(size_bytes))
+            except RuntimeError as error:
+                if getattr(error, "status", None) == _OUT_OF_MEMORY:
+                    raise MemoryError(str(error)) from error
+                raise
+            stream = self._service_stream(device)
+            self._cuda.memsetAsync(ptr, 0, size_bytes, stream)
+            self._cuda.streamSynchronize(stream)
+            return ptr
+
+    def free(self, device: int, ptr: int) -> None:
+        with self._beside_captures(device):
+            self._cuda.free(ptr)
+        self._exported.pop(ptr, None)
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        with self._beside_captures(device):
+            free_bytes, total_bytes = self._cuda.memGetInfo()
+            return int(free_bytes), int(total_bytes)
+
+    def tensor(self, device: int, ptr: int, size_bytes: int, owner: object) -> torch.Tensor:
+        memory = _Memory(ptr, size_bytes, owner)
+        return torch.as_tensor(memory, device=self.torch_device(device))
+
+    def _copy(self, device: int, to: int, source: int, size_bytes: int, kind: int) -> None:
+        with self._beside_captures(device):
+            stream = self._service_stream(device)
+            self._cuda.memcpyAsync(to, source, size_bytes, kind, stream)
+            self._cuda.streamSynchronize(stream)
+
+    def read(self, device: int, ptr: int, size_bytes: int) -> bytes:
+        buffer = ctypes.create_string_buffer(size_bytes)
+        self._copy(device, ctypes.addressof(buffer), ptr, size_bytes, _COPY_TO_HOST)
+        return buffer.raw
+
+    def write(self, device: int, ptr: int, data: bytes) -> None:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        self._copy(device, ptr, ctypes.addressof(buffer), len(data), _COPY_TO_DEVICE)
+
+    def allocate_pinned(self, size_bytes: int) -> CudaPage:
+        beside_captures = partial(self._beside_captures, self.current_device())
+        with beside_captures():
+            try:
+                return CudaPage(self._cuda, size_bytes, beside_captures)
+            except RuntimeError as error:
+                if getattr(error, "status", None) == _OUT_OF_MEMORY:
+                    raise MemoryError(str(error)) from error
+                raise
+
+    # ---- other processes and devices --------------------------------------------------------
+
+    def export_handle(self, device: int, ptr: int) -> bytes:
+        with self._beside_captures(device):
+            try:
+                handle = bytes(self._cuda.ipcGetMemHandle(ptr))
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"the driver shares no memory of device {device} with other processes: "
+                    f"{said(error)}"
+                ) from error
+        self._exported[ptr] = handle
+        return handle
+
+    def open_handle(self, device: int, handle: bytes) -> int:
+        # cudaIpcOpenMemHandle fails on this in a way that points elsewhere.
+        if handle in self._exported.values():
+            raise UnsupportedError("an IPC handle cannot be opened in the process that made it")
+        with self._beside_captures(device):
+            try:
+                # The memory may be another device's: peer access is enabled on the way.
+                return int(self._cuda.ipcOpenMemHandle(handle, _LAZY_ENABLE_PEER_ACCESS))
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"the driver does not map the memory into device {device}: {said(error)}"
+                ) from error
+
+    def close_handle(self, device: int, ptr: int) -> None:
+        with self._beside_captures(device):
+            self._cuda.ipcCloseMemHandle(ptr)
+
+    def enable_peer(self, device: int, peer: int) -> None:
+        with self._beside_captures(device):
+            if not self._cuda.deviceCanAccessPeer(device, peer):
+                raise UnsupportedError(f"device {device} has no peer access to device {peer}")
+            try:
+                self._cuda.deviceEnablePeerAccess(peer)
+            except RuntimeError as error:
+                if getattr(error, "status", None) != _PEER_ACCESS_ALREADY_ENABLED:
+                    raise UnsupportedError(
+                        f"device {device} gets no peer access to device {peer}: {said(error)}"
+                    ) from error
+
+    # ---- kernels ----------------------------------------------------------------------------
+
+    def find_kernel(self, device: int, unit: str, name: str) -> CudaKernel:
+        with self._kernels_lock:
+            kernel = self._kernels.get((device, unit, name))
+            if kernel is None:
+                kernel = self._kernels[device, unit, name] = self._load(device, unit, name)
+            return kernel
+
+    def _load_module(self, device: int, unit: str) -> int:
+        """The unit's module; compiled here where the driver refuses what came with the package."""
+        capability = self.identity(device).capability
+        image = build.load_unit(unit, capability)
+        try:
+            return int(self._modules.moduleLoadData(image))
+        except self._modules.CUDADriverError as error:
+            maker = build.prebuilt_by(unit, capability)
+            if maker is None or getattr(error, "status", None) not in _REFUSED_IMAGE:
+                raise
+            warnings.warn(
+                f"the driver refuses the kernels that {maker} compiled with the package "
+                f"({said(error)}): they are compiled by NVRTC at their first use instead. Update "
+                "the driver, or install ringcomm with a CUDA toolkit that the driver knows",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        image = build.load_unit(unit, capability, prebuilt=False)
+        return int(self._modules.moduleLoadData(image))
+
+    def _load(self, device: int, unit: str, name: str) -> CudaKernel:
+        module = self._loaded.get((device, unit))
+        with self._beside_captures(device):
+            try:
+                if module is None:
+                    module = self._loaded[device, unit] = self._load_module(device, unit)
+                function = int(self._modules.moduleGetFunction(module, name))
+                self._driver.load_function(function)
+                threads = int(self._modules.funcGetAttribute(_MAX_THREADS_PER_BLOCK, function))
+                occupancy = self._modules.occupancyMaxActiveBlocksPerMultiprocessor
+                return CudaKernel(function, threads, int(occupancy(function, threads, 0)))
+            except self._modules.CUDADriverError as error:
+                raise UnsupportedError(
+                    f"kernel {name} of unit {unit} cannot be loaded on device {device}: "
+                    f"{said(error)}"
+                ) from error
+
+
+def make_cuda_runtime() -> CudaRuntime:
+    """The CUDA runtime of this process; see ``device_runtime.current`` for what it raises."""
+    cupy = import_cupy()
+    try:
+        cuda, driver = cupy.cuda.runtime, cupy.cuda.driver
+    except Exception as error:
+        raise no_device(f"CuPy does not work here: {said(error)}") from error
+    check_torch(count_devices(cuda))
+    try:
+        return CudaRuntime(cuda, driver, CudaDriver())
+    except (OSError, AttributeError) as error:
+        raise no_device(f"{DRIVER_LIBRARY} cannot be used: {said(error)}") from error

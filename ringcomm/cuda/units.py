@@ -1,0 +1,275 @@
+"""The compilations that make up the CUDA kernels, for every compiler that makes them.
+
+A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
+element type reduces, and one per type of gradients does the optimizer's step. CMake asks this
+module for the list (``python -m ringcomm.cuda.units``), so it imports nothing that a build
+lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringcomm.errors import ArgumentError, UnsupportedError
+
+SOURCE = "kernels/cuda/kernels.cu"
+# Folders that an #include is looked up in, relative to the root of the sources. The folder of the
+# including file is not one of them: each header then has one name, which NVRTC knows it by.
+INCLUDE_FOLDERS = ("", "kernels/include")
+
+# No contraction into fused multiply-adds: host and device must give the same bits.
+OPTIONS = ("-std=c++20", "--fmad=false")
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_ARITHMETIC = ("sum", "product", "min", "max")
+_BITWISE = ("band", "bor", "bxor")
+_PARAMETERS = ("float32", "bfloat16", "float16")
+_REDUCTIONS = ("reduce_scatter", "all_reduce", "packet")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One compilation.
+
+    Attributes:
+        name: ``move``; or ``reduce_`` or ``adamw_`` and torch's name of the (gradient's) dtype.
+        macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
+        kernels: names of the ``__global__`` functions in it.
+    """
+
+    name: str
+    macros: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+
+def _reduce_unit(dtype: str, cpp_type: str, bitwise: bool = False) -> Unit:
+    macros = (f"RINGCOMM_UNIT_TYPE={cpp_type}", *(("RINGCOMM_UNIT_BITWISE",) if bitwise else ()))
+    operators = _ARITHMETIC + (_BITWISE if bitwise else ())
+    kernels = tuple(f"rc_{form}_{op}" for op in operators for form in _REDUCTIONS)
+    return Unit(f"reduce_{dtype}", macros, kernels)
+
+
+def _optimizer_unit(dtype: str, cpp_type: str) -> Unit:
+    forms = ("shard", "step")
+    kernels = tuple(f"rc_adamw_{form}_{name}" for name in _PARAMETERS for form in forms)
+    common = ("rc_adamw_prepare", "rc_grad_norm", "rc_reduce_scatter_norm")
+    return Unit(f"adamw_{dtype}", (f"RINGCOMM_UNIT_GRADS={cpp_type}",), common + kernels)
+
+
+_ALL = (
+    Unit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_packet_move")),
+    _reduce_unit("float32", "float"),
+    _reduce_unit("bfloat16", "ringcomm::BFloat16"),
+    _reduce_unit("float16", "ringcomm::Float16"),
+    _reduce_unit("float64", "double"),
+    _reduce_unit("uint8", "uint8_t", bitwise=True),
+    _reduce_unit("int8", "int8_t", bitwise=True),
+    _reduce_unit("int16", "int16_t", bitwise=True),
+    _reduce_unit("int32", "int32_t", bitwise=True),
+    _reduce_unit("int64", "int64_t", bitwise=True),
+    _reduce_unit("bool", "ringcomm::Bool", bitwise=True),
+    _optimizer_unit("float32", "float"),
+    _optimizer_unit("bfloat16", "ringcomm::BFloat16"),
+    _optimizer_unit("float16", "ringcomm::Float16"),
+)
+UNITS: Mapping[str, Unit] = {unit.name: unit for unit in _ALL}
+
+
+def unit(name: str) -> Unit:
+    """The unit of that name.
+
+    Raises:
+        ArgumentError: there is none; names those that there are.
+    """
+    if name not in UNITS:
+        raise ArgumentError(f"CUDA kernels: expected a unit among {', '.join(UNITS)}, got {name!r}")
+    return UNITS[name]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a compilation is for: machine code of one architecture, or PTX for it and later ones.
+
+    Attributes:
+        major, minor: compute capability.
+        ptx: PTX, which the driver compiles when it loads it.
+    """
+
+    major: int
+    minor: int
+    ptx: bool = False
+
+    def __str__(self) -> str:
+        if self.ptx:
+            return f"compute_{self.major}{self.minor}"
+        # The features that only one architecture has come with the letter.
+        letter = "a" if (self.major, self.minor) in ((9, 0), (10, 0)) else ""
+        return f"sm_{self.major}{self.minor}{letter}"
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Reads what ``str`` writes; ValueError on anything else."""
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)a?", text)
+        target = match and cls(int(match[2]), int(match[3]), match[1] == "compute")
+        if not target or str(target) != text:
+            raise ValueError(f"not a target of a CUDA compilation: {text!r}")
+        return target
+
+    def covers(self, capability: tuple[int, int]) -> bool:
+        """True when a device of that compute capability can load the result."""
+        own = (self.major, self.minor)
+        if self.ptx:
+            return own <= capability
+        if str(self).endswith("a"):
+            return own == capability
+        return self.major == capability[0] and own <= capability
+
+
+# What a build with nvcc makes; the PTX serves every later architecture.
+PREBUILT = (Target(8, 0), Target(9, 0), Target(10, 0), Target(10, 0, ptx=True))
+
+
+def best_target(targets: Iterable[Target], capability: tuple[int, int]) -> Target | None:
+    """The target that a driver would load on a device of ``capability``: machine code first."""
+    covering = [target for target in targets if target.covers(capability)]
+    return max(covering, key=lambda t: (not t.ptx, t.major, t.minor), default=None)
+
+
+def targets_for(capabilities: Iterable[str]) -> list[Target]:
+    """Of :data:`PREBUILT`, those that devices such as ``"9.0"`` load; all for no device."""
+    devices = [tuple(map(int, text.split("."))) for text in capabilities]
+    if not devices:
+        return list(PREBUILT)
+    chosen = {best_target(PREBUILT, (major, minor)) for major, minor in devices}
+    return [target for target in PREBUILT if target in chosen]
+
+
+def compiler_target(known: Sequence[int], capability: tuple[int, int]) -> Target | None:
+    """What a compiler that knows the architectures ``known`` (80, 90, ...) makes for a device.
+
+    Machine code of exactly that architecture, or PTX of the latest one before it, or None.
+    """
+    exact = Target(*capability)
+    if exact.major * 10 + exact.minor in known:
+        return exact
+    return best_target((Target(*divmod(number, 10), ptx=True) for number in known), capability)
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """Everything that one compilation reads.
+
+    Attributes:
+        unit: what is compiled.
+        text: of ``kernels.cu``.
+        headers: text of every header, by the name that ``#include`` gives it.
+    """
+
+    unit: Unit
+    text: str
+    headers: Mapping[str, str]
+
+    def fingerprint(self) -> str:
+        """Hex digest of all texts, their names, the macros and the options."""
+        digest = hashlib.sha256()
+        parts = [*OPTIONS, *self.unit.macros, SOURCE, self.text]
+        for name in sorted(self.headers):
+            parts += [name, self.headers[name]]
+        for part in parts:
+            data = part.encode()
+            # With their lengths: no two lists of parts make the same bytes.
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return digest.hexdigest()
+
+
+def source_root() -> Path:
+    """The folder that holds ``kernels/``: in the installed package, or the source tree.
+
+    Raises:
+        UnsupportedError: neither has it.
+    """
+    package = Path(__file__).resolve().parent.parent
+    # The package's own first: an installed package may have a stranger's "kernels" beside it.
+    candidates = (package / "_kernels" / "src", package.parent)
+    for root in candidates:
+        if (root / SOURCE).is_file():
+            return root
+    raise UnsupportedError(
+        f"CUDA kernels: expected {SOURCE} in {' or '.join(map(str, candidates))}, found it in "
+        "neither: install ringcomm again"
+    )
+
+
+def _find_header(root: Path, name: str) -> Path | None:
+    found = [root / folder / name for folder in INCLUDE_FOLDERS]
+    return next((path for path in found if path.is_file()), None)
+
+
+def read_source(root: Path, unit: Unit) -> UnitSource:
+    """Reads what a compilation of ``unit`` would read below ``root``.
+
+    Conditions are not evaluated: a header counts if any line includes it. What a compiler brings
+    itself stands in angle brackets and is not read.
+
+    Raises:
+        UnsupportedError: a header is missing, or goes by two names.
+    """
+    text = (root / SOURCE).read_text()
+    headers: dict[str, str] = {}
+    names: dict[Path, str] = {}
+    waiting = [text]
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop()):
+            path = _find_header(root, name)
+            if path is None:
+                raise UnsupportedError(
+                    f"CUDA kernels: the header {name!r} is missing below {root}: install "
+                    "ringcomm again"
+                )
+            if names.setdefault(path.resolve(), name) != name:
+                # NVRTC goes by the name, and would read it twice.
+                raise UnsupportedError(
+                    f"CUDA kernels: {path} is included as {name!r} and as "
+                    f"{names[path.resolve()]!r}; include it by one name"
+                )
+            if name not in headers:
+                headers[name] = path.read_text()
+                waiting.append(headers[name])
+    return UnitSource(unit, text, headers)
+
+
+def manifest(root: Path, compiler: str, targets: Sequence[Target]) -> str:
+    """What a build leaves beside its binaries, as JSON: by whom, for what, and of which sources."""
+    sources = {unit.name: read_source(root, unit).fingerprint() for unit in UNITS.values()}
+    record = {"compiler": compiler, "targets": [str(t) for t in targets], "sources": sources}
+    return json.dumps(record, indent=2) + "\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One per line: ``options``, ``units``, or ``targets [CAPABILITY...]``.
+
+    Or ``manifest ROOT COMPILER TARGET...``.
+    """
+    what, *rest = arguments
+    if what == "options":
+        print("\n".join(OPTIONS))
+    elif what == "targets":
+        print("\n".join(map(str, targets_for(rest))))
+    elif what == "units":
+        for unit in UNITS.values():
+            print(unit.name, *(f"-D{macro}" for macro in unit.macros))
+    elif what == "manifest":
+        root, compiler, *targets = rest
+        print(manifest(Path(root), compiler, [Target.parse(t) for t in targets]), end="")
+    else:
+        raise SystemExit(f"kernel_units: expected options, targets, units or manifest, got {what}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

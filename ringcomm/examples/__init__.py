@@ -1,0 +1,1 @@
+"""Programs that train with ringcomm, and that its commands run."""

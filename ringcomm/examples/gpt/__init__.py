@@ -1,0 +1,1 @@
+"""A byte-level GPT, its corpus and its training loop: what ringcomm train and demo run."""

@@ -1,0 +1,216 @@
+"""Plain Python values as JSON and back, equal in value and type.
+
+JSON has no tuples, and no dicts whose keys are not strings. They are written as objects of one
+member, ``{"$tuple": [...]}`` and ``{"$dict": [[key, value], ...]}``. NaN and infinities are written
+as Python's ``json`` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ringcomm.errors import RendezvousError, UnsupportedError, printable
+
+__all__ = [
+    "FORMAT_VERSION",
+    "decode",
+    "digest_of",
+    "encode",
+    "number_below",
+    "read_bounded",
+    "read_fields",
+    "read_record",
+    "shown",
+    "text_of",
+]
+
+# What ranks post in a store, read as what it is: text that anybody may have written.
+#
+# A store proves nothing: torch's TCPStore asks nobody who he is. So a record is checked field by
+# field, and what it says of memory is checked again in that memory (``_native.Comm.connect``).
+
+FORMAT_VERSION = 1
+# A record is some hundred bytes; a topology of many GPUs some hundred thousand.
+LARGEST_RECORD_BYTES = 4 << 20
+LONGEST_TEXT = 4096
+# What a C++ int and a signed 64-bit integer hold.
+LARGEST_NUMBER = 2**63 - 1
+_LARGEST = dict.fromkeys(("rank", "world_size", "pid", "fd", "device", "recorder_fd"), 2**31 - 1)
+_LARGEST |= dict.fromkeys(("token", "proof", "recorder_token"), 2**64 - 1)
+
+
+def shown(value: Any) -> str:
+    """A value of unknown size and depth, for a message."""
+    try:
+        return reprlib.repr(value)
+    except (RecursionError, ValueError):  # an integer of too many digits, too
+        return f"a {type(value).__name__} that is too large to show"
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """What a regular file holds; does not wait for whoever writes into a pipe.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        ValueError: it is no regular file, or is larger than ``most_bytes``; says what it is.
+    """
+    # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no regular file (a pipe must be written to a file first)")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes")
+    return content
+
+
+def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
+    """The fields that ``rank`` posted.
+
+    Raises:
+        RendezvousError: the text is no record of this version, or says that the rank failed.
+    """
+    record: Any = None
+    if len(text) <= LARGEST_RECORD_BYTES:
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+    version = record.get("version") if isinstance(record, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise RendezvousError(
+            f"{operation}: rank {rank} posted something that is not a version {FORMAT_VERSION} "
+            f"record: {text[:80]!r}. Do all ranks run the same ringcomm?"
+        )
+    if "error" in record:
+        said = record["error"]
+        told = said if type(said) is str else shown(said)
+        told = printable(told[:LONGEST_TEXT])
+        error = RendezvousError(f"{operation}: rank {rank} failed: {told}")
+        error.repeats = True
+        raise error
+    return dict(record)
+
+
+def number_below(value: Any, limit: int) -> bool:
+    """Whether it is an integer, and no bool, in [0, limit)."""
+    return type(value) is int and 0 <= value < limit
+
+
+def read_fields(
+    cls: Any, text: bytes, rank: int, operation: str, hexadecimal: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The values of a dataclass of integers >= 0 and strings, as ``rank`` posted them.
+
+    Args:
+        cls: the dataclass.
+        text: as posted.
+        rank: who should have posted it.
+        operation: named in errors.
+        hexadecimal: the fields that hold bytes in hexadecimal digits.
+
+    Raises:
+        RendezvousError: anything else was posted; names the field.
+    """
+    record = read_record(text, rank, operation)
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        value = values[field.name] = record.get(field.name)
+        if field.type == "int":
+            largest = _LARGEST.get(field.name, LARGEST_NUMBER)
+            wanted = "an integer >= 0"
+            fits = number_below(value, largest + 1)
+            if not fits and type(value) is int and value > largest:
+                wanted += f" and <= {largest}"
+        elif field.name in hexadecimal:
+            wanted, fits = "hexadecimal digits", type(value) is str and _is_hex(value)
+        else:
+            wanted = "a string"
+            fits = type(value) is str and len(value) <= LONGEST_TEXT and value.isprintable()
+            if type(value) is str:
+                wanted += f" of at most {LONGEST_TEXT} printable characters"
+        if not fits:
+            raise RendezvousError(
+                f"{operation}: expected {field.name} of rank {rank} to be {wanted}, "
+                f"got {shown(value)}"
+            )
+    return values
+
+
+def _is_hex(text: str) -> bool:
+    try:
+        return bytes.fromhex(text).hex() == text
+    except ValueError:
+        return False
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits (64 bits of SHA-256) that stand for the values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_SCALARS = (type(None), bool, int, float, str)
+_TUPLE, _DICT = "$tuple", "$dict"
+
+
+def encode(value: object, what: str) -> Any:
+    """What ``json`` can write of ``value`` with nothing lost.
+
+    Args:
+        value: None, bools, ints, floats, strings, and lists, tuples and dicts of them.
+        what: names it in the error.
+
+    Raises:
+        UnsupportedError: it holds something else, of a subclass too.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if isinstance(value, list) and kind is list:
+        return [encode(each, f"{what}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, tuple) and kind is tuple:
+        return {_TUPLE: encode(list(value), what)}
+    if isinstance(value, dict) and kind is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: encode(each, f"{what}[{key!r}]") for key, each in value.items()}
+        pairs = [[key, each] for key, each in value.items()]
+        return {_DICT: encode(pairs, what)}
+    raise UnsupportedError(
+        f"{what}: expected None, a bool, int, float or string, or lists, tuples and dicts of them, "
+        f"got {kind.__module__}.{kind.__qualname__}. Checkpoints are JSON and tensors, and no "
+        "pickle is written: convert it, or save it as a tensor"
+    )
+
+
+def decode(plain: Any) -> Any:
+    """Undoes :func:`encode`.
+
+    Raises:
+        ValueError, TypeError: no value was encoded so.
+    """
+    if isinstance(plain, list):
+        return [decode(each) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if not any(key.startswith("$") for key in plain):
+        return {key: decode(each) for key, each in plain.items()}
+    ((tag, content),) = plain.items()
+    items = decode(content)
+    if tag == _TUPLE and isinstance(items, list):
+        return tuple(items)
+    if tag == _DICT and isinstance(items, list):
+        return dict(items)
+    raise ValueError(f"unknown object {tag}")
+
+
+def text_of(plain: Any) -> str:
+    """JSON without blanks; equal data in equal order have equal texts."""
+    return json.dumps(plain, separators=(",", ":"))

@@ -1,0 +1,353 @@
+"""The heaps of other processes, mapped here once each however many communicators use them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from ringcomm import _native
+from ringcomm.cuda import find_device
+from ringcomm.errors import ArgumentError, HeapError, RendezvousError, UnsupportedError
+
+# The heap of this process, and tensors in it.
+#
+# A process has one heap, made at first use and shared by all its communicators. Its capacity is
+# only address space: pages are committed when memory is handed out. The file behind it has no name
+# from the start, so nothing is left behind however the process ends.
+
+HEAP_BYTES_VARIABLE = "RINGCOMM_HEAP_BYTES"
+HEAP_DIR_VARIABLE = "RINGCOMM_HEAP_DIR"
+SMALLEST_HEAP_BYTES = 2 << 20
+# What 47 bits of addresses can hold; no kernel maps more.
+LARGEST_HEAP_BYTES = 1 << 47
+MOST_DIGITS = 20
+_SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_CGROUP_LIMIT_FILES = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+class _Process:
+    """What this process holds; replaced as a whole in a forked child."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.heap: _native.Heap | None = None
+
+
+_process = _Process()
+_inherited: list[_Process] = []
+
+
+def _forget_heap_in_child() -> None:
+    # The pages are still the parent's. The child keeps the objects so that no destructor gives
+    # the parent's memory back, and makes a heap of its own at first use.
+    global _process
+    _inherited.append(_process)
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_forget_heap_in_child)
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Reads a size such as ``1073741824``, ``512M`` or ``8GiB``.
+
+    Raises:
+        ArgumentError: the text is not a size; names ``name``.
+    """
+    stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
+    digits = stripped.rstrip("kmgt")
+    unit = _SIZE_SUFFIXES.get(stripped[len(digits) :])
+    # int() refuses some thousand digits with an error of its own.
+    if unit is None or not digits.strip().isdecimal() or len(digits) > MOST_DIGITS:
+        raise ArgumentError(
+            f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text[:80]!r}"
+        )
+    return int(digits) * unit
+
+
+def default_heap_bytes() -> int:
+    """Half of the memory that this process may use: physical, or of its control group."""
+    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit_file in _CGROUP_LIMIT_FILES:
+        try:
+            limit = limit_file.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal():
+            physical_bytes = min(physical_bytes, int(limit))
+    return max(physical_bytes // 2, SMALLEST_HEAP_BYTES)
+
+
+def _wanted_heap_bytes(heap_bytes: int | None) -> int:
+    if heap_bytes is None:
+        text = os.environ.get(HEAP_BYTES_VARIABLE, "")
+        heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE) if text else default_heap_bytes()
+    if not SMALLEST_HEAP_BYTES <= heap_bytes <= LARGEST_HEAP_BYTES:
+        raise ArgumentError(
+            f"heap_bytes: expected at least {SMALLEST_HEAP_BYTES} bytes and at most "
+            f"{LARGEST_HEAP_BYTES}, got {heap_bytes}; "
+            f"pass a larger heap_bytes= or set {HEAP_BYTES_VARIABLE}"
+        )
+    return heap_bytes
+
+
+def _room_in(directory: str) -> str:
+    if not directory:
+        return ""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return ""
+    return f"; {directory} has {status.f_bavail * status.f_frsize} bytes free"
+
+
+def process_heap(heap_bytes: int | None = None) -> _native.Heap:
+    """The heap of this process, made now if this is the first use.
+
+    Args:
+        heap_bytes: capacity in bytes; None takes ``RINGCOMM_HEAP_BYTES``, or else half of
+            the memory that this process may use.
+
+    Raises:
+        HeapError: it cannot be made, or it exists already and is smaller than asked.
+        ArgumentError: the size is not usable.
+    """
+    process = _process
+    with process.lock:
+        heap = process.heap
+        if heap is None:
+            heap = process.heap = _make_heap(_wanted_heap_bytes(heap_bytes))
+        elif heap_bytes is not None and heap.capacity_bytes < heap_bytes:
+            raise HeapError(
+                f"heap_bytes={heap_bytes}: the heap of this process exists already with "
+                f"{heap.capacity_bytes} bytes; ask for the larger size at its first use, or set "
+                f"{HEAP_BYTES_VARIABLE}"
+            )
+        return heap
+
+
+def _make_heap(capacity_bytes: int) -> _native.Heap:
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    try:
+        return _native.Heap(capacity_bytes, directory)
+    except OSError as error:
+        place = directory or "anonymous shared memory"
+        raise HeapError(
+            f"heap: cannot make a heap of {capacity_bytes} bytes in {place}: "
+            f"{error.strerror or error}{_room_in(directory)}; set {HEAP_BYTES_VARIABLE} to a "
+            f"smaller size, or {HEAP_DIR_VARIABLE} to another tmpfs"
+        ) from error
+
+
+def allocate(size_bytes: int, operation: str) -> _native.Block:
+    """A block of the process's heap; its space is free again when the object dies.
+
+    Raises:
+        HeapError: there is no room; names ``operation``, need, free space and remedy.
+    """
+    heap = process_heap()
+    try:
+        return heap.allocate(size_bytes)
+    except OSError as error:
+        raise no_room_error(operation, heap, error) from error
+
+
+def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapError:
+    """Words why something does not fit into ``heap``, and what to do about it.
+
+    Args:
+        operation: what was being done.
+        heap: the heap that is full.
+        error: of the native allocation; its text names the need.
+    """
+    free_bytes = heap.capacity_bytes - heap.used_bytes
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    return HeapError(
+        f"{operation}: {error.strerror}; {free_bytes} of the heap's {heap.capacity_bytes} bytes "
+        f"are free{_room_in(directory)}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
+        "(or heap_bytes=) before the heap's first use"
+    )
+
+
+def _shape_of(size: tuple[Any, ...], operation: str) -> tuple[int, ...]:
+    dims = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    try:
+        shape = tuple(dim.__index__() for dim in dims)
+    except (AttributeError, TypeError):
+        raise ArgumentError(f"{operation}: expected integers as the shape, got {size!r}") from None
+    if any(dim < 0 for dim in shape):
+        raise ArgumentError(f"{operation}: expected dimensions >= 0, got {shape}")
+    return shape
+
+
+def _tensor(
+    size: tuple[Any, ...], dtype: torch.dtype | None, device: object, operation: str
+) -> torch.Tensor:
+    shape = _shape_of(size, operation)
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"{operation}: expected a torch.dtype, got {dtype!r}")
+    index = find_device(device, operation)
+    if index is not None:
+        from ringcomm.memory.device_heap import device_empty
+
+        return device_empty(shape, dtype, index, operation)
+    count_elems = prod(shape)
+    if count_elems == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    block = allocate(count_elems * dtype.itemsize, operation)
+    return torch.frombuffer(block, dtype=dtype, count=count_elems).view(shape)
+
+
+def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
+    """A tensor in the heap, not initialised. Collectives move it without a staging copy.
+
+    Args:
+        size: the shape, as integers or one sequence: ``empty(2, 3)`` or ``empty((2, 3))``.
+        dtype: any torch dtype; None takes ``torch.get_default_dtype()``.
+        device: whose heap: None or "cpu" for the host's, "cuda", "cuda:1" or a torch.device for
+            that GPU's, which is made at its first use with ``RINGCOMM_CUDA_HEAP_BYTES`` bytes.
+
+    Returns:
+        A contiguous tensor. Its space is used again once the tensor and all its views are gone
+        and, on a GPU, the work is done that the current stream had by then. A GPU tensor that
+        is used on further streams must outlive that use.
+
+    Raises:
+        ArgumentError: the shape, dtype or device is not usable.
+        HeapError: the heap has no room; names need, free space and remedy.
+        UnsupportedError: there is no such device here, or its current stream records a graph.
+    """
+    return _tensor(size, dtype, device, "ringcomm.empty")
+
+
+def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
+    """As :func:`empty`, filled with zeros."""
+    tensor = _tensor(size, dtype, device, "ringcomm.zeros")
+    if tensor.numel():
+        # As bytes: not every dtype has a fill kernel, and zero is all zero bits in each of them.
+        tensor.view(-1).view(torch.uint8).zero_()
+    return tensor
+
+
+def heap_stats(device: object = None) -> dict[str, int]:
+    """State of this process's heap in bytes; makes the heap if there is none yet.
+
+    Args:
+        device: whose heap, as in :func:`empty`.
+
+    Returns:
+        ``capacity_bytes`` (address space; on a GPU memory), ``committed_bytes`` (physical memory
+        held), ``used_bytes`` (in tensors and communicators), ``free_bytes``,
+        ``largest_free_bytes`` (the largest tensor that fits now) and, on the host only,
+        ``huge_bytes`` (what huge pages back).
+    """
+    index = find_device(device, "ringcomm.heap_stats")
+    if index is not None:
+        from ringcomm.memory.device_heap import device_heap
+
+        return device_heap(index).stats()
+    heap = process_heap()
+    return {
+        "capacity_bytes": heap.capacity_bytes,
+        "committed_bytes": heap.committed_bytes,
+        "used_bytes": heap.used_bytes,
+        "free_bytes": heap.capacity_bytes - heap.used_bytes,
+        "largest_free_bytes": heap.largest_free_bytes,
+        "huge_bytes": heap.huge_bytes,
+    }
+
+
+class HeapAddress(Protocol):
+    """Where a rank's heap is: its process, the descriptor there, and how to know the heap."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+
+
+class MappedHeap:
+    """One peer's heap as mapped in this process; unmapped when the last user lets go.
+
+    ``mapping`` is the native object, ``base_ptr`` its address here; ``pid`` is 0 when the "peer"
+    is a thread of this process.
+    """
+
+    __slots__ = ("__weakref__", "base_ptr", "mapping", "pid")
+
+    def __init__(self, mapping: _native.PeerHeap | _native.Heap, pid: int) -> None:
+        self.mapping = mapping
+        self.base_ptr: int = mapping.base_ptr
+        self.pid = pid
+
+
+_Key = tuple[int, int, int]
+_lock = threading.Lock()
+_mapped: WeakValueDictionary[_Key, MappedHeap] = WeakValueDictionary()
+_inherited_mappings: list[MappedHeap] = []
+
+
+def _forget_mappings_in_child() -> None:
+    global _lock, _mapped
+    _lock = threading.Lock()
+    _inherited_mappings.extend(_mapped.values())
+    _mapped = WeakValueDictionary()
+
+
+os.register_at_fork(after_in_child=_forget_mappings_in_child)
+
+
+def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHeap:
+    """The heap that ``handle`` names, mapped into this process.
+
+    Args:
+        handle: as received from the peer.
+        own: the heap of this process; a peer that is a thread of it needs no mapping.
+        operation: named in errors.
+
+    Raises:
+        UnsupportedError: the kernel does not let this process map the peer's memory.
+        RendezvousError: the peer is gone, or is not who it said.
+    """
+    if handle.token == own.token:
+        return MappedHeap(own, pid=0)
+    key = (handle.pid, handle.fd, handle.token)
+    with _lock:
+        found = _mapped.get(key)
+        if found is not None:
+            return found
+        try:
+            mapping = _native.PeerHeap.open(
+                handle.pid, handle.fd, handle.capacity_bytes, handle.token
+            )
+        except PermissionError as error:
+            raise UnsupportedError(
+                f"{operation}: the kernel does not let this process map the heap of rank "
+                f"{handle.rank} (pid {handle.pid}): {error}. All ranks must run as one user, "
+                "in one user namespace, and be dumpable"
+            ) from error
+        except OSError as error:
+            raise RendezvousError(
+                f"{operation}: cannot map the heap of rank {handle.rank} (pid {handle.pid}): "
+                f"{error}. Is that process alive, and in the same PID namespace?"
+            ) from error
+        found = _mapped[key] = MappedHeap(mapping, handle.pid)
+        return found

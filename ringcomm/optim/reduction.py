@@ -1,0 +1,247 @@
+"""Reduces gradients to FP32 shards and sums their norms, before any parameter changes."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
+from ringcomm.comm.calls import Call
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.work import Work
+from ringcomm.errors import ArgumentError
+
+# From the exact sums that the kernels leave to a norm, with no host synchronisation.
+
+Tensor = torch.Tensor
+
+# kernels/include/ringcomm/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth 2^-352, and
+# how many blocks hold an infinity or a NaN.
+NORM_WORDS = _native.GRAD_NORM_WORDS
+DIGITS = 20
+BIAS = 352
+NON_FINITE_WORD = 23
+_KINDS = {2.0: "l2", 1.0: "l1", math.inf: "inf"}
+
+
+def norm_kind(norm_type: float) -> str:
+    """The kernels' name of a norm.
+
+    Raises:
+        ArgumentError: it is not 1, 2 or inf.
+    """
+    try:
+        kind = _KINDS.get(float(norm_type))
+    except (TypeError, ValueError):
+        kind = None
+    if kind is None:
+        raise ArgumentError(f"norm_type: expected 2.0, 1.0 or inf, got {norm_type!r}")
+    return kind
+
+
+def kind_code(kind: str) -> int:
+    """The native code of a norm."""
+    return _native.GRAD_NORM_KINDS[kind]
+
+
+def combine(words: Tensor, kind: str) -> Tensor:
+    """Several buckets' words as one's.
+
+    Args:
+        words: int64 [buckets, 24].
+        kind: "l2", "l1" or "inf".
+
+    Returns:
+        int64 [24].
+    """
+    if kind != "inf":
+        return words.sum(dim=0)
+    return words.amax(dim=0) if len(words) else words.new_zeros(NORM_WORDS)
+
+
+def found_non_finite(words: Tensor) -> Tensor:
+    """1.0 when a gradient holds an infinity or a NaN, else 0.0; float64, a scalar."""
+    return (words[NON_FINITE_WORD] != 0).to(torch.float64)
+
+
+def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
+    """The norm that words of all buckets and ranks stand for.
+
+    The words are sums of whole numbers, equal however many ranks added them; what follows is the
+    same arithmetic everywhere, so the norm has the same bits in every world.
+
+    Args:
+        words: int64 [24], from :func:`combine`.
+        kind: "l2", "l1" or "inf".
+        inv_scale: float64, a scalar: what the gradient is multiplied by.
+
+    Returns:
+        float32, a scalar on the device of ``words``; NaN when the gradient is not finite.
+    """
+    if kind == "inf":
+        # The low half of the word is the largest magnitude's bits.
+        norm = words[0].to(torch.int32).view(torch.float32).to(torch.float64)
+    else:
+        exponents = torch.arange(DIGITS, dtype=torch.float64, device=words.device) * 32 - BIAS
+        total = (words[:DIGITS].to(torch.float64) * torch.exp2(exponents)).sum()
+        norm = total.sqrt() if kind == "l2" else total
+    norm = torch.where(words[NON_FINITE_WORD] != 0, math.nan, norm * inv_scale)
+    return norm.to(torch.float32)
+
+
+class ReduceOptions(Protocol):
+    """What a reducer reads of an optimizer's options, or of ZeRO's."""
+
+    @property
+    def reduce(self) -> str: ...
+    @property
+    def algorithm(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where a bucket's gradients are reduced to, and how.
+
+    Attributes:
+        out: float32 [chunk elements].
+        kind: "l2", "l1" or "inf".
+        words: int64 [24], overwritten with the norm of ``out``; None, on a CPU: no norm.
+        accumulate: add to ``out``.
+        tag: equal on all ranks: what tells this reduction from others of the same size; 0: nothing.
+    """
+
+    out: Tensor
+    kind: str
+    words: Tensor | None
+    accumulate: bool = False
+    tag: int = 0
+
+
+class Reducer(ABC):
+    """Of one communicator; whose kernels, the subclass says."""
+
+    @abstractmethod
+    def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
+        """Sums elements for the norm.
+
+        Args:
+            grads: [elements], what this rank has of the gradient.
+            kind: "l2", "l1" or "inf".
+            words: int64 [24], overwritten.
+        """
+
+    @abstractmethod
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        """Reduces a bucket's gradients to this rank's chunk; collective.
+
+        Args:
+            grads: [bucket elements], of any of the parameters' dtypes.
+            into: where to, and how.
+            async_op: run behind the caller's back; ``grads`` and what ``into`` has must live on.
+
+        Returns:
+            With ``async_op`` what to wait for.
+        """
+
+
+class HostReducer(Reducer):
+    """The native kernels on the CPU. Alone, nothing is to be reduced: only norms."""
+
+    def __init__(
+        self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
+    ) -> None:
+        self._comm = comm
+        self._step_bytes = step_bytes
+        self._op = OP_CODES[options.reduce.upper()]
+        self._algorithm = ALGORITHMS[options.algorithm]
+
+    def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
+        _native.grad_norm(
+            grads.data_ptr(),
+            DTYPE_CODES[grads.dtype],
+            grads.numel(),
+            kind_code(kind),
+            words.data_ptr(),
+        )
+
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        arguments = self._arguments(grads, into)
+
+        def run(native: _native.Comm) -> int:
+            return native.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
+
+        return self._start(run, into, async_op)
+
+    def _arguments(
+        self, grads: Tensor, into: Into
+    ) -> tuple[int, int, int, int, int, bool, int, int, int]:
+        return (
+            grads.data_ptr(),
+            grads.numel(),
+            DTYPE_CODES[grads.dtype],
+            self._op,
+            into.out.data_ptr(),
+            into.accumulate,
+            kind_code(into.kind),
+            0 if into.words is None else into.words.data_ptr(),
+            self._algorithm,
+        )
+
+    def _start(self, run: Callable[[_native.Comm], int], into: Into, async_op: bool) -> Work | None:
+        if self._comm is None:
+            raise AssertionError("alone there is nothing to reduce")
+        outputs = [into.out] if into.words is None else [into.out, into.words]
+        return self._comm._start(Call("reduce_scatter_norm", run, outputs), async_op=async_op)
+
+
+class DeviceReducer(HostReducer):
+    """The native kernels on a device, whose blocks add to the words."""
+
+    def __init__(self, comm: Communicator, options: ReduceOptions) -> None:
+        super().__init__(comm, options)
+        self._device_comm = comm
+
+    def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
+        words.zero_()
+
+        def run(native: _native.DeviceComm) -> int:
+            return native.grad_norm(
+                grads.data_ptr(),
+                DTYPE_CODES[grads.dtype],
+                grads.numel(),
+                kind_code(kind),
+                words.data_ptr(),
+            )
+
+        # The host's communicator and the device's are called alike.
+        call = Call("grad_norm", cast(Any, run), [])
+        self._device_comm._start(call, async_op=False)
+
+    def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        assert into.words is not None
+        into.words.zero_()
+        arguments = self._arguments(grads, into)
+
+        def run(native: _native.DeviceComm) -> int:
+            return native.reduce_scatter_norm(*arguments, into.tag)
+
+        return self._start(cast(Any, run), into, async_op)
+
+
+def make_reducer(comm: Communicator, options: ReduceOptions, step_bytes: int) -> Reducer:
+    """The native kernels' reducer for the tensors of a communicator.
+
+    Args:
+        comm: which.
+        options: what to use.
+        step_bytes: of the gradients of all buckets.
+    """
+    if comm.launches:
+        return DeviceReducer(comm, options)
+    return HostReducer(comm, options, step_bytes)

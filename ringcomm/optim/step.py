@@ -1,0 +1,381 @@
+"""The step of an optimizer whose parameters lie in buckets: one pass, or two."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ringcomm.comm.arguments import ReduceOp
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.optim import kernels
+from ringcomm.optim.buckets import Buckets, Place
+from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
+from ringcomm.optim.kernels import StepTable, make_kernels
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.placement import (
+    Placement,
+    all_params,
+    check_hyper_parameters,
+    check_masters,
+    check_memory,
+    check_ranks,
+    find_placement,
+    move_parameters,
+    share_params,
+    specs_of,
+)
+from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, norm_of
+
+# Masters of 16-bit parameters that were written to between steps.
+
+Tensor = torch.Tensor
+
+
+class WrittenParams:
+    """Has masters follow what was written to their parameters in place.
+
+    A step stores what the masters round to: without this it would undo a ``load_state_dict()`` of
+    the module, and say nothing. It notices what counts up a parameter's version, which writes
+    through ``.data`` do not. With stochastic rounding nobody can tell which elements were written.
+    """
+
+    def __init__(self, params: Sequence[Tensor], buckets: Buckets, options: AdamWOptions) -> None:
+        followed = [
+            bucket
+            for bucket in buckets
+            if bucket.has_all_params
+            and bucket.state.master is not None
+            and options.rounding == "nearest"
+        ]
+        self._buckets = followed
+        self._params = [
+            params[segment.param] for bucket in followed for segment in bucket.layout.segments
+        ]
+        self._versions = self._read()
+
+    def _read(self) -> list[int]:
+        return [param._version for param in self._params]
+
+    def accept(self) -> None:
+        """The masters are right as they are."""
+        self._versions = self._read()
+
+    def take_over(self) -> None:
+        """Where a parameter is not what its master rounds to, the master becomes the parameter."""
+        versions = self._read()
+        if versions != self._versions:
+            for bucket in self._buckets:
+                bucket.follow_params()
+            self._versions = versions
+
+
+_log = logging.getLogger("ringcomm.optim")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an optimizer was built with.
+
+    Attributes:
+        comm: None for a world of one.
+        device: where the parameters are.
+        options: ringcomm's own choices.
+        loss_scaler: what the losses are multiplied by, or None.
+        accumulator: with ``options.accumulate_dtype``, what the backwards add to.
+    """
+
+    comm: Communicator | None
+    device: torch.device
+    options: AdamWOptions
+    loss_scaler: LossScaler | None = None
+    accumulator: Accumulator | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.comm is None else self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.comm is None else self.comm.world_size
+
+    def where(self, operation: str) -> str:
+        """The head of a message."""
+        return where(f"optimizer.{operation}", self.rank, self.world_size)
+
+
+@dataclass(frozen=True)
+class Amp:
+    """What torch's GradScaler hands over: scalars on the device, or None."""
+
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+@dataclass
+class _Reduced:
+    """Between two passes: what the first one found.
+
+    Attributes:
+        words: int64 [24], the norm of all buckets and ranks.
+        kind: which norm.
+        clip: float64, a scalar: the coefficient so far.
+        mark: of the gradients that were reduced.
+    """
+
+    words: Tensor
+    kind: str
+    clip: Tensor
+    mark: object
+
+
+class ShardedStep:
+    """Buckets, table and kernels of one optimizer on one rank.
+
+    Building it is collective, and moves the parameters into the heap.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
+        placement = find_placement(groups)
+        if placement is not None:
+            setting = replace(setting, options=placement.options(setting.options))
+        self.setting = setting
+        self._placement = placement
+        self.groups = groups
+        self.params = all_params(groups)
+        options, comm = setting.options, setting.comm
+        if placement is None:
+            self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
+            check_memory(self.params, self.layout)
+        else:
+            self.layout = placement.layout(self.params, groups)
+        check_masters(self.layout, options)
+        self.table = StepTable(self.layout, len(groups), setting.device)
+        self.kernels = make_kernels(comm, options, self.table)
+        if comm is not None:
+            check_ranks(comm, self.layout, groups, options)
+        #: Of which rank and world the state here is a shard.
+        self.shard_of = (setting.rank, setting.world_size)
+        if placement is None:
+            self._take_over()
+        else:
+            self._join(placement)
+        self.written = WrittenParams(self.params, self.buckets, options)
+        self.torn = False
+        self._reduced: _Reduced | None = None
+        self._seen_skipped = 0
+
+    def _take_over(self) -> None:
+        """Moves the parameters into buckets of the optimizer's own."""
+        setting, options, comm = self.setting, self.setting.options, self.setting.comm
+        self.buckets = Buckets.make(
+            self.layout, setting.rank, setting.world_size, options, Place.of(comm)
+        )
+        move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
+        self.gradients = (
+            Gradients(self.params, self.layout, self.buckets)
+            if setting.accumulator is None
+            else AccumulatedGradients(self.params, self.layout, self.buckets, setting.accumulator)
+        )
+
+    def _join(self, placement: Placement) -> None:
+        """Works on the buckets in which the parameters lie already."""
+        setting = self.setting
+        placement.bind(self)
+        self.shard_of = placement.shard_of
+        self.kernels = placement.kernels(self.kernels)
+        self.buckets = placement.buckets(self.layout, setting.options)
+        for bucket in self.buckets:
+            bucket.take_wide()
+        if setting.options.master == "remainder" and setting.comm and self.shard_of[1] > 1:
+            share_params(setting.comm, self.buckets)
+        self.gradients = placement.gradients(
+            self.params, self.layout, self.buckets, setting.accumulator
+        )
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether every step must look at the whole gradient before it changes anything."""
+        return self.setting.options.check_finite or self.setting.loss_scaler is not None
+
+    def _still_reduced(self) -> _Reduced | None:
+        """What the first pass found, if the gradients are still those that it looked at."""
+        reduced = self._reduced
+        if reduced is not None and reduced.mark != self.gradients.mark():
+            reduced = self._reduced = None
+        return reduced
+
+    def forget_reduced(self) -> None:
+        """The gradients are new: what :meth:`clip` reduced is old."""
+        self._reduced = None
+
+    def begin_anew(self) -> None:
+        """The state was replaced as a whole: what was wrong with it is past."""
+        self.torn = False
+        self._reduced = None
+        self.written.accept()
+        if self.setting.device.type == "cpu":
+            self._seen_skipped = int(self.table.control[kernels.SKIPPED])
+
+    def take_hyper(self) -> None:
+        """Reads the groups' hyper-parameters, which schedulers change.
+
+        Raises:
+            ArgumentError: one is not usable; nothing was changed.
+        """
+        self._check_hyper()
+        self.table.write_hyper(self.groups)
+        if any(group["amsgrad"] for group in self.groups):
+            self.ensure_max()
+
+    def _check_hyper(self) -> None:
+        for index, group in enumerate(self.groups):
+            kernels.check_hyper(group, index, self.setting.device)
+
+    def ensure_max(self) -> None:
+        """Gives amsgrad its memory, if it has none yet."""
+        for bucket in self.buckets:
+            if bucket.ensure_max():
+                self.kernels.forget()
+
+    def clip(self, max_norm: float, kind: str, error_if_nonfinite: bool) -> Tensor:
+        """The first pass of a step, and the coefficient for the second; returns the norm."""
+        self.refuse_if_torn("clip_grad_norm_")
+        self._check_hyper()
+        before = self._still_reduced()
+        reduced = self._reduce(kind)
+        coefficient = reduced.clip if before is None else before.clip
+        norm = norm_of(reduced.words, kind, self._inv_scale() * coefficient)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            self._reduced = before
+            raise RingcommError(
+                f"{self.setting.where('clip_grad_norm_')}: the gradient's norm of type {kind} is "
+                f"{norm.item()}. Look for the loss that overflowed, or pass "
+                "error_if_nonfinite=False"
+            )
+        # In FP32 and in this order, as torch.nn.utils.clip_grad_norm_ has it.
+        here = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        reduced.clip = coefficient * here.to(torch.float64)
+        self._reduced = reduced
+        return norm
+
+    def step(self, amp: Amp) -> None:
+        """One step; either all of it happens, or the optimizer is torn.
+
+        Raises:
+            ArgumentError, UnsupportedError, MismatchError: nothing was changed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        self.refuse_if_torn("step")
+        clipped = self._still_reduced() is not None
+        if amp.scale is not None and clipped:
+            raise ArgumentError(
+                f"{self.setting.where('step')}: the gradient was clipped while it was still "
+                "scaled; call scaler.unscale_(optimizer) before clip_grad_norm_()"
+            )
+        self.take_hyper()
+        self.kernels.ready()
+        if self.two_passes and self._reduced is None:
+            self._reduced = self._reduce("l2")
+        reduced = self._reduced
+        if reduced is None:
+            self._collect()
+        self._write_control(amp, reduced)
+        self.written.take_over()
+        self.torn = True
+        self.kernels.begin(self.table)
+        for bucket in self.buckets:
+            if reduced is None:
+                self.kernels.reduce_update(bucket)
+            else:
+                self.kernels.update(bucket)
+        self.kernels.end()
+        self.torn = False
+        self._reduced = None
+        if self.setting.accumulator is not None:
+            # p.grad is None throughout, so nobody but the step can tell when a new sum begins.
+            self.setting.accumulator.clear()
+        if self.setting.loss_scaler is not None:
+            self.setting.loss_scaler.update(self.table.control[kernels.FOUND_INF])
+        self._report()
+
+    def refuse_if_torn(self, operation: str) -> None:
+        """Raises once a step has failed halfway."""
+        if self.torn:
+            raise RingcommError(
+                f"{self.setting.where(operation)}: an earlier step failed halfway, so parameters "
+                "and state may be of different steps. Load a checkpoint of the model and of the "
+                "optimizer, into a new optimizer if the communicator is unusable too"
+            )
+
+    def _collect(self) -> None:
+        """Gradients into the buckets, and which parameters step."""
+        self.gradients.check()
+        if self._placement is not None:
+            self._placement.check()
+        options, comm = self.setting.options, self.setting.comm
+        active = self.gradients.collect()
+        if options.unused == "zero":
+            active = [
+                1.0 if spec.trainable and spec.tied_to is None else 0.0
+                for spec in self.layout.params
+            ]
+        asked = comm if options.unused == "skip" else None
+        self.table.write_active(active, () if asked is None else self.groups)
+        if asked is not None:
+            asked.all_reduce(self.table.told, ReduceOp.MAX)
+            if self.table.hyper_differ:
+                check_hyper_parameters(asked, self.groups)
+
+    def _reduce(self, kind: str) -> _Reduced:
+        """The first of two passes."""
+        self._collect()
+        place, comm = self.setting.device, self.setting.comm
+        words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
+        for bucket, row in zip(self.buckets, words, strict=True):
+            self.kernels.reduce_norm(bucket, kind, row)
+        total = combine(words, kind)
+        if comm is not None:
+            comm.all_reduce(total, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
+        one = torch.ones((), dtype=torch.float64, device=place)
+        return _Reduced(total, kind, one, self.gradients.mark())
+
+    def _inv_scale(self) -> Tensor:
+        scaler = self.setting.loss_scaler
+        if scaler is None:
+            return torch.ones((), dtype=torch.float64, device=self.setting.device)
+        return scaler.current.to(self.setting.device, torch.float64).reciprocal()
+
+    def _write_control(self, amp: Amp, reduced: _Reduced | None) -> None:
+        """What the kernels multiply by, and whether they do anything at all."""
+        control = self.table.control
+        if amp.scale is not None:
+            control[kernels.INV_SCALE].copy_(amp.scale.to(torch.float64).view(()).reciprocal())
+        else:
+            control[kernels.INV_SCALE].copy_(self._inv_scale())
+        control[kernels.CLIP].fill_(1.0) if reduced is None else control[kernels.CLIP].copy_(
+            reduced.clip
+        )
+        found = control[kernels.FOUND_INF]
+        found.zero_()
+        if amp.found_inf is not None:
+            found.copy_(amp.found_inf.view(()))
+        if reduced is not None and self.two_passes:
+            found.add_(found_non_finite(reduced.words))
+
+    def _report(self) -> None:
+        """Says that a step was skipped, where reading the device costs nothing."""
+        if self.setting.device.type != "cpu":
+            return
+        skipped = int(self.table.control[kernels.SKIPPED])
+        if skipped > self._seen_skipped and self.setting.rank == 0:
+            _log.warning(
+                "optimizer: step skipped, its gradient is not finite (%d skipped so far)", skipped
+            )
+        self._seen_skipped = skipped

@@ -1,0 +1,1 @@
+"""How the ranks of one machine find each other: environment variables, stores, heap handles."""

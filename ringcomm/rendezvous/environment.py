@@ -1,0 +1,279 @@
+"""What the launcher's environment variables say about this rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+from torch.distributed import HashStore, Store, TCPStore
+
+from ringcomm.errors import (
+    ArgumentError,
+    RendezvousError,
+    RingcommError,
+    UnsupportedError,
+    start_thread,
+    where,
+)
+
+# How many cores there are to compute with.
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity mask, cut to the control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:  # no version-2 control group here: the affinity mask is all there is to know
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
+
+
+# How ranks of one machine find a store when their launcher names none (mpirun, srun).
+#
+# Rank 0 makes a TCPStore on the loopback interface and hands its port out over an abstract Unix
+# socket, whose name follows from what all ranks of a launch share: the user, and the launcher
+# process that started them. An abstract socket has no file and vanishes with its process.
+
+LOOPBACK = "127.0.0.1"
+RETRY_S = 0.005
+_PORT = struct.Struct("!H")
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# Every rank counts its meetings, so that the second one of a process has a name of its own.
+_meetings = count()
+
+
+def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -> Store:
+    """A store shared by the ranks of one launch on this machine.
+
+    Args:
+        rank: this rank.
+        world_size: how many ranks meet.
+        timeout_s: seconds.
+        job: the launcher's name for this launch; "" when it has none, and the ranks must then be
+            children of one process.
+
+    Raises:
+        RendezvousError: the ranks did not find each other within ``timeout_s`` seconds.
+    """
+    operation = where("communicator from the launcher", rank, world_size)
+    address = _address(job or _parent(), next(_meetings))
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        return _serve(address, world_size, deadline, operation, timeout_s)
+    port = _ask_port(address, deadline, operation, timeout_s)
+    return TCPStore(
+        LOOPBACK,
+        port,
+        world_size,
+        is_master=False,
+        timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
+        wait_for_workers=False,
+    )
+
+
+def _address(job: str, meeting: int) -> str:
+    return f"\0ringcomm-{os.getuid()}-{job}-{meeting}"
+
+
+def _parent() -> str:
+    parent = os.getppid()
+    # Field 22 is the start time; the second field may contain blanks and parentheses.
+    fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    return f"{parent}-{fields[19]}"
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+    )
+    return int(_PEER_CREDENTIALS.unpack(credentials)[1])
+
+
+def _serve(
+    address: str, world_size: int, deadline: float, operation: str, timeout_s: float
+) -> Store:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(
+            f"{operation}: another rank 0 of this launcher holds the meeting point already: "
+            f"{error}. Start each job with its own launcher, or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    listener.listen(world_size)
+    # Listening before torch does confines the store to the loopback interface; by itself it
+    # would listen on all of them.
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.bind((LOOPBACK, 0))
+    server.listen(world_size)
+    port: int = server.getsockname()[1]
+    store = TCPStore(
+        LOOPBACK,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    thread = threading.Thread(
+        target=_hand_out, args=(listener, port, world_size - 1, deadline), daemon=True
+    )
+    try:
+        start_thread(thread, operation, "The other ranks cannot find this one")
+    except RingcommError as error:
+        listener.close()
+        raise RendezvousError(str(error)) from error
+    return store
+
+
+def _hand_out(listener: socket.socket, port: int, peers: int, deadline: float) -> None:
+    with listener:
+        while peers and (left_s := deadline - time.monotonic()) > 0:
+            listener.settimeout(left_s)
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                return
+            with connection:
+                if _peer_uid(connection) == os.getuid():
+                    connection.sendall(_PORT.pack(port))
+                    peers -= 1
+
+
+def _ask_port(address: str, deadline: float, operation: str, timeout_s: float) -> int:
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(max(deadline - time.monotonic(), RETRY_S))
+            try:
+                connection.connect(address)
+                if _peer_uid(connection) == os.getuid():
+                    answer = connection.recv(_PORT.size)
+                    if len(answer) == _PORT.size:
+                        return int(_PORT.unpack(answer)[0])
+            except OSError:
+                # Rank 0 is not there yet.
+                pass
+        time.sleep(RETRY_S)
+    raise RendezvousError(
+        f"{operation}: waited {timeout_s:g} s for rank 0 of the same launcher, which did not "
+        "come. Ranks must be started by one launcher process directly; otherwise set MASTER_ADDR "
+        "and MASTER_PORT on all of them"
+    )
+
+
+# Launcher, rank, world size, ranks on this node; the first launcher whose two are set wins.
+# torchrun first: it may itself have been started by one of the others.
+LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", ""),
+)
+
+
+# Beyond, int() may refuse with an error of its own.
+MOST_DIGITS = 20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This rank as its launcher placed it.
+
+    ``has_master`` when there is a MASTER_ADDR; ``job`` is the launcher's name for the launch.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_world_size: int
+    has_master: bool
+    job: str = ""
+
+    def store(self, timeout_s: float) -> Store:
+        """A store that all ranks of the launch reach.
+
+        Raises:
+            RendezvousError: it cannot be reached in time.
+            UnsupportedError: the ranks are spread over several machines.
+        """
+        if self.local_world_size != self.world_size:
+            raise UnsupportedError(
+                f"communicator from {self.launcher} on rank {self.rank} of {self.world_size}: all "
+                f"ranks must run on one machine, but only {self.local_world_size} of them run on "
+                "this one. Start them on one machine"
+            )
+        if self.has_master:
+            return _master_store(self, timeout_s)
+        if self.world_size == 1:
+            return HashStore()
+        return meet_on_node(self.rank, self.world_size, timeout_s, self.job)
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.strip().isdecimal() or len(text) > MOST_DIGITS:
+        raise ArgumentError(f"{name}: expected an integer >= 0, got {text[:80]!r}")
+    return int(text)
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
+    """Finds rank and world size in the environment; without a launcher it is a world of one.
+
+    Raises:
+        ArgumentError: a variable is not a number, or the rank is outside the world.
+    """
+    variables: Mapping[str, str] = os.environ if environment is None else environment
+    has_master = bool(variables.get("MASTER_ADDR")) and bool(variables.get("MASTER_PORT"))
+    for launcher, rank_name, size_name, local_name in LAUNCHERS:
+        if not (variables.get(rank_name) and variables.get(size_name)):
+            continue
+        rank, world_size = _integer(variables, rank_name), _integer(variables, size_name)
+        if rank >= world_size:
+            raise ArgumentError(
+                f"{rank_name}: expected a rank below {size_name}={world_size}, got {rank}"
+            )
+        local_size = world_size
+        if local_name and variables.get(local_name):
+            local_size = _integer(variables, local_name)
+        elif launcher == "Slurm" and variables.get("SLURM_NNODES", "1") != "1":
+            local_size = 1
+        job = ""
+        if launcher == "Slurm" and variables.get("SLURM_JOB_ID"):
+            job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}"
+        return Placement(launcher, rank, world_size, local_size, has_master, job)
+    return Placement("no launcher", 0, 1, 1, has_master=False)
+
+
+def _master_store(placement: Placement, timeout_s: float) -> Store:
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, _, _ = next(
+            rendezvous(
+                "env://",
+                placement.rank,
+                placement.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RendezvousError(
+            f"communicator from {placement.launcher} on rank {placement.rank} of "
+            f"{placement.world_size}: no store at MASTER_ADDR={os.environ['MASTER_ADDR']} "
+            f"MASTER_PORT={os.environ['MASTER_PORT']} within {timeout_s:g} s: {error}"
+        ) from error
+    return cast(Store, store)

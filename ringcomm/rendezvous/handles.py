@@ -1,0 +1,303 @@
+"""How the ranks of a new communicator tell each other where their heaps are.
+
+Everything goes through a torch store as JSON text, checked field by field on arrival. Two
+rounds: each rank posts its handle and reads all others; then each rank posts whether it could
+map them all. A rank that fails posts its error, so that its peers fail at once instead of waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ringcomm.errors import (
+    ArgumentError,
+    MismatchError,
+    RendezvousError,
+    UnsupportedError,
+    where,
+)
+from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_record, shown
+
+# A store has no wait that Ctrl-C can interrupt, so it is polled: often at first, since ranks
+# mostly arrive together, then less and less.
+FIRST_POLL_S = 0.0002
+LAST_POLL_S = 0.02
+# In their order; a device's communicators have one more.
+STAGES = ("place", "heap", "ready")
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that rendezvous needs."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One rendezvous: who meets, where, until when.
+
+    ``deadline`` is in seconds of ``time.monotonic()``.
+    """
+
+    store: Store
+    name: str
+    rank: int
+    world_size: int
+    deadline: float
+    timeout_s: float
+
+    @property
+    def operation(self) -> str:
+        return where(f"rendezvous of communicator {self.name!r}", self.rank, self.world_size)
+
+
+@dataclass(frozen=True)
+class HeapHandle:
+    """Where a rank's heap and its region in it are, and what all ranks must agree on.
+
+    ``host``, ``boot`` and ``pid_namespace`` say which ranks can map each other. ``proof`` is
+    random in every communicator and stands in the region, which only this user's processes read.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    fd: int
+    capacity_bytes: int
+    token: int
+    region_offset_bytes: int
+    region_bytes: int
+    proof: int
+    layout: str
+
+    @classmethod
+    def from_json(cls, text: bytes, rank: int, operation: str) -> HeapHandle:
+        """Reads what ``rank`` posted; raises RendezvousError for anything but a valid handle."""
+        return cls(**read_fields(cls, text, rank, operation))
+
+
+def launch_attempt() -> str:
+    """Which attempt of an elastic launch this process belongs to; part of every key in a store.
+
+    torchrun's store outlives its attempts (``--max-restarts``), with the keys of those before.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
+@cache
+def machine_identity() -> tuple[str, str, str]:
+    """Host name, boot id and PID namespace: equal for ranks that can map each other's heaps."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
+
+
+def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
+    text = json.dumps({"version": FORMAT_VERSION, **record})
+    meeting.store.set(f"{prefix}/{meeting.rank}", text)
+
+
+def _look_up(meeting: Meeting, key: str) -> bytes | None:
+    """What stands under ``key``, or None if nothing does yet."""
+    try:
+        return meeting.store.get(key) if meeting.store.check([key]) else None
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"{meeting.operation}: the store does not answer any more: "
+            f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
+            "(usually rank 0) has ended"
+        ) from error
+
+
+def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
+    """What every rank posted under ``prefix``, by rank."""
+    missing = list(range(meeting.world_size))
+    texts: dict[int, bytes] = {}
+    pause_s = FIRST_POLL_S
+    while True:
+        for rank in tuple(missing):
+            text = _look_up(meeting, f"{prefix}/{rank}")
+            if text is not None:
+                texts[rank] = text
+                read_record(texts[rank], rank, meeting.operation)
+                missing.remove(rank)
+        if not missing:
+            return [texts[rank] for rank in range(meeting.world_size)]
+        if time.monotonic() >= meeting.deadline:
+            raise RendezvousError(
+                f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
+                f"{_ranks(missing)}, which did not come. Were all {meeting.world_size} ranks "
+                "started, and do all build this communicator? If they are only late, raise timeout="
+            )
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, LAST_POLL_S)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+class Announced(Protocol):
+    """What a handle says for all ranks to agree on."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def boot(self) -> str: ...
+    @property
+    def pid_namespace(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+
+
+def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: int) -> None:
+    """Checks what ``rank`` announced against what this rank did.
+
+    Raises:
+        MismatchError: the ranks disagree on world size or options.
+        UnsupportedError: two ranks cannot share memory; both places are named.
+    """
+    operation = meeting.operation
+    if theirs.rank != rank or theirs.world_size != mine.world_size:
+        raise MismatchError(
+            f"{operation}: the ranks disagree on who they are. Expected rank {rank} of "
+            f"{mine.world_size}, which says it is rank {theirs.rank} of {theirs.world_size}. "
+            "Give every rank the same world_size and a rank of its own"
+        )
+    if (theirs.host, theirs.boot) != (mine.host, mine.boot):
+        raise UnsupportedError(
+            f"{operation}: all ranks must run on one machine, but rank {mine.rank} runs on "
+            f"{mine.host} (boot {mine.boot}) and rank {rank} on {theirs.host} (boot {theirs.boot})"
+        )
+    if theirs.pid_namespace != mine.pid_namespace:
+        raise UnsupportedError(
+            f"{operation}: ranks {mine.rank} and {rank} run in different PID namespaces of "
+            f"{mine.host} (containers?), so they cannot map each other's memory. Run all ranks "
+            "in one container, or share the PID namespace"
+        )
+    if theirs.layout != mine.layout:
+        raise MismatchError(
+            f"{operation}: the ranks were given different options. Rank {mine.rank} has "
+            f"{mine.layout}, rank {rank} has {theirs.layout}. Pass equal CommOptions everywhere"
+        )
+
+
+def members_of(handles: Sequence[HeapHandle]) -> int:
+    """A positive number of 63 bits that stands for all handles of a communicator."""
+    everyone = {str(rank): asdict(handle) for rank, handle in enumerate(handles)}
+    return int(digest_of(everyone), 16) >> 1 or 1
+
+
+class Exchange:
+    """The two rounds of one rendezvous."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        # Each rank counts its own arrivals at this name, so that keys of an earlier
+        # communicator of the same name on the same store are never read again. The counts of an
+        # attempt that failed may differ.
+        here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
+        arrival = meeting.store.add(f"{here}/arrivals/{meeting.rank}", 1)
+        self._prefix = f"{here}/{arrival}"
+
+    def handles(self, mine: HeapHandle) -> list[HeapHandle]:
+        """Posts this rank's handle and returns those of all ranks, by rank.
+
+        Raises:
+            RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
+            MismatchError: the ranks disagree on world size or options.
+            UnsupportedError: two ranks cannot share memory; both places are named.
+        """
+        _post(self._meeting, f"{self._prefix}/heap", asdict(mine))
+        texts = _collect(self._meeting, f"{self._prefix}/heap")
+        operation = self._meeting.operation
+        handles = [HeapHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
+        if handles[mine.rank] != mine:
+            raise RendezvousError(
+                f"{operation}: another process posts as rank {mine.rank}, too (pid "
+                f"{handles[mine.rank].pid}; this one is {mine.pid}). Give every rank a number of "
+                "its own, and every job a store of its own"
+            )
+        for rank, theirs in enumerate(handles):
+            check_agreement(self._meeting, mine, theirs, rank)
+        return handles
+
+    def everyone(self, stage: str, record: dict[str, Any]) -> list[bytes]:
+        """Posts ``record`` and returns what all ranks posted in this stage, by rank, as text.
+
+        Raises:
+            RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
+        """
+        _post(self._meeting, f"{self._prefix}/{stage}", record)
+        return _collect(self._meeting, f"{self._prefix}/{stage}")
+
+    def look_for_failures(self) -> None:
+        """Raises RendezvousError if a rank has failed; for waits in which peers post nothing."""
+        for rank in range(self._meeting.world_size):
+            text = _look_up(self._meeting, f"{self._prefix}/ready/{rank}")
+            if text is not None:
+                read_record(text, rank, self._meeting.operation)
+
+    def confirm(self, handles: Sequence[HeapHandle] = ()) -> None:
+        """Says that this rank is ready and returns when all are; raises when one failed.
+
+        Args:
+            handles: as this rank read them, to be compared; none: nothing is.
+
+        Raises:
+            RendezvousError: a rank failed, or read another handle of a rank than this one; named.
+        """
+        saw = [digest_of(asdict(handle)) for handle in handles]
+        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw})
+        operation = self._meeting.operation
+        for rank, text in enumerate(_collect(self._meeting, f"{self._prefix}/ready")):
+            theirs = read_record(text, rank, operation).get("saw")
+            if theirs == saw:
+                continue
+            if not isinstance(theirs, list) or len(theirs) != len(saw):
+                raise RendezvousError(
+                    f"{operation}: expected {len(saw)} digests of rank {rank}, got {shown(theirs)}"
+                )
+            forged = next(i for i in range(len(saw)) if theirs[i] != saw[i])
+            raise RendezvousError(
+                f"{operation}: rank {rank} read another handle of rank {forged} than this rank: "
+                f"more than one process posts as rank {forged}. Give every rank a number of its "
+                "own, and every job a store of its own"
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the peers that wait in either round that this rank cannot take part."""
+        record = {"error": f"{type(error).__name__}: {error}"}
+        for stage in STAGES:
+            try:
+                _post(self._meeting, f"{self._prefix}/{stage}", record)
+            except RuntimeError:
+                # The store is gone, often with the rank that held it; the error that is
+                # being reported matters more.
+                return
+
+
+def check_name(name: str) -> None:
+    """Raises ArgumentError unless ``name`` can be part of a store key."""
+    if not isinstance(name, str) or not name or any(ord(char) < 33 for char in name):
+        raise ArgumentError(
+            f"name: expected a non-empty string without blanks or control characters, got {name!r}"
+        )

@@ -1,0 +1,542 @@
+"""Which module has which parameter under which name, so that replaced ones are found."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.peer_memory import peer_tensors
+from ringcomm.errors import ArgumentError, where
+from ringcomm.memory.host_heap import zeros
+from ringcomm.optim.agreement import all_or_none
+from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
+from ringcomm.zero.absent import make_absent, make_present, plainly
+from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.units import Unit
+
+# From a module to buckets: which parameter lies where, the same at every stage.
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the parameters of one kind lie.
+
+    Attributes:
+        names: by parameter index.
+        params: by parameter index.
+        layout: of them.
+        unit_of: by bucket number, the index of the unit that its parameters belong to.
+    """
+
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    layout: ShardLayout
+    unit_of: tuple[int, ...]
+
+
+def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -> Plan:
+    """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
+
+    Frozen parameters of other dtypes than those of an optimizer have no place.
+
+    Raises:
+        ArgumentError: a trainable parameter is of no dtype that an optimizer takes.
+    """
+    named: list[tuple[str, nn.Parameter]] = []
+    specs: list[ParamSpec] = []
+    buckets: list[BucketLayout] = []
+    unit_of: list[int] = []
+    for number, unit in enumerate(units):
+        first = len(specs)
+        for name, param in unit.params.items():
+            if param.requires_grad == trainable and (trainable or param.dtype in DTYPE_NAMES):
+                named.append((name, param))
+                specs.append(_spec(name, param, options.precision.param))
+        run = ShardLayout.plan(specs[first:], options.bucket_elems)
+        for bucket in run.buckets:
+            moved = tuple(Segment(s.begin, s.end, s.param + first) for s in bucket.segments)
+            buckets.append(replace(bucket, segments=moved))
+            unit_of.append(number)
+    return Plan(
+        tuple(name for name, _ in named),
+        tuple(param for _, param in named),
+        ShardLayout(tuple(specs), options.bucket_elems, tuple(buckets)),
+        tuple(unit_of),
+    )
+
+
+def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
+    """As the bucket will have it: cast, contiguous, and placed even where it is frozen.
+
+    Contiguous, so that a piece of a bucket is a piece of the flattened parameter in checkpoints.
+    """
+    return ParamSpec(tuple(param.shape), dtype or param.dtype, name=name)
+
+
+def by_optimizer(
+    plan: Plan, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]
+) -> ShardLayout:
+    """The layout with parameters in an optimizer's order.
+
+    Args:
+        plan: of the trainable parameters.
+        params: in the optimizer's order; frozen ones and repetitions have no place.
+        groups: of each.
+        names: of each; "" takes the module's.
+    """
+    index_of = {id(param): index for index, param in enumerate(plan.params)}
+    specs: list[ParamSpec] = []
+    position: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    for at, (param, group, name) in enumerate(zip(params, groups, names, strict=True)):
+        index = index_of.get(id(param))
+        tied_to = seen.setdefault(id(param), at)
+        if index is None:
+            shape = tuple(param.shape)
+            specs.append(ParamSpec(shape, param.dtype, group, name, False, _earlier(tied_to, at)))
+            continue
+        spec = replace(plan.layout.params[index], group=group)
+        if name:
+            spec = replace(spec, name=name)
+        specs.append(replace(spec, tied_to=_earlier(tied_to, at)))
+        position.setdefault(index, at)
+    buckets = tuple(
+        replace(
+            bucket,
+            segments=tuple(Segment(s.begin, s.end, position[s.param]) for s in bucket.segments),
+        )
+        for bucket in plan.layout.buckets
+    )
+    return ShardLayout(tuple(specs), plan.layout.bucket_elems, buckets)
+
+
+def _earlier(first: int, at: int) -> int | None:
+    return None if first == at else first
+
+
+# A bucket of parameters as one rank keeps it: whole, or its chunk alone.
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter in its bucket: elements [begin, end) of it, as ``spec`` says."""
+
+    name: str
+    param: nn.Parameter
+    spec: ParamSpec
+    begin: int
+    end: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter in ``flat`` [bucket elements]."""
+        return self.spec.view(flat[self.begin : self.end])
+
+
+class Stored(ABC):
+    """What whole and split buckets share.
+
+    Attributes:
+        layout: what lies where.
+        chunk: the part that this rank owns.
+        state_chunk: the part that an optimizer here keeps state for.
+        size_elems: of every rank's chunk but the last ones', which are shorter.
+        params: in the order of the bucket.
+        trains: whether an optimizer steps it.
+        own: [chunk elements], the parameters of the chunk, in the heap.
+        wide: float32 [state chunk elements], the parameters before they were rounded; None when
+            they were not, or when an optimizer has taken them over.
+    """
+
+    own: Tensor
+
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[Placed], comm: Communicator, trains: bool
+    ) -> None:
+        self.layout = layout
+        self.params = tuple(params)
+        self.trains = trains
+        self.comm = comm
+        self.chunk: Chunk = layout.chunk(comm.rank, comm.world_size)
+        self.state_chunk = self.chunk
+        self.size_elems = layout.chunk(0, comm.world_size).elems
+        self.wide: Tensor | None = None
+
+    def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
+        """Maps the peers' chunks, where they are read; collective."""
+
+    def give_back(self) -> None:
+        """Lets all memory go, whoever still refers to the bucket, such as a traceback."""
+        vars(self).clear()
+
+    @abstractmethod
+    def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
+        """Moves parameters in.
+
+        Args:
+            values: one per parameter, of its shape and any floating-point dtype.
+            keeps_wide: keep what rounding to the bucket's dtype loses.
+        """
+
+    def _round(self, values: Sequence[Tensor], flat: Tensor, keeps_wide: bool) -> None:
+        """Writes ``values`` to ``flat`` [bucket elements], which holds zeros."""
+        chunk = self.state_chunk
+        rounds = flat.dtype is not torch.float32
+        if keeps_wide and rounds and any(v.dtype is torch.float32 for v in values):
+            self.wide = torch.zeros(chunk.elems, dtype=torch.float32, device=flat.device)
+        for placed, value in zip(self.params, values, strict=True):
+            placed.view(flat).copy_(value)
+            low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+            if self.wide is not None and low < high:
+                part = self.wide[low - chunk.begin : high - chunk.begin]
+                part.copy_(value.reshape(-1)[low - placed.begin : high - placed.begin])
+
+    def _moved(self, placed: Placed) -> ArgumentError:
+        head = where("zero", self.comm.rank, self.comm.world_size)
+        return ArgumentError(
+            f"{head}: parameter {placed.name}: its memory was replaced after shard() had moved it "
+            "(by .to(), .data = or the like). Do that before shard(), and change values in place"
+        )
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ArgumentError when a parameter was moved away."""
+
+
+class WholeBucket(Stored):
+    """Every rank has all parameters, which are views into memory of the heap."""
+
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[Placed], comm: Communicator, trains: bool
+    ) -> None:
+        super().__init__(layout, params, comm, trains)
+        self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
+        self.own = self.flat[self.chunk.begin : self.chunk.end]
+        self._addresses = [placed.view(self.flat).data_ptr() for placed in self.params]
+
+    def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
+        self._round(values, self.flat, keeps_wide)
+        for placed in self.params:
+            placed.param.data = placed.view(self.flat)
+
+    def check(self) -> None:
+        for placed, address in zip(self.params, self._addresses, strict=True):
+            if placed.param.data_ptr() != address:
+                raise self._moved(placed)
+
+
+class SplitBucket(Stored):
+    """Every rank has its chunk; the whole comes and goes.
+
+    While it is gone the parameters keep their shapes, and raise when they are used; see
+    NOTE [Absent parameters]. In the place of their values is one NaN, expanded.
+
+    NOTE [Gathering is one-sided]
+    A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So ranks
+    may gather in any order and at any time, and some of them may not: nothing can be mismatched,
+    and nobody waits. Chunks change only in an optimizer's step, between two barriers: at the first
+    all ranks have done with their reading, at the second all have written.
+
+    NOTE [Storage comes and goes]
+    Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
+    emptied and filled again in place, so that what was saved finds its values there again.
+
+    NOTE [Memory that others hold]
+    An array of NumPy that shares the memory forbids to empty it, and views that somebody took in
+    ``gathered()`` would be of memory that is gone. Such memory is left to those who hold it, with
+    the values that it has, and the bucket takes other memory the next time.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[Placed], comm: Communicator, trains: bool
+    ) -> None:
+        super().__init__(layout, params, comm, trains)
+        self.full_elems = self.size_elems * comm.world_size
+        # Of one size on all ranks, so that what lies behind a short chunk can be read, too.
+        self._shard = zeros(self.size_elems, dtype=layout.dtype, device=comm.heap_device)
+        self.own = self._shard[: self.chunk.elems]
+        self._peers: tuple[Tensor, ...] = ()
+        self._bytes = self.full_elems * layout.dtype.itemsize
+        self._parameters = [placed.param for placed in self.params]
+        self._names = [placed.name for placed in self.params]
+        self._make_flat()
+        self._absent = [self._make_absent(placed) for placed in self.params]
+        self._absent_addresses = [absent.data_ptr() for absent in self._absent]
+        # Of the parameters, as this bucket left them.
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
+        self.coming: Future[None] | None = None
+        self.is_here = False
+        #: Whether it is here for code outside of the module, which may write through ``.data``.
+        self.in_the_open = False
+
+    def connect(self) -> None:
+        self._peers = peer_tensors(self.comm, self._shard, "zero.shard")
+
+    def _make_absent(self, placed: Placed) -> Tensor:
+        nan = torch.full((), torch.nan, dtype=self.layout.dtype, device=self.flat.device)
+        return nan.expand(placed.spec.shape)
+
+    def _make_flat(self) -> None:
+        """Makes ``flat``, of no memory yet."""
+        self.flat = torch.empty(self.full_elems, dtype=self.layout.dtype, device=self.comm.device)
+        self._views = [placed.view(self.flat) for placed in self.params]
+        self._references: int | None = None
+        self._references_at_first = 0
+        self._drop()
+
+    def _drop(self, is_held: bool = False) -> None:
+        """Frees the memory, or leaves it to others; see NOTE [Memory that others hold]."""
+        storage = self.flat.untyped_storage()
+        if is_held or not storage.resizable():
+            self._make_flat()
+        else:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Gives ``flat`` its memory."""
+        self.flat.untyped_storage().resize_(self._bytes)
+
+    def fill(self) -> None:
+        """Reads all chunks, this rank's own included; from any thread."""
+        for rank, peer in enumerate(self._peers):
+            self.flat[rank * self.size_elems : (rank + 1) * self.size_elems].copy_(peer)
+
+    def show(self) -> None:
+        """Points the parameters at what was gathered."""
+        with plainly():
+            self._check()
+            for param, view in zip(self._parameters, self._views, strict=True):
+                param.data = view
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._versions = make_present(self._parameters)
+        self.is_here = True
+        self._references_at_first = self._count_references()
+        if self._references is None:
+            self._references = self._references_at_first
+
+    def _count_references(self) -> int:
+        storage = self.flat.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+    @property
+    def is_referred_to(self) -> bool:
+        """Whether views of what was gathered exist besides the parameters themselves.
+
+        The first time that it was gathered nobody could have had any.
+        """
+        return self._references is not None and self._count_references() > self._references
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether a graph of autograd has saved parameters, or views of what was gathered."""
+        # Beside the parameter itself, its own node in the graph refers to it, whatever was saved.
+        saved = any(
+            placed.param._use_count() > 1 + placed.param.requires_grad  # type: ignore[attr-defined]
+            for placed in self.params
+        )
+        return saved or self.is_referred_to
+
+    def hide(self, keeps_views: bool = False) -> None:
+        """Frees what was gathered.
+
+        Args:
+            keeps_views: leave the memory to views that were taken since it was gathered.
+
+        Raises:
+            ArgumentError: a parameter was written to meanwhile, which would be lost.
+        """
+        try:
+            self.check()
+        finally:
+            has_new_views = self._count_references() > self._references_at_first
+            self._leave()
+            self._drop(is_held=keeps_views and has_new_views)
+
+    def _leave(self) -> None:
+        with plainly():
+            for param, absent in zip(self._parameters, self._absent, strict=True):
+                param.data = absent
+        self.in_the_open = False
+        self._addresses = self._absent_addresses
+        self._versions = make_absent(self._parameters, self._names)
+        self.is_here = False
+
+    def check(self) -> None:
+        with plainly():
+            self._check()
+            if self.is_here and self.in_the_open:
+                self._check_values()
+
+    @torch.no_grad()
+    def _check_values(self) -> None:
+        """Finds writes that no version tells of, through ``.data`` or an array of NumPy."""
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        kind = bits[self.flat.element_size()]
+        for rank, peer in enumerate(self._peers):
+            begin = rank * self.size_elems
+            mine = self.flat[begin : begin + self.size_elems]
+            changed = (mine.view(kind) != peer.view(kind)).nonzero()
+            if len(changed):
+                at = begin + int(changed[0])
+                self.fill()
+                self._forget_changes()
+                raise self._changed(next(p for p in self.params if p.begin <= at < p.end))
+
+    def _changed(self, placed: Placed) -> ArgumentError:
+        head = where("zero", self.comm.rank, self.comm.world_size)
+        return ArgumentError(
+            f"{head}: parameter {placed.name} was changed in place, and at stage 3 that is "
+            "lost. Change parameters in ringcomm.zero.gathered(module, write_from=0)"
+        )
+
+    def _check(self) -> None:
+        for placed, address, version in zip(
+            self.params, self._addresses, self._versions, strict=True
+        ):
+            param = placed.param
+            if param.data_ptr() != address:
+                raise self._moved(placed)
+            if param._version != version:
+                self._forget_changes()
+                raise self._changed(placed)
+
+    def _forget_changes(self) -> None:
+        self.in_the_open = False
+        if not self.is_here:
+            for absent in self._absent:
+                absent.fill_(torch.nan)
+        self.accept_changes()
+
+    def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
+        self.allocate()
+        self.flat.zero_()
+        self._round(values, self.flat, keeps_wide)
+        self.keep_own()
+        self._leave()
+        self._drop()
+
+    def keep_own(self) -> None:
+        """Takes this rank's chunk over from ``flat``."""
+        self.own.copy_(self.flat[self.chunk.begin : self.chunk.end])
+
+    def accept_changes(self) -> None:
+        """What was written to the gathered parameters is meant."""
+        with plainly():
+            self._versions = [param._version for param in self._parameters]
+
+
+class _Slot(NamedTuple):
+    """The place of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
+
+    name: str
+    module: nn.Module
+    key: str
+    param: nn.Parameter
+
+
+class Slots:
+    """The places of a module's parameters that lie in buckets.
+
+    NOTE [Replaced parameters]
+    A parameter that takes the place of one that ``shard()`` has seen is trained by nobody: hooks,
+    buckets and the optimizer have the old one, which the module does not use any more. What
+    ``load_state_dict(assign=True)`` puts there is copied into the old one, as a load without
+    ``assign`` does. Whatever else comes there is refused at the step. A parameter that only moves
+    to another name, as pruning and most parametrizations do with it, goes on being trained.
+    """
+
+    def __init__(self, root: nn.Module, placed: Iterable[Placed], head: str) -> None:
+        self._root = root
+        self._head = head
+        known = {id(each.param) for each in placed}
+        self._slots = [
+            _Slot(f"{prefix}.{key}" if prefix else key, module, key, param)
+            for prefix, module in root.named_modules(remove_duplicate=False)
+            for key, param in module._parameters.items()
+            if id(param) in known and param is not None
+        ]
+        # Of the last look. Not the tables themselves: see NOTE [Plain while here].
+        self._entries: list[tuple[nn.Module, str, str, object]] | None = None
+
+    def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
+        """All that must be unchanged for a look to find the same: keys of modules' tables."""
+        known = {id(slot.param) for slot in self._slots}
+        for module in self._root.modules():
+            for key, child in module._modules.items():
+                yield module, "_modules", key, child
+            for key, param in module._parameters.items():
+                if id(param) in known:
+                    yield module, "_parameters", key, param
+
+    def check(self) -> None:
+        """Raises ArgumentError when the module has another tensor in a parameter's place."""
+        if self._entries is None:
+            return self._look()
+        for module, table, key, thing in self._entries:
+            if module.__dict__[table].get(key) is not thing:
+                return self._look()
+        return None
+
+    def check_all(self, comm: Communicator, operation: str) -> None:
+        """:meth:`check` on all ranks, which all raise or none; collective."""
+        with all_or_none(comm, operation):
+            self.check()
+
+    def _look(self) -> None:
+        there = {id(param) for param in self._root.parameters()}
+        for slot in self._slots:
+            if self._is_replaced(slot, there):
+                raise ArgumentError(
+                    f"{self._head}: parameter {slot.name}: another tensor has its place in the "
+                    "module since shard(), and would never be trained. Keep the parameter and "
+                    "change its values in place, with copy_(), at stage 3 inside "
+                    "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "
+                    "parameters before shard(), or unshard() the module first"
+                )
+        self._entries = list(self._read())
+
+    def _is_replaced(self, slot: _Slot, there: set[int]) -> bool:
+        owner: Any = self._root
+        for part in slot.name.split(".")[:-1]:
+            owner = vars(owner)["_modules"].get(part)
+            if owner is None:
+                return False  # deleted, so nothing uses it
+        now = owner._parameters.get(slot.key)
+        if now is not None or id(slot.param) in there:
+            return now is not None and now is not slot.param
+        # Neither is asked for its value, which may be computed from parameters.
+        computed = isinstance(getattr(type(owner), slot.key, None), property)
+        return computed or isinstance(vars(owner).get(slot.key), Tensor)
+
+    def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
+        """Has what ``load_state_dict(assign=True)`` puts in a parameter's place copied into it."""
+        of: dict[nn.Module, list[_Slot]] = {}
+        for slot in self._slots:
+            of.setdefault(slot.module, []).append(slot)
+        for module, slots in of.items():
+            keep(module.register_load_state_dict_post_hook(_TakeOver(slots)))  # type: ignore[no-untyped-call]
+
+
+class _TakeOver:
+    """Copies what a load has assigned into the parameters of one module, and puts them back."""
+
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        for slot in self._slots:
+            now = module._parameters.get(slot.key)
+            if now is not None and now is not slot.param:
+                slot.param.copy_(now)
+                module._parameters[slot.key] = slot.param

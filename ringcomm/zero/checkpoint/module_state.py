@@ -1,0 +1,447 @@
+"""What modules return from ``get_extra_state()``, in a checkpoint and back.
+
+Tensors are taken out, and None stands where they were; the rest is plain data:
+
+    {"layers.0": {"value": {"scale": 2, "history": None}, "tensors": [[[1], "cpu"]]}}
+
+Tensor number n of it is called "extra.layers.0.n". Its path is counted, and not of keys, which may
+be anything: here it was the second item of the dict.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.json_reader import encode
+from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.kernels import SKIPPED, STEPS
+from ringcomm.optim.layout import Chunk
+from ringcomm.optim.state import check_groups, pack_groups, take_groups
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.buckets import Placed, Stored, WholeBucket
+from ringcomm.zero.checkpoint.tensor_file import dtype_name
+from ringcomm.zero.engine import Engine
+
+# What of a sharded module and its optimizer a checkpoint holds, under which names.
+#
+#     model.<name>            a parameter, or a persistent buffer of rank 0
+#     optim.<kind>.<name>     exp_avg, exp_avg_sq, max_exp_avg_sq, master or remainder of a param
+#
+# Both are flat, and each rank has the elements of its chunks, whatever the stage is: so a
+# checkpoint of one stage is one of all of them. Buffers differ between ranks, and are each rank's
+# own tensors, too.
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds."""
+
+    name: str
+    elems: int
+    begin: int
+    local: Tensor
+    shape: tuple[int, ...]
+
+
+def overlap(placed: Placed, chunk: Chunk) -> tuple[int, int]:
+    """Elements [low, high) of the bucket that are the parameter's and the chunk's; maybe none."""
+    low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+    return low, max(low, high)
+
+
+def bucket_parts(
+    stored: Stored, flat: Tensor, held: Chunk, wanted: Chunk, prefix: str
+) -> Iterator[Part]:
+    """The parameters of a bucket, as a checkpoint names them.
+
+    Args:
+        stored: the bucket.
+        flat: [held elements], one number per element of the bucket.
+        held: what ``flat`` has of the bucket.
+        wanted: of which part of the bucket, inside of ``held``.
+        prefix: of the names.
+    """
+    for placed in stored.params:
+        low, high = overlap(placed, wanted)
+        local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
+        begin = low - placed.begin if low < high else 0
+        yield Part(prefix + placed.name, placed.end - placed.begin, begin, local, placed.spec.shape)
+
+
+def param_parts(engine: Engine, whole: bool) -> Iterator[Part]:
+    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it has."""
+    for stored in (*engine.stored, *engine.parts.stored_frozen):
+        if isinstance(stored, WholeBucket):
+            held = Chunk(0, stored.layout.elems)
+            wanted = held if whole else stored.chunk
+            yield from bucket_parts(stored, stored.flat, held, wanted, "model.")
+        else:
+            yield from bucket_parts(stored, stored.own, stored.chunk, stored.chunk, "model.")
+
+
+def state_parts(engine: Engine, step: ShardedStep, whole: bool) -> Iterator[Part]:
+    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has."""
+    step.written.take_over()
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        wanted = stored.state_chunk if whole else stored.chunk
+        for kind, flat in bucket.state.tensors().items():
+            prefix = f"optim.{kind}."
+            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, prefix)
+
+
+def loose_parts(engine: Engine, whole: bool) -> Iterator[Part]:
+    """Parameters without a bucket: all ranks have them, and each saves its share."""
+    placed = {
+        id(each.param)
+        for stored in (*engine.stored, *engine.parts.stored_frozen)
+        for each in stored.params
+    }
+    comm = engine.comm
+    for name, param in engine.parts.module.named_parameters():
+        if id(param) in placed:
+            continue
+        flat, shape = param.detach().reshape(-1), tuple(param.shape)
+        elems = flat.numel()
+        low = 0 if whole else comm.rank * elems // comm.world_size
+        high = elems if whole else (comm.rank + 1) * elems // comm.world_size
+        yield Part(f"model.{name}", elems, low, flat[low:high], shape)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers by name, each once."""
+    found: dict[str, Tensor] = {}
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def step_of(engine: Engine, optimizer: ShardedAdam | None, operation: str) -> ShardedStep | None:
+    """The step of an optimizer on the engine's module; collective before its first step.
+
+    Raises:
+        ArgumentError: it is one of other parameters.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, ShardedAdam) or optimizer._placement is not engine.placement:
+        raise ArgumentError(
+            f"{operation}: optimizer: expected one of ringcomm.optim that was built on the "
+            f"sharded module's parameters, got {optimizer!r}"
+        )
+    return optimizer._prepared()
+
+
+def names_of(engine: Engine, step: ShardedStep) -> list[str]:
+    """The module's name of each parameter of an optimizer, in its order."""
+    found = {id(param): name for name, param in engine.parts.module.named_parameters()}
+    return [found.get(id(param), "") for param in step.params]
+
+
+def group_names(names: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The names by param group."""
+    found, first = [], 0
+    for group in groups:
+        found.append(list(names[first : first + len(group["params"])]))
+        first += len(group["params"])
+    return found
+
+
+# What a checkpoint says beside its tensors: whose state it is, hyper-parameters, step numbers.
+
+Fail = Callable[[str], CheckpointError]
+VERSION = 1
+
+
+def describe(engine: Engine, step: ShardedStep | None) -> dict[str, Any]:
+    """What a checkpoint says beside the tensors; plain JSON, equal on all ranks."""
+    told: dict[str, Any] = {
+        "version": VERSION,
+        "stage": engine.stage,
+        "world_size": engine.comm.world_size,
+        "params": [name for name, _ in engine.parts.module.named_parameters()],
+        "optimizer": None,
+    }
+    if step is not None:
+        names = names_of(engine, step)
+        scaler = step.setting.loss_scaler
+        told["optimizer"] = {
+            "steps": dict(zip(names, step.table.step.tolist(), strict=True)),
+            "steps_taken": step.table.control[STEPS].item(),
+            "skipped_steps": step.table.control[SKIPPED].item(),
+            "groups": [
+                {key: _plain(value) for key, value in group.items() if key != "params"}
+                for group in pack_groups(step.groups, step.layout)
+            ],
+            "group_params": group_names(names, list(step.groups)),
+            "kinds": sorted({kind for each in step.buckets for kind in each.state.tensors()}),
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+        }
+    return told
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_names(engine: Engine, saved: Mapping[str, Any], fail: Fail) -> None:
+    """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
+    mine = [name for name, _ in engine.parts.module.named_parameters()]
+    theirs = saved["params"]
+    for index in range(max(len(mine), len(theirs))):
+        a, b = mine[index : index + 1], theirs[index : index + 1]
+        if a != b:
+            raise fail(
+                f"is of another model: its parameter {index} is {_one(b)}, and the module's is "
+                f"{_one(a)}"
+            )
+
+
+def _one(names: list[str]) -> str:
+    return repr(names[0]) if names else "missing"
+
+
+def check_optimizer(
+    engine: Engine, step: ShardedStep, saved: Mapping[str, Any], fail: Fail
+) -> list[dict[str, Any]]:
+    """The saved param groups, once everything about the optimizer fits; see :func:`describe`."""
+    given = saved["optimizer"]
+    kinds = {kind for each in step.buckets for kind in each.state.tensors()}
+    amsgrad = {"max_exp_avg_sq"}
+    if kinds - amsgrad != set(given["kinds"]) - amsgrad:
+        raise fail(
+            f"expected state of the kinds {sorted(kinds)}, which "
+            f"master={step.setting.options.master!r} keeps, got {given['kinds']}"
+        )
+    names = names_of(engine, step)
+    mine = group_names(names, list(step.groups))
+    if mine != given["group_params"]:
+        raise fail(
+            f"expected the param groups {mine}, as the optimizer has them, got "
+            f"{given['group_params']}"
+        )
+    packed = [
+        {**group, "params": params}
+        for group, params in zip(given["groups"], given["group_params"], strict=True)
+    ]
+    for group, taken in zip(step.groups, packed, strict=True):
+        if isinstance(group["lr"], Tensor):
+            taken["lr"] = torch.full_like(group["lr"], taken["lr"])
+    if (step.setting.loss_scaler is None) != (given["loss_scaler"] is None):
+        raise fail("expected a loss scaler on both sides, or on none")
+    if not all(0 <= given["steps"].get(name, -1) < 2**53 for name in names):
+        raise fail("its step numbers are damaged")
+    return check_groups(list(step.groups), packed, step.setting.device, str(fail("groups")))
+
+
+def take_optimizer(
+    engine: Engine, step: ShardedStep, saved: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
+    given = saved["optimizer"]
+    if "max_exp_avg_sq" not in given["kinds"]:
+        for bucket in step.buckets:
+            if bucket.state.max_exp_avg_sq is not None:
+                bucket.state.max_exp_avg_sq.zero_()
+    take_groups(list(step.groups), groups)
+    steps = [given["steps"][name] for name in names_of(engine, step)]
+    step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
+    step.table.control[STEPS].fill_(given["steps_taken"])
+    step.table.control[SKIPPED].fill_(given["skipped_steps"])
+    if step.setting.loss_scaler is not None:
+        step.setting.loss_scaler.load_state_dict(given["loss_scaler"])
+    step.kernels.forget()
+    step.gradients.drop()
+    step.begin_anew()
+
+
+# The random generators of a rank, in a checkpoint and back.
+
+
+def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
+    """torch's generators (uint8 tensors, by name) and Python's (plain JSON)."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    version, numbers, gauss = random.getstate()
+    return tensors, [version, list(numbers), gauss]
+
+
+def check_generators(tensors: Mapping[str, Tensor], python: Any) -> None:
+    """Raises CheckpointError unless these are states that :func:`load_generators` takes.
+
+    Those of a GPU are known only there, and not checked.
+    """
+    try:
+        torch.Generator().set_state(tensors["rng.cpu"])
+        random.Random().setstate(_python_state(python))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"random generators: cannot be restored: {error!r}") from error
+
+
+def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
+    """Undoes :func:`save_generators`, once checked."""
+    random.setstate(_python_state(python))
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+
+
+def _python_state(python: Any) -> tuple[Any, ...]:
+    version, numbers, gauss = python
+    return version, tuple(numbers), gauss
+
+
+Path = tuple[int, ...]
+_TENSORS = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """Of all modules of one rank.
+
+    Attributes:
+        plain: by module, plain data.
+        tensors: by name.
+    """
+
+    plain: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def modules_with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
+    """By name, the modules whose class says how to get extra state, as torch finds them."""
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
+    """Copies of the extra state of all modules.
+
+    Raises:
+        UnsupportedError: it holds what is neither plain nor a tensor; names the module.
+    """
+    plain, tensors = {}, {}
+    for name, module in modules_with_extra_state(root).items():
+        called = f"{operation}: extra state of module {_shown(name, module)}"
+        found: dict[Path, Tensor] = {}
+        value = _take_out(module.get_extra_state(), (), found)
+        encode(value, called)
+        told = []
+        for number, (path, tensor) in enumerate(found.items()):
+            if tensor.layout is not torch.strided or tensor.device.type == "meta":
+                raise UnsupportedError(
+                    f"{called}: expected tensors that are dense and have values, got one of "
+                    f"{tensor.layout} on {tensor.device}"
+                )
+            dtype_name(tensor.dtype, called)
+            # It may be a parameter's, whose memory comes and goes.
+            tensors[_tensor_name(name, number)] = tensor.detach().clone()
+            told.append([list(path), "cpu" if tensor.device.type == "cpu" else "device"])
+        plain[name] = {"value": value, "tensors": told}
+    return ExtraState(plain, tensors)
+
+
+def read_extra_state(
+    root: nn.Module,
+    saved: ExtraState,
+    device: torch.device,
+    fail: Callable[[str], CheckpointError],
+) -> dict[str, Any]:
+    """By module, what ``set_extra_state()`` shall get.
+
+    Args:
+        root: whose modules must be those that were saved.
+        saved: as :func:`save_extra_state` returned it; further tensors do not matter.
+        device: where tensors go that were not on the host.
+        fail: makes the error.
+
+    Raises:
+        CheckpointError: other modules have extra state, or it is damaged.
+    """
+    if not isinstance(saved.plain, dict):
+        raise fail("its extra state is damaged")
+    mine, theirs = list(modules_with_extra_state(root)), list(saved.plain)
+    if mine != theirs:
+        raise fail(
+            f"expected extra state of the modules {mine}, as the model has it, got that of {theirs}"
+        )
+    values = {}
+    for name, each in saved.plain.items():
+        try:
+            found: dict[Path, Tensor] = {}
+            for number, (path, place) in enumerate(each["tensors"]):
+                tensor = saved.tensors[_tensor_name(name, number)]
+                found[tuple(path)] = tensor.to("cpu" if place == "cpu" else device)
+            values[name] = _put_in(each["value"], (), found)
+            if found:
+                raise ValueError(f"no place for the tensors at {sorted(found)}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise fail(f"extra state of module {name!r}: is damaged: {error!r}") from error
+    return values
+
+
+def set_extra_state(
+    root: nn.Module, values: Mapping[str, Any], fail: Callable[[str], CheckpointError]
+) -> None:
+    """Gives each module its state.
+
+    Raises:
+        CheckpointError: a module does not take it; what came before it has been set.
+    """
+    for name, module in modules_with_extra_state(root).items():
+        try:
+            module.set_extra_state(values[name])
+        # A user's method may raise anything.
+        except Exception as error:
+            raise fail(
+                f"module {_shown(name, module)} does not take its extra state: {error!r}"
+            ) from error
+
+
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{name!r} ({type(module).__name__})"
+
+
+def _tensor_name(module: str, number: int) -> str:
+    return f"extra.{module}.{number}"
+
+
+def _take_out(value: Any, path: Path, found: dict[Path, Tensor]) -> Any:
+    """``value`` with None in place of tensors, which go to ``found``."""
+    if type(value) in _TENSORS:
+        found[path] = value
+        return None
+    return _rebuilt(value, lambda each, at: _take_out(each, (*path, at), found))
+
+
+def _put_in(value: Any, path: Path, found: dict[Path, Tensor]) -> Any:
+    """Undoes :func:`_take_out`, and empties ``found``."""
+    if value is None and path in found:
+        return found.pop(path)
+    return _rebuilt(value, lambda each, at: _put_in(each, (*path, at), found))
+
+
+def _rebuilt(value: Any, change: Callable[[Any, int], Any]) -> Any:
+    """A container with its items changed, which are counted; anything else as it is."""
+    kind = type(value)
+    if kind is dict:
+        return {key: change(each, at) for at, (key, each) in enumerate(value.items())}
+    if kind in (list, tuple):
+        return kind(change(each, at) for at, each in enumerate(value))
+    return value

@@ -1,0 +1,438 @@
+"""A sharded module and its optimizer for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import CheckpointError, where
+from ringcomm.json_reader import decode, encode
+from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.agreement import agreed_load, all_or_none, exchange
+from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
+from ringcomm.zero.checkpoint.module_state import (
+    VERSION,
+    ExtraState,
+    Part,
+    check_generators,
+    check_names,
+    check_optimizer,
+    describe,
+    load_generators,
+    modules_with_extra_state,
+    read_extra_state,
+    save_extra_state,
+    save_generators,
+    set_extra_state,
+    take_optimizer,
+)
+from ringcomm.zero.engine import Engine
+from ringcomm.zero.shard import engine_of
+from ringcomm.zero.units import aliases
+
+# ``save()``: a sharded module and its optimizer in a crash-safe checkpoint.
+
+Tensor = torch.Tensor
+
+
+class CommRanks:
+    """The ranks of a communicator, as checkpoints want them."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    def exchange(self, mine: Any) -> list[Any]:
+        return exchange(self._comm, mine)
+
+
+def save(
+    root: str | os.PathLike[str],
+    step: int,
+    module: nn.Module,
+    optimizer: ShardedAdam | None = None,
+    *,
+    data: Any = None,
+    keep: int | None = 2,
+) -> Path:
+    """Saves in ``root``/step-00000100 and so on; collective.
+
+    Each rank writes its chunks, the same at every stage, so any stage and any world can load them.
+    Killed at any moment, the checkpoints before are as they were. ``docs/checkpoint.md`` has the
+    format: JSON and safetensors, no pickle.
+
+    Args:
+        root: the run's folder, which all ranks see.
+        step: a number that grows from save to save.
+        module: what ``shard()`` returned.
+        optimizer: on its parameters; with its loss scaler.
+        data: plain JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
+        keep: how many checkpoints stay, the latest ones; None keeps all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ArgumentError: the module is not sharded, the optimizer is another's, or the step is not
+            after those that are saved, or a parameter was replaced since ``shard()``.
+        CheckpointError: a rank could not write; on all ranks.
+        UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
+    """
+    engine = engine_of(module, "save")
+    with torch.no_grad():
+        sharded = module_state.step_of(engine, optimizer, "save")
+        if sharded is not None:
+            sharded.refuse_if_torn("save")
+        engine.slots.check_all(engine.comm, "save")
+        buffers = module_state.buffers_of(engine.parts.module)
+        extra = _extra_state(engine)
+        tensors, generators = save_generators(engine.comm.device)
+        own = {f"buffer.{name}": buffer.detach() for name, buffer in buffers.items()}
+        checkpoints = Checkpoints(root, keep=keep, ranks=CommRanks(engine.comm))
+        return checkpoints.save(
+            step,
+            shards_of(engine, sharded),
+            data={
+                "ringcomm": describe(engine, sharded),
+                "tied": aliases(engine.parts.module),
+                "user": data,
+            },
+            rank_data={"generators": generators, "extra": extra.plain},
+            rank_tensors={**own, **tensors, **extra.tensors},
+        )
+
+
+def _extra_state(engine: Engine) -> ExtraState:
+    module, comm = engine.parts.module, engine.comm
+    if not modules_with_extra_state(module):
+        return ExtraState({}, {})
+    with all_or_none(comm, "save"):
+        return save_extra_state(module, where("save", comm.rank, comm.world_size))
+
+
+def shards_of(engine: Engine, step: ShardedStep | None) -> dict[str, FlatShard]:
+    """What this rank saves, by name."""
+    return {
+        part.name: FlatShard(part.elems, part.begin, part.local, part.shape)
+        for part in _parts(engine, step)
+    }
+
+
+def _parts(engine: Engine, step: ShardedStep | None) -> Iterator[module_state.Part]:
+    yield from module_state.param_parts(engine, whole=False)
+    yield from module_state.loose_parts(engine, whole=False)
+    for name, buffer in module_state.buffers_of(engine.parts.module).items():
+        flat = buffer.detach().contiguous().reshape(-1)
+        local = flat if engine.comm.rank == 0 else flat[:0]
+        yield module_state.Part(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+    if step is not None:
+        yield from module_state.state_parts(engine, step, whole=False)
+
+
+# ``load()``: continues from a checkpoint of any world and any stage.
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: under which it was saved.
+        data: the user's, as given to ``save()``.
+        exact: whether the generators and each rank's buffers are restored, too: the world is as
+            large as the one that saved.
+    """
+
+    step: int
+    data: Any
+    exact: bool
+
+
+def load(
+    root: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: ShardedAdam | None = None,
+    *,
+    step: int | None = None,
+) -> Loaded:
+    """Continues from what ``save()`` wrote, at any stage and in any world; collective.
+
+    Files are verified before anything changes: all ranks load, or none. With the optimizer it
+    takes over hyper-parameters, step numbers and the loss scaler's state, and in a world of equal
+    size each rank's buffers, modules' extra state and random generators: training goes on with the
+    same bits. In another world all ranks take rank 0's buffers and extra state. Modules'
+    ``set_extra_state()`` comes last; where one raises, the rest is loaded.
+
+    Args:
+        root: the run's folder.
+        module: what ``shard()`` returned.
+        optimizer: on its parameters, or None to load the module alone, from which an optimizer
+            that there is goes on.
+        step: which checkpoint; default the latest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another model; nothing was changed.
+        ArgumentError: the module is not sharded, the optimizer is another's, or a parameter was
+            replaced since ``shard()``.
+    """
+    engine = engine_of(module, "load")
+    comm = engine.comm
+    operation = where("load", comm.rank, comm.world_size)
+    with torch.no_grad():
+        sharded = module_state.step_of(engine, optimizer, "load")
+        engine.slots.check_all(comm, "load")
+        with agreed_load(comm, operation) as agreement:
+            checkpoints = Checkpoints(root)
+            found = checkpoints.latest() if step is None else step
+            loading = _Loading(engine, sharded, checkpoints.reader(found), operation)
+            loading.check()
+            agreement.append([found, loading.reader.manifest.to_text()])
+        # Nobody reads this rank's chunks while they change.
+        engine.free_for_step()
+        comm.barrier()
+        loading.take()
+        comm.barrier()
+        if loading.extra:
+            # Behind the barrier, since a module may look at its parameters.
+            with all_or_none(comm, "load"):
+                set_extra_state(engine.parts.module, loading.extra, loading.fail)
+    return Loaded(int(found or 0), loading.data["user"], loading.exact)
+
+
+class _Loading:
+    """One load on one rank: everything is checked first, and taken over then."""
+
+    def __init__(
+        self, engine: Engine, step: ShardedStep | None, reader: Reader, operation: str
+    ) -> None:
+        self.engine = engine
+        self.step = step
+        self.reader = Reader(reader.folder, verify=False)
+        self.operation = operation
+        self.data = self._read_data(reader.data)
+        self.saved: Mapping[str, Any] = self.data["ringcomm"]
+        self.exact = self.saved["world_size"] == engine.comm.world_size
+        self.names = set(reader.names())
+        self.groups: list[dict[str, Any]] = []
+        self.own: dict[str, Tensor] = {}
+        self.generators: Any = None
+        self.extra: Mapping[str, Any] = {}
+
+    def fail(self, text: str) -> CheckpointError:
+        """What to raise about the checkpoint."""
+        return CheckpointError(f"{self.operation}: {self.reader.folder}: {text}")
+
+    def _read_data(self, data: Any) -> Mapping[str, Any]:
+        try:
+            version = data["ringcomm"]["version"]
+            if version != VERSION or not {"user", "tied"} <= set(data):
+                raise ValueError(f"version {version}")
+            for key in ("stage", "world_size", "params", "optimizer"):
+                data["ringcomm"][key]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.fail(f"is no checkpoint of ringcomm.zero.save(): {error!r}") from error
+        found: Mapping[str, Any] = data
+        return found
+
+    # ---- checks ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises CheckpointError unless everything can be taken over."""
+        check_names(self.engine, self.saved, self.fail)
+        if self.step is not None and self.saved["optimizer"] is None:
+            raise self.fail("was saved without an optimizer; load the module alone")
+        for part in self._model_parts():
+            self._check_part(part)
+        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
+            self._check_part(Part(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape)))
+        if self.step is not None:
+            self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
+            for part in self._state_parts(self.step):
+                self._check_part(part)
+        self._verify()
+        self._check_own()
+
+    def _check_own(self) -> None:
+        """What ranks have each for themselves, and what is read last."""
+        rank = self.engine.comm.rank if self.exact else 0
+        self.own = self.reader.rank_tensors(rank)
+        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
+            saved = self.own.get(f"buffer.{name}")
+            if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
+                got = "none" if saved is None else f"{saved.dtype} of shape {tuple(saved.shape)}"
+                raise self.fail(
+                    f"buffer {name} of rank {rank}: expected {buffer.dtype} of shape "
+                    f"{tuple(buffer.shape)}, got {got}"
+                )
+        if self.exact:
+            self.generators = self.reader.rank_data(rank)["generators"]
+            check_generators(self.own, self.generators)
+        extra = ExtraState(self.reader.rank_data(rank).get("extra", {}), self.own)
+        engine = self.engine
+        self.extra = read_extra_state(engine.parts.module, extra, engine.comm.device, self.fail)
+        if self.step is not None and self.step.setting.loss_scaler is not None:
+            LossScaler().load_state_dict(self.saved["optimizer"]["loss_scaler"])
+
+    def _check_part(self, part: Part) -> None:
+        if part.name not in self.names:
+            raise self.fail(f"expected {part.name}, it is not there")
+        shape, dtype = self.reader.shape(part.name), self.reader.dtype(part.name)
+        if (shape, dtype) != (part.shape, part.local.dtype):
+            raise self.fail(
+                f"{part.name}: expected {part.local.dtype} of shape {part.shape}, as the module "
+                f"has it, got {dtype} of shape {shape}"
+            )
+
+    def _verify(self) -> None:
+        """Checksums of this rank's share of the files: together the ranks check them all."""
+        comm = self.engine.comm
+        self.reader.verify(sorted(self.reader.manifest.files)[comm.rank :: comm.world_size])
+
+    # ---- what is taken over ---------------------------------------------------------------------
+
+    def _model_parts(self) -> Iterator[Part]:
+        """The parameters that this rank holds, whose elements are written by :meth:`take`."""
+        yield from module_state.param_parts(self.engine, whole=True)
+        yield from module_state.loose_parts(self.engine, whole=True)
+
+    def _state_parts(self, step: ShardedStep) -> Iterator[Part]:
+        """And of the optimizer's state."""
+        for part in module_state.state_parts(self.engine, step, whole=True):
+            if part.name in self.names or ".max_exp_avg_sq." not in part.name:
+                yield part
+
+    def take(self) -> None:
+        """Reads everything into place."""
+        step = self.step
+        if step is not None and "max_exp_avg_sq" in self.saved["optimizer"]["kinds"]:
+            step.ensure_max()
+        self._read(self._model_parts())
+        for stored in self.engine.stored:
+            stored.wide = None
+        self._take_buffers()
+        if step is not None:
+            self._read(self._state_parts(step))
+            take_optimizer(self.engine, step, self.saved, self.groups)
+        else:
+            self.engine.placement.refresh_masters()
+        if self.exact:
+            load_generators(self.own, self.generators, self.engine.comm.device)
+
+    def _read(self, parts: Iterator[Part]) -> None:
+        for part in parts:
+            if part.local.numel():
+                self.reader.read(part.name, part.begin, part.local)
+
+    def _take_buffers(self) -> None:
+        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
+            buffer.copy_(self.own[f"buffer.{name}"])
+
+
+class TrainState:
+    """What ``torch.distributed.checkpoint`` calls a Stateful, at any stage and in any world.
+
+    It needs a process group of torch, of any backend, with the ranks of the module's communicator::
+
+        state = {"train": zero.TrainState(module, optimizer)}
+        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+        dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
+
+    with the classes of ``ringcomm.zero.checkpoint``, which need no pickle; torch's own work, too.
+    torch loads tensors in place, one by one: a load that fails leaves a mixture, so load again.
+    ``save()`` and ``load()`` are all or nothing, and take generators and buffers of ranks along.
+
+    Args:
+        module: what ``shard()`` returned.
+        optimizer: on its parameters, or None.
+
+    Raises:
+        ArgumentError: the module is not sharded, or the optimizer is another's.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: ShardedAdam | None = None) -> None:
+        self._engine = engine_of(module, "TrainState")
+        with torch.no_grad():
+            self._step = module_state.step_of(self._engine, optimizer, "TrainState")
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name, what this rank has of each flat tensor, to be saved or loaded in place.
+
+        "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
+        those of modules' extra state, the rest of which is "extra".
+        """
+        engine, step = self._engine, self._step
+        engine.free_for_step()
+        parts = [*module_state.param_parts(engine, True), *module_state.loose_parts(engine, True)]
+        if step is not None:
+            step.refuse_if_torn("state_dict")
+            parts += module_state.state_parts(engine, step, True)
+        shards = {
+            part.name: FlatShard(part.elems, part.begin, part.local, part.shape) for part in parts
+        }
+        buffers = module_state.buffers_of(engine.parts.module)
+        extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
+        # A checkpoint of modules without extra state has no such entry.
+        told = {"extra": json.dumps(encode(extra.plain, "extra"))} if extra.plain else {}
+        return {
+            **shards,
+            **{f"model.{name}": buffer.detach() for name, buffer in buffers.items()},
+            **extra.tensors,
+            **told,
+            "facts": json.dumps(describe(engine, step)),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what is no tensor; torch has loaded those in place.
+
+        Raises:
+            CheckpointError: it is of another model, or of an optimizer with other param groups.
+        """
+        engine, step = self._engine, self._step
+        try:
+            facts = json.loads(state["facts"])
+            given = facts["optimizer"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _failed(f"is no checkpoint of a TrainState: {error!r}") from error
+        check_names(engine, facts, _failed)
+        for bucket in engine.stored:
+            bucket.wide = None
+        if step is not None and given is None:
+            raise _failed("was saved without an optimizer; load the module alone")
+        extra = self._read_extra(state)
+        if step is not None:
+            take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
+        else:
+            engine.placement.refresh_masters()
+        engine.comm.barrier()
+        set_extra_state(engine.parts.module, extra, _failed)
+
+    def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            plain = decode(json.loads(state["extra"])) if "extra" in state else {}
+        except (TypeError, ValueError) as error:
+            raise _failed(f"has extra state that is damaged: {error!r}") from error
+        engine = self._engine
+        saved = ExtraState(plain, dict(state))
+        return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
+
+
+def _failed(text: str) -> CheckpointError:
+    return CheckpointError(f"TrainState.load_state_dict: the checkpoint {text}")

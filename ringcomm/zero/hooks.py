@@ -1,0 +1,402 @@
+"""Hooks of modules: casts at the root, and at stage 3 gathering and freeing around each unit."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.zero.buckets import SplitBucket
+from ringcomm.zero.engine import Engine
+from ringcomm.zero.units import Unit
+
+# Keeps hooks out of what ``torch.compile`` traces.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Dynamo says it where it breaks a graph, and in the error that fullgraph=True makes of that.
+_REASON = (
+    "ringcomm.zero works between the graphs: at stage 3 it gathers each unit before it runs and "
+    "frees it afterwards. For fullgraph=True pass each unit, such as every block, through "
+    "torch.compile() before shard(), and leave the module around them uncompiled"
+)
+
+
+def outside_of_compile(function: F) -> F:
+    """``torch.compiler.disable``, without its import of Dynamo where nothing is compiled.
+
+    That takes 1.2 s (Zen 4), which importing ringcomm.zero would take longer.
+    """
+    # What Dynamo looks for before it traces a call.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return only_inlined(function)
+
+
+def only_inlined(function: F) -> F:
+    """Has Dynamo trace a function inside of a larger graph, and never for itself.
+
+    Behind a graph break a hook is called as a frame of its own. It is skipped, as is whatever it
+    calls: Dynamo would compile both anew for each unit until it gave up.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile()`` was called with, if this is what it returned."""
+    found = getattr(module, "_orig_mod", module)
+    return found if isinstance(found, nn.Module) else module
+
+
+Tensor = torch.Tensor
+
+
+def hook_modules(engine: Engine, root: nn.Module) -> None:
+    """Registers all hooks that the engine's stage and precision need."""
+    precision = engine.options.precision
+    if precision.cast_inputs and precision.param is not None:
+        dtype = precision.param
+
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _cast(args, dtype), _cast(kwargs, dtype)
+
+        engine.keep(root.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+    if engine.stage > 1:
+        _RootHooks(engine, root)
+    if engine.gatherer is not None:
+        hooks = [_UnitHooks(engine, unit, unit.module is root) for unit in engine.parts.units]
+        _watch_accesses(engine, hooks)
+        refuse = _refuse_states(engine)
+        for module in root.modules():
+            engine.keep(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+    if precision.output is not None:
+        output_dtype = precision.output
+
+        def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+            return _cast(output, output_dtype)
+
+        engine.keep(root.register_forward_hook(cast_outputs))
+
+
+def _refuse_states(engine: Engine) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        if engine.gatherer is not None and not engine.gatherer.pinned:
+            raise ArgumentError(
+                "state_dict: at stage 3 a module has its parameters only inside gathered(). Save "
+                "with ringcomm.zero.save() or full_state_dict(), and load inside "
+                "gathered(module, write_from=0)"
+            )
+
+    return refuse
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """All tensors in what a module returned: in containers, dataclasses and plain objects.
+
+    Args:
+        value: what was returned.
+        seen: by ``id``, what was looked into already, for objects may refer to each other.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen or isinstance(value, (str, bytes, type, nn.Module)):
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (Sequence, set, frozenset)):
+        inside = value
+    elif is_dataclass(value):
+        inside = (getattr(value, field.name) for field in fields(value))
+    elif hasattr(value, "__dict__"):
+        held = vars(value).values()
+        inside = [each for each in held if isinstance(each, (Tensor, Mapping, Sequence))]
+    seen[id(value)] = value
+    for each in inside:
+        yield from tensors_in(each, seen)
+
+
+def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
+    """Has ``hook`` called before a backward reaches what made ``output``; whether it will be.
+
+    Not through leaves: behind them is nothing, and they keep their hooks for good.
+    """
+    watched = False
+    for tensor in tensors_in(output):
+        # Who changes a view in place gives it another way back, which passes by its base.
+        for each in (tensor, tensor._base):
+            if each is not None and each.grad_fn is not None:
+                each.register_hook(hook)  # type: ignore[no-untyped-call]
+                watched = True
+    return watched
+
+
+class _RootHooks:
+    """Tells the engine when a backward begins, before any backward inside it does."""
+
+    def __init__(self, engine: Engine, root: nn.Module) -> None:
+        self._engine = engine
+        engine.keep(root.register_forward_hook(self._after))
+
+    @only_inlined
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A graph of the whole module has one backward, with none inside of it.
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+            _watch_gradients(output, self._backward)
+
+    def _backward(self, grad: Tensor) -> None:
+        self._engine.begin_backward()
+
+
+class _UnitHooks:
+    """Gathers one unit before it runs, forward and backward, and frees it afterwards.
+
+    NOTE [When a bucket can be freed in backward]
+    A trainable parameter's gradient comes after all nodes that use the parameter have run, so a
+    bucket whose gradients have all come is needed no more, unless autograd still refers to its
+    memory: to a detached weight, say. Frozen parameters have no gradients: theirs are freed when
+    the gradients of the unit's inputs have come. What neither frees goes at the end of backward.
+    """
+
+    def __init__(self, engine: Engine, unit: Unit, is_root: bool) -> None:
+        self._engine = engine
+        self._unit = unit
+        self.outside: list[_UnitHooks] = []
+        self.everyone: Sequence[_UnitHooks] = ()
+        self._is_root = is_root
+        self._depth = 0
+        # Whether somebody has asked for a parameter since the unit was gathered.
+        self._touched = False
+        # Units whose parameters are used outside of their module's calls stay for the iteration.
+        self.stays = is_root or engine.options.keep_gathered
+        engine.keep(unit.module.register_forward_pre_hook(self._before, with_kwargs=True))
+        engine.keep(
+            unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        )
+
+    @property
+    def _buckets(self) -> tuple[SplitBucket, ...]:
+        assert self._engine.gatherer is not None
+        return self._engine.gatherer.buckets_of(self._unit)
+
+    def _need(self) -> None:
+        assert self._engine.gatherer is not None
+        self._engine.gatherer.need(self._unit)
+
+    @outside_of_compile
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if self._depth and not _calls_itself(module):
+            for each in self.everyone:
+                each._depth = 0
+            gatherer.running = 0
+        if not gatherer.running and not self._engine.in_backward:
+            if self._is_root:
+                gatherer.free_all()
+            if self._is_root or gatherer.is_repeated(self._unit):
+                gatherer.new_iteration()
+        self._depth += 1
+        gatherer.running += 1
+        if not all(bucket.is_here for bucket in self._buckets):
+            self._touched = False
+        self._need()
+        if torch.is_grad_enabled() and any(not bucket.trains for bucket in self._buckets):
+            self._watch_inputs((args, kwargs))
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        needed = [each for each in tensors_in(inputs) if each.requires_grad]
+        # Leaves live on, and would keep the hook.
+        if needed and not any(each.is_leaf for each in needed):
+            torch.autograd.graph.register_multi_grad_hook(needed, self._free_frozen)
+
+    def _free_frozen(self, grads: Any) -> None:
+        gatherer = self._engine.gatherer
+        if gatherer is not None and not self._depth and not self.stays:
+            for bucket in self._buckets:
+                if not bucket.trains:
+                    gatherer.free_used(bucket)
+
+    @outside_of_compile
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        # Called after an exception, too, with None; it may have come before _before() did.
+        if self._depth:
+            self._depth -= 1
+            gatherer.running -= 1
+        copied = self._without_parameters(output)
+        grad = torch.is_grad_enabled()
+        self._free_after_forward(not grad or _watch_gradients(copied, self._backward))
+        return None if copied is output else copied
+
+    def _without_parameters(self, output: Any) -> Any:
+        """Copies of returned parameters and views of them, whose memory is about to go."""
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if not any(gatherer.has(tensor) for tensor in tensors_in(output)):
+            return output
+        copied = tree_map_only(Tensor, lambda t: t.clone() if gatherer.has(t) else t, output)
+        if any(gatherer.has(tensor) for tensor in tensors_in(copied)):
+            raise UnsupportedError(
+                f"zero: module {self._unit.name!r} returned a parameter, or a view of one, inside "
+                f"a {type(output).__name__}, and at stage 3 its memory is about to be freed; "
+                "return a copy (.clone())"
+            )
+        return copied
+
+    def _free_after_forward(self, watched: bool) -> None:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if self._depth or self._engine.in_backward or not watched:
+            return
+        if not torch.is_grad_enabled():
+            if self._is_root:
+                gatherer.free_all()
+            elif not self.stays and not self._touched:
+                self._free()
+        elif not self.stays:
+            self._free()
+
+    def _free(self) -> None:
+        assert self._engine.gatherer is not None
+        for bucket in self._buckets:
+            self._engine.gatherer.free(bucket)
+
+    def _backward(self, grad: Tensor) -> None:
+        """The gradient of something that the unit returned is there."""
+        self._engine.begin_backward()
+        self._engine.expect_gradients(self._buckets)
+        self._need()
+        for other in self.outside:
+            other._need()
+
+    def touched(self) -> None:
+        """A parameter is wanted that is not here."""
+        if not self._depth and not self.stays and torch.is_grad_enabled():
+            self.stays = True
+            self.outside.append(self)
+        self._touched = True
+        self._need()
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if not gatherer.running and not self._engine.in_backward:
+            gatherer.open(self._unit)
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether the module's call that has just begun is inside another one of the same module.
+
+    Else a unit that is thought to run was left by Ctrl-C, after which torch calls no forward hook
+    (it catches Exception, and KeyboardInterrupt is none).
+    """
+    frame, calls = sys._getframe(), 0
+    while frame.f_back is not None and calls < 2:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+    return calls > 1
+
+
+class _Watched(dict[str, Any]):
+    """A module's parameters; asking for one by its name gathers it.
+
+    NOTE [Touching gathers]
+    Modules use each other's parameters (``F.linear(x, self.embed.weight)``) without a call that
+    hooks could see. Since gathering takes no other rank, it can happen right where ``embed.weight``
+    is looked up. From then on that unit stays from its first use to the end of backward.
+    """
+
+    def __init__(self, params: Mapping[str, Any], touch: Callable[[Tensor], None]) -> None:
+        super().__init__(params)
+        self._touch = touch
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError("zero: a sharded module cannot be copied or pickled; unshard() it")
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._touch(param)
+        return param
+
+
+class _Table:
+    """A module's table of parameters: watched, and plain while all of them are here.
+
+    NOTE [Plain while here]
+    Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
+    that it guards there. What is here needs no watching, so that a compiled unit finds a plain
+    table, and all units of one kind share what was compiled.
+    """
+
+    def __init__(
+        self, module: nn.Module, watched: _Watched, buckets: Sequence[SplitBucket]
+    ) -> None:
+        self._module = module
+        self._watched = watched
+        self._buckets = buckets
+
+    def settle(self) -> None:
+        """Called when a bucket has come or gone."""
+        attributes, watched = self._module.__dict__, self._watched
+        table = attributes["_parameters"]
+        for bucket in self._buckets:
+            if not bucket.is_here:
+                break
+        else:
+            if table is watched:
+                attributes["_parameters"] = dict(watched.items())
+            return
+        if table is watched:
+            return
+        # Parameters may have been registered or replaced meanwhile. The values are only asked
+        # whether they are the same objects: absent ones cannot be compared.
+        unchanged = list(table) == list(watched)
+        if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
+            watched.clear()
+            watched.update(table)
+        attributes["_parameters"] = watched
+
+
+def _watch_accesses(engine: Engine, hooks: Sequence[_UnitHooks]) -> None:
+    """See NOTE [Touching gathers]."""
+    assert engine.gatherer is not None
+    outside: list[_UnitHooks] = []
+    owner: dict[int, tuple[SplitBucket, _UnitHooks]] = {}
+    for each in hooks:
+        each.outside, each.everyone = outside, hooks
+        for bucket in each._buckets:
+            owner.update({id(placed.param): (bucket, each) for placed in bucket.params})
+
+    def touch(param: Tensor) -> None:
+        bucket, unit = owner.get(id(param), (None, None))
+        if bucket is not None and unit is not None and not bucket.is_here:
+            unit.touched()
+
+    for module in engine.parts.module.modules():
+        own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]
+        if own:
+            watched = _Watched(module._parameters, touch)
+            engine.watch(module, watched)
+            table = _Table(module, watched, own)
+            for bucket in dict.fromkeys(own):
+                engine.gatherer.tell(bucket, table.settle)

@@ -1,0 +1,453 @@
+"""Refuses the steps of optimizers that know nothing of sharding, on parameters that are sharded."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.memory.host_heap import zeros
+from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
+from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients, check_gradient
+from ringcomm.optim.kernels import Kernels, StepTable
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.placement import Placement, first_placed
+from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
+from ringcomm.zero.absent import plainly
+from ringcomm.zero.buckets import Stored, WholeBucket, by_optimizer
+from ringcomm.zero.reduce import Reduction
+
+if TYPE_CHECKING:
+    from ringcomm.optim.step import ShardedStep
+    from ringcomm.zero.engine import Engine
+
+# What each stage makes of the kernels that work on whole buckets.
+#
+# Stage 1 takes them as they are: one pass, or two, over parameters and gradients that all ranks
+# have whole.
+
+Tensor = torch.Tensor
+
+
+class StageKernels(Kernels):
+    """What the stages share: the kernels below, and a reducer that works alone, too."""
+
+    def __init__(self, native: Kernels, reducer: Reducer) -> None:
+        super().__init__(native.alone, reducer)
+        self._native = native
+
+    def forget(self) -> None:
+        self._native.forget()
+
+    def begin(self, table: StepTable) -> None:
+        self._native.begin(table)
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        self._native.update_shard(bucket, grad)
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        if self.alone:
+            self._native.update_shard(bucket, grad)
+        else:
+            self._native.update_gather(bucket, grad)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        self._native.one_pass(bucket, grads)
+
+
+class RoundedKernels(StageKernels):
+    """Stage 1 with the reduced gradient in 16 bits, where the other stages keep it so."""
+
+    def __init__(self, native: Kernels, reducer: Reducer, dtype: torch.dtype) -> None:
+        super().__init__(native, reducer)
+        self._dtype = dtype
+        self._shards: dict[int, Tensor] = {}
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
+        self._shards[bucket.number] = exact.to(self._dtype)
+
+    def update(self, bucket: Bucket) -> None:
+        self.update_gather(bucket, self._shards.pop(bucket.number))
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        self.reduce_norm(bucket, "l2", _new_words(bucket))
+        self.update(bucket)
+
+
+class ReplicatedKernels(StageKernels):
+    """Stage 0: an all-reduce, and the whole update on every rank.
+
+    The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
+    update reads the same bits as at the other stages.
+    """
+
+    def __init__(
+        self, native: Kernels, reducer: Reducer, comm: Communicator, dtype: torch.dtype
+    ) -> None:
+        super().__init__(native, reducer)
+        self._comm = comm
+        self._dtype = dtype
+        self._sums: dict[int, Tensor] = {}
+
+    def _sum(self, bucket: Bucket) -> Tensor:
+        """dtype [largest chunk elements], in the heap: this rank's chunk of the sum."""
+        if bucket.number not in self._sums:
+            elems = bucket.layout.chunk(0, self._comm.world_size).elems
+            self._sums[bucket.number] = zeros(
+                elems, dtype=self._dtype, device=self._comm.heap_device
+            )
+        return self._sums[bucket.number]
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        chunk = bucket.layout.chunk(self._comm.rank, self._comm.world_size)
+        own = self._sum(bucket)[: chunk.elems]
+        exact = own
+        if self._dtype is not torch.float32:
+            exact = torch.empty(chunk.elems, dtype=torch.float32, device=own.device)
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
+        if exact is not own:
+            own.copy_(exact)
+
+    def update(self, bucket: Bucket) -> None:
+        own = self._sum(bucket)
+        whole = torch.empty(
+            own.numel() * self._comm.world_size, dtype=self._dtype, device=own.device
+        )
+        self._comm.all_gather_into_tensor(whole, own)
+        self.update_shard(bucket, whole)
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        self.reduce_norm(bucket, "l2", _new_words(bucket))
+        self.update(bucket)
+
+
+class ReducedKernels(StageKernels):
+    """Stage 2: gradients were reduced while backward ran.
+
+    But for the last ones; see NOTE [Kept for the step] in ``reduction.py``.
+    """
+
+    def __init__(self, native: Kernels, reduction: Reduction) -> None:
+        super().__init__(native, reduction.reducer)
+        self._reduction = reduction
+
+    def end(self) -> None:
+        self._reduction.used()
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        self._reduction.norm(bucket.number, kind, words)
+
+    def update(self, bucket: Bucket) -> None:
+        self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        kept = self._reduction.kept.get(bucket.number)
+        if kept is None:
+            self.update(bucket)
+        elif self.alone:
+            self._native.update_shard(bucket, kept[: bucket.chunk.elems])
+        else:
+            self._native.one_pass(bucket, kept)
+
+
+class SplitKernels(ReducedKernels):
+    """Stage 3: and no rank has more than its chunk of the parameters.
+
+    See NOTE [Gathering is one-sided] in ``stored.py`` for the barriers.
+    """
+
+    def __init__(
+        self,
+        native: Kernels,
+        reduction: Reduction,
+        comm: Communicator,
+        free_all: Callable[[], None],
+    ) -> None:
+        super().__init__(native, reduction)
+        self._comm = comm
+        self._free_all = free_all
+
+    def ready(self) -> None:
+        self._free_all()
+
+    def begin(self, table: StepTable) -> None:
+        self._comm.barrier()
+        super().begin(table)
+
+    def update(self, bucket: Bucket) -> None:
+        self.update_shard(bucket, self._reduction.buckets[bucket.number].shard)
+
+    def end(self) -> None:
+        super().end()
+        self._comm.barrier()
+
+
+def _new_words(bucket: Bucket) -> Tensor:
+    return torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.grads.device)
+
+
+# What an optimizer finds of a sharded module.
+
+# What the module's sharding decides, in place of the optimizer's options.
+_DECIDED = ("algorithm", "bucket_elems", "reduce", "broadcast_parameters")
+
+
+class ReducedGradients(Gradients):
+    """Gradients that were reduced before the step."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: ShardLayout,
+        buckets: Buckets,
+        engine: Engine,
+    ) -> None:
+        super().__init__(params, layout, buckets)
+        assert engine.reduction is not None
+        self._engine = engine
+        self._reduction = engine.reduction
+
+    def collect(self) -> list[float]:
+        self._engine.order.settle()
+        found = self._reduction.finish(keep=True)
+        active = [0.0] * len(self._params)
+        for bucket, flags in zip(self._layout.buckets, found, strict=True):
+            for segment, flag in zip(bucket.segments, flags, strict=True):
+                active[segment.param] = float(flag)
+        for index in self._empty:
+            active[index] = 0.0 if self._params[index].grad is None else 1.0
+        return active
+
+    def flats(self) -> list[Tensor]:
+        self._reduction.finish()
+        return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
+
+    def mark(self) -> object:
+        shards = [bucket.shard._version for bucket in self._reduction.buckets]
+        with plainly():
+            return self._reduction.generation, shards, super().mark()
+
+    def zero(self) -> None:
+        self._engine.order.settle()
+        self._reduction.zero()
+
+    def drop(self) -> None:
+        self._engine.order.settle()
+        self._reduction.drop()
+
+
+class BucketedGradients(Gradients):
+    """Gradients that move to their buckets one by one, as backward brings them.
+
+    Autograd's own memory is free again at once, and used for the next gradient while it is in the
+    cache. Where all of them move at the step, a step of a GPT of 25 M FP32 parameters takes 1.15
+    times as long (2 ranks on 2 Zen 4 cores), and needs memory for all gradients twice.
+    """
+
+    def watch(self, engine: Engine) -> None:
+        """Moves gradients from now on, for as long as the engine lives."""
+        me = weakref.ref(self)
+        for number, slot in enumerate(self._slots):
+            hook = partial(_move_gradient, me, number)
+            engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def move(self, number: int) -> None:
+        """Moves the gradient of a slot's parameter."""
+        slot = self._slots[number]
+        grad = slot.param.grad
+        if grad is not None and grad is not slot.view:
+            check_gradient(grad, slot.param, self.label(slot.number))
+            slot.view.copy_(grad.detach())
+            slot.param.grad = slot.view
+
+
+def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, _: Tensor) -> None:
+    alive = gradients()
+    if alive is not None:
+        alive.move(number)
+
+
+class ModulePlacement(Placement):
+    """The trainable parameters of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._owner: weakref.ref[ShardedStep] | None = None
+        comm = engine.comm
+        self.comm = comm
+        self.shard_of = (0, 1) if engine.stage == 0 else (comm.rank, comm.world_size)
+
+    def names(self) -> Mapping[int, str]:
+        plan = self._engine.plan
+        placed = zip(plan.params, plan.names, plan.layout.params, strict=True)
+        return {id(param): name for param, name, spec in placed if spec.placed}
+
+    def options(self, options: AdamWOptions) -> AdamWOptions:
+        engine, default = self._engine, AdamWOptions()
+        head = where("optimizer", engine.comm.rank, engine.comm.world_size)
+        chosen = engine.options
+        mine: dict[str, Any] = {
+            "algorithm": chosen.algorithm,
+            "bucket_elems": chosen.bucket_elems,
+            "reduce": chosen.reduce,
+            "broadcast_parameters": chosen.broadcast,
+        }
+        for name in _DECIDED:
+            if getattr(options, name) not in (getattr(default, name), mine[name]):
+                raise ArgumentError(
+                    f"{head}: {name}={getattr(options, name)!r}: the parameters were sharded by "
+                    f"shard(), which decides it: it has {mine[name]!r}. Pass it to shard()"
+                )
+        if options.kernels != "native":
+            raise UnsupportedError(f'{head}: a sharded module takes kernels="native" alone')
+        if options.accumulate_dtype is not None and engine.stage > 1:
+            raise UnsupportedError(
+                f"{head}: accumulate_dtype: at stages 2 and 3 reduced gradients add up in FP32 "
+                "already, outside of no_sync(); leave it away"
+            )
+        return replace(options, **mine)
+
+    def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
+        numbers: list[int] = []
+        names: list[str] = []
+        for number, group in enumerate(groups):
+            count = len(group["params"])
+            numbers += [number] * count
+            names += list(group.get("param_names") or [""] * count)
+        return by_optimizer(self._engine.plan, params, numbers, names)
+
+    def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
+        made = []
+        for number, stored in enumerate(self._engine.stored):
+            bucket = Bucket(
+                number,
+                layout.buckets[number],
+                stored.state_chunk,
+                self._memory(stored, options),
+                options.master,
+            )
+            if self._engine.reduction is not None:
+                bucket.grad_shard = self._engine.reduction.buckets[number].shard
+                bucket.tag = partial(self._engine.reduction.tag, number)
+            made.append(bucket)
+        return Buckets(layout, made)
+
+    def _memory(self, stored: Stored, options: AdamWOptions) -> BucketMemory:
+        wide, stored.wide = stored.wide, None
+        if not isinstance(stored, WholeBucket):
+            return BucketMemory(stored.own, wide=wide)
+        flat = stored.flat
+        grads = None
+        if self._engine.reduction is None:
+            dtype = options.accumulate_dtype or flat.dtype
+            grads = zeros(flat.numel(), dtype=dtype, device=stored.comm.heap_device)
+        chunk = stored.state_chunk
+        own = flat[chunk.begin : chunk.end]
+        return BucketMemory(own, flat, grads, wide)
+
+    def gradients(
+        self,
+        params: Sequence[Tensor],
+        layout: ShardLayout,
+        buckets: Buckets,
+        accumulator: Accumulator | None,
+    ) -> Gradients:
+        engine = self._engine
+        if engine.reduction is not None:
+            return ReducedGradients(params, layout, buckets, engine)
+        if accumulator is not None:
+            return AccumulatedGradients(params, layout, buckets, accumulator)
+        gradients = BucketedGradients(params, layout, buckets)
+        gradients.watch(engine)
+        return gradients
+
+    def kernels(self, native: Kernels) -> Kernels:
+        engine = self._engine
+        precision, comm = engine.options.precision, engine.comm
+        dtype = precision.reduced_dtype
+        if engine.stage == 3:
+            assert engine.reduction is not None
+            return SplitKernels(native, engine.reduction, comm, engine.free_for_step)
+        if engine.stage == 2:
+            assert engine.reduction is not None
+            return ReducedKernels(native, engine.reduction)
+        reducer = make_reducer(comm, engine.options, engine.plan.layout.size_bytes)
+        if engine.stage == 0:
+            return ReplicatedKernels(native, reducer, comm, dtype)
+        return native if dtype is torch.float32 else RoundedKernels(native, reducer, dtype)
+
+    def check(self) -> None:
+        self._engine.slots.check()
+        # Of whole buckets the gradients look at the same addresses.
+        if self._engine.reduction is not None:
+            self._engine.check()
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        self._engine.forget_gradients(set_to_none)
+
+    @property
+    def owner(self) -> ShardedStep | None:
+        """The optimizer's step, once there is one."""
+        return None if self._owner is None else self._owner()
+
+    def refresh_masters(self) -> None:
+        """The parameters were replaced: the optimizer, if there is one, goes on from them."""
+        if self.owner is not None:
+            for bucket in self.owner.buckets:
+                bucket.refresh_master()
+
+    def bind(self, owner: ShardedStep) -> None:
+        if self.owner is not None:
+            raise ArgumentError(
+                "optimizer: another optimizer steps these parameters already; build one, or "
+                "unshard() and shard() the module anew"
+            )
+        self._owner = weakref.ref(owner)
+
+
+_lock = threading.Lock()
+_watching = False
+
+
+def watch_optimizers() -> None:
+    """Has every optimizer of this process checked before each step, from the first call on.
+
+    It stays: an optimizer without sharded parameters pays 0.1 us a parameter (Zen 4).
+    """
+    global _watching
+    with _lock:
+        if not _watching:
+            register_optimizer_step_pre_hook(_refuse)
+            _watching = True
+
+
+def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ArgumentError when the optimizer would step sharded parameters by itself."""
+    if isinstance(optimizer, ShardedAdam):
+        return
+    found = first_placed(optimizer.param_groups)
+    # Wrappers are torch's optimizers, too, and have the groups of the one that they step.
+    if found is None or any(isinstance(each, ShardedAdam) for each in vars(optimizer).values()):
+        return
+    param, placement = found
+    kind = type(optimizer)
+    name = placement.names().get(id(param), "of no elements")
+    raise ArgumentError(
+        f"optimizer.step: {kind.__module__}.{kind.__qualname__} holds parameter {name} of a module "
+        "that shard() has prepared, and would step it on this rank alone, without the others' "
+        "gradients. Use ringcomm.optim.AdamW or Adam, built on the module's parameters after "
+        "shard(); or unshard() the module first"
+    )

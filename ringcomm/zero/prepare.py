@@ -1,0 +1,290 @@
+"""Moves a module's parameters into buckets, and the values of rank 0 to all ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim.layout import DTYPE_NAMES, is_distributed
+from ringcomm.zero.absent import make_present
+from ringcomm.zero.buckets import Placed, Plan, SplitBucket, Stored, WholeBucket
+from ringcomm.zero.engine import Parts
+from ringcomm.zero.units import Unit
+
+# Which modules shard() cannot take, and what their owner can do about it.
+
+
+def check_shardable(root: nn.Module) -> None:
+    """Checks what kinds of modules and parameters are in ``root``.
+
+    Raises:
+        ArgumentError: some are sharded or distributed by torch, or have no shape yet.
+        UnsupportedError: a module writes to its parameter in forward.
+    """
+    # Nobody has such a module unless it was imported.
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for name, module in root.named_modules():
+        called = f"shard: module {name or type(module).__name__!r}"
+        if isinstance(module, fsdp):
+            raise ArgumentError(
+                f"{called} is sharded by fully_shard() (FSDP2) already; use one of both: call "
+                "shard() on the module as it was before"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{called}: max_norm={module.max_norm} has its forward write to the weight's rows "
+                "that this rank's batch uses, so that the ranks' weights would differ; build it "
+                "without max_norm, and clip the rows yourself after each step (inside "
+                "gathered(module, write_from=0))"
+            )
+    for name, param in root.named_parameters():
+        if is_distributed(param):
+            raise ArgumentError(
+                f"shard: parameter {name} is a DTensor, which has its own way of being sharded or "
+                "replicated; use one of both: replace it by nn.Parameter(param.full_tensor())"
+            )
+        if is_lazy(param):
+            raise ArgumentError(
+                f"shard: parameter {name} has no shape yet, as it belongs to a lazy module; run "
+                "the module once, on a batch, before shard()"
+            )
+
+
+# What a module was before ``shard()``, to be put back should that fail halfway.
+
+Tensor = torch.Tensor
+
+
+def _put_back(param: nn.Parameter, data: Tensor) -> None:
+    make_present([param])
+    param.data = data
+
+
+class Before:
+    """How to undo what was done so far; nothing in it needs another rank.
+
+    NOTE [All or nothing]
+    Ranks can be lost at any moment, so a rank must be able to put its module back alone. Its own
+    values may be nowhere else: buckets have those of rank 0, rounded, and at stage 3 a part of
+    them. So the memory that the parameters had stays until all ranks have moved all of theirs.
+    What was on the meta device had none, and goes back there: such a module is not held twice.
+
+    Attributes:
+        meta: by ``id``, the parameters that were on the meta device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.meta = {id(param) for param in module.parameters() if param.device.type == "meta"}
+        self._undo = ExitStack()
+
+    def call(self, undo: Callable[..., object], *args: Any) -> None:
+        """``undo(*args)`` puts something back; what was done last is undone first."""
+        self._undo.callback(undo, *args)
+
+    def keep_data(self, param: nn.Parameter) -> None:
+        """The parameter is about to get other memory."""
+        if id(param) not in self.meta:
+            self.call(_put_back, param, param.data)
+
+    def keep_values(self, tensor: Tensor) -> None:
+        """The tensor is about to be written to."""
+        if id(tensor) not in self.meta:
+            there = tensor.detach()
+            self.call(there.copy_, there.clone())
+
+    def keep_entry(self, table: dict[str, Any], key: str) -> None:
+        """``table[key]`` is about to be replaced."""
+        self.call(table.__setitem__, key, table[key])
+
+    @contextmanager
+    def put_back_on_failure(self) -> Iterator[None]:
+        """If anything is raised inside, all that was done is undone."""
+        with torch.no_grad(), self._undo:
+            yield
+            self._undo.pop_all()
+
+
+# Parameters on the meta device get memory a unit at a time, straight before they are sharded.
+
+# Fills the parameters and buffers that a module has itself, not those of its children.
+Initialize: TypeAlias = "Callable[[nn.Module], None]"
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no memory."""
+    return tensor.device.type == "meta"
+
+
+def materialize(
+    unit: Unit,
+    units: Sequence[Unit],
+    device: torch.device,
+    init: Initialize | None,
+    before: Before,
+) -> None:
+    """Gives a unit's meta tensors memory on ``device`` and values.
+
+    Args:
+        unit: whose modules, down to those of other units.
+        units: all units.
+        device: of the communicator.
+        init: see ``shard()``.
+        before: learns how to undo it.
+
+    Raises:
+        ArgumentError: a module has no ``reset_parameters()`` and ``init`` is None.
+    """
+    others = {id(each.module) for each in units if each is not unit}
+    for name, module in _modules(unit.module, unit.name, others):
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if not any(each is not None and is_meta(each) for each in tensors):
+            continue
+        for param in module._parameters.values():
+            if param is None:
+                continue
+            if is_meta(param):
+                _give_memory(param, device, before)
+            else:
+                before.keep_values(param)
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if is_meta(buffer):
+                before.keep_entry(module._buffers, key)
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+            else:
+                before.keep_values(buffer)
+        if init is not None:
+            init(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise ArgumentError(
+                f"shard: module {name or type(module).__name__!r} has parameters or buffers on the "
+                "meta device and no reset_parameters(); pass init=, which fills those of a module"
+            )
+
+
+def _give_memory(param: nn.Parameter, device: torch.device, before: Before) -> None:
+    # In place, since optimizers and other modules know the parameter by its identity.
+    other = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
+    before.call(torch.utils.swap_tensors, param, other)
+
+
+def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
+    """The module and those inside it, apart from other units'."""
+    found = [(name, module)]
+    for key, child in module.named_children():
+        if id(child) not in others:
+            found += _modules(child, f"{name}.{key}" if name else key, others)
+    return found
+
+
+def make_bucket(comm: Communicator, stage: int, plan: Plan, number: int, trains: bool) -> Stored:
+    """An empty bucket of a plan; no other rank takes part, and no parameter changes.
+
+    Raises:
+        HeapError: the heap has no room.
+    """
+    layout = plan.layout.buckets[number]
+    params = [
+        Placed(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
+        for s in layout.segments
+    ]
+    kind = SplitBucket if stage == 3 else WholeBucket
+    bucket = kind(layout, params, comm, trains)
+    if stage == 0:
+        bucket.state_chunk = layout.chunk(0, 1)
+    return bucket
+
+
+def move_in(parts: Parts, init: Initialize | None, before: Before) -> None:
+    """Fills the buckets, a unit at a time: what was on the meta device gets memory; collective.
+
+    Args:
+        parts: with empty buckets.
+        init: see ``shard()``.
+        before: learns how to undo it.
+    """
+    units = parts.units
+    # Inner units first: what they share with others belongs to a unit around them, and is
+    # initialised by their modules.
+    for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
+        materialize(units[number], units, parts.comm.device, init, before)
+        values = _values(parts, units[number], before)
+        kinds = (parts.plan, parts.stored), (parts.frozen, parts.stored_frozen)
+        for plan, stored in kinds:
+            for bucket, of in zip(stored, plan.unit_of, strict=True):
+                if of == number:
+                    bucket.connect()
+                    mine = [values[id(placed.param)] for placed in bucket.params]
+                    bucket.take(mine, keeps_wide=bucket.trains)
+
+
+def _depth(unit: Unit) -> int:
+    return unit.name.count(".") + bool(unit.name)
+
+
+def _values(parts: Parts, unit: Unit, before: Before) -> dict[int, Tensor]:
+    """By ``id`` of each parameter of a unit that moves: what its bucket takes."""
+    comm, broadcast = parts.comm, parts.options.broadcast
+    takes = broadcast and comm.rank != 0
+    moves = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
+    values: dict[int, Tensor] = {}
+    for param in unit.params.values():
+        value = param.detach()
+        if id(param) in moves:
+            before.keep_data(param)
+            # What is kept must not be written to.
+            values[id(param)] = value = value.clone() if takes else value
+        elif takes:
+            before.keep_values(param)
+        if broadcast:
+            comm.broadcast(value, 0)
+    return values
+
+
+def settle_rest(parts: Parts, before: Before) -> None:
+    """Buffers, and parameters that have no bucket: those of rank 0, cast; collective.
+
+    Args:
+        parts: after :func:`move_in`.
+        before: learns how to undo it.
+    """
+    comm, options = parts.comm, parts.options
+    precision = options.precision
+    placed = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
+    for param in parts.module.parameters():
+        if id(param) not in placed and precision.param and param.dtype in DTYPE_NAMES:
+            before.keep_data(param)
+            param.data = param.to(precision.param)
+    # By id of what it was, which ``before`` keeps: several modules may have one buffer.
+    settled: dict[int, Tensor] = {}
+    for owner in parts.module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            before.keep_entry(owner._buffers, name)
+            was = id(buffer)
+            if was in settled:
+                owner._buffers[name] = settled[was]
+                continue
+            if any(step == 0 for step in buffer.stride()):
+                # An expanded tensor: its elements share memory, so nothing can be written to it.
+                buffer = owner._buffers[name] = buffer.contiguous()
+            if options.broadcast and buffer.numel():
+                if comm.rank != 0:
+                    before.keep_values(buffer)
+                comm.broadcast(buffer, 0)
+            if precision.buffer is not None and buffer.is_floating_point():
+                buffer = owner._buffers[name] = buffer.to(precision.buffer)
+            settled[was] = buffer

@@ -1,0 +1,440 @@
+"""Stages 2 and 3: reduces each bucket of gradients while backward fills the next.
+
+NOTE [What is left over]
+Gradients that no backward has reduced, since they came under ``no_sync`` or after their bucket had
+gone (a reentrant checkpoint runs backwards inside backwards), stay in ``p.grad``. The next backward
+takes them along, and at the latest the step: where there may be any, which is so on all ranks or on
+none, they agree on the buckets that have some.
+
+NOTE [Kept for the step]
+A host's cores reduce the last buckets of a backward when nothing of it is left to hide that behind.
+At stage 2 they stay as they are, as many as there are buffers, and the step reduces, updates and
+gathers them in one pass, which moves less memory than reducing them first. Whatever needs them
+reduced does that before anything else: another backward that adds to them, a norm, a look at the
+gradients. The bits are the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.work import Work
+from ringcomm.memory.host_heap import empty
+from ringcomm.optim.buckets import empty_for_streams
+from ringcomm.optim.gradients import check_gradient
+from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer
+from ringcomm.zero.absent import plainly
+from ringcomm.zero.buckets import Stored
+from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.order import BucketOrder, any_of
+from ringcomm.zero.profile import Trace
+
+# One bucket of gradients on its way to a shard, and the buffers that buckets are filled in.
+
+Tensor = torch.Tensor
+
+
+@dataclass(eq=False)
+class Reduced:
+    """One bucket's gradients, from the parameters to this rank's shard.
+
+    Attributes:
+        stored: the bucket.
+        shard: [chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
+        words: int64 [24], the norm of what was reduced last.
+        holds: whether anything was reduced into the shard.
+        active: by parameter: whether a gradient was reduced since :meth:`Reduction.drop`.
+        missing: indices of parameters whose gradient this backward has not brought yet.
+        taken: those whose gradient is in ``buffer``.
+        buffer: [elements], in the heap, while the bucket is filled.
+        gone: whether this backward has reduced it.
+        summed: whether ``words`` were computed.
+        version: of ``shard`` when it was reduced last.
+    """
+
+    stored: Stored
+    shard: Tensor
+    words: Tensor
+    holds: bool = False
+    active: list[bool] = field(init=False)
+    missing: set[int] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+    buffer: Tensor | None = None
+    gone: bool = False
+    summed: bool = False
+    version: int = -1
+
+    def __post_init__(self) -> None:
+        self.active = [False] * len(self.stored.params)
+
+    def take(self, index: int) -> None:
+        """Moves a parameter's gradient, if it has one, into the buffer."""
+        placed, buffer = self.stored.params[index], self.buffer
+        grad = placed.param.grad
+        if grad is None or buffer is None:
+            return
+        check_gradient(grad, placed.param, f"parameter {placed.name}")
+        view = placed.view(buffer)
+        if index in self.taken:
+            view.add_(grad.detach())
+        else:
+            view.copy_(grad.detach())
+            self.taken.add(index)
+        placed.param.grad = None
+
+    def fill_up(self, buffer: Tensor) -> None:
+        """Makes ``buffer`` the bucket's, with all gradients that there are and zeros elsewhere."""
+        self.buffer = buffer
+        with plainly():
+            for index, placed in enumerate(self.stored.params):
+                self.take(index)
+                if index not in self.taken:
+                    placed.view(buffer).zero_()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are gradients that were not reduced."""
+        with plainly():
+            return bool(self.taken) or any(p.param.grad is not None for p in self.stored.params)
+
+    def drop(self) -> None:
+        """Forgets gradients that were not reduced."""
+        self.taken.clear()
+        with plainly():
+            for placed in self.stored.params:
+                placed.param.grad = None
+
+
+class Buffers:
+    """Memory of the heap for buckets that are filled or reduced, used again and again.
+
+    Args:
+        most_elems: of a bucket.
+        count: how many there should be.
+        device: of the heap.
+    """
+
+    def __init__(self, most_elems: int, count: int, device: torch.device) -> None:
+        self._most_elems = most_elems
+        self._count = count
+        self._device = device
+        self._made = 0
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+
+    def get(self, stored: Stored, must: bool) -> Tensor | None:
+        """[bucket elements] for a bucket, zero in the padding; None if there are enough.
+
+        Args:
+            stored: the bucket.
+            must: make one all the same.
+        """
+        dtype, elems = stored.layout.dtype, stored.layout.elems
+        free = self._free.setdefault(dtype, [])
+        if not free and self._made >= self._count and not must:
+            return None
+        if free:
+            whole = free.pop()
+        else:
+            self._made += 1
+            whole = empty(self._most_elems, dtype=dtype, device=self._device)
+        # The padding is reduced, too, and nobody else writes it.
+        end = 0
+        for placed in stored.params:
+            if end < placed.begin:
+                whole[end : placed.begin].zero_()
+            end = placed.end
+        whole[end:elems].zero_()
+        return whole[:elems]
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back."""
+        self._free[buffer.dtype].append(buffer.as_strided((self._most_elems,), (1,), 0))
+
+
+class Reduction:
+    """The gradients of all buckets of one rank.
+
+    Attributes:
+        buckets: by number.
+        reducer: what reduces them.
+        has_left_over: see NOTE [What is left over].
+        kept: by number of a bucket, its gradients; see NOTE [Kept for the step].
+        generation: counts reductions, so that what was computed from the shards can be told to be
+            old.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[Stored],
+        comm: Communicator,
+        options: ZeroOptions,
+        trace: Trace,
+        number: int,
+        keeps: bool = False,
+    ) -> None:
+        self._comm = comm
+        self._number = number
+        self._backwards = 0
+        self._options = options
+        self._trace = trace
+        step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
+        self.reducer = make_reducer(comm, options, step_bytes)
+        dtype = options.precision.reduced_dtype
+        self.buckets = [
+            Reduced(
+                each,
+                empty_for_streams(each.chunk.elems, dtype, comm.device),
+                torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
+            )
+            for each in stored
+        ]
+        most = max(each.layout.elems for each in stored)
+        self._buffers = Buffers(most, options.in_flight, comm.heap_device)
+        self._order = BucketOrder(len(self.buckets))
+        self.has_left_over = False
+        # Whether a step has used the gradients that are here, and a backward has added to those.
+        self._used, self._added_to, self._warned = False, False, False
+        self.kept: dict[int, Tensor] = {}
+        self._keeps = options.in_flight if keeps else 0
+        # Whether norms were asked for since the gradients were last dropped, and before that: who
+        # clips, clips each step, and others need not pay for sums of squares.
+        self._asked, self._sums = False, False
+        self._flying: deque[tuple[Reduced, Tensor, Work | None]] = deque()
+        self.generation = 0
+        self.begin()
+
+    def begin_backward(self) -> None:
+        """A backward begins that takes along what earlier ones have left."""
+        self.has_left_over = False
+        self._added_to = self._used
+        self.settle()
+        self._backwards += 1
+        self.begin()
+
+    def used(self) -> None:
+        """A step has used the gradients that are here."""
+        if self._added_to and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "zero: this step's gradients are added to those that an earlier step has used: at "
+                "stages 2 and 3 they are not in p.grad, and p.grad = None does not forget them. "
+                "Call optimizer.zero_grad(), or the sharded module's, after each step",
+                stacklevel=2,
+            )
+        self._used, self._added_to = True, False
+
+    def begin(self) -> None:
+        """No bucket has been reduced yet."""
+        for bucket in self.buckets:
+            bucket.missing = set(range(len(bucket.stored.params)))
+            bucket.gone = False
+        self._order.begin()
+
+    # ---- during backward ------------------------------------------------------------------------
+
+    def arrived(self, number: int, index: int) -> bool:
+        """Parameter ``index`` of a bucket has its gradient of this backward in ``p.grad``.
+
+        Returns:
+            Whether the bucket is full now, and may have its turn.
+        """
+        bucket = self.buckets[number]
+        if bucket.gone:
+            self.has_left_over = True
+            return False
+        bucket.missing.discard(index)
+        # Those further behind would keep buffers from those whose turn it is.
+        if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
+            # A gradient that moves now is in the cache still, and its memory free for the next one.
+            # Of a device's event nobody asks: while a graph is captured that is an error.
+            if not self._comm.launches:
+                self._land_ended()
+            bucket.buffer = self._buffers.get(bucket.stored, must=False)
+        bucket.take(index)
+        if bucket.missing:
+            return False
+        self._order.filled(number)
+        return True
+
+    def advance(self) -> bool:
+        """Reduces the buckets that are full and whose turn it is; whether all have gone."""
+        while (number := self._order.turn) is not None:
+            bucket = self.buckets[number]
+            if bucket.missing:
+                return False
+            bucket.gone = True
+            buffer = self._filled_buffer(bucket)
+            if self._order.left <= self._keeps and not bucket.holds:
+                self.kept[number] = buffer
+            else:
+                self._launch(number, buffer)
+            self._order.advance()
+        return True
+
+    def reduce_rest(self) -> None:
+        """Reduces all that is left, in order; collective."""
+        for bucket in self.buckets:
+            bucket.missing.clear()
+        self.advance()
+
+    def end_backward(self) -> None:
+        """All buckets have gone; collective."""
+        self._order.learn(self._comm)
+        self.begin()
+
+    def _filled_buffer(self, bucket: Reduced) -> Tensor:
+        """All gradients of a bucket, which has them no longer."""
+        buffer = bucket.buffer if bucket.buffer is not None else self._buffer_for(bucket)
+        bucket.fill_up(buffer)
+        for index in bucket.taken:
+            bucket.active[index] = True
+        bucket.buffer = None
+        bucket.taken.clear()
+        self.generation += 1
+        return buffer
+
+    def tag(self, number: int) -> int:
+        """Tells a reduction of a bucket from others, in this backward and of other modules."""
+        return _native.grad_tag(self._number, self._backwards, number)
+
+    def _launch(self, number: int, buffer: Tensor) -> None:
+        """Starts one reduction; collective."""
+        bucket = self.buckets[number]
+        self._flying.append((bucket, buffer, self._reduce(bucket, buffer, self.tag(number))))
+        bucket.holds = True
+
+    def _reduce(self, bucket: Reduced, buffer: Tensor, tag: int) -> Work | None:
+        # What 16 bits keep of a gradient has another norm.
+        rounded = bucket.shard.dtype is not torch.float32
+        bucket.summed = self._sums or rounded or self._comm.launches
+        words = bucket.words if bucket.summed else None
+        into = Into(bucket.shard, "l2", words, bucket.holds, tag)
+
+        def run() -> list[Tensor]:
+            with self._trace.span("reduce_scatter", buffer.nbytes):
+                self._reduce_now(buffer, into)
+            return [into.out]
+
+        if not self._options.overlap:
+            with self._trace.waiting("reduce_scatter"):
+                run()
+        elif not self._comm.launches:
+            return self._comm.submit(run, "reduce_scatter_norm")
+        elif bucket.shard.dtype is torch.float32:
+            return self.reducer.reduce(buffer, into, async_op=True)
+        else:
+            run()
+        return None
+
+    def _reduce_now(self, buffer: Tensor, into: Into) -> None:
+        shard = into.out
+        if shard.dtype is torch.float32:
+            self.reducer.reduce(buffer, into)
+            return
+        exact = torch.empty_like(shard, dtype=torch.float32)
+        if into.accumulate:
+            exact.copy_(shard)
+        self.reducer.reduce(buffer, replace(into, out=exact))
+        shard.copy_(exact)
+
+    def _buffer_for(self, bucket: Reduced) -> Tensor:
+        """A buffer; waits for the oldest reductions where there are enough of them."""
+        buffer = self._buffers.get(bucket.stored, must=not self._flying)
+        while buffer is None:
+            self._land()
+            buffer = self._buffers.get(bucket.stored, must=not self._flying)
+        return buffer
+
+    def _land_ended(self) -> None:
+        while self._flying:
+            *_, work = self._flying[0]
+            if work is not None and not work.is_completed():
+                return
+            self._land()
+
+    def _land(self) -> None:
+        """Waits for the oldest reduction."""
+        bucket, buffer, work = self._flying.popleft()
+        if work is not None:
+            with self._trace.span("wait for reduce_scatter", kind="wait"):
+                work.wait()
+        bucket.version = bucket.shard._version
+        self._buffers.give(buffer)
+
+    # ---- at the step ----------------------------------------------------------------------------
+
+    def finish(self, keep: bool = False) -> list[list[bool]]:
+        """All gradients are in the shards when it returns; collective.
+
+        Args:
+            keep: but for those in ``kept``.
+
+        Returns:
+            By bucket and parameter: whether this rank has had a gradient for it.
+        """
+        left = self._left_over()
+        if left or not keep:
+            self.settle()
+        for number in left:
+            self._launch(number, self._filled_buffer(self.buckets[number]))
+        self.has_left_over = False
+        self.begin()
+        self.wait()
+        for number, bucket in enumerate(self.buckets):
+            if not bucket.holds and number not in self.kept:
+                bucket.shard.zero_()
+        return [bucket.active for bucket in self.buckets]
+
+    def _left_over(self) -> list[int]:
+        """The buckets that some rank has unreduced gradients of."""
+        mine = [bucket.has_more for bucket in self.buckets]
+        # Somebody may have set p.grad by hand.
+        if not self.has_left_over and not any(mine):
+            return []
+        return any_of(self._comm, range(len(mine)), mine)
+
+    def settle(self) -> None:
+        """Reduces what was kept; collective."""
+        for number in sorted(self.kept, reverse=True):
+            self._launch(number, self.kept.pop(number))
+
+    def norm(self, number: int, kind: str, words: Tensor) -> None:
+        """Sums a shard for the norm; collective. ``words`` int64 [24] is overwritten."""
+        self._asked = True
+        self.settle()
+        self.wait()
+        bucket = self.buckets[number]
+        known = bucket.holds and bucket.summed and bucket.version == bucket.shard._version
+        if kind == "l2" and known:
+            words.copy_(bucket.words)
+        else:
+            self.reducer.norm(bucket.shard, kind, words)
+
+    def drop(self) -> None:
+        """Forgets all gradients."""
+        self.zero()
+        for bucket in self.buckets:
+            bucket.active = [False] * len(bucket.stored.params)
+
+    def zero(self) -> None:
+        """Forgets all gradients, which are zero then where a parameter had one."""
+        for bucket in self.buckets:
+            bucket.holds = False
+            bucket.drop()
+        while self.kept:
+            self._buffers.give(self.kept.popitem()[1])
+        self._sums, self._asked = self._asked, False
+        self._used, self._added_to = False, False
+        self.generation += 1
+
+    def wait(self) -> None:
+        """Waits for what is under way."""
+        while self._flying:
+            self._land()
