@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     )
     from ringcomm.comm.options import CommOptions
     from ringcomm.comm.work import Work
-    from ringcomm.memory.host_heap import empty, heap_stats, zeros
+    from ringcomm.memory import empty, heap_stats, zeros
 
 __version__ = "0.1.0"
 
@@ -128,7 +128,7 @@ _HOMES = {
     "ringcomm.comm.options": ("CommOptions",),
     "ringcomm.comm.arguments": ("ReduceOp", "premul_sum"),
     "ringcomm.comm.work": ("Work",),
-    "ringcomm.memory.host_heap": ("empty", "heap_stats", "zeros"),
+    "ringcomm.memory": ("empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("fsdp2", "functional", "optim", "tl", "zero")

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ringcomm import memory
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
 from ringcomm.c10d.work import PendingWork
@@ -27,7 +28,6 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.work import Work as StartedWork
 from ringcomm.errors import ArgumentError
-from ringcomm.memory import host_heap
 
 __all__ = ["plug", "unplug"]
 
@@ -211,7 +211,7 @@ class _OnHeap(Comm):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        return host_heap.empty(size, dtype=dtype, device=device)
+        return memory.empty(size, dtype=dtype, device=device)
 
 
 class _RingcommAllGather(_OnHeap, AllGather):

@@ -8,14 +8,12 @@ every ``import torch``, so this module loads neither the native module nor the p
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ringcomm.c10d.process_group import ProcessGroup
+__all__ = ["register"]
 
-__all__ = ["BACKEND_NAME", "register"]
-
-BACKEND_NAME = "ringcomm"
+# As BACKEND_NAME of the process group, which this module must not load.
+_NAME = "ringcomm"
 
 
 def register() -> None:
@@ -29,7 +27,7 @@ def register() -> None:
 
         if dist.is_available():
             dist.Backend.register_backend(
-                BACKEND_NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
+                _NAME, _create_process_group, extended_api=True, devices=["cpu", "cuda"]
             )
             _keep_flight_recorder_off(dist.distributed_c10d)
     except Exception as error:
@@ -49,10 +47,10 @@ def _keep_flight_recorder_off(c10d: Any) -> None:
     """
     without_recorder = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if without_recorder is not None:
-        without_recorder.add(BACKEND_NAME)
+        without_recorder.add(_NAME)
 
 
-def _create_process_group(group: Any, pg_options: Any) -> ProcessGroup:
+def _create_process_group(group: Any, pg_options: Any) -> Any:
     """The creator that ``torch.distributed`` calls on every member of a new group."""
     from ringcomm.c10d.creation import create_process_group
 

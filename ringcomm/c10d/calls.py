@@ -8,9 +8,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, ReduceOp, Work, distributed_c10d
+from torch.distributed import ReduceOp, Work
 from torch.nn import Parameter
 
 from ringcomm.c10d.communicators import Communicators
@@ -22,10 +21,10 @@ from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 
 __all__ = [
+    "BACKEND_NAME",
     "UNSET_TIMEOUT",
     "Batch",
     "Calls",
-    "admit_ringcomm_to_batches",
     "dispatch",
     "in_memory",
     "in_memory_all",
@@ -42,6 +41,7 @@ __all__ = [
 
 _Options = TypeVar("_Options")
 
+BACKEND_NAME = "ringcomm"
 # What an options object says when the caller gave no timeout.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
@@ -168,31 +168,6 @@ def _launch(posted: list[Posted]) -> Work:
     for each in posted:
         each.work._inner = inner
     return PendingWork(inner, [letter.tensor for letter in letters if not letter.is_send])
-
-
-_of_torch = distributed_c10d.batch_isend_irecv
-
-
-def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    from ringcomm.c10d.process_group import ProcessGroup
-
-    distributed_c10d._check_p2p_op_list(p2p_op_list)
-    group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
-    if not isinstance(group, ProcessGroup) or group.is_on_host(tensor, "batch_isend_irecv"):
-        return _of_torch(p2p_op_list)
-    return [group.exchange(p2p_op_list)]
-
-
-def admit_ringcomm_to_batches() -> None:
-    """Lets ``torch.distributed.batch_isend_irecv`` batch the messages of groups of ringcomm.
-
-    That function opens a coalescing bracket only for groups of exactly torch's own class, and
-    makes all other groups send and receive one by one. From now on it hands messages between
-    devices to groups of ringcomm as a whole; all else goes to the original.
-    """
-    _batch_isend_irecv.__doc__ = _of_torch.__doc__
-    distributed_c10d.batch_isend_irecv = _batch_isend_irecv
-    dist.batch_isend_irecv = _batch_isend_irecv
 
 
 _Method = Callable[..., CommunicatorWork | None]

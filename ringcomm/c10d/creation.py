@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from torch.distributed import BackendConfig
+import torch.distributed as dist
+from torch.distributed import BackendConfig, P2POp, Work, distributed_c10d
 
-from ringcomm.c10d import BACKEND_NAME
-from ringcomm.c10d.calls import admit_ringcomm_to_batches
+from ringcomm.c10d.calls import BACKEND_NAME
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.process_group import ProcessGroup, admit_ringcomm_to_monitored_barrier
+from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
 
@@ -85,3 +87,55 @@ def _backend_config(frame: FrameType | None) -> BackendConfig | None:
             return config
         frame = frame.f_back
     return None
+
+
+_of_torch = distributed_c10d.batch_isend_irecv
+
+
+def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
+    distributed_c10d._check_p2p_op_list(p2p_op_list)
+    group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
+    if not isinstance(group, ProcessGroup) or group.is_on_host(tensor, "batch_isend_irecv"):
+        return _of_torch(p2p_op_list)
+    return [group.exchange(p2p_op_list)]
+
+
+def admit_ringcomm_to_batches() -> None:
+    """Lets ``torch.distributed.batch_isend_irecv`` batch the messages of groups of ringcomm.
+
+    That function opens a coalescing bracket only for groups of exactly torch's own class, and
+    makes all other groups send and receive one by one. From now on it hands messages between
+    devices to groups of ringcomm as a whole; all else goes to the original.
+    """
+    _batch_isend_irecv.__doc__ = _of_torch.__doc__
+    distributed_c10d.batch_isend_irecv = _batch_isend_irecv
+    dist.batch_isend_irecv = _batch_isend_irecv
+
+
+def admit_ringcomm_to_monitored_barrier() -> None:
+    """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
+
+    Up to torch 2.14 that function raises for every backend that is not named gloo, before it
+    asks the group; later versions ask for a group with a CPU backend (pytorch/pytorch#189070).
+    Where the test for the name is still there, calls for groups of ringcomm go straight to the
+    group and all other calls to the original function.
+    """
+    original = distributed_c10d.monitored_barrier
+    if "GLOO" not in original.__code__.co_names:
+        return
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+
+        chosen = dist.group.WORLD if group is None else group
+        if not isinstance(chosen, ProcessGroup):
+            original(group, timeout, wait_all_ranks)
+            return
+        chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier

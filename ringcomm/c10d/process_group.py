@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,15 +9,13 @@ from datetime import timedelta
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, PrefixStore, Store, Work, distributed_c10d, isend
+from torch.distributed import P2POp, PrefixStore, Store, Work, isend
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import BarrierOptions, GroupName
 
-from ringcomm import cuda
-from ringcomm.c10d import BACKEND_NAME
-from ringcomm.c10d.calls import UNSET_TIMEOUT, Batch, Calls, dispatch, options, single
+from ringcomm import cuda, memory
+from ringcomm.c10d.calls import BACKEND_NAME, UNSET_TIMEOUT, Batch, Calls, dispatch, options, single
 from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.work import BarrierWork, PendingWork, WorkGroup, completed
@@ -26,7 +23,6 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError, where
-from ringcomm.memory import host_heap
 from ringcomm.rendezvous.handles import launch_attempt
 
 __all__ = [
@@ -34,7 +30,6 @@ __all__ = [
     "MonitoredBarrier",
     "PeerToPeer",
     "ProcessGroup",
-    "admit_ringcomm_to_monitored_barrier",
 ]
 
 # The barrier of the process group, on the host or on a device.
@@ -286,35 +281,6 @@ def _ms(timeout: timedelta) -> int:
     return timeout // timedelta(milliseconds=1)
 
 
-def admit_ringcomm_to_monitored_barrier() -> None:
-    """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
-
-    Up to torch 2.14 that function raises for every backend that is not named gloo, before it
-    asks the group; later versions ask for a group with a CPU backend (pytorch/pytorch#189070).
-    Where the test for the name is still there, calls for groups of ringcomm go straight to the
-    group and all other calls to the original function.
-    """
-    original = distributed_c10d.monitored_barrier
-    if "GLOO" not in original.__code__.co_names:
-        return
-
-    @functools.wraps(original)
-    def monitored_barrier(
-        group: Any = None,
-        timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,
-    ) -> None:
-
-        chosen = dist.group.WORLD if group is None else group
-        if not isinstance(chosen, ProcessGroup):
-            original(group, timeout, wait_all_ranks)
-            return
-        chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
-
-    distributed_c10d.monitored_barrier = monitored_barrier
-    dist.monitored_barrier = monitored_barrier
-
-
 class ProcessGroup(  # type: ignore[misc]
     CoalescedCollectives, PeerToPeer, Barriers, torch.distributed.ProcessGroup
 ):
@@ -452,7 +418,7 @@ class ProcessGroup(  # type: ignore[misc]
         ``set_allocate_memory_from_process_group_for_comm(True)``.
         """
         self._get_backend(device)
-        return host_heap.empty(size, dtype=dtype, device=device)
+        return memory.empty(size, dtype=dtype, device=device)
 
     def get_group_store(self) -> Store:
         """The store of this group's members."""

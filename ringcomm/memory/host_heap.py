@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
-import torch
-
 from ringcomm import _native
-from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, HeapError, RendezvousError, UnsupportedError
 
 # The heap of this process, and tensors in it.
@@ -177,96 +172,6 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
         f"are free{_room_in(directory)}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
         "(or heap_bytes=) before the heap's first use"
     )
-
-
-def _shape_of(size: tuple[Any, ...], operation: str) -> tuple[int, ...]:
-    dims = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    try:
-        shape = tuple(dim.__index__() for dim in dims)
-    except (AttributeError, TypeError):
-        raise ArgumentError(f"{operation}: expected integers as the shape, got {size!r}") from None
-    if any(dim < 0 for dim in shape):
-        raise ArgumentError(f"{operation}: expected dimensions >= 0, got {shape}")
-    return shape
-
-
-def _tensor(
-    size: tuple[Any, ...], dtype: torch.dtype | None, device: object, operation: str
-) -> torch.Tensor:
-    shape = _shape_of(size, operation)
-    if dtype is None:
-        dtype = torch.get_default_dtype()
-    if not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"{operation}: expected a torch.dtype, got {dtype!r}")
-    index = find_device(device, operation)
-    if index is not None:
-        from ringcomm.memory.device_heap import device_empty
-
-        return device_empty(shape, dtype, index, operation)
-    count_elems = prod(shape)
-    if count_elems == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    block = allocate(count_elems * dtype.itemsize, operation)
-    return torch.frombuffer(block, dtype=dtype, count=count_elems).view(shape)
-
-
-def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
-    """A tensor in the heap, not initialised. Collectives move it without a staging copy.
-
-    Args:
-        size: the shape, as integers or one sequence: ``empty(2, 3)`` or ``empty((2, 3))``.
-        dtype: any torch dtype; None takes ``torch.get_default_dtype()``.
-        device: whose heap: None or "cpu" for the host's, "cuda", "cuda:1" or a torch.device for
-            that GPU's, which is made at its first use with ``RINGCOMM_CUDA_HEAP_BYTES`` bytes.
-
-    Returns:
-        A contiguous tensor. Its space is used again once the tensor and all its views are gone
-        and, on a GPU, the work is done that the current stream had by then. A GPU tensor that
-        is used on further streams must outlive that use.
-
-    Raises:
-        ArgumentError: the shape, dtype or device is not usable.
-        HeapError: the heap has no room; names need, free space and remedy.
-        UnsupportedError: there is no such device here, or its current stream records a graph.
-    """
-    return _tensor(size, dtype, device, "ringcomm.empty")
-
-
-def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
-    """As :func:`empty`, filled with zeros."""
-    tensor = _tensor(size, dtype, device, "ringcomm.zeros")
-    if tensor.numel():
-        # As bytes: not every dtype has a fill kernel, and zero is all zero bits in each of them.
-        tensor.view(-1).view(torch.uint8).zero_()
-    return tensor
-
-
-def heap_stats(device: object = None) -> dict[str, int]:
-    """State of this process's heap in bytes; makes the heap if there is none yet.
-
-    Args:
-        device: whose heap, as in :func:`empty`.
-
-    Returns:
-        ``capacity_bytes`` (address space; on a GPU memory), ``committed_bytes`` (physical memory
-        held), ``used_bytes`` (in tensors and communicators), ``free_bytes``,
-        ``largest_free_bytes`` (the largest tensor that fits now) and, on the host only,
-        ``huge_bytes`` (what huge pages back).
-    """
-    index = find_device(device, "ringcomm.heap_stats")
-    if index is not None:
-        from ringcomm.memory.device_heap import device_heap
-
-        return device_heap(index).stats()
-    heap = process_heap()
-    return {
-        "capacity_bytes": heap.capacity_bytes,
-        "committed_bytes": heap.committed_bytes,
-        "used_bytes": heap.used_bytes,
-        "free_bytes": heap.capacity_bytes - heap.used_bytes,
-        "largest_free_bytes": heap.largest_free_bytes,
-        "huge_bytes": heap.huge_bytes,
-    }
 
 
 class HeapAddress(Protocol):

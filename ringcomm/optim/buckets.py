@@ -9,7 +9,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.memory.host_heap import zeros
+from ringcomm.memory import zeros
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES
-from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import DeviceEngine
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
+from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.reduction import Into, Reducer
 
@@ -237,48 +235,6 @@ class Kernels(ABC):
             bucket: whose parameters are written.
             grads: [bucket elements], in the heap.
         """
-
-
-def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTable) -> Kernels:
-    """The kernels that options and device ask for.
-
-    Args:
-        comm: None for a world of one.
-        options: what to use.
-        table: what :meth:`Kernels.begin` will be called with.
-
-    Raises:
-        UnsupportedError: Triton's cannot run here, or the ring's segments are too small.
-    """
-    if comm is not None and comm.world_size > 1:
-        _check_segments(comm, ALGORITHMS[options.algorithm])
-    # Not at the top: these modules are built on this one.
-    from ringcomm.optim.native_kernels import DeviceKernels, HostKernels
-
-    native: Kernels
-    if comm is not None and comm.launches:
-        native = DeviceKernels(comm, options, table)
-    else:
-        native = HostKernels(comm, options, table)
-    if options.kernels == "native":
-        return native
-    from ringcomm.optim.triton_kernels import TritonKernels
-
-    return TritonKernels(comm, options, table, native)
-
-
-def _check_segments(comm: Communicator, algorithm: int) -> None:
-    """Refuses a ring whose segments hold no whole block, of which norms are sums."""
-    core: _native.Comm | _native.DeviceComm = comm._core
-    if isinstance(comm, DeviceEngine):
-        core = comm._device_core.native
-        algorithm = algorithm or core.family  # what "auto" means there
-    segment_bytes, least = core.geometry["segment_bytes"], BLOCK_ELEMS * 4
-    if algorithm == ALGORITHMS["ring"] and segment_bytes < least:
-        raise UnsupportedError(
-            f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
-            f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
-        )
 
 
 def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native.AdamWShard:

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,9 +23,6 @@ from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
-
-if TYPE_CHECKING:
-    from ringcomm.optim.step import ShardedStep
 
 # From a list of parameters to buckets in the heap, once all ranks agree on them.
 
@@ -143,6 +140,12 @@ def share_params(comm: Communicator, buckets: Buckets) -> None:
             comm.all_gather([bucket.params[chunk.begin : chunk.end] for chunk in chunks], own)
 
 
+class BucketOwner(Protocol):
+    """A step, as a placement sees it: who keeps the state of its parameters."""
+
+    buckets: Buckets
+
+
 class Placement(ABC):
     """Where parameters lie, and what that means for a step."""
 
@@ -202,7 +205,11 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def bind(self, owner: ShardedStep) -> None:
+    def refresh_masters(self) -> None:
+        """Takes masters from parameters that were written to outside a step."""
+
+    @abstractmethod
+    def bind(self, owner: BucketOwner) -> None:
         """Makes one optimizer the owner.
 
         Raises:

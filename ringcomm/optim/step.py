@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
-from ringcomm.comm.arguments import ReduceOp
+from ringcomm import _native
+from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
 from ringcomm.optim.buckets import Buckets, Place
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
-from ringcomm.optim.kernels import StepTable, make_kernels
-from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.kernels import Kernels, StepTable
+from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.native_kernels import DeviceKernels, HostKernels
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     Placement,
@@ -379,3 +382,43 @@ class ShardedStep:
                 "optimizer: step skipped, its gradient is not finite (%d skipped so far)", skipped
             )
         self._seen_skipped = skipped
+
+
+def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTable) -> Kernels:
+    """The kernels that options and device ask for.
+
+    Args:
+        comm: None for a world of one.
+        options: what to use.
+        table: what :meth:`Kernels.begin` will be called with.
+
+    Raises:
+        UnsupportedError: Triton's cannot run here, or the ring's segments are too small.
+    """
+    if comm is not None and comm.world_size > 1:
+        _check_segments(comm, ALGORITHMS[options.algorithm])
+    native: Kernels
+    if comm is not None and comm.launches:
+        native = DeviceKernels(comm, options, table)
+    else:
+        native = HostKernels(comm, options, table)
+    if options.kernels == "native":
+        return native
+    # Not at the top: Triton takes seconds to import.
+    from ringcomm.optim.triton_kernels import TritonKernels
+
+    return TritonKernels(comm, options, table, native)
+
+
+def _check_segments(comm: Communicator, algorithm: int) -> None:
+    """Refuses a ring whose segments hold no whole block, of which norms are sums."""
+    core: _native.Comm | _native.DeviceComm = comm._core
+    if isinstance(comm, DeviceEngine):
+        core = comm._device_core.native
+        algorithm = algorithm or core.family  # what "auto" means there
+    segment_bytes, least = core.geometry["segment_bytes"], BLOCK_ELEMS * 4
+    if algorithm == ALGORITHMS["ring"] and segment_bytes < least:
+        raise UnsupportedError(
+            f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
+            f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
+        )

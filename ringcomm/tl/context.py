@@ -14,14 +14,13 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
-from ringcomm import _native
+from ringcomm import _native, memory
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, interpreting, lives
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.communicator import DeviceCommunicator
 from ringcomm.comm.triton import ONE_RANK
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
-from ringcomm.memory import host_heap
 
 __all__ = ["Context", "Place", "Symmetric", "place_of"]
 
@@ -270,11 +269,11 @@ class Context:
             HeapError: the heap has no room.
             MismatchError: another rank asked for another size.
         """
-        return self._allocate(host_heap.empty, shape, dtype)
+        return self._allocate(memory.empty, shape, dtype)
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Symmetric:
         """As :meth:`empty`, zeros on every rank before any rank can reach it."""
-        return self._allocate(host_heap.zeros, shape, dtype)
+        return self._allocate(memory.zeros, shape, dtype)
 
     def _allocate(
         self, make: Callable[..., torch.Tensor], shape: int | Sequence[int], dtype: torch.dtype

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.errors import ArgumentError, where
-from ringcomm.memory.host_heap import zeros
+from ringcomm.memory import zeros
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
 from ringcomm.zero.absent import make_absent, make_present, plainly

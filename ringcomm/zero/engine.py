@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.optim import placement as placements
+from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import Plan, Slots, SplitBucket, Stored
 from ringcomm.zero.gather import Gatherer
-from ringcomm.zero.optimizer import ModulePlacement, watch_optimizers
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.profile import Trace
@@ -70,7 +69,10 @@ class Engine:
         number: of the module among those that its communicator reduces for.
         order: whose turn it is to be reduced; of the communicator.
         slots: where the module has its parameters.
+        placement: what optimizers find of it; set by ``place_params``.
     """
+
+    placement: Placement
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -86,7 +88,6 @@ class Engine:
         self._takes_part = False
         self._creates_graph = False
         self._pending: dict[SplitBucket, int] = {}
-        self.placement = ModulePlacement(self)
         everywhere = (*parts.stored, *parts.stored_frozen)
         self.slots = Slots(
             parts.module,
@@ -94,9 +95,6 @@ class Engine:
             where("zero", parts.comm.rank, parts.comm.world_size),
         )
         self.slots.watch_loads(self.keep)
-        watch_optimizers()
-        for param in self.plan.params:
-            placements.place(param, self.placement)
         if self.reduction is not None:
             self._watch_gradients()
             self._zero_grad_of_module = parts.module.zero_grad
@@ -285,7 +283,7 @@ class Engine:
         if self.gatherer is not None:
             self.gatherer.close()
         for param in self.plan.params:
-            placements.displace(param)
+            displace(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedError(

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,22 +15,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.memory.host_heap import zeros
+from ringcomm.memory import zeros
 from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients, check_gradient
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import Placement, first_placed
+from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import Stored, WholeBucket, by_optimizer
+from ringcomm.zero.engine import Engine
 from ringcomm.zero.reduce import Reduction
-
-if TYPE_CHECKING:
-    from ringcomm.optim.step import ShardedStep
-    from ringcomm.zero.engine import Engine
 
 # What each stage makes of the kernels that work on whole buckets.
 #
@@ -285,7 +282,7 @@ class ModulePlacement(Placement):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._owner: weakref.ref[ShardedStep] | None = None
+        self._owner: weakref.ref[BucketOwner] | None = None
         comm = engine.comm
         self.comm = comm
         self.shard_of = (0, 1) if engine.stage == 0 else (comm.rank, comm.world_size)
@@ -399,7 +396,7 @@ class ModulePlacement(Placement):
         self._engine.forget_gradients(set_to_none)
 
     @property
-    def owner(self) -> ShardedStep | None:
+    def owner(self) -> BucketOwner | None:
         """The optimizer's step, once there is one."""
         return None if self._owner is None else self._owner()
 
@@ -409,7 +406,7 @@ class ModulePlacement(Placement):
             for bucket in self.owner.buckets:
                 bucket.refresh_master()
 
-    def bind(self, owner: ShardedStep) -> None:
+    def bind(self, owner: BucketOwner) -> None:
         if self.owner is not None:
             raise ArgumentError(
                 "optimizer: another optimizer steps these parameters already; build one, or "
@@ -451,3 +448,11 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         "gradients. Use ringcomm.optim.AdamW or Adam, built on the module's parameters after "
         "shard(); or unshard() the module first"
     )
+
+
+def place_params(engine: Engine) -> None:
+    """Lets ringcomm's optimizers find an engine's parameters, and makes others refuse them."""
+    engine.placement = ModulePlacement(engine)
+    watch_optimizers()
+    for param in engine.plan.params:
+        place(param, engine.placement)

@@ -26,7 +26,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
-from ringcomm.memory.host_heap import empty
+from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.gradients import check_gradient
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer

@@ -19,6 +19,7 @@ from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.buckets import Plan, Stored, plan_buckets
 from ringcomm.zero.engine import Engine, Parts
 from ringcomm.zero.hooks import hook_modules, uncompiled
+from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.prepare import (
@@ -172,6 +173,7 @@ def _attach(parts: Parts, before: Before) -> None:
     """The engine, and all hooks."""
     engine = Engine(parts)
     before.call(engine.close)
+    place_params(engine)
     object.__setattr__(parts.module, _ENGINE, engine)
     before.call(forget_engine, parts.module)
     hook_modules(engine, parts.module)

@@ -21,7 +21,7 @@ from ringcomm.errors import UnsupportedError
 from ringcomm.examples.gpt.config import EngineConfig, TrainConfig
 from ringcomm.examples.gpt.corpus import Source
 from ringcomm.launch import World
-from ringcomm.memory.host_heap import heap_stats
+from ringcomm.memory import heap_stats
 from ringcomm.output import new_figure, write_figure
 from ringcomm.zero import ZeroOptions
 from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state, working_buffers
