@@ -1,9 +1,4 @@
-"""Plain Python values as JSON and back, equal in value and type.
-
-JSON has no tuples, and no dicts whose keys are not strings. They are written as objects of one
-member, ``{"$tuple": [...]}`` and ``{"$dict": [[key, value], ...]}``. NaN and infinities are written
-as Python's ``json`` does.
-"""
+"""JSON and other text from elsewhere, read into checked values."""
 
 from __future__ import annotations
 
@@ -156,6 +151,12 @@ def digest_of(values: Mapping[str, Any]) -> str:
     """16 hexadecimal digits (64 bits of SHA-256) that stand for the values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
+
+# Plain Python values as JSON and back, equal in value and type.
+#
+# JSON has no tuples, and no dicts whose keys are not strings. They are written as objects of one
+# member, ``{"$tuple": [...]}`` and ``{"$dict": [[key, value], ...]}``. NaN and infinities are
+# written as Python's ``json`` does.
 
 _SCALARS = (type(None), bool, int, float, str)
 _TUPLE, _DICT = "$tuple", "$dict"

@@ -1,4 +1,4 @@
-"""One rank of a command: started by ``launch.py``, or by torchrun through the command itself."""
+"""Starts the ranks of a command on this machine, runs each, and answers for their end."""
 
 from __future__ import annotations
 
@@ -178,6 +178,8 @@ def _sigterm() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
 
+
+# One rank of a command: started by ``launch.py``, or by torchrun through the command itself.
 
 PR_SET_PDEATHSIG = 1
 TIMEOUT = timedelta(minutes=5)

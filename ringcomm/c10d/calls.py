@@ -1,4 +1,4 @@
-"""How the process group issues one call: inline or queued, with the timeout that it asks for."""
+"""One call of the process group: its arguments, its place in the order, its timeout, its batch."""
 
 from __future__ import annotations
 
@@ -169,6 +169,8 @@ def _launch(posted: list[Posted]) -> Work:
         each.work._inner = inner
     return PendingWork(inner, [letter.tensor for letter in letters if not letter.is_send])
 
+
+# How the process group issues one call: inline or queued, with the timeout that it asks for.
 
 _Method = Callable[..., CommunicatorWork | None]
 

@@ -1,4 +1,4 @@
-"""The collectives over several tensors at once."""
+"""The collectives of the process group, in the argument forms of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -355,6 +355,9 @@ class Collectives(Calls):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+# The collectives over several tensors at once.
 
 
 class CoalescedCollectives(Collectives):

@@ -1,4 +1,4 @@
-"""The demo as every rank runs it."""
+"""``ringcomm demo``: collectives against Gloo, a GPT trained on both, and at all stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {"data": args.data, "json": args.json, "quick": args.quick}
     return launch(Plan("ringcomm.cli.demo", settings, RANKS, threads_per_rank(RANKS)))
 
+
+# The demo as every rank runs it.
 
 Say = Callable[[str], None]
 KIB, MIB = 1 << 10, 1 << 20

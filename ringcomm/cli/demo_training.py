@@ -1,4 +1,4 @@
-"""Third part of the demo: the same training at all stages of ZeRO, beside DDP and FSDP2 on Gloo."""
+"""The same GPT trained side by side: on ringcomm and Gloo, and at all stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -176,6 +176,8 @@ def _unequal_weights(gloo: _Side, ringcomm: _Side, pair: Pair) -> int:
     dist.all_reduce(unequal, group=pair.gloo)
     return int(unequal)
 
+
+# Third part of the demo: the same training at all stages of ZeRO, beside DDP and FSDP2 on Gloo.
 
 STAGES_WARM_UP_STEPS = 3  # buckets are laid out in the first, and DDP does so again in the second
 MIN_ROUNDS = 3

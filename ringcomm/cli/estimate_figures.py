@@ -1,4 +1,4 @@
-"""The figures of ``ringcomm estimate``, and their JSON."""
+"""The figures of ``ringcomm estimate``: what was asked, what comes of it, and its JSON."""
 
 from __future__ import annotations
 
@@ -260,6 +260,9 @@ def _precision(args: argparse.Namespace) -> str:
     parts = [args.dtype, f"reduced to {reduced}"]
     parts += [] if args.dtype == "fp32" else [kept[args.master]]
     return ", ".join(parts + (["amsgrad"] if args.amsgrad else []))
+
+
+# The figures of ``ringcomm estimate``, and their JSON.
 
 
 @dataclass(frozen=True)

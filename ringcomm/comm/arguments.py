@@ -1,4 +1,4 @@
-"""Argument checks of one call, before any peer hears of it."""
+"""Arguments of a call, checked before any peer hears of it; dtypes and reduction operators."""
 
 from __future__ import annotations
 
@@ -152,6 +152,9 @@ SUM = ReduceOp.SUM
 
 
 Tensor = torch.Tensor
+
+
+# Argument checks of one call, before any peer hears of it.
 
 
 def size_bytes(tensor: Tensor) -> int:

@@ -1,8 +1,4 @@
-"""Keeps the calls of one communicator in order.
-
-A synchronous call runs on its caller's thread as long as nothing is queued. Asynchronous calls, and
-whatever follows them, go through a first-in first-out queue to one worker thread.
-"""
+"""A call of a communicator, who takes part in it, and the queue that keeps calls in order."""
 
 from __future__ import annotations
 
@@ -104,6 +100,11 @@ class Unusable:
     def __getattr__(self, name: str) -> NoReturn:
         raise self._make_error(name.removesuffix("_plain"))
 
+
+# Keeps the calls of one communicator in order.
+#
+# A synchronous call runs on its caller's thread as long as nothing is queued. Asynchronous calls,
+# and whatever follows them, go through a first-in first-out queue to one worker thread.
 
 _Item = tuple[Callable[[], Outputs], Work]
 

@@ -1,4 +1,4 @@
-"""The collectives that hand data out or over: broadcast, scatter, all_to_all, barrier."""
+"""The collectives of a communicator: reductions, gathers, and those that hand data out or over."""
 
 from __future__ import annotations
 
@@ -407,6 +407,9 @@ class Gathers(Engine):
             return status
 
         return self._start(Call("gather", run, outputs), async_op)
+
+
+# The collectives that hand data out or over: broadcast, scatter, all_to_all, barrier.
 
 
 class Exchanges(Engine):

@@ -1,4 +1,4 @@
-"""Runs calls on one native communicator: order, faults, abort, close, fork."""
+"""Runs calls on one native communicator: order, faults, abort, close, exit and fork."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+# Runs calls on one native communicator: order, faults, abort, close, fork.
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""Send and receive under the names, parameters and semantics of ``torch.distributed``."""
+"""Collectives, send and receive as functions, with the semantics of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -247,6 +247,9 @@ def barrier(
             f"expected {expected}, got {device_ids!r}"
         )
     return communicator.barrier(async_op, timeout=timeout)
+
+
+# Send and receive under the names, parameters and semantics of ``torch.distributed``.
 
 
 def send(

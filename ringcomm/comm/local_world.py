@@ -1,4 +1,4 @@
-"""Ranks as threads of one process."""
+"""Ranks as threads of one process, and calls of all of them from one thread."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ def _launch_group(device: int, group: list[tuple[DeviceEngine, Call]]) -> None:
                 engine._withdraw()
             raise
 
+
+# Ranks as threads of one process.
 
 T = TypeVar("T")
 _ONE_DEVICE = (str, int, torch.device, type(None))

@@ -1,4 +1,4 @@
-"""Python values as bytes and back, by a format that can name no code: JSON, with raw bytes behind.
+"""Python values as bytes and back, in a format that can name no code: JSON and raw bytes.
 
 A message is ``RCP1``, the length of the JSON text (8 bytes, little endian), the text, and the bytes
 that it refers to. None, bools, strings, integers of 64 bits and finite floats stand for themselves;

@@ -1,4 +1,4 @@
-"""Triton's kernels on a device: how a call of theirs is prepared, and launched in its place."""
+"""Collectives that Triton kernels run in place of the native ones: ``kernels="triton"``."""
 
 from __future__ import annotations
 
@@ -221,6 +221,9 @@ Use = Callable[[Any], Any]
 def itself(native: Any) -> Any:
     """The native kernels run what they are asked for."""
     return native
+
+
+# Triton's kernels on a device: how a call of theirs is prepared, and launched in its place.
 
 
 @dataclass(frozen=True)

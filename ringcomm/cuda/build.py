@@ -1,9 +1,4 @@
-"""Where the machine code of a kernel unit comes from.
-
-A build that had nvcc left binaries in the package (``ringcomm/_kernels``). Otherwise, or where
-they are of other sources or cover another GPU, NVRTC compiles the sources at first use, and the
-result is kept on disk.
-"""
+"""Where a kernel unit's machine code comes from: the package, a cache on disk, or a compiler."""
 
 from __future__ import annotations
 
@@ -299,6 +294,12 @@ def _try_lock(lock: int) -> bool:
         return True
     return True
 
+
+# Where the machine code of a kernel unit comes from.
+#
+# A build that had nvcc left binaries in the package (``ringcomm/_kernels``). Otherwise, or where
+# they are of other sources or cover another GPU, NVRTC compiles the sources at first use, and the
+# result is kept on disk.
 
 Capability = tuple[int, int]
 PREBUILT_FOLDER = Path(__file__).resolve().parent.parent / "_kernels"

@@ -1,8 +1,4 @@
-"""The devices of this process through CuPy (memory, IPC, modules) and torch (streams).
-
-For CuPy 13 and 14 with CUDA 12 and 13. Memory comes from plain cudaMalloc, not from torch's
-allocator, whose ``expandable_segments`` cannot be shared through IPC handles.
-"""
+"""The CUDA runtime of this process: CuPy for memory, IPC and modules, torch for streams."""
 
 from __future__ import annotations
 
@@ -321,6 +317,11 @@ class CudaStreams:
                 self._service_streams[device] = self._driver.make_stream(_USUAL_PRIORITY)
             return self._service_streams[device]
 
+
+# The devices of this process through CuPy (memory, IPC, modules) and torch (streams).
+#
+# For CuPy 13 and 14 with CUDA 12 and 13. Memory comes from plain cudaMalloc, not from torch's
+# allocator, whose ``expandable_segments`` cannot be shared through IPC handles.
 
 _OUT_OF_MEMORY = 2
 _PEER_ACCESS_ALREADY_ENABLED = 704

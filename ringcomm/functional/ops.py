@@ -1,19 +1,4 @@
-"""The gradients of the operators: each is the collective that moves data the other way.
-
-NOTE [What the gradient is of]
-Every rank calls ``backward`` on a scalar of its own, and what it gets is the gradient of the
-sum of all ranks' scalars, as in ``torch.distributed.nn.functional``. So a loss that every rank
-computes alike from collected values counts world_size times; use it on one rank's behalf
-(``loss / world_size``) or collect with AVG.
-
-NOTE [Every rank in the backward]
-A collective's gradient is a collective. All ranks must take part, as often and in the same order
-as in the forward: on each, the input must require grad and the result must reach the scalar,
-even if by ``+ 0 * result.sum()``.
-
-Factors are real, so the transposed map is the conjugate transposed one, and complex gradients
-need nothing more. PREMUL_SUM's factor is each rank's own and multiplies what arrives there.
-"""
+"""The operators ``torch.ops.ringcomm.*``: schemas, kernels, shapes, gradients, inductor."""
 
 from __future__ import annotations
 
@@ -258,6 +243,20 @@ def _register(name: str) -> None:
 for _name in OPERATORS:
     _register(_name)
 
+
+# The gradients of the operators: each is the collective that moves data the other way.
+#
+# NOTE [What the gradient is of] Every rank calls ``backward`` on a scalar of its own, and what it
+# gets is the gradient of the sum of all ranks' scalars, as in ``torch.distributed.nn.functional``.
+# So a loss that every rank computes alike from collected values counts world_size times; use it on
+# one rank's behalf (``loss / world_size``) or collect with AVG.
+#
+# NOTE [Every rank in the backward] A collective's gradient is a collective. All ranks must take
+# part, as often and in the same order as in the forward: on each, the input must require grad and
+# the result must reach the scalar, even if by ``+ 0 * result.sum()``.
+#
+# Factors are real, so the transposed map is the conjugate transposed one, and complex gradients
+# need nothing more. PREMUL_SUM's factor is each rank's own and multiplies what arrives there.
 
 SUM = "SUM"
 AVG = "AVG"

@@ -1,9 +1,4 @@
-"""The heap of this process on each of its devices, and tensors in it.
-
-One plain device allocation per process and device, made at first use: all communicators and heap
-tensors on the device share it, and a peer that has mapped it reaches all of them. It is given
-back at exit, after the mappings of peers' heaps.
-"""
+"""The heap of this process on each of its GPUs: blocks, and the streams that still use them."""
 
 from __future__ import annotations
 
@@ -193,6 +188,12 @@ class DeviceHeap:
             self._closed = True
             self.runtime.free(self.device, self.base_ptr)
 
+
+# The heap of this process on each of its devices, and tensors in it.
+#
+# One plain device allocation per process and device, made at first use: all communicators and heap
+# tensors on the device share it, and a peer that has mapped it reaches all of them. It is given
+# back at exit, after the mappings of peers' heaps.
 
 DEFAULT_HEAP_BYTES = 1 << 30
 # The driver shares memory between processes by whole pages of 2 MiB: a smaller allocation would

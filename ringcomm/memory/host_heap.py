@@ -1,4 +1,4 @@
-"""The heaps of other processes, mapped here once each however many communicators use them."""
+"""The heap of this process in the host's memory, and those of other processes mapped beside it."""
 
 from __future__ import annotations
 
@@ -172,6 +172,9 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
         f"are free{_room_in(directory)}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
         "(or heap_bytes=) before the heap's first use"
     )
+
+
+# The heaps of other processes, mapped here once each however many communicators use them.
 
 
 class HeapAddress(Protocol):

@@ -1,4 +1,4 @@
-"""What a step asks of the kernels, so that nothing else knows whose they are."""
+"""The kernels of a step as its caller sees them, and the table of numbers that they read."""
 
 from __future__ import annotations
 
@@ -153,6 +153,9 @@ def _in(number: Any, low: float, below: float) -> bool:
         return bool(low <= number < below)
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+# What a step asks of the kernels, so that nothing else knows whose they are.
 
 
 class Kernels(ABC):

@@ -1,4 +1,4 @@
-"""The native kernels on a device. Everything is queued on streams; the host waits for nothing."""
+"""The native kernels of a step, on the host and on a device."""
 
 from __future__ import annotations
 
@@ -85,6 +85,9 @@ class HostKernels(Kernels):
         if shard is None:
             shard = self._shards[bucket.number] = shard_of(bucket, self._factors_ptr, self._options)
         return shard
+
+
+# The native kernels on a device. Everything is queued on streams; the host waits for nothing.
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Parameters that lie in buckets before there is an optimizer for them.
-
-``ringcomm.zero`` places the parameters of a module; an optimizer that is built on them afterwards
-finds the placement here and works on its buckets, instead of making some of its own.
-"""
+"""Moves parameters into buckets, once all ranks agree, and finds those that lie in some already."""
 
 from __future__ import annotations
 
@@ -144,6 +140,12 @@ class BucketOwner(Protocol):
     """A step, as a placement sees it: who keeps the state of its parameters."""
 
     buckets: Buckets
+
+
+# Parameters that lie in buckets before there is an optimizer for them.
+#
+# ``ringcomm.zero`` places the parameters of a module; an optimizer that is built on them afterwards
+# finds the placement here and works on its buckets, instead of making some of its own.
 
 
 class Placement(ABC):

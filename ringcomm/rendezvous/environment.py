@@ -1,4 +1,4 @@
-"""What the launcher's environment variables say about this rank."""
+"""What a rank learns from its environment: its rank, its world, a store to meet at, its cores."""
 
 from __future__ import annotations
 
@@ -174,6 +174,8 @@ def _ask_port(address: str, deadline: float, operation: str, timeout_s: float) -
         "and MASTER_PORT on all of them"
     )
 
+
+# What the launcher's environment variables say about this rank.
 
 # Launcher, rank, world size, ranks on this node; the first launcher whose two are set wins.
 # torchrun first: it may itself have been started by one of the others.

@@ -1,4 +1,4 @@
-"""What a kernel needs of a communicator, and memory that the kernels of all ranks reach."""
+"""What a Triton kernel needs of a communicator, and memory that the kernels of all ranks reach."""
 
 from __future__ import annotations
 
@@ -131,6 +131,8 @@ def _device_place(comm: DeviceCommunicator, head: str) -> Place:
     name = f"cuda:{device}"
     return Place(table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device))
 
+
+# What a kernel needs of a communicator, and memory that the kernels of all ranks reach.
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Which module has which parameter under which name, so that replaced ones are found."""
+"""The buckets of a sharded module: which parameter lies where, and what of it this rank keeps."""
 
 from __future__ import annotations
 
@@ -433,6 +433,9 @@ class SplitBucket(Stored):
         """What was written to the gathered parameters is meant."""
         with plainly():
             self._versions = [param._version for param in self._parameters]
+
+
+# Which module has which parameter under which name, so that replaced ones are found.
 
 
 class _Slot(NamedTuple):

@@ -1,9 +1,4 @@
-"""Memory for a transformer's activations, with and without checkpointing.
-
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
-arXiv:2205.05198), sections 4 and 5, on one rank. In its symbols s, b, h, a, v are context,
-micro-batch, width, heads and vocabulary, and a layer keeps s b h (34 + 5 a s / h) bytes in 16 bits.
-"""
+"""Memory of a rank in sharded data-parallel training, from the sizes of a model."""
 
 from __future__ import annotations
 
@@ -396,6 +391,13 @@ def largest_model(
             too_many = tried
     return fits
 
+
+# Memory for a transformer's activations, with and without checkpointing.
+#
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
+# arXiv:2205.05198), sections 4 and 5, on one rank. In its symbols s, b, h, a, v are context,
+# micro-batch, width, heads and vocabulary, and a layer keeps s b h (34 + 5 a s / h) bytes in 16
+# bits.
 
 CHECKPOINTING = ("none", "selective", "full")
 

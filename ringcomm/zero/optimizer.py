@@ -1,4 +1,4 @@
-"""Refuses the steps of optimizers that know nothing of sharding, on parameters that are sharded."""
+"""A sharded module as optimizers find it: its gradients, its kernels by stage, its masters."""
 
 from __future__ import annotations
 
@@ -414,6 +414,8 @@ class ModulePlacement(Placement):
             )
         self._owner = weakref.ref(owner)
 
+
+# Refuses the steps of optimizers that know nothing of sharding, on parameters that are sharded.
 
 _lock = threading.Lock()
 _watching = False

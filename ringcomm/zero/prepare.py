@@ -1,4 +1,4 @@
-"""Moves a module's parameters into buckets, and the values of rank 0 to all ranks."""
+"""Brings a module's parameters into buckets: checks, memory, rank 0's values, and the way back."""
 
 from __future__ import annotations
 
@@ -187,6 +187,9 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
         if id(child) not in others:
             found += _modules(child, f"{name}.{key}" if name else key, others)
     return found
+
+
+# Moves a module's parameters into buckets, and the values of rank 0 to all ranks.
 
 
 def make_bucket(comm: Communicator, stage: int, plan: Plan, number: int, trains: bool) -> Stored:

@@ -1,4 +1,4 @@
-"""The communicator of ranks on devices: how it is built."""
+"""The communicator of ranks on devices: how it is built, and how its links are proved."""
 
 from __future__ import annotations
 
@@ -152,6 +152,8 @@ def _broken_link(
         "did not come this far in time: see what it reports, or raise timeout="
     )
 
+
+# The communicator of ranks on devices: how it is built.
 
 # Blocks per collective of a rank with a GPU of its own: they must fill its links and leave the rest
 # of the multiprocessors to the model. A choice, not swept.

@@ -1,4 +1,4 @@
-"""How a communicator on a device fails, and how it ends: what was launched ends first."""
+"""One rank's end of a communicator on a device: its region, its words, its faults, its end."""
 
 from __future__ import annotations
 
@@ -334,6 +334,8 @@ class DeviceCore:
                 # A peer whose process has ended reads no farewell.
                 continue
 
+
+# How a communicator on a device fails, and how it ends: what was launched ends first.
 
 POLL_S = 0.0005
 

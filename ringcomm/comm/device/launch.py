@@ -1,4 +1,4 @@
-"""Runs calls on a device: on which stream, behind what, and what keeps their tensors alive."""
+"""Launches calls on a device: on which stream, behind what, and what keeps their tensors alive."""
 
 from __future__ import annotations
 
@@ -215,6 +215,9 @@ def _nothing() -> None:
 
 def _never() -> bool:
     return False
+
+
+# Runs calls on a device: on which stream, behind what, and what keeps their tensors alive.
 
 
 class DeviceEngine(DeviceEnd):

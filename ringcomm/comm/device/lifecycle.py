@@ -1,10 +1,4 @@
-"""What outlives a communicator: its region while peers may write there, and its last kernels.
-
-A peer acknowledges what it read by writing into this rank's region, possibly after this rank has
-closed. So a region is given back only when every peer has said farewell or has ended: its process,
-or the stay of a rank of this process (docs/protocol.md). And a communicator that nobody refers to
-any more is closed once its kernels have ended.
-"""
+"""How long things of a device live: peers that are watched, and memory that outlives its owner."""
 
 from __future__ import annotations
 
@@ -131,6 +125,13 @@ def unwatch(watched: Watched) -> None:
             process.watched.remove(watched)
             watched.processes.clear()  # the loop may still refer to it
 
+
+# What outlives a communicator: its region while peers may write there, and its last kernels.
+#
+# A peer acknowledges what it read by writing into this rank's region, possibly after this rank has
+# closed. So a region is given back only when every peer has said farewell or has ended: its
+# process, or the stay of a rank of this process (docs/protocol.md). And a communicator that nobody
+# refers to any more is closed once its kernels have ended.
 
 WORD_BYTES = 4
 # After the communicators (100), before the mappings of peers' heaps (90).

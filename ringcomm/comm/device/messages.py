@@ -1,9 +1,4 @@
-"""Point-to-point calls on a device.
-
-Messages between two ranks match in the order in which they are sent and received; a tag is checked,
-not searched for. Sends run on one stream of the communicator and receives on another, so that two
-ranks may both send first.
-"""
+"""Point-to-point calls on a device, alone and in batches."""
 
 from __future__ import annotations
 
@@ -26,6 +21,12 @@ from ringcomm.errors import UnsupportedError, where
 __all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "exchange", "rounds"]
 
 Tensor = torch.Tensor
+# Point-to-point calls on a device.
+#
+# Messages between two ranks match in the order in which they are sent and received; a tag is
+# checked, not searched for. Sends run on one stream of the communicator and receives on another, so
+# that two ranks may both send first.
+
 # (tensor, peer): of a message.
 TensorAndPeer = tuple[Tensor, int]
 

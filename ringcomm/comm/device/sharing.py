@@ -1,10 +1,4 @@
-"""Ranks that share a process and a device meet on the host, and one launch carries them all.
-
-Kernels that wait for each other must run at the same time. Two launches on one device need not:
-they may be on one stream (the legacy default stream, usually), in one hardware queue, or too large
-together. The blocks of one launch that fits do. So the last of the ranks to make a call launches
-it for all; streams wait on events, and the host only for the other threads to arrive.
-"""
+"""How communicators and ranks share one device: the order of kernels, and launches in common."""
 
 from __future__ import annotations
 
@@ -159,6 +153,13 @@ def order_of(runtime: DeviceRuntime, device: int) -> DeviceOrder:
             _orders[key] = DeviceOrder(runtime, device)
         return _orders[key]
 
+
+# Ranks that share a process and a device meet on the host, and one launch carries them all.
+#
+# Kernels that wait for each other must run at the same time. Two launches on one device need not:
+# they may be on one stream (the legacy default stream, usually), in one hardware queue, or too
+# large together. The blocks of one launch that fits do. So the last of the ranks to make a call
+# launches it for all; streams wait on events, and the host only for the other threads to arrive.
 
 # How often a rank that waits for others looks whether it does so in vain.
 LOOK_S = 0.05

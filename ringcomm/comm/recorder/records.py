@@ -1,4 +1,4 @@
-"""Reads a flight recorder out of a copy of its memory (``kernels/host/recorder.h``)."""
+"""What a flight recorder holds: records of calls, and how they are read out of its memory."""
 
 from __future__ import annotations
 
@@ -225,6 +225,8 @@ def divergence(recording: Recording) -> int | None:
             return number
     return None
 
+
+# Reads a flight recorder out of a copy of its memory (``kernels/host/recorder.h``).
 
 Bytes = bytes | bytearray
 MAGIC = int.from_bytes(b"RINGREC1", "little")

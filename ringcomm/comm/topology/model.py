@@ -1,4 +1,4 @@
-"""Topologies as JSON: what ``ringcomm topo --save`` writes and ``--file`` reads.
+"""What connects the GPUs of one machine, as a description to compare, and to keep as JSON.
 
 The file says what NVML said and nothing else; what NVML did not say is null or left out::
 

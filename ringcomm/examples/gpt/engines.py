@@ -1,4 +1,4 @@
-"""A step of training, and the loss on held-out text, on one rank."""
+"""A step of training on one rank, shared by ringcomm.zero, or by torch's DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -205,6 +205,8 @@ def build_engine(gpt: GPT, config: EngineConfig, place: Place) -> TrainingEngine
         return ZeroEngine(gpt, config, place)
     return DDPEngine(gpt, place) if config.name == "ddp" else FSDP2Engine(gpt, place)
 
+
+# A step of training, and the loss on held-out text, on one rank.
 
 HELD_OUT_BATCHES = 8
 WARM_UP_SHARE = 0.05

@@ -1,4 +1,4 @@
-"""What ``ringcomm train`` says of a run before and after it, and writes to files."""
+"""What ``ringcomm train`` says of a run: its outcome, memory, picture and files."""
 
 from __future__ import annotations
 
@@ -291,6 +291,8 @@ def _axis(first: int, last: int) -> str:
     columns = min(COLUMNS, last - first + 1)
     return f"{'step':>{LABEL_CHARS}}  {first}{last:>{max(2, columns - len(str(first)))}}"
 
+
+# What ``ringcomm train`` says of a run before and after it, and writes to files.
 
 PRINTED_LOSSES = 10
 

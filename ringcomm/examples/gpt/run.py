@@ -1,4 +1,4 @@
-"""One rank of ``ringcomm train``."""
+"""One rank of ``ringcomm train``: it joins, trains, saves, continues and reports."""
 
 from __future__ import annotations
 
@@ -327,6 +327,9 @@ def _join(backend: str, placement: Placement, store: dist.Store) -> None:
         world_size=placement.world_size,
         timeout=TIMEOUT,
     )
+
+
+# One rank of ``ringcomm train``.
 
 
 def run_rank(settings: Mapping[str, Any]) -> int:

@@ -1,8 +1,4 @@
-"""Saves a state dict of torch.distributed.checkpoint as a checkpoint folder.
-
-Which rank makes which call, and in which order, is said in torch's
-``torch/distributed/checkpoint/storage.py``.
-"""
+"""Planners, reader and writer that let ``torch.distributed.checkpoint`` use checkpoint folders."""
 
 from __future__ import annotations
 
@@ -227,6 +223,12 @@ def _load_value(reader: Reader, item: ReadItem, planner: AnyLoadPlanner) -> None
 
 
 Tensor = torch.Tensor
+
+
+# Saves a state dict of torch.distributed.checkpoint as a checkpoint folder.
+#
+# Which rank makes which call, and in which order, is said in torch's
+# ``torch/distributed/checkpoint/storage.py``.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What modules return from ``get_extra_state()``, in a checkpoint and back.
+"""What a checkpoint holds of a sharded module and its optimizer: tensors, facts, extra state.
 
 Tensors are taken out, and None stands where they were; the rest is plain data:
 

@@ -1,4 +1,4 @@
-"""A sharded module and its optimizer for ``torch.distributed.checkpoint``."""
+"""``save()``, ``load()`` and ``TrainState``: a sharded module and its optimizer in a checkpoint."""
 
 from __future__ import annotations
 
@@ -343,6 +343,9 @@ class _Loading:
     def _take_buffers(self) -> None:
         for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
             buffer.copy_(self.own[f"buffer.{name}"])
+
+
+# A sharded module and its optimizer for ``torch.distributed.checkpoint``.
 
 
 class TrainState:
