@@ -49,7 +49,7 @@ def launched_world() -> str | None:
 # Starts the ranks of a command as processes of this machine and answers for their end.
 #
 # When a rank fails, or on Ctrl-C or SIGTERM, all ranks are ended before ``launch`` returns; when
-# this process is killed outright the kernel ends them (see ``rank.py``). Nothing is put on disk.
+# this process is killed outright the kernel ends them. Nothing is put on disk.
 
 STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # where rank 0 serves the store of this launch
 STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # rank 0 only: the socket, already bound and listening

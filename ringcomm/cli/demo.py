@@ -110,7 +110,7 @@ def run_rank(settings: Mapping[str, Any]) -> int:
     programme = QUICK if settings["quick"] else FULL
     with joined_ranks("ringcomm") as world:
         say: Say = _print if world.rank == 0 else _keep_silent
-        # See NOTE [Groups end last] in training_world.py.
+        # See NOTE [Groups end last] in examples/gpt/run.py.
         findings = _find_out(programme, settings["data"], world, say)
         gc.collect()
     elapsed_s = time.perf_counter() - started

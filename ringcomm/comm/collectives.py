@@ -624,7 +624,7 @@ class Exchanges(Engine):
         Raises:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        # See NOTE [At once] in reductions.py.
+        # See NOTE [At once].
         if timeout is None and not (async_op or self._queue.pending):
             if self._native.barrier_plain():
                 raise self._fault("barrier")

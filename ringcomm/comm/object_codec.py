@@ -10,7 +10,7 @@ everything else is a list that begins with a tag::
     ["i", "hexadecimal"] ["f", "nan"] ["c", re, im]
     ["b", offset, size] ["a", offset, size]       bytes, bytearray
 
-and those of torch and NumPy in ``plain_values.py``.
+and those of torch and NumPy below.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["MAGIC", "Refused", "leaf_of", "leaf_tags", "pack", "unpack", "value_
 
 # Tensors, parameters, NumPy's arrays and what describes them, as plain data and raw bytes.
 #
-# These are the leaves of ``plain_objects.py`` that belong to torch and NumPy::
+# These are the leaves that belong to torch and NumPy::
 #
 #     ["T", dtype, shape, offset, size]             torch.Tensor; "G": one that requires grad
 #     ["P", dtype, shape, offset, size]             torch.nn.Parameter; "Q": one that is frozen

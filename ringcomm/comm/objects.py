@@ -1,6 +1,6 @@
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
-Objects travel as plain data (``plain_objects.py``), from which nothing but plain data can come.
+Objects travel as plain data (``object_codec.py``), from which nothing but plain data can come.
 torch pickles them, and unpickling runs code that the sender chose; so does
 ``CommOptions(objects="pickle")``, which every rank must ask for.
 """

@@ -163,7 +163,7 @@ class ReducedKernels(StageKernels):
 class SplitKernels(ReducedKernels):
     """Stage 3: and no rank has more than its chunk of the parameters.
 
-    See NOTE [Gathering is one-sided] in ``stored.py`` for the barriers.
+    See NOTE [Gathering is one-sided] in ``buckets.py`` for the barriers.
     """
 
     def __init__(

@@ -336,7 +336,7 @@ def run_rank(settings: Mapping[str, Any]) -> int:
     """Train as one rank; ``settings`` are those that ``train.py`` puts together."""
     with joined_ranks(settings["engine"]["backend"]) as world:
         load_first_use()
-        # See NOTE [Groups end last] in training_world.py.
+        # See NOTE [Groups end last].
         _train_and_report(settings, world)
         if settings["engine"]["backend"] == "gloo":
             gc.collect()
