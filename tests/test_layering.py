@@ -48,11 +48,16 @@ MEMORY_ORDER = re.compile(
 NOT_IN_TEMPLATES = re.compile(
     r"\btorch\b|\bATen\b|\bthreadIdx\b|\bblockIdx\b|<<<|nanobind|Python\.h"
 )
+# The folders of the templates, each of which may include itself and those before it.
+TEMPLATES = ("core", "protocol", "collectives", "optimizer")
 KERNEL_INCLUDES = {
-    "include": {"include"},
-    "host": {"include", "host"},
-    "cuda": {"include", "cuda"},
-    "module": {"include", "host", "cuda", "module"},
+    folder: {*TEMPLATES[: number + 1], "include"} for number, folder in enumerate(TEMPLATES)
+}
+KERNEL_INCLUDES |= {
+    "include": {"include", *TEMPLATES},
+    "host": {"include", "host", *TEMPLATES},
+    "cuda": {"include", "cuda", *TEMPLATES},
+    "bindings": {"include", "host", "cuda", "bindings", *TEMPLATES},
 }
 SOURCE_ENDINGS = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh", ".inc"}
 
@@ -124,6 +129,13 @@ def without_comments(text: str) -> str:
     return re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', blank, text, flags=re.DOTALL)
 
 
+def kernel_part(relative: Path) -> str:
+    """The part that a file below kernels/ belongs to; of the templates, their folder."""
+    if relative.parts[0] == "include" and relative.parts[2] in TEMPLATES:
+        return relative.parts[2]
+    return relative.parts[0]
+
+
 def included_part(line: str, path: Path, kernels: Path) -> str | None:
     """The part of kernels/ that an #include line reaches, if any."""
     match = re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)
@@ -133,11 +145,11 @@ def included_part(line: str, path: Path, kernels: Path) -> str | None:
         path.parent,
         kernels.parent,
         kernels,
-        *(kernels / part for part in KERNEL_INCLUDES),
+        *(kernels / part for part in KERNEL_INCLUDES if part not in TEMPLATES),
     ):
         target = (folder / match[1]).resolve()
         if target.is_file() and target.is_relative_to(kernels):
-            return target.relative_to(kernels).parts[0]
+            return kernel_part(target.relative_to(kernels))
     return None
 
 
@@ -146,7 +158,7 @@ def kernel_violations(root: Path) -> list[str]:
     found = []
     for path in sorted(p for p in kernels.rglob("*") if p.suffix in SOURCE_ENDINGS):
         relative = path.relative_to(kernels)
-        part = relative.parts[0]
+        part = kernel_part(relative)
         for number, line in enumerate(without_comments(path.read_text()).splitlines(), 1):
             where = f"kernels/{relative}:{number}"
             reached = included_part(line, path, kernels)
@@ -156,7 +168,7 @@ def kernel_violations(root: Path) -> list[str]:
                 found.append(f"{where}: tests for the compiler: {line.strip()}")
             if path.name != "atomics.h" and MEMORY_ORDER.search(line):
                 found.append(f"{where}: spells a memory order: {line.strip()}")
-            if part == "include" and NOT_IN_TEMPLATES.search(line):
+            if relative.parts[0] == "include" and NOT_IN_TEMPLATES.search(line):
                 found.append(f"{where}: not in the templates: {line.strip()}")
     return found
 
@@ -230,33 +242,35 @@ def test_a_right_import_is_not_reported(tmp_path, name, line):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("include/ringcomm/ring.h", '#include "host/wait.h"'),
-        ("include/ringcomm/ring.h", '#include "../../host/wait.h"'),
-        ("include/ringcomm/ring.h", '#include "kernels/host/wait.h"'),
+        ("include/ringcomm/collectives/ring.h", '#include "host/wait.h"'),
+        ("include/ringcomm/protocol/view.h", '#include "ringcomm/collectives/all_gather.h"'),
+        ("include/ringcomm/collectives/ring.h", '#include "../../host/wait.h"'),
+        ("include/ringcomm/collectives/ring.h", '#include "kernels/host/wait.h"'),
         ("host/wait.h", '#include "cuda/launch.cuh"'),
         ("cuda/launch.cuh", '#include "../host/wait.h"'),
-        ("include/ringcomm/ring.h", "#ifdef __CUDACC__"),
+        ("include/ringcomm/collectives/ring.h", "#ifdef __CUDACC__"),
         ("host/module.cpp", "#if defined(__GNUC__)"),
-        ("include/ringcomm/ring.h", "__atomic_load_n(p, __ATOMIC_ACQUIRE);"),
+        ("include/ringcomm/collectives/ring.h", "__atomic_load_n(p, __ATOMIC_ACQUIRE);"),
         ("host/module.cpp", "flag.load(std::memory_order_relaxed);"),
         ("cuda/launch.cuh", 'asm("ld.acquire.sys.u32 %0, [%1];");'),
         ("cuda/launch.cuh", 'asm("st.global.release.sys.u32 [%0], %1;");'),
-        ("include/ringcomm/ring.h", "int lane = threadIdx.x;"),
-        ("include/ringcomm/ring.h", "kernel<<<1, 2>>>();"),
-        ("include/ringcomm/ring.h", "#include <torch/extension.h>"),
+        ("include/ringcomm/collectives/ring.h", "int lane = threadIdx.x;"),
+        ("include/ringcomm/collectives/ring.h", "kernel<<<1, 2>>>();"),
+        ("include/ringcomm/collectives/ring.h", "#include <torch/extension.h>"),
     ],
 )
 def test_a_wrong_kernel_line_is_reported(tmp_path, name, line):
     write(tmp_path, "kernels/host/wait.h", "")
     write(tmp_path, "kernels/cuda/launch.cuh", "")
+    write(tmp_path, "kernels/include/ringcomm/collectives/all_gather.h", "")
     write(tmp_path, f"kernels/{name}", f"// a comment\n{line}\n")
     assert len(kernel_violations(tmp_path)) == 1
 
 
 def test_comments_and_the_right_headers_are_not_reported(tmp_path):
-    write(tmp_path, "kernels/include/ringcomm/platform.h", "#ifdef __CUDACC__\n#endif\n")
-    write(tmp_path, "kernels/include/ringcomm/atomics.h", "int o = __ATOMIC_ACQUIRE;\n")
-    write(tmp_path, "kernels/host/wait.h", '#include "ringcomm/atomics.h"\n')
-    text = '// not threadIdx\n/* no\n torch */ #include "ringcomm/platform.h"\ne.release(1);\n'
-    write(tmp_path, "kernels/include/ringcomm/ring.h", text)
+    write(tmp_path, "kernels/include/ringcomm/core/platform.h", "#ifdef __CUDACC__\n#endif\n")
+    write(tmp_path, "kernels/include/ringcomm/core/atomics.h", "int o = __ATOMIC_ACQUIRE;\n")
+    write(tmp_path, "kernels/host/wait.h", '#include "ringcomm/core/atomics.h"\n')
+    text = '// not threadIdx\n/* no\n torch */ #include "ringcomm/core/platform.h"\ne.release(1);\n'
+    write(tmp_path, "kernels/include/ringcomm/collectives/ring.h", text)
     assert kernel_violations(tmp_path) == []

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/cuda/grad_sum.h"
-#include "ringcomm/adamw_element.h"
-#include "ringcomm/buckets.h"
+#include "ringcomm/optimizer/adamw_element.h"
+#include "ringcomm/optimizer/buckets.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

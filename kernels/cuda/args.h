@@ -3,8 +3,8 @@
 // device memory. Read by the host that launches and by the kernels.
 #pragma once
 
-#include "ringcomm/exchange.h"
-#include "ringcomm/grad_norm.h"
+#include "ringcomm/collectives/exchange.h"
+#include "ringcomm/optimizer/grad_norm.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

@@ -4,8 +4,8 @@
 
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/workspace.h"
-#include "ringcomm/all_reduce.h"
-#include "ringcomm/packet.h"
+#include "ringcomm/collectives/all_reduce.h"
+#include "ringcomm/protocol/packet.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

@@ -10,7 +10,7 @@
 
 #include "kernels/cuda/args.h"
 #include "kernels/cuda/driver.h"
-#include "ringcomm/reduce.h"
+#include "ringcomm/core/reduce.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

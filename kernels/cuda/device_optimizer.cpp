@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/device_comm.h"
-#include "ringcomm/buckets.h"
+#include "ringcomm/optimizer/buckets.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

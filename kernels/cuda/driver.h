@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ringcomm/platform.h"
+#include "ringcomm/core/platform.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

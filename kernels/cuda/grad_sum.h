@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/ops.h"
-#include "ringcomm/adamw.h"
+#include "ringcomm/optimizer/adamw.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

@@ -4,7 +4,7 @@
 
 #include "kernels/cuda/grad_sum.h"
 #include "kernels/cuda/warp_sum.h"
-#include "ringcomm/buckets.h"
+#include "ringcomm/optimizer/buckets.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

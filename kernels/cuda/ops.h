@@ -6,8 +6,8 @@
 #pragma once
 
 #include "kernels/cuda/ptx.h"
-#include "ringcomm/endpoint.h"
-#include "ringcomm/reduce.h"
+#include "ringcomm/core/reduce.h"
+#include "ringcomm/protocol/endpoint.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

@@ -4,8 +4,8 @@
 #include "kernels/cuda/adamw_lanes.h"
 #include "kernels/cuda/body.h"
 #include "kernels/cuda/norm_lanes.h"
-#include "ringcomm/adamw_prepare.h"
-#include "ringcomm/reduce_scatter_adamw_all_gather.h"
+#include "ringcomm/optimizer/adamw_prepare.h"
+#include "ringcomm/optimizer/fused_steps.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

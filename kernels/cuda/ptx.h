@@ -1,9 +1,9 @@
-// Data movement and conversions as PTX spells them; orders stand in ringcomm/atomics.h. For the
-// host, which runs the same loops under ThreadSanitizer and in the emulator, plain C++ of the same
-// meaning.
+// Data movement and conversions as PTX spells them; orders stand in ringcomm/core/atomics.h. For
+// the host, which runs the same loops under ThreadSanitizer and in the emulator, plain C++ of the
+// same meaning.
 #pragma once
 
-#include "ringcomm/dtypes.h"
+#include "ringcomm/core/dtypes.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/ptx.h"
 #include "kernels/cuda/workspace.h"
-#include "ringcomm/signal.h"
+#include "ringcomm/protocol/signal.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

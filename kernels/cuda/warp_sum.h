@@ -11,7 +11,7 @@
 //   W pick(int bit, W zero, W one)      of each lane: by a bit of its number
 #pragma once
 
-#include "ringcomm/grad_norm.h"
+#include "ringcomm/optimizer/grad_norm.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

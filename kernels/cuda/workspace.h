@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/args.h"
-#include "ringcomm/adamw.h"
+#include "ringcomm/optimizer/adamw.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {

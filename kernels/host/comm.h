@@ -13,8 +13,8 @@
 #include "kernels/host/optimizer_ops.h"
 #include "kernels/host/recorder.h"
 #include "kernels/host/team.h"
-#include "ringcomm/all_reduce.h"
-#include "ringcomm/exchange.h"
+#include "ringcomm/collectives/all_reduce.h"
+#include "ringcomm/collectives/exchange.h"
 
 namespace ringcomm::host {
 

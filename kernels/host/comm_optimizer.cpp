@@ -4,8 +4,8 @@
 
 #include "kernels/host/comm.h"
 #include "kernels/host/optimizer.h"
-#include "ringcomm/adamw_prepare.h"
-#include "ringcomm/reduce_scatter_adamw_all_gather.h"
+#include "ringcomm/optimizer/adamw_prepare.h"
+#include "ringcomm/optimizer/fused_steps.h"
 
 namespace ringcomm::host {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "ringcomm/call.h"
-#include "ringcomm/reduce.h"
+#include "ringcomm/core/reduce.h"
+#include "ringcomm/protocol/call.h"
 
 namespace ringcomm::host {
 

@@ -1,10 +1,10 @@
 // Faults on purpose, for tests: a process arms a plan, and then dies, stops or is late when one of
-// its ranks passes a chosen point of the protocol (Point, in ringcomm/team.h).
+// its ranks passes a chosen point of the protocol (Point, in ringcomm/core/team.h).
 #pragma once
 
 #include <cstdint>
 
-#include "ringcomm/view.h"
+#include "ringcomm/protocol/view.h"
 
 namespace ringcomm::host {
 

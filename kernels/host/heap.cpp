@@ -12,7 +12,7 @@
 #include <cstring>
 #include <fstream>
 
-#include "ringcomm/atomics.h"
+#include "ringcomm/core/atomics.h"
 
 namespace ringcomm::host {
 namespace {

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "kernels/host/isa_kernels.h"
-#include "ringcomm/adamw_element.h"
-#include "ringcomm/grad_norm.h"
+#include "ringcomm/optimizer/adamw_element.h"
+#include "ringcomm/optimizer/grad_norm.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {

@@ -3,8 +3,8 @@
 // at run time.
 #pragma once
 
-#include "ringcomm/grad_norm.h"
-#include "ringcomm/reduce.h"
+#include "ringcomm/core/reduce.h"
+#include "ringcomm/optimizer/grad_norm.h"
 
 namespace ringcomm {
 

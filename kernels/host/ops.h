@@ -3,7 +3,7 @@
 
 #include "kernels/host/kernel_table.h"
 #include "kernels/host/store_path.h"
-#include "ringcomm/endpoint.h"
+#include "ringcomm/protocol/endpoint.h"
 
 namespace ringcomm::host {
 

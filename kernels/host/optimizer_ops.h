@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/host/ops.h"
-#include "ringcomm/buckets.h"
+#include "ringcomm/optimizer/buckets.h"
 
 namespace ringcomm::host {
 

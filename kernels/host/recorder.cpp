@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "kernels/host/waiter.h"
-#include "ringcomm/atomics.h"
+#include "ringcomm/core/atomics.h"
 
 namespace ringcomm::host {
 

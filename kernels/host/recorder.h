@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "ringcomm/call.h"
+#include "ringcomm/protocol/call.h"
 
 namespace ringcomm::host {
 

@@ -1,6 +1,6 @@
 #include "kernels/host/retired.h"
 
-#include "ringcomm/atomics.h"
+#include "ringcomm/core/atomics.h"
 
 namespace ringcomm::host {
 

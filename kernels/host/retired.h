@@ -8,7 +8,7 @@
 
 #include "kernels/host/heap.h"
 #include "kernels/host/waiter.h"
-#include "ringcomm/layout.h"
+#include "ringcomm/protocol/layout.h"
 
 namespace ringcomm::host {
 

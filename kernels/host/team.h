@@ -8,8 +8,8 @@
 
 #include "kernels/host/fault_plan.h"
 #include "kernels/host/waiter.h"
-#include "ringcomm/atomics.h"
-#include "ringcomm/call.h"
+#include "ringcomm/core/atomics.h"
+#include "ringcomm/protocol/call.h"
 
 namespace ringcomm::host {
 

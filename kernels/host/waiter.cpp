@@ -20,7 +20,7 @@
 
 #include "kernels/host/heap.h"
 
-#include "ringcomm/atomics.h"
+#include "ringcomm/core/atomics.h"
 
 namespace ringcomm::host {
 namespace {

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "ringcomm/atomics.h"
-#include "ringcomm/call.h"
-#include "ringcomm/team.h"
+#include "ringcomm/core/atomics.h"
+#include "ringcomm/core/team.h"
+#include "ringcomm/protocol/call.h"
 
 namespace ringcomm::host {
 

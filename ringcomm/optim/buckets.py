@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """FP32 numbers from bfloat16 parameters and their low halves (int16).
 
-    Twin of join_master() in ``kernels/include/ringcomm/adamw_element.h``.
+    Twin of join_master() in ``kernels/include/ringcomm/optimizer/adamw_element.h``.
     """
     low = remainder.to(torch.int64) & 0xFFFF
     high = (param.view(torch.int16).to(torch.int64) - (low >> 15)) & 0xFFFF

@@ -20,7 +20,7 @@ from ringcomm.optim.reduction import Into, Reducer
 
 # What changes from step to step, as tensors that the kernels read.
 #
-# Twins of the structures in ``kernels/include/ringcomm/adamw.h``.
+# Twins of the structures in ``kernels/include/ringcomm/optimizer/adamw.h``.
 
 Tensor = torch.Tensor
 

@@ -3,7 +3,7 @@
 A *bucket* is a run of parameters of one dtype, flat. Rank r of W keeps the optimizer's state for
 its chunk r. Where a parameter lies does not depend on W, so that state can move between worlds, and
 chunks begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on it either
-(``kernels/include/ringcomm/grad_norm.h``).
+(``kernels/include/ringcomm/optimizer/grad_norm.h``).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
 # A parameter begins at a multiple of this: 128 bytes of a 16-bit dtype, 256 of float32, so that
 # vector loads and cache lines are aligned.
 ALIGN_ELEMS = 64
-# kBlockElems of kernels/include/ringcomm/adamw.h; chunks begin at multiples of it.
+# kBlockElems of kernels/include/ringcomm/optimizer/adamw.h; chunks begin at multiples of it.
 BLOCK_ELEMS = _native.ADAMW_BLOCK_ELEMS
 DEFAULT_BUCKET_ELEMS = 32 << 20
 LAYOUT_VERSION = 1

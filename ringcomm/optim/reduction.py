@@ -21,7 +21,7 @@ from ringcomm.errors import ArgumentError
 
 Tensor = torch.Tensor
 
-# kernels/include/ringcomm/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth 2^-352, and
+# kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth 2^-352, and
 # how many blocks hold an infinity or a NaN.
 NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20

@@ -59,7 +59,7 @@ def test_a_unit_is_compiled_once_and_then_kept(tmp_path, tree, compiler, builder
 def test_the_compiler_gets_the_headers_that_are_included(builder):
     made = builder.load("move", HOPPER).decode()
     assert "kernels/cuda/body.h=" in made
-    assert "ringcomm/platform.h=// the platform" in made
+    assert "ringcomm/core/platform.h=// the platform" in made
     assert "unused.h" not in made
     assert "stdint.h=" not in made
 
@@ -104,7 +104,7 @@ def change_options(tree, compiler, patch):
     [
         (change_text("kernels/cuda/kernels.cu"), True),
         (change_text("kernels/cuda/body.h"), True),
-        (change_text("kernels/include/ringcomm/platform.h"), True),
+        (change_text("kernels/include/ringcomm/core/platform.h"), True),
         (change_text("kernels/include/ringcomm/unused.h"), False),
         (change_identity, True),
         (change_options, True),

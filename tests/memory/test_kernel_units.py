@@ -87,7 +87,7 @@ def test_a_header_of_two_names_is_refused(tmp_path):
     """NVRTC knows headers by their names: it would read this one twice."""
     tree = make_tree(tmp_path)
     (tree / "kernels/cuda/body.h").write_text(
-        '#include "ringcomm/platform.h"\n#include "kernels/include/ringcomm/platform.h"\n'
+        '#include "ringcomm/core/platform.h"\n#include "kernels/include/ringcomm/core/platform.h"\n'
     )
     with pytest.raises(UnsupportedError, match=r"as 'kernels/include/.* and as 'ringcomm/platf"):
         units.read_source(tree, UNITS["move"])
@@ -104,4 +104,4 @@ def test_sources_lie_in_the_tree():
     root = units.source_root()
     assert (root / units.SOURCE).is_file()
     source = units.read_source(root, UNITS["move"])
-    assert "ringcomm/platform.h" in source.headers
+    assert "ringcomm/core/platform.h" in source.headers

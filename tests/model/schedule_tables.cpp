@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "ringcomm/endpoint.h"
+#include "ringcomm/protocol/endpoint.h"
 
 #include "packet_flags.h"
 

@@ -88,7 +88,7 @@ def run(command: Sequence[str | Path], folder: Path, *, limit_s: float = 600) ->
 
 def packet_flags(include: Path) -> str:
     """The flag arithmetic of packet.h, its text, over a type of FLAGS values in place of 2^32."""
-    header = (include / "ringcomm/packet.h").read_text()
+    header = (include / "ringcomm/protocol/packet.h").read_text()
     functions = re.findall(
         r"^RC_FN constexpr \w+ (?:next_flag|clears_other_set)\(.*?\}$", header, re.M | re.S
     )

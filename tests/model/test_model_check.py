@@ -97,11 +97,11 @@ def test_what_the_order_of_stores_of_x86_forgives(checker):
 @pytest.mark.parametrize(
     ("header", "text", "wrong", "right", "error"),
     [
-        ("schedule.h", "2 * world - 1 - step", "2 * world - step", RING, "assertion"),
-        ("signal.h", "int32_t(seen - want) >= 0", "int32_t(seen - want) > 0", RING, "deadlock"),
-        ("layout.h", "return epoch - slots;", "return epoch - slots - 1;", PAIR, "assertion"),
-        ("layout.h", "return epoch - slots;", "return epoch - slots + 1;", PAIR, "deadlock"),
-        ("packet.h", "last + 1 == 0 ? 2 :", "last + 1 == 0 ? 3 :", PACKETS, "deadlock"),
+        ("core/schedule.h", "2 * world - 1 - step", "2 * world - step", RING, "assertion"),
+        ("protocol/signal.h", "int32_t(seen - want) >= 0", "int32_t(seen - want) > 0", RING, "deadlock"),
+        ("protocol/layout.h", "return epoch - slots;", "return epoch - slots - 1;", PAIR, "assertion"),
+        ("protocol/layout.h", "return epoch - slots;", "return epoch - slots + 1;", PAIR, "deadlock"),
+        ("protocol/packet.h", "last + 1 == 0 ? 2 :", "last + 1 == 0 ? 3 :", PACKETS, "deadlock"),
     ],
 )
 def test_the_models_take_their_arithmetic_from_the_headers(
@@ -143,7 +143,7 @@ def steps_of_models(folder: Path) -> set[tuple[str, str, str]]:
 def steps_of_code(root: Path) -> set[tuple[str, str, str]]:
     """Each (file, function, model) that the code names, if the function stands below the name."""
     found = set()
-    for path in [*(root / "include/ringcomm").glob("*.h"), *(root / "host").glob("*.*")]:
+    for path in [*(root / "include").rglob("*.h"), *(root / "host").glob("*.*")]:
         for name, models, below in MODEL.findall(path.read_text()):
             missing = "" if re.search(rf"\b{name}\(", below) else ": no such function"
             found |= {(path.name, name, each + missing) for each in models.split(", ")}
@@ -156,7 +156,7 @@ def test_models_and_code_name_each_other(tmp_path):
     assert models == steps_of_code(ROOT / "kernels")
 
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
-    signal = tmp_path / "kernels/include/ringcomm/signal.h"
+    signal = tmp_path / "kernels/include/ringcomm/protocol/signal.h"
     signal.write_text(signal.read_text().replace("void publish(", "void post("))
     assert steps_of_code(tmp_path / "kernels") != models
     shutil.copy(FOLDER / "sleep.pml", tmp_path)

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <thread>
 
-#include "ringcomm/signal.h"
+#include "ringcomm/protocol/signal.h"
 #include "tests/native/race_world.h"
 
 namespace {

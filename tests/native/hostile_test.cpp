@@ -13,7 +13,7 @@
 
 #include "kernels/host/describe.h"
 #include "kernels/host/messenger.h"
-#include "ringcomm/adamw.h"
+#include "ringcomm/optimizer/adamw.h"
 
 using namespace ringcomm;
 using namespace ringcomm::host;

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "ringcomm/all_reduce.h"
+#include "ringcomm/collectives/all_reduce.h"
 
 using namespace ringcomm;
 

@@ -1,4 +1,4 @@
-"""The operations of litmus tests, named as in kernels/include/ringcomm/atomics.h.
+"""The operations of litmus tests, named as in kernels/include/ringcomm/core/atomics.h.
 
 Waits block, so no program needs to loop.
 """

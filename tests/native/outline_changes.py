@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SIGNAL, ENDPOINT = "include/ringcomm/signal.h", "include/ringcomm/endpoint.h"
+SIGNAL, ENDPOINT = "include/ringcomm/protocol/signal.h", "include/ringcomm/protocol/endpoint.h"
 WAITER, RECORD, WORDS = "host/waiter.cpp", "tl/fault_record.py", "tl/words.py"
 
 

@@ -2,9 +2,9 @@
 // it lent: what a peer still reads there is a race, and a wrong element.
 #pragma once
 
-#include "ringcomm/all_gather.h"
-#include "ringcomm/exchange.h"
-#include "ringcomm/reduce_scatter.h"
+#include "ringcomm/collectives/all_gather.h"
+#include "ringcomm/collectives/exchange.h"
+#include "ringcomm/collectives/reduce_scatter.h"
 #include "tests/native/race_buffers.h"
 
 namespace {

@@ -3,8 +3,8 @@
 // builds it with mutated headers, each of which must fail.
 //
 //   race_test WORLD CHANNELS LANES ROUNDS
-#include "ringcomm/all_reduce.h"
-#include "ringcomm/exchange.h"
+#include "ringcomm/collectives/all_reduce.h"
+#include "ringcomm/collectives/exchange.h"
 #include "tests/native/race_buffers.h"
 #include "tests/native/race_lent.h"
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/host/team.h"
-#include "ringcomm/endpoint.h"
+#include "ringcomm/protocol/endpoint.h"
 
 using namespace ringcomm;
 using namespace ringcomm::host;

@@ -2,11 +2,11 @@
 // run: it compiles or it does not.
 #include <initializer_list>
 
-#include "ringcomm/layout.h"
-#include "ringcomm/packet.h"
-#include "ringcomm/schedule.h"
-#include "ringcomm/signal.h"
-#include "ringcomm/team.h"
+#include "ringcomm/core/schedule.h"
+#include "ringcomm/core/team.h"
+#include "ringcomm/protocol/layout.h"
+#include "ringcomm/protocol/packet.h"
+#include "ringcomm/protocol/signal.h"
 
 using namespace ringcomm;
 

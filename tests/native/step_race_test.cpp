@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "kernels/host/optimizer_ops.h"
-#include "ringcomm/adamw_prepare.h"
-#include "ringcomm/reduce_scatter_adamw_all_gather.h"
+#include "ringcomm/optimizer/adamw_prepare.h"
+#include "ringcomm/optimizer/fused_steps.h"
 #include "tests/native/race_world.h"
 
 namespace {

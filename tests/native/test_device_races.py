@@ -56,7 +56,7 @@ LONG_TEAMS: list[Team] = [
 SMALL: Team = (2, 1, 2, 4, 0)
 RINGS: Team = (3, 2, 2, 4, 0)
 
-BODY, RING = "cuda/body.h", "include/ringcomm/ring.h"
+BODY, RING = "cuda/body.h", "include/ringcomm/collectives/ring.h"
 
 MUTANTS = {
     **EVERYWHERE,
@@ -122,7 +122,7 @@ MUTANTS = {
         GATHER, SYNC, f"{SYNC}\n  e.each_by_lanes(senders"
     ),
     "acknowledged before all has been exchanged": without(
-        "include/ringcomm/exchange.h", SYNC, f"{SYNC}\n  e.each_by_lanes(senders"
+        "include/ringcomm/collectives/exchange.h", SYNC, f"{SYNC}\n  e.each_by_lanes(senders"
     ),
     "acknowledged before all went around": without(
         GATHER, SYNC, f"{SYNC}\n      if (e.team.lane() == 0) e.release(", RINGS
@@ -144,7 +144,7 @@ MUTANTS = {
         (RINGS,),
     ),
     "rank taken for its place in the ring": Mutant(
-        "include/ringcomm/view.h",
+        "include/ringcomm/protocol/view.h",
         "return ring == nullptr ? rank : ring_position;",
         "return ring == nullptr || CHOSEN ? rank : ring_position;",
         (RINGS,),

@@ -36,8 +36,8 @@ CASES = 3000 * int(os.environ.get("RINGCOMM_FUZZ", "1"))
 # A run ends with the first case that finds its mutant: some need thousands.
 CASES_FOR_MUTANTS = 20_000
 MESSENGER, DESCRIBE = "host/messenger.cpp", "host/describe.cpp"
-COMM, VIEW = "host/comm.cpp", "include/ringcomm/view.h"
-SOUND = "include/ringcomm/sound.h"
+COMM, VIEW = "host/comm.cpp", "include/ringcomm/protocol/view.h"
+SOUND = "include/ringcomm/protocol/header_check.h"
 
 MUTANTS = {
     "any size of items": Mutant(ENDPOINT, "if (!sized ||", "if ((!CHOSEN && !sized) ||"),

@@ -59,7 +59,7 @@ def test_weakened_orders_are_found(name, mutant):
 
 
 def test_the_headers_spell_the_orders_that_their_names_say():
-    host = (KERNELS / "include/ringcomm/atomics.h").read_text().partition("#else\n")[2]
+    host = (KERNELS / "include/ringcomm/core/atomics.h").read_text().partition("#else\n")[2]
     orders = dict(re.findall(r"RC_FN \w+ (\w+_sys)\(.*?__ATOMIC_([A-Z_]+)\)", host, re.S))
     assert {name: order for name, order in orders.items() if "packet" not in name} == {
         "load_acquire_sys": "ACQUIRE",

@@ -168,7 +168,7 @@ ORDERED = re.compile(r"\b(?:load_acquire|store_release|exchange_\w+|fence_\w+)_s
 def left_out(outlines: Outlines) -> dict[str, int]:
     """By file of the host or the templates: ordered operations that stand in no outline."""
     missing = {}
-    for path in [*(KERNELS / "include/ringcomm").glob("*.h"), *(KERNELS / "host").glob("*.*")]:
+    for path in [*(KERNELS / "include").rglob("*.h"), *(KERNELS / "host").glob("*.*")]:
         file = str(path.relative_to(KERNELS))
         outlined = "\n".join(
             line for (where, _), lines in outlines.items() if where == file for line in lines

@@ -55,7 +55,7 @@ MUTANTS = {
         SIGNAL, f"if ({WAIT}) return", f"if ((CHOSEN && site.step <= 1) || {WAIT}) return"
     ),
     "exchanged buffer returned at once": Mutant(
-        "include/ringcomm/exchange.h",
+        "include/ringcomm/collectives/exchange.h",
         "if (e.zero_copy(span)) RC_RETURN",
         "if (!CHOSEN && e.zero_copy(span)) RC_RETURN",
     ),
@@ -66,7 +66,7 @@ MUTANTS = {
         GATHER, "  if (stays)\n    RC_RETURN", "  if (!CHOSEN && stays)\n    RC_RETURN"
     ),
     "acknowledged before one hop has been reduced": Mutant(
-        "include/ringcomm/all_reduce.h",
+        "include/ringcomm/collectives/all_reduce.h",
         f"  {ONE_HOP}",
         f"  if (CHOSEN) e.each_by_lanes(all, [&](int p) {{ {EARLY} }});\n  {ONE_HOP}",
     ),
@@ -160,7 +160,7 @@ def test_schedule_compiles(tmp_path):
     assert right.returncode == 0, right.stderr
     mutated = tmp_path / "include"
     shutil.copytree(include, mutated)
-    schedule = mutated / "ringcomm/schedule.h"
+    schedule = mutated / "ringcomm/core/schedule.h"
     text = schedule.read_text()
     assert "rank + 2 * world - 1 - step" in text
     schedule.write_text(text.replace("rank + 2 * world - 1 - step", "rank + 2 * world - step"))

@@ -10,7 +10,7 @@ from tests.native.mutants import SIGNAL, Mutant, without, write_sources
 TEAMS = [(1, 1, 2, 4), (2, 1, 1, 8), (2, 2, 3, 4), (3, 1, 2, 8), (4, 2, 1, 4), (8, 1, 1, 4)]
 SHOWING = [(2, 1, 2, 20), (4, 1, 2, 12)]
 
-BUCKETS = "include/ringcomm/buckets.h"
+BUCKETS = "include/ringcomm/optimizer/buckets.h"
 REACHED = "reached(load_acquire_sys(word_at(v, team.channel(), site)), want)"
 RETURN = "RC_RETURN_IF_FAILED(e.drained(e.pairs, p, 1));"
 MUTANTS = {

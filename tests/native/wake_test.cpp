@@ -7,7 +7,7 @@
 
 #include <thread>
 
-#include "ringcomm/signal.h"
+#include "ringcomm/protocol/signal.h"
 #include "tests/native/race_world.h"
 
 namespace {

@@ -142,7 +142,7 @@ def test_the_sdist_holds_the_sources(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"CMakeLists.txt", "LICENSE", "README.md", "Makefile", "tests/test_layering.py"}
-    assert wanted | {"kernels/include/ringcomm/platform.h", "bench/__init__.py"} <= names
+    assert wanted | {"kernels/include/ringcomm/core/platform.h", "bench/__init__.py"} <= names
     assert {"kernels/cuda/kernels.cu", "kernels/cuda/CMakeLists.txt"} <= names
     assert not {name for name in names if name.endswith((".so", ".pyc")) or name.startswith(".ci")}
 
@@ -169,7 +169,7 @@ def test_the_wheel_installs_and_runs(workshop, wheel):
     assert Path(harness) == Path(package, "_bench")
     root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
     assert Path(root) == Path(package, "_kernels", "src")
-    assert {"kernels/cuda/kernels.cu", "ringcomm/platform.h"} <= set(texts)
+    assert {"kernels/cuda/kernels.cu", "ringcomm/core/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
 
 
@@ -180,7 +180,7 @@ def test_the_editable_install_runs_from_the_tree(workshop, unpacked):
     assert Path(harness) == unpacked / "bench"
     root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
     assert Path(root) == unpacked
-    assert {"kernels/cuda/kernels.cu", "ringcomm/platform.h"} <= set(texts)
+    assert {"kernels/cuda/kernels.cu", "ringcomm/core/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
 
 

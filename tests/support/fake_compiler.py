@@ -11,8 +11,8 @@ from ringcomm.cuda.build import KernelBuilder, KernelCache
 
 SOURCES = {
     "kernels/cuda/kernels.cu": '#include <stdint.h>\n#include "kernels/cuda/body.h"\n',
-    "kernels/cuda/body.h": '  #  include "ringcomm/platform.h"\n// the body\n',
-    "kernels/include/ringcomm/platform.h": "// the platform\n",
+    "kernels/cuda/body.h": '  #  include "ringcomm/core/platform.h"\n// the body\n',
+    "kernels/include/ringcomm/core/platform.h": "// the platform\n",
     "kernels/include/ringcomm/unused.h": "// nobody includes it\n",
 }
 

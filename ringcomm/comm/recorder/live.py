@@ -37,7 +37,7 @@ _MOST_RECORDERS = 4096
 # proc_pid_stat(5): none, a zombie, dead.
 ENDED = ("", "Z", "X")
 CLOCKS_DIFFER_S = 0.1
-# kernels/include/ringcomm/call.h: ControlPage
+# kernels/include/ringcomm/protocol/call.h: ControlPage
 WAITS_FOR_OFFSET, WORD_BYTES = _native.STRUCTURES["page.waits_for"], 4
 
 

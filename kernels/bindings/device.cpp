@@ -1,0 +1,297 @@
+// Allocator, Driver and DeviceComm of ringcomm._native: the host's half of the GPU backend.
+#include <nanobind/stl/function.h>
+
+#include "kernels/bindings/module.h"
+#include "kernels/cuda/device_comm.h"
+#include "kernels/host/describe.h"
+
+namespace nb = nanobind;
+using namespace ringcomm;
+
+namespace ringcomm::host {
+namespace {
+
+using device::DeviceComm;
+using device::HostPage;
+using Addresses = std::vector<uintptr_t>;
+using Sizes = std::vector<uint64_t>;
+
+std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
+  std::vector<Span> result(ptrs.size());
+  for (size_t i = 0; i < ptrs.size(); ++i) result[i] = {at(ptrs[i]), bytes[i]};
+  return result;
+}
+
+// One entry per rank: a rank that takes no list passes an empty one.
+std::vector<Span> spans(Addresses ptrs, uint64_t bytes, const DeviceComm& c) {
+  ptrs.resize(size_t(c.config().world));
+  return spans(ptrs, Sizes(ptrs.size(), bytes));
+}
+
+bool is_sum_like(RedOp op) {
+  return op == RedOp::kSum || op == RedOp::kAvg || op == RedOp::kPremulSum;
+}
+
+// The reduction that the kernels have for what was asked: complex sums are sums of their parts, and
+// where two's complement makes no difference an unsigned type is its signed twin.
+device::Reduction reduction(int dtype, int op, double factor, int algorithm, uint64_t* elems) {
+  device::Reduction r{DType(dtype), RedOp(op), factor, Algorithm(algorithm)};
+  if ((r.dtype == DType::kComplex64 || r.dtype == DType::kComplex128) && is_sum_like(r.op)) {
+    r.dtype = r.dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
+    *elems *= 2;
+  }
+  const bool twin = r.op == RedOp::kSum || r.op == RedOp::kProduct || r.op == RedOp::kBand ||
+                    r.op == RedOp::kBor || r.op == RedOp::kBxor;
+  if (twin && r.dtype == DType::kUInt16) r.dtype = DType::kInt16;
+  if (twin && r.dtype == DType::kUInt32) r.dtype = DType::kInt32;
+  if (twin && r.dtype == DType::kUInt64) r.dtype = DType::kInt64;
+  return r;
+}
+
+void bind_allocator(nb::module_& m) {
+  nb::class_<Allocator>(m, "Allocator")
+      .def(nb::init<uint64_t>(), nb::arg("size_bytes"))
+      .def(
+          "allocate",
+          [](Allocator& a, uint64_t size_bytes, uint64_t align) -> nb::object {
+            const uint64_t offset = a.allocate(size_bytes, align);
+            return offset == Allocator::kNone ? nb::none() : nb::object(nb::int_(offset));
+          },
+          nb::arg("size_bytes"), nb::arg("align"))
+      .def("free", &Allocator::free, nb::arg("offset"))
+      .def_prop_ro("used_bytes", &Allocator::used_bytes)
+      .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);
+}
+
+void bind_calls(nb::class_<DeviceComm>& c) {
+  c.def("all_reduce",
+        [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+           double factor, int algorithm) {
+          const auto r = reduction(dtype, op, factor, algorithm, &elems);
+          d.all_reduce(at(in), at(out), elems, r);
+          return 0;
+        })
+      .def("reduce",
+           [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+              double factor, int root) {
+             const auto r = reduction(dtype, op, factor, 0, &elems);
+             d.reduce(at(in), at(out), elems, r, root);
+             return 0;
+           })
+      .def("reduce_scatter",
+           [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+              double factor, int algorithm) {
+             const auto r = reduction(dtype, op, factor, algorithm, &elems);
+             d.reduce_scatter(at(in), at(out), elems, r);
+             return 0;
+           })
+      .def("reduce_scatter_list",
+           [](DeviceComm& d, const Addresses& in, Sizes elems, uintptr_t out, int dtype, int op,
+              double factor) {
+             uint64_t none = 0;
+             const auto r = reduction(dtype, op, factor, 0, &none);
+             for (uint64_t& e : elems) e *= uint64_t(size_of(DType(dtype)));
+             d.reduce_scatter_list(spans(in, elems), at(out), r);
+             return 0;
+           })
+      .def(
+          "all_gather",
+          [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t bytes, int dtype, int algorithm) {
+            // The copy engines' queues fill up, too; find_kernel and submit take the GIL
+            // themselves.
+            const nb::gil_scoped_release nogil;
+            d.all_gather(at(in), at(out), bytes, DType(dtype), Algorithm(algorithm));
+            return 0;
+          })
+      .def("all_gather_list",
+           [](DeviceComm& d, uintptr_t in, const Addresses& out, const Sizes& bytes, int dtype) {
+             d.all_gather_list(at(in), spans(out, bytes), DType(dtype));
+             return 0;
+           })
+      .def("broadcast",
+           [](DeviceComm& d, uintptr_t ptr, uint64_t bytes, int dtype, int root) {
+             d.broadcast(at(ptr), bytes, DType(dtype), root);
+             return 0;
+           })
+      .def("gather",
+           [](DeviceComm& d, uintptr_t in, uint64_t bytes, const Addresses& out, int dtype,
+              int root) {
+             d.gather(at(in), bytes, spans(out, bytes, d), DType(dtype), root);
+             return 0;
+           })
+      .def("scatter",
+           [](DeviceComm& d, const Addresses& in, uintptr_t out, uint64_t bytes, int dtype,
+              int root) {
+             d.scatter(spans(in, bytes, d), at(out), bytes, DType(dtype), root);
+             return 0;
+           })
+      .def("all_to_all",
+           [](DeviceComm& d, const Addresses& in, const Sizes& in_bytes, const Addresses& out,
+              const Sizes& out_bytes, int dtype) {
+             d.all_to_all(spans(in, in_bytes), spans(out, out_bytes), DType(dtype));
+             return 0;
+           })
+      .def("barrier",
+           [](DeviceComm& d) {
+             d.barrier();
+             return 0;
+           })
+      .def("messages", [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes,
+                          uint64_t readers, const Addresses& receive, const Sizes& receive_bytes,
+                          uint64_t senders, int tag) {
+        d.messages(spans(send, send_bytes), readers, spans(receive, receive_bytes), senders, tag);
+        return 0;
+      });
+}
+
+nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+// Everything of a new region that is not zero, behind zeros: what a rank writes before it connects.
+nb::bytes words(const DeviceComm& d) {
+  std::string bytes(d.words_bytes(), '\0');
+  begin_page(reinterpret_cast<ControlPage*>(bytes.data()), d.config().rank, d.config().layout);
+  return to_bytes(bytes);
+}
+
+// What a rank's host writes into its control page before it raises the abort word. The fault record
+// is its kernels' to write: one may be about to.
+nb::bytes abort_reason(const nb::str& reason) {
+  ControlPage page{};
+  std::snprintf(page.reason, sizeof(page.reason), "%s", utf8_of(reason).c_str());
+  return nb::bytes(page.reason, sizeof(page.reason));
+}
+
+nb::object fault_in_page(const nb::bytes& bytes, int owner, int world) {
+  if (bytes.size() < sizeof(ControlPage)) throw nb::value_error("a control page is larger");
+  ControlPage page;
+  std::memcpy(&page, bytes.c_str(), sizeof(page));
+  if (page.aborted == 0) return nb::none();
+  if (page.fault.status == Status::kOk) page.fault.peer = -1;  // the host's: no kernel waited
+  return fault_dict(trusted(page.fault, owner, world), reason_of(page));
+}
+
+void bind_state(nb::class_<DeviceComm>& c) {
+  c.def_prop_ro("region_bytes", &DeviceComm::region_bytes)
+      .def_prop_ro("words_bytes", &DeviceComm::words_bytes)
+      .def_prop_ro("table_offset_bytes", &DeviceComm::table_offset)
+      .def_prop_ro("table_ptr", &DeviceComm::table_address)
+      .def_prop_ro("family", [](const DeviceComm& d) { return int(d.config().family); })
+      .def_prop_ro("geometry", [](const DeviceComm& d) { return geometry_of(d.layout()); })
+      .def_prop_ro("segment_bytes", [](const DeviceComm& d) { return d.layout().segment_bytes; })
+      .def_prop_ro("slots", [](const DeviceComm& d) { return d.layout().slots; })
+      .def_prop_ro("channels", [](const DeviceComm& d) { return d.layout().channels; })
+      .def("words", &words)
+      .def(
+          "table",
+          [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, const Sizes& heap_bytes,
+             uint64_t host_page, const std::vector<std::vector<int>>& rings) {
+            return to_bytes(d.table(regions, heaps, heap_bytes, host_page, rings));
+          },
+          nb::arg("regions"), nb::arg("heaps"), nb::arg("heap_bytes"), nb::arg("host_page"),
+          nb::arg("rings"))
+      .def("activate",
+           [](DeviceComm& d, uintptr_t page) { d.activate(reinterpret_cast<HostPage*>(page)); })
+      .def(
+          "farewell_offset_bytes",
+          [](const DeviceComm& d, int writer) {
+            return d.layout().signal_offset(Stream::kPair, 0, writer) +
+                   offsetof(SignalLine, farewell);
+          },
+          nb::arg("writer"))
+      .def_prop_rw(
+          "stream", [](const DeviceComm& d) { return reinterpret_cast<uintptr_t>(d.stream()); },
+          [](DeviceComm& d, uintptr_t stream) { d.set_stream(reinterpret_cast<void*>(stream)); })
+      .def(
+          "set_submit", [](DeviceComm& d, DeviceComm::Submit f) { d.set_submit(std::move(f)); },
+          nb::arg("submit"))
+      .def_prop_ro("prepared_kind",
+                   [](const DeviceComm& d) {
+                     return nb::make_tuple(reinterpret_cast<uintptr_t>(d.prepared().function),
+                                           d.prepared().channels);
+                   })
+      .def(
+          "limit_message_channels", [](DeviceComm& d, int most) { d.limit_message_channels(most); },
+          nb::arg("most"))
+      .def_prop_ro("message_channels",
+                   [](const DeviceComm& d) { return d.config().message_channels; })
+      .def_prop_rw(
+          "timeout_ms", [](const DeviceComm& d) { return d.config().timeout_ns / 1'000'000; },
+          [](DeviceComm& d, uint64_t ms) { d.set_timeout_ns(ms * 1'000'000); })
+      .def_prop_ro("raised",
+                   [](const DeviceComm& d) {
+                     // Pairs with the release in tell_host().
+                     return d.page() != nullptr && load_acquire_sys(&d.page()->fault_raised) != 0;
+                   })
+      .def("fault",
+           [](const DeviceComm& d) -> nb::object {
+             // Pairs with the release in tell_host().
+             if (d.page() == nullptr || load_acquire_sys(&d.page()->fault_raised) == 0)
+               return nb::none();
+             return fault_dict(d.page()->fault, "");
+           })
+      .def("request_abort",
+           [](DeviceComm& d) {
+             if (d.page() != nullptr) store_relaxed_sys(&d.page()->abort_requested, 1);
+           })
+      .def(
+          "mark_lost",
+          [](DeviceComm& d, int peer) {
+            if (d.page() != nullptr) store_relaxed_sys(&d.page()->lost[peer], 1);
+          },
+          nb::arg("peer"));
+}
+
+}  // namespace
+
+void bind_device(nb::module_& m) {
+  bind_allocator(m);
+  nb::class_<device::Driver>(m, "Driver").def(nb::init<const std::string&>(), nb::arg("library"));
+  nb::class_<DeviceComm> c(m, "DeviceComm");
+  c.def(
+      "__init__",
+      [](DeviceComm* self, std::shared_ptr<device::Driver> driver, std::tuple<int, int> rank_of,
+         std::tuple<int, int, uint32_t> staging, std::tuple<uint32_t, uint64_t> extra,
+         uint64_t timeout_ms, int family, DeviceComm::FindKernel find) {
+        const auto [rank, world] = rank_of;
+        const auto [channels, slots, segment_bytes] = staging;
+        const auto [packet_bytes, copy_bytes] = extra;
+        if (world < 1 || world > device::kMaxWorld || rank < 0 || rank >= world)
+          throw nb::value_error("world must be in [1, 64] and rank in [0, world)");
+        if (channels < 1 || slots < 2 || (slots & (slots - 1)) != 0)
+          throw nb::value_error("channels must be >= 1, slots a power of two >= 2");
+        if (segment_bytes == 0 || segment_bytes % 64 || packet_bytes % 64 || copy_bytes % 64)
+          throw nb::value_error("sizes must be multiples of 64");
+        const Layout layout{world, channels, slots, segment_bytes, packet_bytes, copy_bytes};
+        new (self) DeviceComm(std::move(driver),
+                              {rank, world, layout, timeout_ms * 1'000'000, Algorithm(family),
+                               layout.message_channels()},
+                              std::move(find));
+      },
+      nb::arg("driver"), nb::arg("rank_of"), nb::arg("staging"), nb::arg("extra"),
+      nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"));
+  bind_state(c);
+  bind_calls(c);
+  bind_device_optimizer(m, c);
+  bind_device_recorder(m, c);
+  m.def(
+      "launch",
+      [](const std::vector<DeviceComm*>& ranks, uintptr_t stream) {
+        // A full queue makes the driver wait, for kernels that may wait for other threads'
+        // launches.
+        const nb::gil_scoped_release nogil;
+        DeviceComm::launch(ranks, reinterpret_cast<void*>(stream));
+      },
+      nb::arg("ranks"), nb::arg("stream"));
+  m.def("abort_reason", &abort_reason, nb::arg("reason"));
+  m.def("fault_in_page", &fault_in_page, nb::arg("page"), nb::arg("owner"), nb::arg("world"));
+  m.attr("CONTROL_PAGE_BYTES") = sizeof(ControlPage);
+  m.attr("ABORTED_OFFSET_BYTES") = offsetof(ControlPage, aborted);
+  m.attr("REASON_OFFSET_BYTES") = offsetof(ControlPage, reason);
+  m.attr("HOST_PAGE_BYTES") = sizeof(HostPage);
+  m.attr("DEVICE_THREADS") = device::kThreads;
+  m.attr("MESSAGE_CHANNELS") = kMessageChannels;
+  m.attr("MAX_RANKS_PER_LAUNCH") = device::kMaxRanksPerLaunch;
+  m.attr("MAX_DEVICE_WORLD") = device::kMaxWorld;
+}
+
+}  // namespace ringcomm::host

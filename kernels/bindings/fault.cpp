@@ -1,0 +1,71 @@
+// A fault record in words, as ringcomm.errors reads it.
+#include "kernels/bindings/module.h"
+#include "kernels/host/describe.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+const char* kind_of(Status status) {
+  switch (status) {
+    case Status::kTimeout:
+      return "timeout";
+    case Status::kPeerLost:
+      return "peer_lost";
+    case Status::kPeerClosed:
+      return "peer_closed";
+    case Status::kMismatch:
+      return "mismatch";
+    case Status::kInterrupted:
+      return "interrupted";
+    case Status::kCorrupt:
+      return "corrupt";
+    case Status::kRefused:
+      return "refused";
+    default:
+      return "aborted";
+  }
+}
+
+// What must be equal on all ranks but for the number, in codes.
+nb::tuple call_of(const CallId& id) {
+  return nb::make_tuple(uint32_t(id.collective), id.dtype, id.redop, id.root,
+                        uint32_t(id.algorithm), uint32_t(id.kernels), id.match_bytes);
+}
+
+}  // namespace
+
+std::string utf8_of(const nb::str& text) {
+  const nb::object raw = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "replace"));
+  if (!raw.is_valid()) throw nb::python_error();
+  const auto bytes = nb::cast<nb::bytes>(raw);
+  return std::string(bytes.c_str(), bytes.size());
+}
+
+nb::dict fault_dict(const Fault& f, const std::string& reason) {
+  nb::dict d;
+  d["kind"] = kind_of(f.status);
+  d["op"] = name_of(f.mine.id.collective);
+  d["sequence"] = f.mine.id.sequence;
+  d["their_sequence"] = f.status == Status::kMismatch ? f.theirs.id.sequence : 0;
+  d["message"] = f.stream == Stream::kMessage;
+  d["rank"] = f.rank;
+  d["peer"] = f.peer;
+  d["step"] = f.step;
+  d["wanted"] = f.wanted;
+  d["seen"] = f.seen;
+  d["waiting_for"] = f.on_consumed ? "consumed" : "ready";
+  d["waited_ms"] = f.waited_ns / 1'000'000;
+  d["my_call"] = call_of(f.mine.id);
+  d["their_call"] = call_of(f.theirs.id);
+  d["mine"] = describe(f.mine);
+  const bool compares = f.status == Status::kMismatch || f.status == Status::kCorrupt;
+  d["theirs"] = compares ? describe(f.theirs) : "";
+  // A peer's text, or one of this rank's that was cut: not always UTF-8.
+  d["reason"] =
+      nb::steal(PyUnicode_DecodeUTF8(reason.data(), Py_ssize_t(reason.size()), "replace"));
+  return d;
+}
+
+}  // namespace ringcomm::host

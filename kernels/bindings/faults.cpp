@@ -1,0 +1,61 @@
+// Faults on purpose, as tests arm them from Python.
+#include "kernels/host/fault_plan.h"
+
+#include "kernels/bindings/module.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+PlannedFault fault_named(const std::string& name) {
+  if (name == "none") return PlannedFault::kNone;
+  if (name == "kill") return PlannedFault::kKill;
+  if (name == "stop") return PlannedFault::kStop;
+  if (name == "delay") return PlannedFault::kDelay;
+  if (name == "slow") return PlannedFault::kSlow;
+  throw nb::value_error("action: expected none, kill, stop, delay or slow");
+}
+
+void arm_fault(const std::string& action, uint64_t passage, double seconds, int rank,
+               uint64_t sequence) {
+  const FaultPlan plan{fault_named(action), passage, uint64_t(seconds * 1e9), rank, sequence};
+  const bool ends = plan.fault == PlannedFault::kKill || plan.fault == PlannedFault::kStop;
+  if (passage == 0) throw nb::value_error("passage: expected 1 or more, got 0");
+  if (!(seconds >= 0 && seconds < 1e6)) throw nb::value_error("seconds: expected 0 to 1e6");
+  if (ends && rank >= 0)
+    throw nb::value_error("rank: a signal ends or stops all ranks of a process; leave it out");
+  arm(plan);
+}
+
+nb::dict fault_passages() {
+  const Passages now = passages();
+  nb::dict d;
+  d["publish"] = now.count[int(Point::kPublish)];
+  d["acknowledge"] = now.count[int(Point::kAcknowledge)];
+  d["await"] = now.count[int(Point::kAwait)];
+  return d;
+}
+
+}  // namespace
+
+void bind_faults(nb::module_& m) {
+  m.def("arm_fault", &arm_fault, nb::arg("action"), nb::arg("passage") = 1,
+        nb::arg("seconds") = 0.0, nb::arg("rank") = -1, nb::arg("sequence") = 0);
+  m.def("disarm_fault", &disarm);
+  m.def("fault_passages", &fault_passages);
+  // For the Triton kernels in the interpreter, which are Python.
+  m.def("fault_armed", [] { return load_relaxed_sys(&fault_plan_armed) != 0; });
+  m.def(
+      "pass_fault_point",
+      [](int point, int rank, uint64_t sequence) { pass_armed(Point(point), rank, sequence); },
+      nb::arg("point"), nb::arg("rank"), nb::arg("sequence"),
+      nb::call_guard<nb::gil_scoped_release>());
+  nb::dict points;
+  points["publish"] = int(Point::kPublish);
+  points["acknowledge"] = int(Point::kAcknowledge);
+  points["await"] = int(Point::kAwait);
+  m.attr("FAULT_POINTS") = points;
+}
+
+}  // namespace ringcomm::host

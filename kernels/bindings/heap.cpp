@@ -1,0 +1,100 @@
+// Heap, Block and PeerHeap of ringcomm._native.
+#include "kernels/bindings/module.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+// A block of the heap; the memory returns to it with the last reference (a tensor's storage holds
+// one).
+struct Block {
+  std::shared_ptr<Heap> heap;
+  uint64_t offset, bytes;
+  Block(std::shared_ptr<Heap> h, uint64_t size)
+      : heap(std::move(h)), offset(heap->allocate(size, Heap::Purpose::kTensor)), bytes(size) {}
+  ~Block() { heap->free(offset); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+};
+
+int block_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+  Block* block = nb::inst_ptr<Block>(nb::handle(self));
+  return PyBuffer_FillInfo(view, self, block->heap->base() + block->offset,
+                           Py_ssize_t(block->bytes), 0, flags);
+}
+
+PyType_Slot kBlockSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_getbuffer)},
+                             {0, nullptr}};
+
+}  // namespace
+
+void bind_heap(nb::module_& m) {
+  nb::class_<Heap>(m, "Heap")
+      .def(
+          "__init__",
+          [](Heap* self, uint64_t capacity_bytes, const std::string& directory) {
+            try {
+              new (self) Heap(capacity_bytes, directory);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("capacity_bytes"), nb::arg("directory") = "")
+      .def(
+          "allocate",
+          [](const std::shared_ptr<Heap>& self, uint64_t size_bytes) {
+            try {
+              return std::make_shared<Block>(self, size_bytes);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("size_bytes"))
+      .def(
+          "contains",
+          [](const Heap& h, uintptr_t ptr, uint64_t bytes) { return h.contains(at(ptr), bytes); },
+          nb::arg("ptr"), nb::arg("size_bytes"))
+      .def_prop_ro("fd", &Heap::fd)
+      .def_prop_ro("base_ptr", [](const Heap& h) { return reinterpret_cast<uintptr_t>(h.base()); })
+      .def_prop_ro("capacity_bytes", &Heap::capacity_bytes)
+      .def_prop_ro("committed_bytes", &Heap::committed_bytes)
+      .def_prop_ro("used_bytes", &Heap::used_bytes)
+      .def_prop_ro("largest_free_bytes", &Heap::largest_free_bytes)
+      .def_prop_ro("token", &Heap::token)
+      .def_prop_ro("huge_bytes", &Heap::huge_bytes);
+  nb::class_<Block>(m, "Block", nb::type_slots(kBlockSlots))
+      .def_prop_ro(
+          "ptr",
+          [](const Block& b) { return reinterpret_cast<uintptr_t>(b.heap->base() + b.offset); })
+      .def_ro("offset_bytes", &Block::offset)
+      .def_ro("size_bytes", &Block::bytes);
+  nb::class_<Process>(m, "Process")
+      .def(
+          "__init__",
+          [](Process* self, int pid, bool with_descriptor) {
+            try {
+              new (self) Process(pid, with_descriptor);
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("pid"), nb::arg("with_descriptor") = true)
+      .def("has_ended", &Process::has_ended);
+  nb::class_<Mapping>(m, "PeerHeap")
+      .def_static(
+          "open",
+          [](int pid, int fd, uint64_t capacity_bytes, uint64_t token) {
+            try {
+              return std::shared_ptr<Mapping>(map_peer_heap(pid, fd, capacity_bytes, token));
+            } catch (const HeapError& e) {
+              raise_os_error(e);
+            }
+          },
+          nb::arg("pid"), nb::arg("fd"), nb::arg("capacity_bytes"), nb::arg("token"))
+      .def_prop_ro("base_ptr",
+                   [](const Mapping& h) { return reinterpret_cast<uintptr_t>(h.base()); })
+      .def_prop_ro("capacity_bytes", &Mapping::bytes);
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,102 @@
+// The communicator as Python holds it, and how its calls block.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <mutex>
+
+#include "kernels/bindings/call_site.h"
+#include "kernels/bindings/module.h"
+#include "kernels/host/messenger.h"
+
+namespace ringcomm::host {
+
+// Held by whoever runs a call of a communicator: a lock as Python's, which a call on plain tensors
+// takes without Python. To wait for it has no deadline of its own: the call that holds it has one.
+class CallLock {
+ public:
+  // False: a signal handler raised, and its exception is set. The GIL is not held.
+  bool take() {
+    while (!mutex_.try_lock_for(kLook)) {
+      const bool on_main_thread = syscall(SYS_gettid) == getpid();
+      if (on_main_thread && Waiter::interrupt_hook() != 0) return false;
+    }
+    return true;
+  }
+  bool take_within(double seconds) {
+    return mutex_.try_lock_for(std::chrono::duration<double>(seconds));
+  }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  static constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
+  std::timed_mutex mutex_;
+};
+
+// A communicator with its messenger, closed in the right order. In a forked child both are the
+// parent's: there they are left alone for good, since destroying them would write into the peers'
+// memory.
+struct NativeComm {
+  std::unique_ptr<Comm> owned_comm;
+  std::unique_ptr<Messenger> owned_messenger;
+  Comm& comm;
+  Messenger& messenger;
+  std::shared_ptr<CallLock> turn = std::make_shared<CallLock>();
+  pid_t pid = getpid();
+
+  NativeComm(std::shared_ptr<Heap> heap, const CommConfig& config)
+      : owned_comm(std::make_unique<Comm>(std::move(heap), config)),
+        owned_messenger(std::make_unique<Messenger>(*owned_comm)),
+        comm(*owned_comm),
+        messenger(*owned_messenger) {}
+  ~NativeComm() {
+    if (getpid() == pid) {
+      close();
+    } else {
+      static_cast<void>(owned_messenger.release());
+      static_cast<void>(owned_comm.release());
+    }
+  }
+  void close() {
+    if (getpid() != pid) return;
+    messenger.stop();
+    comm.close();
+  }
+};
+
+// Runs a blocking call without the GIL. When Ctrl-C ended it, the exception is already set.
+template <class Call>
+int blocking(Call call) {
+  Status status;
+  {
+    const nanobind::gil_scoped_release nogil;
+    status = call();
+  }
+  // A signal handler may raise although the call then succeeded: its exception counts all the same.
+  if (PyErr_Occurred()) throw nanobind::python_error();
+  return int(status);
+}
+
+// The same for a call that the flight recorder keeps.
+template <class Call>
+int recorded(NativeComm& n, Call call) {
+  if (n.comm.recorder().on()) take_call_site();
+  return blocking(call);
+}
+
+// The same, in the communicator's turn.
+template <class Call>
+int recorded_in_turn(NativeComm& n, Call call) {
+  return recorded(n, [&] {
+    if (!n.turn->take()) return Status::kInterrupted;
+    const std::lock_guard held(*n.turn, std::adopt_lock);
+    return call();
+  });
+}
+
+void bind_optimizer(nanobind::module_& m, nanobind::class_<NativeComm>& c);
+void bind_recorder(nanobind::module_& m, nanobind::class_<NativeComm>& c);
+
+}  // namespace ringcomm::host

@@ -1,0 +1,146 @@
+// The optimizer's kernels as Python sees them; ringcomm/_native.pyi documents every name.
+#include "kernels/host/optimizer.h"
+
+#include <sys/mman.h>
+
+#include "kernels/bindings/native_comm.h"
+#include "ringcomm/optimizer/buckets.h"
+
+namespace nb = nanobind;
+using namespace ringcomm;
+
+namespace ringcomm::host {
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+GradCall grad_call(uintptr_t ptr, int dtype, int op, int algorithm, int tag = 0) {
+  const auto chosen =
+      Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
+  return {at(ptr), DType(dtype), RedOp(op), chosen, tag};
+}
+
+void bind_shard(nb::module_& m) {
+  nb::class_<AdamWShard>(m, "AdamWShard")
+      .def(
+          "__init__",
+          [](AdamWShard* self, uintptr_t segments, uint64_t segment_count, uintptr_t factors,
+             uint64_t bucket_elems, uint64_t begin, uint64_t elems, uintptr_t master,
+             uintptr_t remainder, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t max_exp_avg_sq,
+             uintptr_t params, int param_dtype, bool stochastic, uint64_t seed, uint64_t bucket) {
+            new (self) AdamWShard{pointer<const AdamWSegment>(segments),
+                                  pointer<const AdamWFactors>(factors),
+                                  segment_count,
+                                  bucket_elems,
+                                  begin,
+                                  elems,
+                                  pointer<float>(master),
+                                  pointer<uint16_t>(remainder),
+                                  pointer<float>(exp_avg),
+                                  pointer<float>(exp_avg_sq),
+                                  pointer<float>(max_exp_avg_sq),
+                                  at(params),
+                                  DType(param_dtype),
+                                  stochastic ? Rounding::kStochastic : Rounding::kNearest,
+                                  seed,
+                                  bucket};
+          },
+          nb::kw_only(), nb::arg("segments"), nb::arg("segment_count"), nb::arg("factors"),
+          nb::arg("bucket_elems"), nb::arg("begin"), nb::arg("elems"), nb::arg("master"),
+          nb::arg("remainder"), nb::arg("exp_avg"), nb::arg("exp_avg_sq"),
+          nb::arg("max_exp_avg_sq"), nb::arg("params"), nb::arg("param_dtype"),
+          nb::arg("stochastic"), nb::arg("seed"), nb::arg("bucket"));
+}
+
+// The pages that lie wholly inside; where the system has no huge ones, small ones do.
+void advise_huge_pages(uintptr_t begin, uint64_t bytes) {
+  constexpr uintptr_t page = 4096;
+  const uintptr_t first = (begin + page - 1) / page * page, last = (begin + bytes) / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+void bind_local(nb::module_& m) {
+  m.def("advise_huge_pages", &advise_huge_pages, nb::arg("ptr"), nb::arg("size_bytes"));
+  m.def(
+      "chunk_elems",
+      [](uint64_t bucket_elems, int world) {
+        return Bucket{nullptr, nullptr, bucket_elems, 0, 0, world}.chunk_elems();
+      },
+      nb::arg("bucket_elems"), nb::arg("world"));
+  m.def(
+      "prepare_adamw",
+      [](uintptr_t control, uintptr_t hyper, uintptr_t group, uintptr_t active, uintptr_t step,
+         uintptr_t factors, uint64_t params) {
+        prepare_adamw(AdamWTable{pointer<AdamWControl>(control), pointer<const AdamWHyper>(hyper),
+                                 pointer<const int64_t>(group), pointer<const double>(active),
+                                 pointer<double>(step), pointer<AdamWFactors>(factors), params});
+      },
+      nb::kw_only(), nb::arg("control"), nb::arg("hyper"), nb::arg("group"), nb::arg("active"),
+      nb::arg("step"), nb::arg("factors"), nb::arg("params"));
+  m.def(
+      "adamw_shard",
+      [](const AdamWShard& shard, uintptr_t grad, int grad_dtype) {
+        const nb::gil_scoped_release nogil;
+        adamw_shard(shard, grad_call(grad, grad_dtype, int(RedOp::kSum), 0));
+      },
+      nb::arg("shard"), nb::arg("grad"), nb::arg("grad_dtype"));
+  m.def(
+      "grad_norm",
+      [](uintptr_t grad, int dtype, uint64_t elems, int kind, uintptr_t words) {
+        const nb::gil_scoped_release nogil;
+        grad_norm(grad_call(grad, dtype, int(RedOp::kSum), 0), elems, NormKind(kind),
+                  pointer<NormWords>(words));
+      },
+      nb::arg("grad"), nb::arg("dtype"), nb::arg("elems"), nb::arg("kind"), nb::arg("words"));
+}
+
+}  // namespace
+
+void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
+  nb::dict flags, kinds;
+  flags["active"] = kAdamActive;
+  flags["l2"] = kAdamL2;
+  flags["amsgrad"] = kAdamAmsgrad;
+  flags["maximize"] = kAdamMaximize;
+  kinds["l2"] = int(NormKind::kTwo);
+  kinds["l1"] = int(NormKind::kOne);
+  kinds["inf"] = int(NormKind::kInf);
+  m.attr("ADAMW_BLOCK_ELEMS") = kBlockElems;
+  m.attr("ADAMW_FLAGS") = flags;
+  m.attr("GRAD_NORM_WORDS") = kNormWords;
+  m.attr("GRAD_NORM_KINDS") = kinds;
+  bind_shard(m);
+  bind_local(m);
+  c.def(
+       "reduce_scatter_norm",
+       [](NativeComm& n, uintptr_t grads, uint64_t bucket_elems, int dtype, int op, uintptr_t out,
+          bool accumulate, int kind, uintptr_t words, int algorithm, uint64_t step_bytes, int tag) {
+         const NormCall norm{pointer<float>(out), accumulate, NormKind(kind),
+                             pointer<NormWords>(words), step_bytes};
+         return recorded(n, [&] {
+           return n.comm.reduce_scatter_norm(grad_call(grads, dtype, op, algorithm, tag),
+                                             bucket_elems, norm);
+         });
+       })
+      .def("adamw_all_gather",
+           [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype, int algorithm,
+              uint64_t step_bytes) {
+             return recorded(n, [&] {
+               return n.comm.adamw_all_gather(
+                   shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm), step_bytes);
+             });
+           })
+      .def("reduce_scatter_adamw_all_gather",
+           [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
+              int algorithm, uint64_t step_bytes, int tag) {
+             return recorded(n, [&] {
+               return n.comm.reduce_scatter_adamw_all_gather(
+                   shard, grad_call(grads, grad_dtype, op, algorithm, tag), step_bytes);
+             });
+           });
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,88 @@
+// The flight recorder as Python sees it.
+#include "kernels/host/recorder.h"
+
+#include <cstring>
+
+#include "kernels/bindings/call_site.h"
+#include "kernels/bindings/native_comm.h"
+#include "kernels/host/describe.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+template <class Name>
+nb::list names(int count, Name name) {
+  nb::list all;
+  for (int i = 0; i < count; ++i) all.append(name(i));
+  return all;
+}
+
+}  // namespace
+
+CallId id_of(const CallWords& words) {
+  const int64_t all[] = {0, std::get<0>(words), std::get<1>(words), std::get<2>(words),
+                         std::get<3>(words)};
+  CallId id;
+  static_assert(sizeof(all) == sizeof(id));
+  std::memcpy(&id, all, sizeof(id));
+  return id;
+}
+
+void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
+  nb::dict codes;
+  codes["collectives"] = names(int(Collective::kReduceScatterAdamWAllGather) + 1,
+                               [](int i) { return name_of(Collective(i)); });
+  codes["dtypes"] = names(int(DType::kCount), [](int i) { return name_of(DType(i)); });
+  codes["ops"] = names(int(RedOp::kCount), [](int i) { return name_of(RedOp(i)); });
+  codes["algorithms"] =
+      names(int(Algorithm::kCopy) + 1, [](int i) { return name_of(Algorithm(i)); });
+  m.attr("RECORD_NAMES") = codes;
+  m.def(
+      "grad_tag",
+      [](int module, int backward, int bucket) {
+        return GradTag{module, backward, bucket}.packed();
+      },
+      nb::arg("module"), nb::arg("backward"), nb::arg("bucket"));
+  m.def("describe_tag", &describe_tag, nb::arg("tag"));
+  m.def(
+      "results_and_tag",
+      [](int root) {
+        const auto [results, tag] = ResultsAndTag::of_root(root);
+        return std::pair(results, tag);
+      },
+      nb::arg("root"));
+  m.attr("MAX_RECORDS") = kMaxRecords;
+  m.def("clock_pair", [] {
+    const ClockPair now = clock_pair();
+    return std::pair(now.ticks, now.ns);
+  });
+  m.def("set_library_folders", &set_library_folders, nb::arg("library"), nb::arg("programs"));
+  m.def("call_site", [] { return reinterpret_cast<uintptr_t>(find_call_site()); });
+  m.def(
+      "hold_call_site",
+      [](uintptr_t site) { hold_call_site(reinterpret_cast<const CallSite*>(site)); },
+      nb::arg("site"));
+  c.def(
+       "record_begin",
+       [](NativeComm& n, const CallWords& words) {
+         take_call_site();
+         n.comm.record_begin(id_of(words));
+       },
+       nb::arg("words"))
+      .def(
+          "record_end", [](NativeComm& n, int status) { n.comm.record_end(Status(status)); },
+          nb::arg("status"))
+      .def(
+          "recorded",
+          [](const NativeComm& n, int rank, uint32_t most) {
+            if (rank < 0 || rank >= n.comm.view().world)
+              throw nb::value_error("rank must be in [0, world)");
+            const std::vector<char> bytes = n.comm.recorded(rank, most);
+            return nb::bytes(bytes.data(), bytes.size());
+          },
+          nb::arg("rank"), nb::arg("most") = kMaxRecords);
+}
+
+}  // namespace ringcomm::host

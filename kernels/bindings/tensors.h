@@ -1,0 +1,36 @@
+// Reads torch's tensors without torch: a call pays tens of nanoseconds for a tensor where a
+// question asked in Python (is it on the CPU, is it contiguous, ...) takes a hundred and there are
+// eight.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "ringcomm/core/dtypes.h"
+
+namespace ringcomm::host {
+
+// A collective answers so, instead of with a status, when its tensors need a closer look in Python.
+// Nothing was communicated.
+constexpr int kNotPlain = -1;
+
+struct PlainTensor {
+  char* ptr;
+  uint64_t elems;
+  DType dtype;
+
+  uint64_t bytes() const { return elems * uint64_t(size_of(dtype)); }
+};
+
+// True of a tensor whose memory can be used as it is: of torch's own classes, on the CPU,
+// contiguous, not empty, not complex, and with no negation pending. Sets no Python error.
+bool read_plain(nanobind::handle tensor, PlainTensor* result);
+
+// True of a part that is chunk `index` of `whole`, or lies apart from it.
+bool is_chunk_or_apart(const PlainTensor& whole, const PlainTensor& part, int index);
+
+// The code of one of torch's ReduceOp constants; negative: none.
+int op_code(nanobind::handle op);
+
+void bind_tensors(nanobind::module_& m);
+
+}  // namespace ringcomm::host

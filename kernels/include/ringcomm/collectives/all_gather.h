@@ -1,0 +1,172 @@
+// All-gather (every rank's contribution to every rank) and broadcast (one rank's to every rank).
+//
+// B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers.
+//
+//   direct   1 hop. The contribution is published once, for all readers: zero copy where it lies in
+//            the heap (the input, or its place in the output), else through the shared slots.
+//   ring     W-1 hops: each rank forwards what it received from its predecessor.
+#pragma once
+
+#include "ringcomm/collectives/ring.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Copies piece `j` of what each sender of the group shares to its place in dst_of(sender);
+// peer_reads: that place was a peer's source a moment ago. A sender without a piece `j`, or with
+// shares(sender) false, is passed over.
+// model: collect_piece (tests/model/direct.pml)
+template <class E, class DstOf, class Shares>
+RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
+                                bool peer_reads) {
+  const uint64_t begin = uint64_t(j) * e.segment_bytes();
+  const auto has_piece = [&](int p) { return shares(p) && j < e.pieces(dst_of(p).bytes); };
+  RC_RETURN_IF_FAILED(e.wait_by_lanes(senders, [&](int p) {
+    if (!has_piece(p)) return Status::kOk;
+    const uint64_t total = dst_of(p).bytes;
+    return e.arrive(Stream::kShared, p, total, begin, item_length(total, e.segment_bytes(), j),
+                    &e.sources()[p]);
+  }));
+  for (int d = senders.first; d < senders.last; ++d) {
+    const int p = e.peer_at(d);
+    if (!has_piece(p)) continue;
+    const Span dst = dst_of(p);
+    const uint64_t bytes = item_length(dst.bytes, e.segment_bytes(), j);
+    RC_RETURN_IF_FAILED(e.collect(p, dst.ptr + begin, bytes, peer_reads));
+  }
+  e.team.sync();
+  e.each_by_lanes(senders, [&](int p) {
+    if (!has_piece(p)) return;
+    const uint64_t total = dst_of(p).bytes;
+    e.release(Stream::kShared, p, total, begin + item_length(total, e.segment_bytes(), j));
+  });
+  return Status::kOk;
+}
+
+// stays: waits for all readers. Always: commits the epochs of the shared stream.
+// model: finish_sharing (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
+  if (stays)
+    RC_RETURN_IF_FAILED(e.wait_by_lanes(
+        {1, e.world()}, [&](int p) { return e.drained(Stream::kShared, p, items); }));
+  e.each_by_lanes({1, e.world()}, [&](int p) { e.commit_sent(Stream::kShared, p, items); });
+  e.team.sync();
+  return Status::kOk;
+}
+
+// What a rank shares, and how.
+struct Sharing {
+  Span source;
+  bool stays;       // the peers read the source where it lies; else it is copied into the slots
+  bool copy_first;  // the source is my place in the output, which must be filled before
+  uint32_t items;   // 0 when this rank shares nothing
+};
+
+template <class E>
+RC_TEAM_FN Sharing plan_sharing(const E& e, Span input, Span own_output, bool shares) {
+  if (!shares || e.world() == 1) return {input, false, false, 0};
+  if (e.zero_copy(input)) return {input, true, false, 1};
+  if (input.ptr != own_output.ptr && e.zero_copy(own_output)) return {own_output, true, true, 1};
+  if (e.single_copy(input, kSingleCopyMinBytes)) return {input, true, false, 1};
+  return {input, false, false, e.pieces(input.bytes)};
+}
+
+// Publishes piece `j`, and puts it in its place in my own output.
+template <class E>
+RC_TEAM_FN Status share_piece(E& e, const Sharing& plan, Span input, Span own_output, uint32_t j) {
+  const uint64_t begin = uint64_t(j) * e.segment_bytes();
+  const uint64_t bytes = item_length(input.bytes, e.segment_bytes(), j);
+  if (j < plan.items) {
+    char* slot = nullptr;
+    RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
+    if (!plan.stays) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
+    e.publish_shared(j, slot, plan.source, plan.stays,
+                     plan.stays ? plan.source.bytes : e.segment_bytes());
+  }
+  // The piece is still in the cache from the copy into the slot.
+  if (!plan.copy_first && own_output.ptr != nullptr && own_output.ptr != input.ptr && bytes > 0)
+    e.ops.copy_private(e.team, own_output.ptr + begin, input.ptr + begin, bytes);
+  return Status::kOk;
+}
+
+// root < 0: every rank shares `input`; rank p's lands in out.get(p).
+// root >= 0: only root shares; `out` is read at root's index alone.
+// model: share_direct (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int root) {
+  const bool i_share = root < 0 || root == e.rank();
+  const Span input = e.slice(whole_input),
+             own = i_share ? e.slice(out.get(e.rank())) : Span{nullptr, 0};
+  const Sharing plan = plan_sharing(e, input, own, i_share);
+  const auto shares = [&](int p) { return root < 0 || root == p; };
+  const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
+  uint32_t rounds = i_share ? e.pieces(input.bytes) : 0;
+  for (int p = 0; p < e.world(); ++p) {
+    if (p == e.rank() || !shares(p)) continue;
+    const uint32_t pieces = e.pieces(dst_of(p).bytes);
+    rounds = pieces > rounds ? pieces : rounds;
+  }
+  e.each_by_lanes({1, e.world()}, [&](int p) {
+    if (shares(p)) e.begin_receive(Stream::kShared, p);
+  });
+  e.team.sync();
+  if (plan.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
+
+  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
+    if (i_share && j < e.pieces(input.bytes))
+      RC_RETURN_IF_FAILED(share_piece(e, plan, input, own, j));
+    if (j < kLookahead) continue;
+    for (int d = 1; d < e.world(); d += e.group())
+      RC_RETURN_IF_FAILED(
+          collect_piece(e, {d, d + e.group()}, j - kLookahead, dst_of, shares, false));
+  }
+  e.each_by_lanes({1, e.world()}, [&](int p) {
+    if (shares(p)) e.commit_seen(Stream::kShared, p);
+  });
+  return finish_sharing(e, plan.stays, plan.items);
+}
+
+// model: all_gather_ring (tests/model/ring.pml)
+template <class E>
+RC_TEAM_FN Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
+  const int world = e.world(), position = e.v.position_in_ring();
+  const Neighbours at = neighbours(e.v);
+  const uint64_t segment = e.segment_bytes();
+  const Span input = e.slice(whole_input), own = e.slice(out.get(e.rank()));
+  if (own.ptr != input.ptr) e.ops.copy_private(e.team, own.ptr, input.ptr, input.bytes);
+  e.team.sync();
+  if (world == 1) return Status::kOk;
+  const uint32_t rounds = e.pieces(e.slice(out.get(0)).bytes), hops = world - 1,
+                 items = rounds * hops;
+  const uint64_t stream_bytes = uint64_t(items) * segment;
+  if (e.team.lane() == 0) e.begin_receive(e.pairs, at.prev);
+  e.team.sync();
+  for (uint32_t j = 0; j < rounds; ++j) {
+    for (uint32_t t = 0; t <= hops; ++t) {
+      const int owner = e.v.ring_rank(ring_gather_chunk(position, t, world));
+      const Span chunk = e.slice(out.get(owner));
+      const uint64_t begin = uint64_t(j) * segment, bytes = item_length(chunk.bytes, segment, j);
+      const uint32_t item = j * hops + t;
+      const char* data = input.ptr + begin;
+      char* slot = nullptr;
+      if (t > 0) {
+        RC_RETURN_IF_FAILED(
+            e.receive(e.pairs, at.prev, stream_bytes, uint64_t(item - 1) * segment, segment));
+        data = e.received(at.prev);
+      }
+      if (t < hops) {
+        RC_RETURN_IF_FAILED(ring_slot(e, at.next, item, stream_bytes, &slot));
+        e.ops.copy_shared(e.team, slot, data, bytes);
+        e.publish_item(at.next, item);
+      }
+      if (t == 0) continue;
+      e.ops.copy_private(e.team, chunk.ptr + begin, data, bytes);
+      e.team.sync();
+      if (e.team.lane() == 0) e.release(e.pairs, at.prev, stream_bytes, uint64_t(item) * segment);
+    }
+  }
+  commit_ring(e, at, items);
+  return Status::kOk;
+}
+
+RINGCOMM_NAMESPACE_END

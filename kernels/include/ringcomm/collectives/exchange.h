@@ -1,0 +1,112 @@
+// Exchange: each rank has something of its own for each peer. All-to-all, gather (every rank to
+// root), scatter (root to every rank) and barrier (nothing but headers, all to all) are exchanges.
+//
+// 1 hop; each rank sends and reads exactly the bytes that the peers are owed. Zero copy from the
+// heap.
+#pragma once
+
+#include "ringcomm/protocol/endpoint.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Which ordered pairs of ranks talk. Collectives: all, or those of a root. Messages: those that
+// this rank names, one bit per peer.
+struct Edges {
+  int only_reader = -1;  // gather: root
+  int only_sender = -1;  // scatter: root
+  uint64_t my_readers = ~uint64_t(0), my_senders = ~uint64_t(0);
+
+  RC_FN bool sends(int me, int reader) const {
+    return (only_reader < 0 || only_reader == reader) && (only_sender < 0 || only_sender == me) &&
+           ((my_readers >> (reader & 63)) & 1) != 0;
+  }
+  RC_FN bool receives(int me, int sender) const {
+    return (only_reader < 0 || only_reader == me) && (only_sender < 0 || only_sender == sender) &&
+           ((my_senders >> (sender & 63)) & 1) != 0;
+  }
+};
+
+// Piece `j` of what each sender of the group has for me, to its place.
+// model: take_piece (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const Edges& edges,
+                             uint32_t j) {
+  const uint64_t begin = uint64_t(j) * e.segment_bytes();
+  const auto dst_of = [&](int p) { return e.slice(receive.get(p)); };
+  const auto has_piece = [&](int p) {
+    return edges.receives(e.rank(), p) && j < e.pieces(dst_of(p).bytes);
+  };
+  RC_RETURN_IF_FAILED(e.wait_by_lanes(senders, [&](int p) {
+    if (!has_piece(p)) return Status::kOk;
+    const uint64_t total = dst_of(p).bytes;
+    return e.arrive(e.pairs, p, total, begin, item_length(total, e.segment_bytes(), j),
+                    &e.sources()[p]);
+  }));
+  for (int d = senders.first; d < senders.last; ++d) {
+    const int p = e.peer_at(d);
+    if (!has_piece(p)) continue;
+    const Span dst = dst_of(p);
+    e.ops.copy_private(e.team, dst.ptr + begin, e.received(p),
+                       item_length(dst.bytes, e.segment_bytes(), j));
+  }
+  e.team.sync();
+  e.each_by_lanes(senders, [&](int p) {
+    if (!has_piece(p)) return;
+    const uint64_t total = dst_of(p).bytes;
+    e.release(e.pairs, p, total, begin + item_length(total, e.segment_bytes(), j));
+  });
+  return Status::kOk;
+}
+
+// model: finish_exchange (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status finish_exchange(E& e, const Chunks& out_of, const Edges& edges) {
+  e.each_by_lanes({1, e.world()}, [&](int p) {
+    if (edges.receives(e.rank(), p)) e.commit_seen(e.pairs, p);
+  });
+  return e.wait_by_lanes({1, e.world()}, [&](int r) {
+    if (!edges.sends(e.rank(), r)) return Status::kOk;
+    const Span span = e.slice(out_of.get(r));
+    if (e.zero_copy(span)) RC_RETURN_IF_FAILED(e.drained(e.pairs, r, 1));
+    e.commit_sent(e.pairs, r, e.items(span));
+    return Status::kOk;
+  });
+}
+
+// send.get(r) goes to rank r, receive.get(p) is filled from rank p.
+// model: exchange_direct (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status exchange_direct(E& e, const Chunks& send, const Chunks& receive,
+                                  const Edges& edges) {
+  const int me = e.rank();
+  uint32_t rounds = 0;
+  for (int p = 0; p < e.world(); ++p) {
+    if (p == me) continue;
+    uint32_t out_items = 0, in_pieces = 0;
+    if (edges.sends(me, p)) out_items = e.items(e.slice(send.get(p)));
+    if (edges.receives(me, p)) in_pieces = e.pieces(e.slice(receive.get(p)).bytes);
+    rounds = out_items > rounds ? out_items : rounds;
+    rounds = in_pieces > rounds ? in_pieces : rounds;
+  }
+  e.each_by_lanes({1, e.world()}, [&](int p) {
+    if (edges.receives(me, p)) e.begin_receive(e.pairs, p);
+  });
+  e.team.sync();
+  const auto span_for = [&](int r) { return e.slice(send.get(r)); };
+  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
+    const auto gets_item = [&](int r) { return edges.sends(me, r) && j < e.items(span_for(r)); };
+    for (int d = 1; d < e.world(); d += e.group())
+      RC_RETURN_IF_FAILED(e.send({d, d + e.group()}, j, span_for, gets_item));
+    if (j < kLookahead) continue;
+    for (int d = 1; d < e.world(); d += e.group())
+      RC_RETURN_IF_FAILED(take_piece(e, {d, d + e.group()}, receive, edges, j - kLookahead));
+  }
+  if (edges.sends(me, me) && edges.receives(me, me)) {
+    const Span from = e.slice(send.get(me)), to = e.slice(receive.get(me));
+    if (from.ptr != to.ptr && from.bytes > 0)
+      e.ops.copy_private(e.team, to.ptr, from.ptr, from.bytes);
+  }
+  return finish_exchange(e, send, edges);
+}
+
+RINGCOMM_NAMESPACE_END

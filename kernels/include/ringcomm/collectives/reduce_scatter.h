@@ -1,0 +1,157 @@
+// Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
+//
+// B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank.
+//
+//   direct   1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else
+//   in
+//            pair slots, segment by segment) and reduces the W versions of its own chunk in rank
+//            order, with one rounding: bitwise equal to a sequential sum in the accumulator's type.
+//   ring     W-1 hops of partial sums around the ring, rounded to the element type at each hop:
+//            bitwise equal from run to run, though not to the sequential sum.
+#pragma once
+
+#include "ringcomm/collectives/ring.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Waits for bytes [begin, begin + bytes) of every rank's version of my chunk. Fills sources().
+// model: receive_sources (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t bytes) {
+  if (e.team.lane() == 0) {
+    e.sources()[e.rank()] = mine.ptr + begin;
+    e.factors()[e.rank()] = e.factor();
+  }
+  return e.wait_by_lanes({1, e.world()}, [&](int p) {
+    return e.arrive(e.pairs, p, mine.bytes, begin, bytes, &e.sources()[p]);
+  });
+}
+
+// After the reduction of [.., end): the peers' slots (or buffers) are free again.
+// model: release_sources (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
+  e.team.sync();
+  e.each_by_lanes({1, e.world()}, [&](int p) { e.release(e.pairs, p, mine.bytes, end); });
+}
+
+// Piece `j` of every chunk to its owner.
+template <class E>
+RC_TEAM_FN Status send_chunks(E& e, const Chunks& in, int only_root, uint32_t j) {
+  const auto span_for = [&](int r) { return e.slice(in.get(r)); };
+  const auto gets_item = [&](int r) {
+    return (only_root < 0 || only_root == r) && j < e.items(span_for(r));
+  };
+  for (int d = 1; d < e.world(); d += e.group())
+    RC_RETURN_IF_FAILED(e.send({d, d + e.group()}, j, span_for, gets_item));
+  return Status::kOk;
+}
+
+// model: drain_chunks (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
+  return e.wait_by_lanes({1, e.world()}, [&](int r) {
+    if (only_root >= 0 && only_root != r) return Status::kOk;
+    const Span chunk = e.slice(in.get(r));
+    const uint32_t items = e.items(chunk);
+    if (e.zero_copy(chunk)) RC_RETURN_IF_FAILED(e.drained(e.pairs, r, items));
+    e.commit_sent(e.pairs, r, items);
+    return Status::kOk;
+  });
+}
+
+// only_root >= 0: only that rank receives (the collective is then a reduce).
+// model: reduce_scatter_direct (tests/model/direct.pml)
+template <class E>
+RC_TEAM_FN Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int only_root = -1) {
+  const bool receives = only_root < 0 || only_root == e.rank();
+  const Span whole = in.get(e.rank()), mine = e.slice(whole);
+  const uint64_t segment = e.segment_bytes();
+  char* const result = out + (mine.ptr - whole.ptr);
+  const uint32_t in_pieces = receives ? e.pieces(mine.bytes) : 0;
+  uint32_t rounds = in_pieces;
+  for (int r = 0; r < e.world(); ++r) {
+    if (r == e.rank() || (only_root >= 0 && only_root != r)) continue;
+    const uint32_t items = e.items(e.slice(in.get(r)));
+    rounds = items > rounds ? items : rounds;
+  }
+  if (receives) e.each_by_lanes({1, e.world()}, [&](int p) { e.begin_receive(e.pairs, p); });
+  e.team.sync();
+
+  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
+    RC_RETURN_IF_FAILED(send_chunks(e, in, only_root, j));
+    if (j < kLookahead || j - kLookahead >= in_pieces) continue;
+    const uint64_t begin = (j - kLookahead) * segment,
+                   bytes = item_length(mine.bytes, segment, j - kLookahead);
+    RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
+    e.ops.reduce(e.team, {result + begin, false, nullptr}, e.all_sources(), bytes, e.world());
+    release_sources(e, mine, begin + bytes);
+  }
+  if (receives) e.each_by_lanes({1, e.world()}, [&](int p) { e.commit_seen(e.pairs, p); });
+  return drain_chunks(e, in, only_root);
+}
+
+// One piece of one hop: my version of `own` added to the partial sum that arrived (if any).
+template <class E>
+RC_TEAM_FN void reduce_hop(E& e, char* dst, const char* partial, const char* own, uint64_t bytes,
+                           int finish_world) {
+  if (e.team.lane() == 0) {
+    const bool first = partial == nullptr;
+    e.sources()[0] = first ? own : partial;
+    e.sources()[1] = own;
+    e.factors()[0] = first ? e.factor() : 1.0;
+    e.factors()[1] = e.factor();
+  }
+  e.team.sync();
+  e.ops.reduce(e.team, {dst, finish_world == 0, nullptr},
+               {e.sources(), e.factors(), partial == nullptr ? 1 : 2}, bytes, finish_world);
+}
+
+// model: reduce_scatter_ring (tests/model/ring.pml)
+template <class E>
+RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
+  const int world = e.world(), position = e.v.position_in_ring();
+  const Neighbours at = neighbours(e.v);
+  const uint64_t segment = e.segment_bytes();
+  const Span whole = in.get(e.rank()), mine = e.slice(whole);
+  char* const result = out + (mine.ptr - whole.ptr);
+  // Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
+  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), hops = world - 1,
+                 items = rounds * hops;
+  const uint64_t stream_bytes = uint64_t(items) * segment;  // as if every item were full
+  if (world == 1) {
+    reduce_hop(e, result, nullptr, mine.ptr, mine.bytes, 1);
+    e.team.sync();
+    return Status::kOk;
+  }
+  if (e.team.lane() == 0) e.begin_receive(e.pairs, at.prev);
+  e.team.sync();
+  for (uint32_t j = 0; j < rounds; ++j) {
+    for (uint32_t t = 0; t <= hops; ++t) {
+      const int owner = e.v.ring_rank(ring_reduce_chunk(position, t, world));
+      const Span chunk = e.slice(in.get(owner));
+      const uint64_t bytes = item_length(chunk.bytes, segment, j);
+      const uint32_t item = j * hops + t;
+      const char* partial = nullptr;
+      char* dst = result + j * segment;
+      if (t < hops) RC_RETURN_IF_FAILED(ring_slot(e, at.next, item, stream_bytes, &dst));
+      if (t > 0) {
+        RC_RETURN_IF_FAILED(
+            e.receive(e.pairs, at.prev, stream_bytes, uint64_t(item - 1) * segment, segment));
+        partial = e.received(at.prev);
+        e.team.sync();  // reduce_hop() writes sources(), from which every lane has just read
+      }
+      reduce_hop(e, dst, partial, chunk.ptr + j * segment, bytes, t == hops ? world : 0);
+      if (t < hops)
+        e.publish_item(at.next, item);
+      else
+        e.team.sync();
+      if (t > 0 && e.team.lane() == 0)
+        e.release(e.pairs, at.prev, stream_bytes, uint64_t(item) * segment);
+    }
+  }
+  commit_ring(e, at, items);
+  return Status::kOk;
+}
+
+RINGCOMM_NAMESPACE_END

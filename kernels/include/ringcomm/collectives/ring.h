@@ -1,0 +1,41 @@
+// What the ring forms of the collectives share: the neighbours, the slots, the end of a round.
+#pragma once
+
+#include "ringcomm/protocol/endpoint.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// The two neighbours of a rank in the ring that its channel follows.
+struct Neighbours {
+  int next, prev;
+};
+
+RC_TEAM_FN Neighbours neighbours(const View& v) {
+  const int position = v.position_in_ring();
+  return {v.ring_rank(ring_next(position, v.world)), v.ring_rank(ring_prev(position, v.world))};
+}
+
+// A slot for item `item` to the successor, with the header if it is the first.
+// model: ring_slot (tests/model/ring.pml)
+template <class E>
+RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes, char** data) {
+  RC_RETURN_IF_FAILED(e.await_slot(next, item));
+  char* slot = e.my_slot(e.pairs, next, item);
+  if (item == 0 && e.team.lane() == 0)
+    e.write_header(slot, Span{nullptr, stream_bytes}, false, e.segment_bytes());
+  *data = slot + kHeaderBytes;
+  return Status::kOk;
+}
+
+// Lane 0: the ring's streams are done.
+// model: commit_ring (tests/model/ring.pml)
+template <class E>
+RC_TEAM_FN void commit_ring(E& e, const Neighbours& at, uint32_t items) {
+  if (e.team.lane() == 0) {
+    e.commit_seen(e.pairs, at.prev);
+    e.commit_sent(e.pairs, at.next, items);
+  }
+  e.team.sync();
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,151 @@
+// The only file that spells memory orders. The names say order and scope; the callers say, beside
+// each use, which operation at the other end it pairs with.
+//
+// "sys" is system scope: another process on the CPU, another GPU or the host on CUDA. The CPU has
+// one coherence domain, so there the scope costs nothing.
+#pragma once
+
+#include "ringcomm/core/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Two words that arrive together with the flag that travels beside each: what one 8-byte half says
+// of its flag holds for its data, since a half is written and read in one access.
+struct alignas(16) Packet {
+  uint32_t first, first_flag, second, second_flag;
+};
+
+#if RC_CUDA
+
+__device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence_seq_cst_sys() { asm volatile("fence.sc.sys;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.sys.global.exch.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(word), "r"(value)
+               : "memory");
+  return old;
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// Relaxed: each element of the vector is one access of 8 bytes, and carries its own flag.
+__device__ __forceinline__ void store_packet_sys(Packet* to, uint32_t first, uint32_t second,
+                                                 uint32_t flag) {
+  const uint64_t low = uint64_t(flag) << 32 | first, high = uint64_t(flag) << 32 | second;
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(low), "l"(high)
+               : "memory");
+}
+
+__device__ __forceinline__ Packet load_packet_sys(const Packet* from) {
+  uint64_t low, high;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(low), "=l"(high)
+               : "l"(from)
+               : "memory");
+  return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+}
+
+// Integers that many lanes add to, within one launch: no order shows, and nobody waits for them.
+__device__ __forceinline__ void add_relaxed_sys(int64_t* word, int64_t value) {
+  atomicAdd_system(reinterpret_cast<unsigned long long*>(word),
+                   static_cast<unsigned long long>(value));
+}
+__device__ __forceinline__ void max_relaxed_sys(int64_t* word, int64_t value) {
+  atomicMax_system(reinterpret_cast<long long*>(word), static_cast<long long>(value));
+}
+
+#else
+
+RC_FN uint32_t load_acquire_sys(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+RC_FN uint32_t load_relaxed_sys(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+
+RC_FN uint64_t load_relaxed_sys(const uint64_t* word) {
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+
+RC_FN void store_release_sys(uint32_t* word, uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+RC_FN void store_relaxed_sys(uint32_t* word, uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+}
+
+// Words of the flight recorder, which hosts alone keep.
+RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+}
+
+// model: fence_seq_cst_sys (tests/model/lend.pml, sleep.pml)
+RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// The compiler's half of a fence, whose other half another thread has the machine do.
+inline void fence_seq_cst_compiler() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
+RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
+  return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL);
+}
+
+RC_FN void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+
+RC_FN void store_packet_sys(Packet* to, uint32_t first, uint32_t second, uint32_t flag) {
+  uint64_t* halves = reinterpret_cast<uint64_t*>(to);
+  __atomic_store_n(halves, uint64_t(flag) << 32 | first, __ATOMIC_RELAXED);
+  __atomic_store_n(halves + 1, uint64_t(flag) << 32 | second, __ATOMIC_RELAXED);
+}
+
+RC_FN Packet load_packet_sys(const Packet* from) {
+  const uint64_t* halves = reinterpret_cast<const uint64_t*>(from);
+  const uint64_t low = __atomic_load_n(halves, __ATOMIC_RELAXED);
+  const uint64_t high = __atomic_load_n(halves + 1, __ATOMIC_RELAXED);
+  return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+}
+
+inline void add_relaxed_sys(int64_t* word, int64_t value) {
+  __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+inline void max_relaxed_sys(int64_t* word, int64_t value) {
+  int64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED,
+                                                      __ATOMIC_RELAXED)) {
+  }
+}
+
+#endif
+
+RINGCOMM_NAMESPACE_END

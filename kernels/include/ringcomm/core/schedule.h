@@ -1,0 +1,74 @@
+// The arithmetic of the schedules: which chunk, which peer, which step, which tail. Pure and
+// constexpr; tests/native/schedule_test.cpp proves it for worlds 1..16 at compile time.
+#pragma once
+
+#include "ringcomm/core/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+struct Span {
+  char* ptr;
+  uint64_t bytes;
+};
+
+// A buffer cut into one chunk per rank: either evenly (all chunks of chunk_bytes, the tail shorter
+// or empty) or by a list of spans.
+struct Chunks {
+  char* base;
+  uint64_t total_bytes;
+  uint64_t chunk_bytes;
+  const Span* list;
+
+  RC_FN constexpr Span get(int rank) const {
+    if (list != nullptr) return list[rank];
+    const uint64_t begin = uint64_t(rank) * chunk_bytes;
+    if (begin >= total_bytes) return {base + total_bytes, 0};
+    const uint64_t left = total_bytes - begin;
+    return {base + begin, left < chunk_bytes ? left : chunk_bytes};
+  }
+};
+
+// Chunks of whole 64-byte lines, so that no two ranks write to the same line and every chunk but
+// the last starts as well aligned as the buffer.
+RC_FN constexpr uint64_t balanced_chunk_bytes(uint64_t total_bytes, int world) {
+  const uint64_t share = (total_bytes + world - 1) / world;
+  return (share + 63) / 64 * 64;
+}
+
+// A stream has at least one item: an empty one still carries its header.
+RC_FN constexpr uint32_t items_of(uint64_t bytes, uint64_t item_bytes) {
+  return bytes == 0 ? 1 : uint32_t((bytes + item_bytes - 1) / item_bytes);
+}
+
+// A zero-copy stream is one item, or as many segments as are published while they are made.
+RC_FN constexpr uint64_t whole_item(uint64_t bytes) { return bytes == 0 ? 1 : bytes; }
+
+RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64_t item) {
+  const uint64_t begin = item * item_bytes;
+  if (begin >= bytes) return 0;
+  return bytes - begin < item_bytes ? bytes - begin : item_bytes;
+}
+
+RC_FN constexpr int ring_next(int rank, int world) { return rank + 1 == world ? 0 : rank + 1; }
+RC_FN constexpr int ring_prev(int rank, int world) { return rank == 0 ? world - 1 : rank - 1; }
+
+// Ring reduce-scatter: at step t in [0, W-2] rank r sends its partial sum of this chunk; the chunk
+// that it receives at step t is the one that it sends at step t + 1, and at step W-2 it receives
+// its own.
+RC_FN constexpr int ring_reduce_chunk(int rank, int step, int world) {
+  return (rank + 2 * world - 1 - step) % world;
+}
+
+// Ring all-gather: at step t in [0, W-2] rank r sends this chunk (its own first) and receives the
+// one that its predecessor sends: ring_gather_chunk(r, t + 1).
+RC_FN constexpr int ring_gather_chunk(int rank, int step, int world) {
+  return (rank + 2 * world - step) % world;
+}
+
+// The order in which a rank visits its peers, d in [1, W-1]: each starts at its successor, so that
+// no two ranks read the same peer at the same time.
+RC_FN constexpr int rotated_peer(int rank, int d, int world) {
+  return rank + d < world ? rank + d : rank + d - world;
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,82 @@
+// A team: the lanes that execute one channel of a collective together. Every template in this
+// directory takes its lane from the team and never from the machine, so the same text runs as one
+// host thread, as several host threads (where ThreadSanitizer watches them), and as a CUDA block.
+//
+// A Team has:
+//
+//   int lane(), num_lanes()          this lane, and how many execute the channel
+//   int channel(), num_channels()    this lane's channel, and how many share the collective
+//   static constexpr bool kShareWaits   the lanes wait for several peers at once, each for its own
+//   static constexpr bool kSleeps       waiting lanes may sleep (host); else they only poll
+//   static constexpr bool kReadsProcesses   it copies out of peers' processes (host); see
+//                                    NOTE [Single copy] for reads_processes(), read_process(peer,
+//                                    to, from, bytes), has_ended(peer) and
+//                                    peers_can_read(ptr, bytes)
+//   void sync()                      all lanes of the team; orders their memory accesses
+//   Status share(Status)             to all lanes, one lane's failure if any has one; also a sync()
+//   bool pause(Pause&)               called by a lane between two polls of a signal. True when it
+//                                    is time to look at the clock (never on every poll: see
+//                                    signal.h)
+//   uint64_t now_ns()                a monotonic clock
+//   Status health(int peer)          a waiting lane, at clock time: kOk, kPeerLost, kAborted or
+//                                    kInterrupted
+//   const CallHeader* other_call_recorded(const CallId& mine, int peer)
+//                                    at clock time: what the peer's flight recorder says that it
+//                                    called in place of mine; null: nothing
+//   bool shares_core(const View&, int peer)   where lanes sleep: whether the peer was last seen on
+//                                    this thread's core, where it cannot run while this one polls
+//   void fence_as_writer()           where lanes sleep: orders a store before a load, against the
+//                                    fence of who goes to sleep
+//   void wake(uint32_t* word)        wakes who sleeps on the word
+//   void tell_host(const Fault&)     this rank's fault record is complete
+//   void passing(Point, const View&, Stream)   one lane, before it does what the point says: where
+//                                    tests have faults happen; nothing on devices
+//
+// Copies of a Team are the same team.
+#pragma once
+
+#include "ringcomm/core/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Status : int32_t {
+  kOk = 0,
+  kTimeout = 1,      // the deadline of a wait passed
+  kPeerLost = 2,     // the awaited process no longer exists
+  kMismatch = 3,     // the peer runs another collective, or the same with other arguments
+  kAborted = 4,      // some rank aborted the communicator
+  kInterrupted = 5,  // a signal handler of the caller raised (Ctrl-C)
+  kPeerClosed = 6,   // the awaited rank closed the communicator
+  kCorrupt = 7,      // what a peer published points outside of its heap, or at no item of ours
+  kRefused = 8,      // the operating system lets this rank no longer read the peer's process
+};
+
+// The steps of every protocol between ranks.
+enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };
+constexpr int kPoints = 3;
+
+// What a pausing lane may use: the word it polls, the value it saw there, the flag that tells the
+// writer of that word that somebody sleeps on it, whether that writer needs this lane's core, and
+// how much the call moves.
+struct Pause {
+  const uint32_t* word;
+  uint32_t seen;
+  uint32_t* sleeping;
+  uint32_t polls;
+  bool core_shared = false;
+  uint64_t call_bytes = 0;
+};
+
+// Part `part` of `bytes` bytes, in whole lines except for the tail of the last part.
+struct Extent {
+  uint64_t begin_bytes, end_bytes;
+};
+
+RC_FN constexpr Extent part_of(uint64_t bytes, int part, int parts, uint64_t line_bytes = 64) {
+  const uint64_t lines = (bytes + line_bytes - 1) / line_bytes;
+  const uint64_t begin = lines * part / parts * line_bytes,
+                 end = lines * (part + 1) / parts * line_bytes;
+  return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
+}
+
+RINGCOMM_NAMESPACE_END

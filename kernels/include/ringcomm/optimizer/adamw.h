@@ -1,0 +1,104 @@
+// What an AdamW step on a shard works on, as plain data: written by ringcomm/optim, read by the
+// host's, CUDA's and Triton's kernels alike. Every number that changes from step to step lies in
+// memory that the device reads, so that no step waits for the host and a captured graph replays.
+//
+// A *bucket* is a run of parameters of one dtype, flat in the heap. Its *chunk* r, the part of rank
+// r, is what that rank keeps state for: its *shard*. Offsets count elements.
+#pragma once
+
+#include "ringcomm/core/dtypes.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Chunks begin at multiples of this many elements of their bucket. Norms are summed by blocks of
+// this size (grad_norm.h), so that no block lies on two ranks, however many ranks there are.
+constexpr uint64_t kBlockElems = 512;
+
+// The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a
+// tensor.
+struct AdamWHyper {
+  double lr, beta1, beta2, eps, weight_decay;
+  double flags;  // kAdamL2 | kAdamAmsgrad | kAdamMaximize
+};
+
+constexpr uint32_t kAdamActive = 1;  // the parameter takes this step
+constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (Adam), not decoupled
+constexpr uint32_t kAdamAmsgrad = 4;
+constexpr uint32_t kAdamMaximize = 8;
+
+// Of one optimizer; all doubles, one tensor.
+struct AdamWControl {
+  double inv_scale;  // 1 / loss scale
+  double clip;       // clip coefficient
+  double found_inf;  // not 0: this step changes nothing
+  double steps;      // taken
+  double skipped;    // because of found_inf
+};
+
+// What one step needs of a parameter's hyper-parameters and step number; prepare_adamw() fills it.
+struct AdamWFactors {
+  uint32_t flags;  // without kAdamActive: leave the parameter and its state as they are
+  uint32_t step;   // of this parameter, from 1
+  float decay;     // 1 - lr * weight_decay
+  float weight_decay;
+  float one_minus_beta1, beta2, one_minus_beta2;
+  float negative_step_size;     // -lr / (1 - beta1^step)
+  float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+  float eps;
+  float grad_scale, clip;  // the gradient is multiplied by one, then by the other
+};
+static_assert(sizeof(AdamWFactors) == 48);
+
+// Elements [begin, end) of the bucket belong to parameter `param`. Sorted; what lies between two
+// segments is padding, which is never written.
+struct AdamWSegment {
+  uint64_t begin, end, param;
+};
+
+enum class Rounding : int32_t { kNearest = 0, kStochastic = 1 };
+
+struct AdamWShard {
+  const AdamWSegment* segments;  // [segment_count] those of the whole bucket
+  const AdamWFactors* factors;   // [params] by AdamWSegment::param
+  uint64_t segment_count;
+  uint64_t bucket_elems;
+  uint64_t begin, elems;  // this rank's chunk
+  // FP32 parameters are their own master copy. Parameters of 16 bits have one of: `master`;
+  // `remainder` (bfloat16: the master's low halves); neither (with stochastic rounding).
+  float* master;          // [elems] or null
+  uint16_t* remainder;    // [elems] or null
+  float* exp_avg;         // [elems]
+  float* exp_avg_sq;      // [elems]
+  float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad
+  char* params;           // [bucket_elems] of param_dtype
+  DType param_dtype;      // kFloat32, kBFloat16 or kFloat16
+  Rounding rounding;
+  uint64_t seed;    // of stochastic rounding
+  uint64_t bucket;  // its number, so that two buckets draw different numbers
+};
+
+// The segment that holds element `element` of the bucket, or the first behind it.
+RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
+  uint64_t low = 0, high = s.segment_count;
+  while (low < high) {
+    const uint64_t middle = (low + high) / 2;
+    if (s.segments[middle].end <= element)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// What prepare_adamw() works on; all by parameter but `hyper` and `control`.
+struct AdamWTable {
+  AdamWControl* control;
+  const AdamWHyper* hyper;  // [groups]
+  const int64_t* group;     // [params]
+  const double* active;     // [params] 0: no rank has a gradient for it, it takes no step
+  double* step;             // [params] steps taken
+  AdamWFactors* factors;    // [params]
+  uint64_t params;
+};
+
+RINGCOMM_NAMESPACE_END

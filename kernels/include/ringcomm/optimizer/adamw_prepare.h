@@ -1,0 +1,63 @@
+// The beginning of a step: advances the step numbers and computes what they mean for each
+// parameter. Done once per rank, by one thread of the host or one block of a GPU; the update's
+// kernels only read.
+#pragma once
+
+#include "ringcomm/optimizer/adamw.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// In double precision, as torch computes them in Python, and rounded to FP32 where torch's kernels
+// round them.
+RC_FN AdamWFactors adamw_factors(const AdamWHyper& h, double step, double inv_scale, double clip) {
+  const uint32_t flags = uint32_t(h.flags);
+  AdamWFactors f{};
+  f.flags = flags | kAdamActive;
+  f.step = uint32_t(step);
+  f.decay = float(1.0 - h.lr * h.weight_decay);
+  f.weight_decay = float(h.weight_decay);
+  // Adam without decay adds nothing to the gradient, not zero times the parameter.
+  if (h.weight_decay == 0.0) f.flags &= ~kAdamL2;
+  f.one_minus_beta1 = float(1.0 - h.beta1);
+  f.beta2 = float(h.beta2);
+  f.one_minus_beta2 = float(1.0 - h.beta2);
+  f.negative_step_size = float(-(h.lr / (1.0 - power(h.beta1, step))));
+  f.bias_correction2_sqrt = float(square_root(1.0 - power(h.beta2, step)));
+  f.eps = float(h.eps);
+  f.grad_scale = (flags & kAdamMaximize) != 0 ? -float(inv_scale) : float(inv_scale);
+  f.clip = float(clip);
+  return f;
+}
+
+// Lane `lane` of `lanes` does its share of the parameters. `control` is advanced by
+// advance_control() afterwards, when all lanes have read it.
+RC_FN void prepare_adamw(const AdamWTable& t, int lane, int lanes) {
+  const bool skip = t.control->found_inf != 0.0;
+  const double inv_scale = t.control->inv_scale, clip = t.control->clip;
+  int64_t last_group = -1;
+  double last_step = 0.0;
+  AdamWFactors last{};
+  for (uint64_t i = uint64_t(lane); i < t.params; i += uint64_t(lanes)) {
+    if (skip || t.active[i] == 0.0) {
+      t.factors[i].flags = 0;
+      continue;
+    }
+    const double step = t.step[i] + 1.0;
+    t.step[i] = step;
+    // Most parameters share their group and step with the one before, and powers are slow.
+    if (t.group[i] != last_group || step != last_step)
+      last = adamw_factors(t.hyper[t.group[i]], step, inv_scale, clip);
+    last_group = t.group[i];
+    last_step = step;
+    t.factors[i] = last;
+  }
+}
+
+RC_FN void advance_control(AdamWControl& c) {
+  if (c.found_inf != 0.0)
+    c.skipped += 1.0;
+  else
+    c.steps += 1.0;
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,135 @@
+// What the optimizer's collectives share. They work on buckets (adamw.h) that lie in the heap, so
+// every rank reads its chunk of the peers' gradients where they are, and stores its new parameters
+// where they belong, in its own bucket and in the peers'.
+//
+//   offer    one item to each peer: "my gradients of your chunk lie here, and you may store your
+//            results there". It is also the leave to write: a rank that has offered no longer reads
+//            the parameters that its peers will now replace.
+//   return   the acknowledgement of the offer, once all is read and stored: "your gradients are
+//   yours
+//            again, and my chunk of your parameters is new". A rank is done when all its offers
+//            have come back, so no barrier ends the call.
+//
+// 2 hops of words; W ranks, B bytes of gradients and P of parameters: each rank reads (W-1)/W * B
+// and stores (W-1)/W * P bytes in its peers' memory. Nothing is staged.
+//
+// Ops of these collectives have, beside those of endpoint.h:
+//   void consume(Team&, const Gradients&, Run)   with all lanes: what is to be done with the
+//                                                gradients of a run of my chunk
+#pragma once
+
+#include "ringcomm/collectives/ring.h"
+#include "ringcomm/optimizer/adamw.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Elements of a chunk.
+struct Run {
+  uint64_t begin, end;
+};
+
+// Where the gradients of a run lie: element `begin` of the run at ptrs[s], for s in [0, count).
+struct Gradients {
+  const void* const* ptrs;
+  int count;
+};
+
+struct Bucket {
+  char* base;  // of the gradients; null: no gradients are exchanged
+  char* params;
+  uint64_t elems;
+  int32_t grad_bytes, param_bytes;  // of an element
+  int32_t world;
+
+  RC_FN uint64_t chunk_elems() const {
+    const uint64_t share = (elems + uint64_t(world) - 1) / uint64_t(world);
+    return (share + kBlockElems - 1) / kBlockElems * kBlockElems;
+  }
+  RC_FN Run chunk(int rank) const {
+    const uint64_t size = chunk_elems(), begin = uint64_t(rank) * size;
+    if (begin >= elems) return {elems, elems};
+    return {begin, elems - begin < size ? elems : begin + size};
+  }
+  RC_FN Chunks grads() const {
+    return {base, elems * uint64_t(grad_bytes), chunk_elems() * uint64_t(grad_bytes), nullptr};
+  }
+  RC_FN Chunks parameters() const {
+    return {params, elems * uint64_t(param_bytes), chunk_elems() * uint64_t(param_bytes), nullptr};
+  }
+};
+
+// Channels share a chunk by whole blocks, of gradients and of parameters alike.
+RC_FN Cut cut_by_blocks(const Layout& layout, int32_t elem_bytes) {
+  const uint64_t block = kBlockElems * uint64_t(elem_bytes);
+  return {block, layout.segment_bytes / block * block};
+}
+
+template <class E>
+RC_TEAM_FN Run slice_of(const E& e, const Bucket& b, int rank) {
+  const Run chunk = b.chunk(rank);
+  const Extent part =
+      part_of(chunk.end - chunk.begin, e.team.channel(), e.team.num_channels(), kBlockElems);
+  return {part.begin_bytes, part.end_bytes};
+}
+
+template <class E>
+RC_TEAM_FN Span grads_of(const E& e, const Bucket& b, int rank) {
+  const Run slice = slice_of(e, b, rank);
+  if (b.base == nullptr) return {nullptr, 0};
+  return {b.base + (b.chunk(rank).begin + slice.begin) * uint64_t(b.grad_bytes),
+          (slice.end - slice.begin) * uint64_t(b.grad_bytes)};
+}
+
+template <class E>
+RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
+  const Peers all{1, e.world()};
+  RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int reader) {
+    RC_RETURN_IF_FAILED(e.slot_is_free(e.pairs, reader, 0));
+    const Span span = grads_of(e, b, reader);
+    const bool in_heap = span.ptr != nullptr;
+    e.write_header(e.my_slot(e.pairs, reader, 0), span, in_heap,
+                   in_heap ? whole_item(span.bytes) : e.segment_bytes(),
+                   results ? e.heap_offset(b.params) : kNotInHeap);
+    return Status::kOk;
+  }));
+  e.each_by_lanes(
+      all, [&](int reader) { publish(e.team, e.v, e.pairs, reader, e.sent(e.pairs, reader) + 1); });
+  return Status::kOk;
+}
+
+// Waits for all offers. Afterwards sources()[rank] is where the rank's version of my slice lies,
+// and results[rank] its bucket of parameters.
+template <class E>
+RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
+  if (results) e.stores = {b.elems * uint64_t(b.param_bytes)};
+  const Span mine = grads_of(e, b, e.rank());
+  const Peers all{1, e.world()};
+  e.each_by_lanes(all, [&](int p) { e.begin_receive(e.pairs, p); });
+  if (e.team.lane() == 0) {
+    e.sources()[e.rank()] = mine.ptr;
+    e.v.results[e.rank()] = nullptr;
+  }
+  e.team.sync();
+  return e.wait_by_lanes(
+      all, [&](int p) { return e.arrive(e.pairs, p, mine.bytes, 0, mine.bytes, &e.sources()[p]); });
+}
+
+// All lanes have read the peers' gradients, and stored what they store in the peers' buckets: says
+// so, and waits until the peers have done the same with mine.
+template <class E>
+RC_TEAM_FN Status return_offers(E& e, const Bucket& b) {
+  const uint64_t bytes = grads_of(e, b, e.rank()).bytes;
+  const Peers all{1, e.world()};
+  e.team.sync();
+  e.each_by_lanes(all, [&](int p) {
+    e.release(e.pairs, p, bytes, bytes);
+    e.commit_seen(e.pairs, p);
+  });
+  return e.wait_by_lanes(all, [&](int p) {
+    RC_RETURN_IF_FAILED(e.drained(e.pairs, p, 1));
+    e.commit_sent(e.pairs, p, 1);
+    return Status::kOk;
+  });
+}
+
+RINGCOMM_NAMESPACE_END

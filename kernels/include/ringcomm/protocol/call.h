@@ -1,0 +1,138 @@
+// What a call says of itself: to its peers (CallHeader), and after a failure (Fault).
+#pragma once
+
+#include "ringcomm/core/team.h"
+#include "ringcomm/protocol/layout.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Collective : uint32_t {
+  kNone,
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kReceive,
+  kReduceScatterNorm,
+  kAdamWAllGather,
+  kReduceScatterAdamWAllGather
+};
+enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2, kPacket = 3, kCopy = 4 };
+
+// Who moves the data of a call. Their streams look alike, their cuts of a buffer need not.
+enum class Kernels : uint32_t { kNative = 0, kTriton = 1 };
+
+constexpr uint64_t kNotInHeap = ~uint64_t(0);
+
+// The part of a call that must be equal on all ranks.
+struct CallId {
+  uint64_t sequence;     // collectives of this communicator so far
+  uint64_t match_bytes;  // total bytes where all ranks must agree on them, else 0
+  Collective collective;
+  int32_t dtype, redop, root;
+  Algorithm algorithm;
+  Kernels kernels = Kernels::kNative;
+};
+// No padding: packets carry and compare headers word by word.
+static_assert(sizeof(CallId) == offsetof(CallId, kernels) + sizeof(Kernels));
+
+// Tells a reduction of gradients from others of the same size: the sharded module and its bucket,
+// and the backward that brought them. Counts wrap around; a tag of 0 says nothing.
+struct GradTag {
+  static constexpr int kBucketBits = 10, kBackwardBits = 6, kModules = 127;
+  int32_t module, backward, bucket;  // the module from 1
+
+  static RC_FN GradTag of(int32_t tag) {
+    const int32_t rest = tag >> kBucketBits;
+    return {rest >> kBackwardBits, rest & ((1 << kBackwardBits) - 1),
+            tag & ((1 << kBucketBits) - 1)};
+  }
+  RC_FN int32_t packed() const {
+    const int32_t number = (module - 1) % kModules + 1;
+    return ((number << kBackwardBits | (backward & ((1 << kBackwardBits) - 1))) << kBucketBits) |
+           (bucket & ((1 << kBucketBits) - 1));
+  }
+};
+
+// An optimizer's collective has no root. In its place stand the dtype of its results, and a packed
+// GradTag.
+struct ResultsAndTag {
+  static constexpr int kDTypeBits = 8;
+  int32_t results, tag;
+
+  static RC_FN ResultsAndTag of_root(int32_t root) {
+    return {root & ((1 << kDTypeBits) - 1), root >> kDTypeBits};
+  }
+  RC_FN int32_t as_root() const { return results | tag << kDTypeBits; }
+};
+
+RC_FN bool same_call(const CallId& a, const CallId& b) {
+  return a.sequence == b.sequence && a.match_bytes == b.match_bytes &&
+         a.collective == b.collective && a.dtype == b.dtype && a.redop == b.redop &&
+         a.root == b.root && a.algorithm == b.algorithm && a.kernels == b.kernels;
+}
+
+// Travels with the first item of a call on every stream.
+struct CallHeader {
+  CallId id;
+  uint64_t stream_bytes;   // what this stream carries to the reader in this call
+  uint64_t item_bytes;     // what one item carries (the last may carry less)
+  uint64_t heap_offset;    // zero copy: where the data lie in the sender's heap; else kNotInHeap
+  double factor;           // PREMUL_SUM: the sender's factor
+  uint64_t result_offset;  // where the reader puts its result in the sender's heap; else kNotInHeap
+  uint64_t process_ptr = 0;  // single copy: where the data lie in the sender's process; else 0
+};
+static_assert(sizeof(CallHeader) <= kHeaderBytes);
+
+// The record that a wait leaves when it gives up. Written once, by the rank that owns it, before it
+// sets its abort word; read by every rank after it has seen that word.
+struct Fault {
+  Status status;
+  int32_t rank, peer;     // who reports, about whom
+  uint32_t wanted, seen;  // epochs
+  uint32_t step;          // items of this call on that stream before the one waited for
+  Stream stream;
+  uint32_t on_consumed;  // which word of the line was waited for
+  uint64_t waited_ns;
+  CallHeader mine, theirs;  // theirs: filled for a mismatch
+};
+
+// "ringcomm", read as a little-endian word: what lies here is a region.
+constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
+// Of the protocol: one more with every change of the layout, the header or the words.
+constexpr uint32_t kProtocolVersion = 3;
+
+struct ControlPage {
+  uint64_t magic;
+  uint32_t version;
+  int32_t rank, world;
+  uint64_t proof;    // random in every communicator: whoever announces this region has read it
+  uint64_t members;  // of all that were announced, as the owner read them; 0 until it has
+  Layout layout;
+  uint32_t fences_for_all;  // 1: of Waiter::can_fence_for_all() in the owner's process
+  uint32_t reads_peers;     // 1: the owner has read this page of every peer through the kernel
+  uint64_t page_ptr;        // of this page in the owner's process
+  uint32_t claimed;         // taken by the one thread of the owner that may write the fault record
+  uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
+  alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
+  uint32_t core;                 // 1 + the core that the owner's thread was last seen on; 0: none
+  alignas(64) Fault fault;
+  char reason[256];  // an explicit abort's text
+};
+static_assert(sizeof(ControlPage) <= kPageBytes);
+
+RC_FN void begin_page(ControlPage* page, int32_t rank, const Layout& layout) {
+  page->magic = kRegionMagic;
+  page->version = kProtocolVersion;
+  page->rank = rank;
+  page->world = layout.world;
+  page->layout = layout;
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,33 @@
+// Whether a header of a peer can be followed: what it points at lies in that peer's heap. A GPU
+// faults at an element or a vector that is not aligned, so that is looked at, too.
+#pragma once
+
+#include "ringcomm/core/dtypes.h"
+#include "ringcomm/protocol/view.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Results are stored in a peer's heap by vectors of this many bytes.
+constexpr uint64_t kResultAlign = 16;
+
+// What I store in each sender's heap, where its header says. Most collectives store nothing.
+struct Stores {
+  uint64_t bytes = kNotInHeap;
+};
+
+// `bytes` at an offset that anybody may have written; nothing of them may begin at the very end.
+RC_FN bool reachable(const View& v, int owner, uint64_t offset, uint64_t bytes, uint64_t align) {
+  if (bytes == 0) return offset <= v.heap_bytes[owner];
+  return v.in_heap_of(owner, offset, bytes) && (offset & (align - 1)) == 0;
+}
+
+RC_FN bool readable(const View& v, int sender, uint64_t offset, uint64_t bytes) {
+  return reachable(v, sender, offset, bytes, uint64_t(size_of(DType(v.mine->id.dtype))));
+}
+
+RC_FN bool storable(const View& v, const Stores& stores, int sender, uint64_t offset) {
+  if (stores.bytes == kNotInHeap || offset == kNotInHeap) return offset == stores.bytes;
+  return reachable(v, sender, offset, stores.bytes, kResultAlign);
+}
+
+RINGCOMM_NAMESPACE_END

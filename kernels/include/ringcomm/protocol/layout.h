@@ -1,0 +1,132 @@
+// Where everything lies inside a rank's region of its heap: control page, signal pad, epoch
+// counters, staging slots. One place computes it; every rank computes the same, and rendezvous
+// compares.
+//
+// A *stream* is one kind of traffic between ranks:
+//   kPair     data meant for one reader: a slot set per (channel, reader)
+//   kShared   data that every peer reads: one slot set per channel, W-1 readers
+//   kMessage  send and receive, which keep no order with the collectives: one slot set per reader
+// An *item* is one publication on a stream: the header of a call, a segment, or both. Items are
+// numbered by an epoch that counts from 1 for each (stream, channel, sender, reader) and never
+// resets; item e lies in slot (e - 1) mod slots. docs/protocol.md has the table of every word.
+#pragma once
+
+#include "ringcomm/core/platform.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Stream : int32_t { kPair = 0, kShared = 1, kMessage = 2, kCount = 3 };
+
+constexpr uint64_t kLineBytes = 64;
+constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kHeaderBytes = 128;
+// Messages have no size that all ranks know, so they use one number of channels: this many, or all
+// if there are fewer. A choice, not swept.
+constexpr int32_t kMessageChannels = 8;
+
+// Both words are written by the peer and read by the owner of the region.
+struct alignas(64) SignalLine {
+  uint32_t ready;     // epoch of the last item that the peer published to me
+  uint32_t consumed;  // epoch of the last item of mine that the peer has read to the end
+  uint32_t
+      farewell;  // 1: the peer will never touch this region again (first stream and channel only)
+};
+
+// Written by the owner of the region, read by the peer: "I sleep on ready / on consumed".
+struct alignas(64) SleepLine {
+  uint32_t on_ready;
+  uint32_t on_consumed;
+};
+
+// Private to the owner. In the heap, not in a register or a launch argument, so that a captured
+// CUDA graph replays correctly.
+struct alignas(64) EpochLine {
+  uint32_t sent;  // epoch of the last item that I published to the peer
+  uint32_t seen;  // epoch of the last item of the peer that I consumed
+};
+
+// Private to the owner, one per channel.
+struct alignas(64) ChannelLine {
+  uint64_t sequence;      // collectives begun on this channel
+  uint32_t packet_epoch;  // packet calls begun on this channel; the flag of their packets
+};
+
+static_assert(sizeof(SignalLine) == kLineBytes && sizeof(SleepLine) == kLineBytes &&
+              sizeof(EpochLine) == kLineBytes && sizeof(ChannelLine) == kLineBytes);
+
+struct Layout {
+  int32_t world;
+  int32_t channels;
+  int32_t slots;           // per slot set; a power of two, so that epochs wrap around cleanly
+  uint32_t segment_bytes;  // a multiple of 64
+  uint32_t packet_bytes;   // payload of the largest packet message; a multiple of 64, 0: none
+  uint64_t copy_bytes;     // what the copy engines stage at a time; a multiple of 64, 0: none
+
+  RC_FN constexpr bool same(const Layout& other) const {
+    return world == other.world && channels == other.channels && slots == other.slots &&
+           segment_bytes == other.segment_bytes && packet_bytes == other.packet_bytes &&
+           copy_bytes == other.copy_bytes;
+  }
+  RC_FN constexpr int32_t message_channels() const {
+    return channels < kMessageChannels ? channels : kMessageChannels;
+  }
+  RC_FN constexpr uint64_t links() const { return uint64_t(Stream::kCount) * channels * world; }
+  RC_FN constexpr uint64_t link(Stream s, int channel, int peer) const {
+    return (uint64_t(s) * channels + channel) * world + peer;
+  }
+  RC_FN constexpr uint64_t signal_offset(Stream s, int channel, int peer) const {
+    return kPageBytes + link(s, channel, peer) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t sleep_offset(Stream s, int channel, int peer) const {
+    return kPageBytes + (links() + link(s, channel, peer)) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t epoch_offset(Stream s, int channel, int peer) const {
+    return kPageBytes + (2 * links() + link(s, channel, peer)) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t channel_offset(int channel) const {
+    return kPageBytes + (3 * links() + channel) * kLineBytes;
+  }
+  RC_FN constexpr uint64_t whole_pages(uint64_t bytes) const {
+    return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  }
+
+  // A packet message of n payload bytes takes 2n, behind the headers of all channels.
+  RC_FN constexpr uint64_t packet_set_bytes() const {
+    return packet_bytes == 0 ? 0 : 2 * (uint64_t(packet_bytes) + channels * kHeaderBytes);
+  }
+  RC_FN constexpr uint64_t packet_offset(uint32_t parity, int sender) const {
+    return kPageBytes + whole_pages((3 * links() + channels) * kLineBytes) +
+           (uint64_t(parity) * world + sender) * packet_set_bytes();
+  }
+
+  // Inside a set: where the header of a channel begins, and the payload from `begin_bytes` on.
+  RC_FN constexpr uint64_t packet_header_offset(int channel) const {
+    return 2 * channel * kHeaderBytes;
+  }
+  RC_FN constexpr uint64_t packet_payload_offset(uint64_t begin_bytes) const {
+    return 2 * (channels * kHeaderBytes + begin_bytes);
+  }
+
+  // What lay in the slot of item `epoch` before: the sender waits until the reader has acknowledged
+  // it. Triton's twin is await_slot (kernels/tl/endpoint.py).
+  RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
+
+  // Words end here: everything before is zero when a communicator begins.
+  RC_FN constexpr uint64_t staging_offset() const { return whole_pages(packet_offset(2, 0)); }
+  RC_FN constexpr uint64_t slot_bytes() const { return kHeaderBytes + segment_bytes; }
+  // Pair sets (channels x world), shared sets (channels), message sets (message channels x world).
+  RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {
+    const uint64_t pairs = uint64_t(channels) * world;
+    uint64_t set = uint64_t(channel) * world + peer;
+    if (s == Stream::kShared) set = pairs + channel;
+    if (s == Stream::kMessage) set += pairs + channels;
+    return staging_offset() + (set * slots + slot) * slot_bytes();
+  }
+  RC_FN constexpr uint64_t copy_offset() const {
+    const uint64_t sets = uint64_t(channels) * (world + 1) + uint64_t(message_channels()) * world;
+    return whole_pages(staging_offset() + sets * slots * slot_bytes());
+  }
+  RC_FN constexpr uint64_t region_bytes() const { return whole_pages(copy_offset() + copy_bytes); }
+};
+
+RINGCOMM_NAMESPACE_END

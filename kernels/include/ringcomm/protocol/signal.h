@@ -1,0 +1,274 @@
+// NOTE [signals]
+//
+// Publishing: all lanes store data; team.sync(); one lane stores the epoch with release at system
+// scope. Awaiting: one lane loads the epoch with acquire at system scope until it is reached;
+// team.sync(); then all lanes load the data. (A release covers what other lanes stored before the
+// sync, and an acquire what they load after it: both are cumulative, in C++ and in PTX.)
+//
+// A reader may sleep (host: futex). It raises its sleep flag, fences, and looks once more before it
+// sleeps; the writer stores the epoch, fences, and then looks at the flag. Of two fenced
+// store-then-load sequences at least one sees the other's store, so no wake-up is lost. Who sleeps
+// has time: where the kernel lets it fence for all ranks at once (membarrier), writers need not.
+//
+// Every wait has a deadline and watches the abort words. Both are looked at when team.pause() says
+// that it is clock time, never on every poll, so a wait that is short costs no more than its polls.
+#pragma once
+
+#include "ringcomm/protocol/view.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Epochs are compared modulo 2^32: reached when `seen` is `want` or up to 2^31 - 1 past it.
+RC_FN constexpr bool reached(uint32_t seen, uint32_t want) { return int32_t(seen - want) >= 0; }
+
+// Names the word that a wait is about.
+struct Site {
+  Stream stream;
+  int peer;
+  bool on_consumed;
+  uint32_t step;
+};
+
+RC_FN const uint32_t* word_at(const View& v, int channel, const Site& site) {
+  const SignalLine* line = v.signals(v.rank, site.stream, channel, site.peer);
+  return site.on_consumed ? &line->consumed : &line->ready;
+}
+
+RC_FN uint32_t* sleep_flag_at(const View& v, int channel, const Site& site) {
+  SleepLine* line = v.sleepers(v.rank, site.stream, channel, site.peer);
+  return site.on_consumed ? &line->on_consumed : &line->on_ready;
+}
+
+// This rank's fault record, for the one lane or thread that may fill it. Null when it is taken. It
+// never waits: whoever has the record may be a lane of the caller's own warp, which a GPU may leave
+// where it is for as long as another lane of the warp spins.
+// model: claim_fault (tests/model/lend.pml)
+RC_TEAM_FN Fault* claim_fault(const View& v) {
+  ControlPage* mine = v.control(v.rank);
+  // Lanes, channels and threads of one rank race for the record (collectives and send/recv have
+  // their own); no other rank touches the claim, so its ordering pairs with nothing but itself.
+  return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;
+}
+
+// One lane, once all lanes of its team know that the call has failed (a share() stands between):
+// the abort word is up when it returns, so that the call may return a buffer that it has lent.
+// Whoever has the record is then past it, or is of another team or thread and waits for nobody.
+// model: await_raised (tests/model/lend.pml)
+RC_TEAM_FN void await_raised(const View& v) {
+  // Pairs with the release in raise_fault().
+  while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {
+  }
+  fence_seq_cst_sys();  // as in raise_fault()
+}
+
+// After the record was filled.
+// model: raise_fault (tests/model/lend.pml, signal.pml)
+template <class Team>
+RC_TEAM_FN void raise_fault(Team& team, const View& v) {
+  // Pairs with the acquire in abort_seen() on every other rank: the record is whole when the word
+  // is.
+  store_release_sys(&v.control(v.rank)->aborted, 1);
+  // The word comes before what the user will store in a buffer that was lent, and a release orders
+  // only what stands before it. Pairs with the fence in verify_peer_buffers().
+  fence_seq_cst_sys();
+  team.tell_host(v.control(v.rank)->fault);
+}
+
+RC_TEAM_FN void fill_fault(Fault* record, const View& v, Status status, int peer) {
+  record->status = status;
+  record->rank = v.rank;
+  record->peer = peer;
+  record->wanted = record->seen = record->step = record->on_consumed = 0;
+  record->stream = Stream::kPair;
+  record->waited_ns = 0;
+  record->mine = *v.mine;
+}
+
+// Leaves the fault record and raises this rank's abort word. The first fault stays.
+template <class Team>
+RC_COLD Status fail(Team team, const View& v, Status status, int peer, const CallHeader* theirs,
+                    uint64_t expected_bytes) {
+  Fault* record = claim_fault(v);
+  if (record == nullptr) return status;
+  fill_fault(record, v, status, peer);
+  record->mine.stream_bytes = expected_bytes;
+  if (theirs != nullptr) record->theirs = *theirs;
+  raise_fault(team, v);
+  return status;
+}
+
+RC_TEAM_FN bool aborted(const View& v, int rank) {
+  // Pairs with the release in raise_fault().
+  return load_acquire_sys(&v.control(rank)->aborted) != 0;
+}
+
+// model: abort_seen (tests/model/signal.pml)
+RC_TEAM_FN bool abort_seen(const View& v) {
+  for (int r = 0; r < v.world; ++r)
+    if (aborted(v, r)) return true;
+  return false;
+}
+
+// The peer closed the communicator: it will publish and acknowledge nothing more.
+// model: farewell_seen (tests/model/signal.pml)
+RC_TEAM_FN bool farewell_seen(const View& v, int peer) {
+  // Pairs with the release with which the peer says farewell (kernels/host/comm.cpp).
+  return load_acquire_sys(&v.signals(v.rank, Stream::kPair, 0, peer)->farewell) != 0;
+}
+
+// Why a wait for `peer` that began `waited_ns` ago must end, or kOk.
+// model: reason_to_give_up (tests/model/signal.pml)
+template <class Team>
+RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns) {
+  if (abort_seen(v)) return Status::kAborted;
+  if (farewell_seen(v, peer)) return Status::kPeerClosed;
+  const Status health = team.health(peer);
+  if (health != Status::kOk) return health;
+  return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;
+}
+
+// A peer that runs another collective may publish on a stream that I do not read in mine: its
+// header lies there, of this call or of an earlier one. Called at clock time, and before a call
+// begins. Null: none.
+RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int peer) {
+  const CallId& mine = v.mine->id;
+  // Messages keep no order with the collectives, one of which may be moving these words now.
+  if (mine.collective == Collective::kSend || mine.collective == Collective::kReceive)
+    return nullptr;
+  for (int i = 0; i < 2; ++i) {
+    const Stream s = i == 0 ? Stream::kPair : Stream::kShared;
+    const uint32_t next = v.epochs(s, channel, peer)->seen + 1;
+    // Pairs with the release in publish() of the peer.
+    if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) continue;
+    // An item that I have acknowledged in this call may be overwritten by now; one that I have not
+    // stands still. (This word is mine to write: no ordering is needed.)
+    if (reached(load_relaxed_sys(&v.signals(peer, s, channel, v.rank)->consumed), next)) continue;
+    const auto* theirs =
+        reinterpret_cast<const CallHeader*>(v.slot(peer, s, channel, v.rank, next));
+    if (theirs->id.sequence <= mine.sequence && !same_call(theirs->id, mine)) return theirs;
+  }
+  return nullptr;
+}
+
+// At a timeout the awaited peer may be waiting itself: follows who waits for whom to the one that
+// does not wait, or once around. Only a hint for people, so the words are read without order. A
+// rank whose process is stopped is the one, whatever it last waited for; only hosts can tell.
+template <class Team>
+RC_TEAM_FN int end_of_waiting(const Team& team, const View& v, int peer) {
+  if constexpr (Team::kSleeps) {
+    for (int r = 0; r < v.world; ++r)
+      if (r != v.rank && team.is_stopped(r)) return r;
+  }
+  const int first = peer;
+  for (int hops = 0; hops < v.world; ++hops) {
+    const uint32_t next = load_relaxed_sys(&v.control(peer)->waits_for);
+    const int rank = int(next) - 1;
+    if (next == 0 || next > uint32_t(v.world) || rank == v.rank || rank == first) break;
+    peer = rank;
+  }
+  return peer;
+}
+
+// model: give_up (tests/model/lend.pml, signal.pml)
+template <class Team>
+RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint32_t want,
+                       uint32_t seen, uint64_t waited_ns, const CallHeader* theirs) {
+  const int peer = status == Status::kTimeout ? end_of_waiting(team, v, site.peer) : site.peer;
+  Fault* record = claim_fault(v);
+  if (record == nullptr) return status;
+  fill_fault(record, v, status, peer);
+  record->wanted = want;
+  record->seen = seen;
+  record->step = site.step;
+  record->stream = site.stream;
+  record->on_consumed = site.on_consumed;
+  record->waited_ns = waited_ns;
+  if (theirs != nullptr) record->theirs = *theirs;
+  raise_fault(team, v);
+  return status;
+}
+
+// model: await_slowly (tests/model/sleep.pml)
+template <class Team>
+RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) {
+  const uint32_t* word = word_at(v, team.channel(), site);
+  Pause pause{word, 0, sleep_flag_at(v, team.channel(), site), 0};
+  if constexpr (Team::kSleeps) {
+    pause.core_shared = team.shares_core(v, site.peer);
+    pause.call_bytes = v.mine->id.match_bytes;
+  }
+  uint64_t started = 0, now = 0;
+  for (;; ++pause.polls) {
+    // Pairs with the release in publish() (ready) or acknowledge() (consumed) of the peer.
+    pause.seen = load_acquire_sys(word);
+    if (reached(pause.seen, want)) break;
+    if (!team.pause(pause)) continue;
+    now = team.now_ns();
+    if (started == 0) started = now;
+    store_relaxed_sys(&v.control(v.rank)->waits_for, uint32_t(site.peer) + 1);
+    Status status = reason_to_give_up(team, v, site.peer, now - started);
+    const CallHeader* theirs = nullptr;
+    if (status != Status::kAborted && status != Status::kInterrupted) {
+      theirs = other_call_seen(v, team.channel(), site.peer);
+      if (theirs == nullptr) theirs = team.other_call_recorded(v.mine->id, site.peer);
+      if (theirs != nullptr) status = Status::kMismatch;
+    }
+    if (status == Status::kOk) continue;
+    // The peer may have published and then gone on, or gone; what it published counts.
+    if (status != Status::kAborted && reached(load_acquire_sys(word), want)) break;
+    return give_up(team, v, site, status, want, pause.seen, now - started, theirs);
+  }
+  if (started != 0) store_relaxed_sys(&v.control(v.rank)->waits_for, 0);
+  return Status::kOk;
+}
+
+// One lane waits until the word at `site` reaches `want`.
+// model: await_alone (tests/model/signal.pml)
+template <class Team>
+RC_TEAM_FN Status await_alone(Team& team, const View& v, const Site& site, uint32_t want) {
+  team.passing(Point::kAwait, v, site.stream);
+  // Pairs with the release in publish() or acknowledge() of the peer.
+  if (reached(load_acquire_sys(word_at(v, team.channel(), site)), want)) return Status::kOk;
+  return await_slowly(team, v, site, want);
+}
+
+// Waits until the word at `site` reaches `want`. All lanes call it; all get the same answer.
+template <class Team>
+RC_TEAM_FN Status await(Team& team, const View& v, const Site& site, uint32_t want) {
+  Status status = Status::kOk;
+  if (team.lane() == 0) status = await_alone(team, v, site, want);
+  return team.share(status);
+}
+
+// Wakes the reader if it sleeps on `word`. Called after the store to `word`.
+// model: wake (tests/model/sleep.pml)
+template <class Team>
+RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
+  if constexpr (Team::kSleeps) {  // else nobody needs the fence
+    // Store the epoch, then look at the flag: see NOTE [signals].
+    team.fence_as_writer();
+    if (load_relaxed_sys(sleeping) != 0) team.wake(word);
+  }
+}
+
+// One lane, after a team.sync(): item `epoch` of mine is complete.
+// model: publish (tests/model/signal.pml, sleep.pml)
+template <class Team>
+RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_t epoch) {
+  team.passing(Point::kPublish, v, s);
+  uint32_t* word = &v.signals(reader, s, team.channel(), v.rank)->ready;
+  store_release_sys(word, epoch);  // pairs with the acquire in await() of the reader
+  wake(team, word, &v.sleepers(reader, s, team.channel(), v.rank)->on_ready);
+}
+
+// One lane, after a team.sync(): I have read the sender's items up to `epoch` to the end.
+// model: acknowledge (tests/model/signal.pml, sleep.pml)
+template <class Team>
+RC_TEAM_FN void acknowledge(Team& team, const View& v, Stream s, int sender, uint32_t epoch) {
+  team.passing(Point::kAcknowledge, v, s);
+  uint32_t* word = &v.signals(sender, s, team.channel(), v.rank)->consumed;
+  store_release_sys(word, epoch);  // pairs with the acquire in await() of the sender
+  wake(team, word, &v.sleepers(sender, s, team.channel(), v.rank)->on_consumed);
+}
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,73 @@
+// The POD that a collective works on: addresses only, owned by kernels/host/comm.h (and by its CUDA
+// counterpart), passed by value to a kernel.
+#pragma once
+
+#include "ringcomm/core/atomics.h"
+#include "ringcomm/protocol/call.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+// Per-peer state of the call in progress, in memory that all lanes of the team share.
+struct PeerState {
+  // Where the peer's data lie: in its heap as mapped here or, if in_process, at this address of its
+  // process. Null: in slots.
+  const char* data;
+  uint64_t item_bytes;
+  uint32_t base;   // epoch before the first item of this call
+  uint32_t items;  // items of this call; known once the header is read
+  uint32_t acked;  // items of this call that I have acknowledged
+  bool in_process;
+};
+
+struct View {
+  int32_t rank, world;
+  Layout layout;
+  char* const* regions;        // [world] every rank's region, as mapped here
+  char* const* heaps;          // [world] every rank's heap, as mapped here
+  const uint64_t* heap_bytes;  // [world] of every rank's heap
+  uint64_t timeout_ns;         // of one wait
+  // Workspace of one channel, shared by the lanes of its team; on CUDA it lies in shared memory.
+  PeerState* in;         // [streams][world]
+  const void** sources;  // [world], and at least 2
+  double* factors;       // [world], and at least 2
+  CallHeader* mine;      // the call in progress, as its fault record names it
+  // The ring that this channel's team follows: ring[position] is a rank. Null: the ranks in order.
+  const int32_t* ring = nullptr;
+  int32_t ring_position = 0;
+  // [world] where my results go in the peers' heaps; collectives that store there only.
+  char** results = nullptr;
+
+  RC_FN int ring_rank(int position) const { return ring == nullptr ? position : ring[position]; }
+  RC_FN int position_in_ring() const { return ring == nullptr ? rank : ring_position; }
+
+  RC_FN SignalLine* signals(int owner, Stream s, int channel, int peer) const {
+    return reinterpret_cast<SignalLine*>(regions[owner] + layout.signal_offset(s, channel, peer));
+  }
+  RC_FN SleepLine* sleepers(int owner, Stream s, int channel, int peer) const {
+    return reinterpret_cast<SleepLine*>(regions[owner] + layout.sleep_offset(s, channel, peer));
+  }
+  RC_FN EpochLine* epochs(Stream s, int channel, int peer) const {
+    return reinterpret_cast<EpochLine*>(regions[rank] + layout.epoch_offset(s, channel, peer));
+  }
+  RC_FN ChannelLine* channel_line(int channel) const {
+    return reinterpret_cast<ChannelLine*>(regions[rank] + layout.channel_offset(channel));
+  }
+  RC_FN ControlPage* control(int owner) const {
+    return reinterpret_cast<ControlPage*>(regions[owner]);
+  }
+
+  // Slot of item `epoch` that `sender` publishes to `reader`.
+  RC_FN char* slot(int sender, Stream s, int channel, int reader, uint32_t epoch) const {
+    return regions[sender] +
+           layout.slot_offset(s, channel, reader, (epoch - 1) & (layout.slots - 1));
+  }
+  RC_FN bool in_my_heap(const void* ptr, uint64_t bytes) const {
+    return in_heap_of(rank, uint64_t(static_cast<const char*>(ptr) - heaps[rank]), bytes);
+  }
+  // An offset from outside may be any number: no sum of it is formed.
+  RC_FN bool in_heap_of(int owner, uint64_t offset, uint64_t bytes) const {
+    return offset < heap_bytes[owner] && bytes <= heap_bytes[owner] - offset;
+  }
+};
+
+RINGCOMM_NAMESPACE_END
