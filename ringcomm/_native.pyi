@@ -26,7 +26,7 @@ STRUCTURES: dict[str, int]
 """Offsets "structure.field" and sizes "structure", in bytes, of what the Triton kernels touch."""
 
 OPTIMIZER_STRUCTURES: dict[str, int]
-"""The same of what an AdamW step works on (kernels/include/ringcomm/optimizer/adamw.h)."""
+"""The same of what an AdamW step works on (ringcomm/optimizer/adamw.h)."""
 
 NOT_PLAIN: int
 """What a `*_plain` method returns of tensors, an op or an algorithm that it does not take."""
@@ -232,12 +232,12 @@ ADAMW_BLOCK_ELEMS: int
 ADAMW_FLAGS: dict[str, int]
 """Bits of a group's flags: l2, amsgrad, maximize; and of a parameter's: active."""
 GRAD_NORM_WORDS: int
-"""int64 words of a norm that is added up exactly (kernels/include/ringcomm/optimizer/grad_norm.h)."""
+"""int64 words of a norm that is added up exactly (ringcomm/optimizer/grad_norm.h)."""
 GRAD_NORM_KINDS: dict[str, int]
 """Code of each norm: l2, l1, inf."""
 
 class AdamWShard:
-    """One rank's shard of a bucket; addresses, 0: null (kernels/include/ringcomm/optimizer/adamw.h)."""
+    """One rank's shard of a bucket; addresses, 0: null (ringcomm/optimizer/adamw.h)."""
 
     def __init__(
         self,

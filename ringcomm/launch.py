@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,33 +19,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ringcomm.cli import hide_missing_numpy
 from ringcomm.errors import RingcommError
 from ringcomm.rendezvous.environment import available_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-# Whether a launcher has made this process a rank already.
-#
-# Free of torch, as the process that starts the ranks is.
-
-# Rank and world size, as in ringcomm.rendezvous.environment, whose import takes torch along.
-LAUNCHER_VARIABLES = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
-
-
-def launched_world() -> str | None:
-    """What torchrun, mpirun or Slurm set, such as "WORLD_SIZE=2"; None when none of them did."""
-    for rank, size in LAUNCHER_VARIABLES:
-        if os.environ.get(rank) and os.environ.get(size):
-            return f"{size}={os.environ[size]}"
-    return None
-
 
 # Starts the ranks of a command as processes of this machine and answers for their end.
 #
@@ -233,3 +212,13 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def hide_missing_numpy() -> None:
+    """Hides torch's warning that NumPy is not installed; to be called before torch is imported.
+
+    torch says it in every process that imports it (pytorch issue 125678), and nothing here needs
+    NumPy. A NumPy that is there and does not work is still reported.
+    """
+    said = "Failed to initialize NumPy: No module named 'numpy'"
+    warnings.filterwarnings("ignore", said, UserWarning)

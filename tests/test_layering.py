@@ -244,7 +244,7 @@ def test_a_right_import_is_not_reported(tmp_path, name, line):
     [
         ("include/ringcomm/collectives/ring.h", '#include "host/wait.h"'),
         ("include/ringcomm/protocol/view.h", '#include "ringcomm/collectives/all_gather.h"'),
-        ("include/ringcomm/collectives/ring.h", '#include "../../host/wait.h"'),
+        ("include/ringcomm/collectives/ring.h", '#include "../../../host/wait.h"'),
         ("include/ringcomm/collectives/ring.h", '#include "kernels/host/wait.h"'),
         ("host/wait.h", '#include "cuda/launch.cuh"'),
         ("cuda/launch.cuh", '#include "../host/wait.h"'),

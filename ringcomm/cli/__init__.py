@@ -11,10 +11,11 @@ import argparse
 import importlib
 import importlib.metadata
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
+
+from ringcomm.launch import hide_missing_numpy
 
 __all__ = ["main"]
 
@@ -44,16 +45,6 @@ COMMANDS = {
     "topo": Entry("show what connects the GPUs, and the algorithm and rings that follow from it"),
     "train": Entry("train a small byte-level GPT data-parallel"),
 }
-
-
-def hide_missing_numpy() -> None:
-    """Hides torch's warning that NumPy is not installed; to be called before torch is imported.
-
-    torch says it in every process that imports it (pytorch issue 125678), and nothing here needs
-    NumPy. A NumPy that is there and does not work is still reported.
-    """
-    said = "Failed to initialize NumPy: No module named 'numpy'"
-    warnings.filterwarnings("ignore", said, UserWarning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

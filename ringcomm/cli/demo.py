@@ -33,8 +33,9 @@ from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import Corpus, find_source, min_corpus_bytes
 from ringcomm.examples.gpt.engines import load_same_on_all_ranks
 from ringcomm.examples.gpt.run import joined_ranks
-from ringcomm.launch import Plan, World, launch, launched_world, threads_per_rank
+from ringcomm.launch import Plan, World, launch, threads_per_rank
 from ringcomm.output import ProgressBar
+from ringcomm.rendezvous.environment import launched_world
 
 # ``ringcomm demo``: collectives against Gloo, a GPT trained on both, and at all stages of ZeRO.
 

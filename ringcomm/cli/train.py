@@ -23,7 +23,8 @@ from ringcomm.examples.gpt.config import (
     TrainConfig,
 )
 from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
-from ringcomm.launch import Plan, launch, launched_world, threads_per_rank
+from ringcomm.launch import Plan, launch, threads_per_rank
+from ringcomm.rendezvous.environment import launched_world
 
 DEFAULT_RANKS = 2
 DEFAULT_SAVE_EVERY = 100

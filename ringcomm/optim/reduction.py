@@ -21,8 +21,8 @@ from ringcomm.errors import ArgumentError
 
 Tensor = torch.Tensor
 
-# kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth 2^-352, and
-# how many blocks hold an infinity or a NaN.
+# kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth
+# 2^-352, and how many blocks hold an infinity or a NaN.
 NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20
 BIAS = 352

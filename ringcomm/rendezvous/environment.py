@@ -1,4 +1,8 @@
-"""What a rank learns from its environment: its rank, its world, a store to meet at, its cores."""
+"""What a rank learns from its environment: its rank, its world, a store to meet at, its cores.
+
+Importing this module does not load torch: the process that starts the ranks of a command has no
+other use for it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import cast
-
-from torch.distributed import HashStore, Store, TCPStore
+from typing import TYPE_CHECKING, cast
 
 from ringcomm.errors import (
     ArgumentError,
@@ -25,7 +27,8 @@ from ringcomm.errors import (
     where,
 )
 
-# How many cores there are to compute with.
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def available_cores() -> int:
@@ -73,6 +76,8 @@ def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") ->
     if rank == 0:
         return _serve(address, world_size, deadline, operation, timeout_s)
     port = _ask_port(address, deadline, operation, timeout_s)
+    from torch.distributed import TCPStore
+
     return TCPStore(
         LOOPBACK,
         port,
@@ -114,6 +119,8 @@ def _serve(
             f"{error}. Start each job with its own launcher, or set MASTER_ADDR and MASTER_PORT"
         ) from error
     listener.listen(world_size)
+    from torch.distributed import TCPStore
+
     # Listening before torch does confines the store to the loopback interface; by itself it
     # would listen on all of them.
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -221,6 +228,8 @@ class Placement:
         if self.has_master:
             return _master_store(self, timeout_s)
         if self.world_size == 1:
+            from torch.distributed import HashStore
+
             return HashStore()
         return meet_on_node(self.rank, self.world_size, timeout_s, self.job)
 
@@ -258,6 +267,14 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
             job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}"
         return Placement(launcher, rank, world_size, local_size, has_master, job)
     return Placement("no launcher", 0, 1, 1, has_master=False)
+
+
+def launched_world() -> str | None:
+    """What torchrun, mpirun or Slurm set, such as "WORLD_SIZE=2"; None when none of them did."""
+    for _, rank, size, _ in LAUNCHERS:
+        if os.environ.get(rank) and os.environ.get(size):
+            return f"{size}={os.environ[size]}"
+    return None
 
 
 def _master_store(placement: Placement, timeout_s: float) -> Store:

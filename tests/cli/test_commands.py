@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from ringcomm.cli import hide_missing_numpy
+from ringcomm.launch import hide_missing_numpy
 from tests.cli.processes import run
 
 BROKEN = "Failed to initialize NumPy: module compiled against ABI version 0x1000009"

@@ -98,9 +98,27 @@ def test_what_the_order_of_stores_of_x86_forgives(checker):
     ("header", "text", "wrong", "right", "error"),
     [
         ("core/schedule.h", "2 * world - 1 - step", "2 * world - step", RING, "assertion"),
-        ("protocol/signal.h", "int32_t(seen - want) >= 0", "int32_t(seen - want) > 0", RING, "deadlock"),
-        ("protocol/layout.h", "return epoch - slots;", "return epoch - slots - 1;", PAIR, "assertion"),
-        ("protocol/layout.h", "return epoch - slots;", "return epoch - slots + 1;", PAIR, "deadlock"),
+        (
+            "protocol/signal.h",
+            "int32_t(seen - want) >= 0",
+            "int32_t(seen - want) > 0",
+            RING,
+            "deadlock",
+        ),
+        (
+            "protocol/layout.h",
+            "return epoch - slots;",
+            "return epoch - slots - 1;",
+            PAIR,
+            "assertion",
+        ),
+        (
+            "protocol/layout.h",
+            "return epoch - slots;",
+            "return epoch - slots + 1;",
+            PAIR,
+            "deadlock",
+        ),
         ("protocol/packet.h", "last + 1 == 0 ? 2 :", "last + 1 == 0 ? 3 :", PACKETS, "deadlock"),
     ],
 )

@@ -19,7 +19,10 @@ Team = tuple[int, ...]
 
 PACKET, ENDPOINT = "include/ringcomm/protocol/packet.h", "include/ringcomm/protocol/endpoint.h"
 ATOMICS, SIGNAL = "include/ringcomm/core/atomics.h", "include/ringcomm/protocol/signal.h"
-SCATTER, GATHER = "include/ringcomm/collectives/reduce_scatter.h", "include/ringcomm/collectives/all_gather.h"
+SCATTER, GATHER = (
+    "include/ringcomm/collectives/reduce_scatter.h",
+    "include/ringcomm/collectives/all_gather.h",
+)
 SYNC = "e.team.sync();"
 LOAD, STORE = "__atomic_load_n(word, __ATOMIC_", "__atomic_store_n(word, value, __ATOMIC_"
 
