@@ -1,6 +1,6 @@
 """The second pass of a step: each rank updates its shard, and every rank's bucket gets the result.
 
-The Triton twin of kernels/include/ringcomm/optimizer/fused_steps.h:
+The Triton twin of ringcomm/optimizer/fused_steps.h:
 
   direct   each rank stores its results in its own bucket and in the peers'.
   ring     each rank updates its chunk, then ring all-gather of the parameters.

@@ -1,6 +1,6 @@
 """The update of one element, and how the result is stored.
 
-The Triton twin of kernels/include/ringcomm/optimizer/adamw_element.h, whose comments say why each operation
+The Triton twin of ringcomm/optimizer/adamw_element.h, whose comments say why each operation
 is what it is: the same bits. It counts on kernels compiled with ``enable_fp_fusion=False``, so that
 a product and a sum become one fused multiply-add where this says so, and nowhere else.
 """

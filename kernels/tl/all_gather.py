@@ -1,7 +1,7 @@
 """All-gather: every rank's contribution to every rank.
 
 B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers, as in
-kernels/include/ringcomm/collectives/all_gather.h:
+ringcomm/collectives/all_gather.h:
 
   direct   1 hop. The contribution is published once, for all readers: zero copy where it lies in
            the heap (the input, or its place in the output), else through the shared slots.

@@ -6,7 +6,7 @@ B bytes, W ranks; a reduce-scatter, then an all-gather of the results, in one ke
   ring     2(W-1) hops, 2(W-1)/W * B bytes.
 
 The CUDA kernels overlap the two halves segment by segment, and have a form of one hop for small
-buffers (kernels/include/ringcomm/collectives/all_reduce.h); here the second half begins when a channel's first
+buffers (ringcomm/collectives/all_reduce.h); here the second half begins when a channel's first
 has ended.
 """
 

@@ -1,6 +1,6 @@
 """One rank's end of all streams during a call on one channel: send, receive, release.
 
-The Triton twin of kernels/include/ringcomm/protocol/endpoint.h; docs/protocol.md is the contract of both. A
+The Triton twin of ringcomm/protocol/endpoint.h; docs/protocol.md is the contract of both. A
 chunk is a tuple (address, bytes); a slice is this channel's part of it.
 """
 

@@ -1,6 +1,6 @@
 """Where tests have faults happen in the interpreter: each publication, acknowledgement and wait.
 
-The Triton twin of ``Team::passing`` (kernels/include/ringcomm/core/team.h): the plan that the process
+The Triton twin of ``Team::passing`` (ringcomm/core/team.h): the plan that the process
 has armed (``ringcomm._native.arm_fault``) counts these passages as it does those of native calls.
 """
 

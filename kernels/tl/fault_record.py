@@ -1,6 +1,6 @@
 """The fault record of a rank whose call fails, and the abort word that tells the others.
 
-The twins of ``claim_fault``, ``raise_fault`` and ``fail`` in kernels/include/ringcomm/protocol/signal.h.
+The twins of ``claim_fault``, ``raise_fault`` and ``fail`` in ringcomm/protocol/signal.h.
 """
 
 import triton

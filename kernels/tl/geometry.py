@@ -12,7 +12,7 @@ __all__ = ["Geometry"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A compile-time argument of every kernel; see kernels/include/ringcomm/protocol/layout.h.
+    """A compile-time argument of every kernel; see ringcomm/protocol/layout.h.
 
     Attributes:
         world: ranks of the communicator.

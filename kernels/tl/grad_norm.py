@@ -1,6 +1,6 @@
 """Norms of gradients that do not depend on how the gradient is cut into shards.
 
-The Triton twin of kernels/include/ringcomm/optimizer/grad_norm.h: blocks of 512 elements are summed in double
+The Triton twin of ringcomm/optimizer/grad_norm.h: blocks of 512 elements are summed in double
 precision by halves, and the sums of blocks are added exactly, as digits of 32 bits. A program
 keeps its words in registers and adds them to memory once, in any order: they are whole numbers.
 

@@ -1,6 +1,6 @@
 """Reading the header of a peer's call: is it of this call, and does it point into that peer's heap?
 
-The Triton twin of kernels/include/ringcomm/protocol/header_check.h and of Endpoint::open, but for alignment.
+The Triton twin of ringcomm/protocol/header_check.h and of Endpoint::open, but for alignment.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
 
 B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank, as in
-kernels/include/ringcomm/collectives/reduce_scatter.h:
+ringcomm/collectives/reduce_scatter.h:
 
   direct   1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else in
            pair slots, segment by segment) and sums the W versions of its own chunk in rank order in

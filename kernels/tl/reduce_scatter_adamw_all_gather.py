@@ -1,6 +1,6 @@
 """A whole step in one pass: the reduced gradient is consumed by the update as it comes into being.
 
-The Triton twin of kernels/include/ringcomm/optimizer/fused_steps.h:
+The Triton twin of ringcomm/optimizer/fused_steps.h:
 
   direct   each rank reads its chunk of all ranks' gradients, updates, and stores the parameters in
            all ranks' buckets.

@@ -1,6 +1,6 @@
 """Reduce-scatter of gradients into FP32 shards, with the norm of the result on the way out.
 
-The Triton twin of kernels/include/ringcomm/optimizer/fused_steps.h:
+The Triton twin of ringcomm/optimizer/fused_steps.h:
 
   direct   1 hop: the sum in rank order in FP32, and not rounded again.
   ring     W-1 hops, with partial sums in the gradients' type; the last hop's sum stays in FP32.

@@ -3,7 +3,7 @@
 Each takes a ``status`` and returns one: 0 while all is well. A failure is not an exception here; a
 call goes through the rest of its schedule without waiting or moving anything. All lanes of a block
 must take the same branches, so what they branch on comes from words that one lane has read for all.
-See NOTE [signals] in kernels/include/ringcomm/protocol/signal.h.
+See NOTE [signals] in ringcomm/protocol/signal.h.
 """
 
 import triton
