@@ -21,7 +21,7 @@ from .devices import Device, Gpu, Host
 from .launch import LaunchError, Placing, join, run_ranks, started_by
 from .modes import ONE_LAUNCH, ModeError, choose, device_index
 from .options import Options, parse
-from .peers import Place, open_system
+from .peers import PeerSetup, open_system
 from .provenance import collect
 from .report import Report, write_csv, write_json
 from .session import Session
@@ -97,7 +97,7 @@ def run_rank(options: Options, placing: Placing, device: Device, arguments: Sequ
     torch.set_num_threads(1)
     one_launch = placing.mode == ONE_LAUNCH
     board = Board(placing.store, placing.rank, 1 if one_launch else placing.world)
-    place = Place(
+    place = PeerSetup(
         store=placing.store,
         rank=placing.rank,
         world=placing.world,

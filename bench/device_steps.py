@@ -30,7 +30,7 @@ import ringcomm
 
 from . import provenance
 from .board import Board
-from .device_systems import SHARD, STEP, SUBJECT, Case, Systems
+from .device_systems import SHARD, STEP, SUBJECT, KernelCase, Systems
 from .devices import Device, Gpu
 from .modes import ONE_LAUNCH
 from .report import Report, Row, write_csv, write_json
@@ -76,7 +76,7 @@ class SleepingClock:
         _cuda.synchronize()
 
 
-def fitting(case: Case, free_bytes: int) -> Case:
+def fitting(case: KernelCase, free_bytes: int) -> KernelCase:
     """``case`` with as many parameters, halved as often as it takes, as the memory holds.
 
     Raises:
@@ -89,7 +89,7 @@ def fitting(case: Case, free_bytes: int) -> Case:
     return case
 
 
-def run_case(case: Case, device: Device, clock: Clock, rounds: int) -> list[Row]:
+def run_case(case: KernelCase, device: Device, clock: Clock, rounds: int) -> list[Row]:
     """Times all systems of the case, in turns."""
     pace = Pace(rounds, _WARMUP_ROUNDS, _CALLS_PER_TURN, turn_us=0)
     systems = Systems(case, device)
@@ -103,7 +103,7 @@ def run_case(case: Case, device: Device, clock: Clock, rounds: int) -> list[Row]
     return rows_of(case, timings, f"{late} turns were queued too late" if late else "")
 
 
-def rows_of(case: Case, timings: Mapping[str, Timing], note: str = "") -> list[Row]:
+def rows_of(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -> list[Row]:
     """A row per system; ``algbw_gbps`` of a shard counts the bytes that its update must move."""
     moved_bytes = case.bytes_per_parameter * case.elems
     rows = []
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 0, or 2 without a usable GPU."""
     asked = parse(arguments)
     world = asked.ranks if asked.what == "step" else 1
-    case = Case(_WHAT[asked.what], _DTYPES[asked.dtype], asked.millions << 20, world)
+    case = KernelCase(_WHAT[asked.what], _DTYPES[asked.dtype], asked.millions << 20, world)
     try:
         gpu = Gpu(0)
     except RuntimeError as error:

@@ -25,7 +25,7 @@ _cuda: Any = torch.cuda
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """``elems`` parameters on each of ``world`` ranks; ``what`` is SHARD (one rank) or STEP."""
 
     what: str
@@ -54,7 +54,7 @@ class Case:
 class Systems:
     """All systems of one case, built on one device; each has made one step. Close it."""
 
-    def __init__(self, case: Case, device: Device) -> None:
+    def __init__(self, case: KernelCase, device: Device) -> None:
         self._case, self._device = case, device
         self._world = self._local_world(case.world)
         self._alone = self._world if case.world == 1 else self._local_world(1)

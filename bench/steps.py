@@ -40,7 +40,7 @@ _RANK, _WORLD, _STORE = (f"RINGCOMM_STEPS_{name}" for name in ("RANK", "WORLD", 
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """What a table of the result is about."""
 
     what: str  # "shard" or "step"
@@ -61,7 +61,7 @@ class HostClock:
         pass
 
 
-def _leaf(case: Case, seed: int) -> torch.nn.Parameter:
+def _leaf(case: StepCase, seed: int) -> torch.nn.Parameter:
     values = torch.randn(case.elems, generator=torch.Generator().manual_seed(seed))
     param = torch.nn.Parameter(values.to(case.dtype))
     param.grad = values.mul(0.01).to(case.dtype)
@@ -69,7 +69,9 @@ def _leaf(case: Case, seed: int) -> torch.nn.Parameter:
 
 
 def _ringcomm(
-    case: Case, comm: ringcomm.Communicator | Literal["alone"], options: ringcomm.optim.AdamWOptions
+    case: StepCase,
+    comm: ringcomm.Communicator | Literal["alone"],
+    options: ringcomm.optim.AdamWOptions,
 ) -> Step:
     param = _leaf(case, 1)
     optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
@@ -77,7 +79,7 @@ def _ringcomm(
     return optimizer.step
 
 
-def _torch_fused(case: Case) -> Step:
+def _torch_fused(case: StepCase) -> Step:
     if case.dtype == torch.float32:
         return torch.optim.AdamW([_leaf(case, 1)], fused=True).step
     param = _leaf(case, 1)
@@ -94,7 +96,7 @@ def _torch_fused(case: Case) -> Step:
     return step
 
 
-def _deepspeed(case: Case) -> Step | None:
+def _deepspeed(case: StepCase) -> Step | None:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except Exception:
@@ -104,7 +106,7 @@ def _deepspeed(case: Case) -> Step | None:
     return step
 
 
-def _shard_entrants(case: Case, _: ringcomm.Communicator | None) -> dict[str, Step]:
+def _shard_entrants(case: StepCase, _: ringcomm.Communicator | None) -> dict[str, Step]:
     steps = {
         SUBJECT: _ringcomm(case, "alone", ringcomm.optim.AdamWOptions(bucket_elems=case.elems)),
         "torch fused": _torch_fused(case),
@@ -113,7 +115,7 @@ def _shard_entrants(case: Case, _: ringcomm.Communicator | None) -> dict[str, St
     return steps if other is None else {**steps, "deepspeed cpu_adam": other}
 
 
-def _separate(case: Case, comm: ringcomm.Communicator) -> Step:
+def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
     """Reduce-scatter, update and all-gather as three calls of this library."""
     world, rank = comm.world_size, comm.rank
     chunk = case.elems // world
@@ -140,7 +142,7 @@ def _separate(case: Case, comm: ringcomm.Communicator) -> Step:
     return step
 
 
-def _gloo(case: Case) -> Step:
+def _gloo(case: StepCase) -> Step:
     param, update = _leaf(case, 1), _torch_fused(case)
     grad, world = param.grad, dist.get_world_size()
 
@@ -153,7 +155,7 @@ def _gloo(case: Case) -> Step:
     return step
 
 
-def _step_entrants(case: Case, comm: ringcomm.Communicator | None) -> dict[str, Step]:
+def _step_entrants(case: StepCase, comm: ringcomm.Communicator | None) -> dict[str, Step]:
     assert comm is not None
     options = ringcomm.optim.AdamWOptions(bucket_elems=case.elems)
     two = ringcomm.optim.AdamWOptions(bucket_elems=case.elems, check_finite=True)
@@ -170,7 +172,7 @@ def _step_entrants(case: Case, comm: ringcomm.Communicator | None) -> dict[str, 
 _ENTRANTS = {"shard": _shard_entrants, "step": _step_entrants}
 
 
-def _rows(case: Case, world: int, timings: Mapping[str, Timing]) -> list[dict[str, str]]:
+def _rows(case: StepCase, world: int, timings: Mapping[str, Timing]) -> list[dict[str, str]]:
     subject = timings[SUBJECT]
     rows = []
     for name, timing in timings.items():
@@ -191,7 +193,7 @@ def _rows(case: Case, world: int, timings: Mapping[str, Timing]) -> list[dict[st
     return rows
 
 
-def _run_rank(cases: list[Case], pace: Pace, output: Path | None, arguments: list[str]) -> None:
+def _run_rank(cases: list[StepCase], pace: Pace, output: Path | None, arguments: list[str]) -> None:
     rank, world = int(os.environ[_RANK]), int(os.environ[_WORLD])
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ[_STORE], world)
@@ -245,7 +247,7 @@ def main(arguments: list[str]) -> int:
     elems = int((asked.millions or (64 if asked.what == "step" else 16)) * 2**20)
     dtypes = [getattr(torch, name) for name in asked.dtype or ("float32", "bfloat16")]
     if _RANK in os.environ:
-        cases = [Case(asked.what, dtype, elems) for dtype in dtypes]
+        cases = [StepCase(asked.what, dtype, elems) for dtype in dtypes]
         pace = Pace(rounds=asked.rounds, warmup_rounds=2, batch=1, turn_us=0)
         kept = [word for word in arguments if word not in ("-o", "--output", str(asked.output))]
         _run_rank(cases, pace, asked.output, kept)

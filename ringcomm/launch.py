@@ -39,7 +39,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """``module.run_rank(config)`` on every rank; ``config`` must survive JSON."""
 
     module: str
@@ -53,7 +53,7 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, available_cores() // ranks)
 
 
-def launch(plan: Plan) -> int:
+def launch(plan: LaunchPlan) -> int:
     """Run the plan to its end: 0, the exit code of a rank that failed, or 130 after Ctrl-C."""
     processes: list[subprocess.Popen[bytes]] = []
     # The socket is bound here and inherited by rank 0, so the port cannot be lost to another
@@ -70,7 +70,7 @@ def launch(plan: Plan) -> int:
             _end(processes)
 
 
-def _start(plan: Plan, rank: int, listener: socket.socket) -> subprocess.Popen[bytes]:
+def _start(plan: LaunchPlan, rank: int, listener: socket.socket) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "RANK": str(rank),

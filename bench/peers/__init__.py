@@ -47,7 +47,7 @@ def runs_on(spec: str, device: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerSetup:
     """Where a system runs: this process's rank, and the options that concern one system only."""
 
     store: dist.Store
@@ -95,7 +95,7 @@ class System(Protocol):
         """Leaves the library; collective over the ranks."""
 
 
-def open_system(spec: str, place: Place) -> System:
+def open_system(spec: str, place: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
     if algorithm:

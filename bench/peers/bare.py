@@ -20,7 +20,7 @@ import torch
 
 from ..board import share_memory
 from ..cases import Case
-from . import Buffers, Place, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, Unavailable
 from .torch_calls import Allocator, allocate_buffers
 
 # EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.
@@ -31,7 +31,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 class BareLoop:
     """Two ranks and the mapping between them; each half is control words, slots, tensors."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         if place.world != 2:
             raise RuntimeError(f"the bare loop is written for 2 ranks, not {place.world}")
         self._library = _compile()
@@ -108,7 +108,7 @@ class BareLoop:
         return self._bytes[begin : begin + size_bytes].view(dtype)
 
 
-def open_system(place: Place) -> BareLoop:
+def open_system(place: PeerSetup) -> BareLoop:
     return BareLoop(place)
 
 

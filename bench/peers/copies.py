@@ -9,7 +9,7 @@ import torch
 from ..cases import Case
 from ..modes import ONE_GPU_MODES
 from ..traffic import COUNTED, needed_bytes
-from . import Place, Prepared, Unavailable
+from . import PeerSetup, Prepared, Unavailable
 
 
 class Copies:
@@ -17,7 +17,7 @@ class Copies:
 
     version = "one copy_ of torch, half of the needed bytes read and half written"
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         self._place = place
 
     def prepare(self, case: Case) -> Prepared:
@@ -42,5 +42,5 @@ def _nothing() -> None:
     pass
 
 
-def open_system(place: Place) -> Copies:
+def open_system(place: PeerSetup) -> Copies:
     return Copies(place)

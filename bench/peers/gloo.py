@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..cases import Case
-from . import Place, Prepared
+from . import PeerSetup, Prepared
 from .torch_calls import Allocator, TorchInterface, prepare
 
 _GROUP_CALLS = (
@@ -47,7 +47,7 @@ def bind_group(group: dist.ProcessGroup | None) -> TorchInterface:
 class Gloo:
     """The default process group of this rank."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         self.version = f"Gloo of torch {torch.__version__}"
         init_default_group(place)
         self._allocator = Allocator(place.device.tensors)
@@ -60,11 +60,11 @@ class Gloo:
         destroy_groups()
 
 
-def open_system(place: Place) -> Gloo:
+def open_system(place: PeerSetup) -> Gloo:
     return Gloo(place)
 
 
-def init_default_group(place: Place) -> None:
+def init_default_group(place: PeerSetup) -> None:
     """Makes Gloo the default group, once, whichever system needs it first."""
     if dist.is_initialized():
         return

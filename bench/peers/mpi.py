@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 
 from ..cases import Case
-from . import Buffers, Place, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, Unavailable
 from .torch_calls import Allocator, allocate_buffers
 
 # MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
@@ -34,7 +34,7 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 class Mpi:
     """The world communicator of this process, which must have been started by mpiexec."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         self._comm = MPI.COMM_WORLD
         self._allocator = Allocator(place.device.tensors)
         if self._comm.size != place.world:
@@ -101,7 +101,7 @@ class Mpi:
         raise Unavailable(f"this MPI does not reduce {case.dtype_name}")
 
 
-def open_system(place: Place) -> Mpi:
+def open_system(place: PeerSetup) -> Mpi:
     return Mpi(place)
 
 

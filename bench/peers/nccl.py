@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..cases import Case
 from ..devices import nccl_version
 from ..modes import ONE_LAUNCH, PROCESSES_ON_ONE_GPU
-from . import Place, Prepared, Unavailable
+from . import PeerSetup, Prepared, Unavailable
 from .gloo import bind_group, destroy_groups, init_default_group
 from .torch_calls import Allocator, prepare
 
@@ -23,7 +23,7 @@ _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 class Nccl:
     """A group of its own beside the default one; without one it says why in every cell."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         self.version = f"NCCL {_dotted(nccl_version()) or 'none'} of torch {torch.__version__}"
         self._allocator = Allocator(place.device.tensors)
         self._refusal = why_not(place.mode, nccl_version())
@@ -39,7 +39,7 @@ class Nccl:
             # NCCL refuses its ranks together, and the other systems can still be measured.
             self._refusal = f"NCCL would not start: {str(error).splitlines()[0]}"
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: PeerSetup) -> None:
         group = dist.new_group(backend="nccl", timeout=timedelta(minutes=2))
         self._calls = bind_group(group)
         # The communicator is made by the first call.
@@ -73,5 +73,5 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def open_system(place: Place) -> Nccl:
+def open_system(place: PeerSetup) -> Nccl:
     return Nccl(place)

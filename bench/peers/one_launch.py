@@ -10,7 +10,7 @@ from functools import partial
 import ringcomm
 
 from ..cases import Case
-from . import Buffers, Place, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, Unavailable
 from .torch_calls import REDUCE_OPS, Allocator, allocate_buffers
 
 _TIMEOUT = timedelta(minutes=1)
@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=1)
 class OneLaunch:
     """The whole world of ranks, called from one thread."""
 
-    def __init__(self, place: Place, version: str) -> None:
+    def __init__(self, place: PeerSetup, version: str) -> None:
         self._world = ringcomm.local_world(
             place.world,
             device=place.device.name,

@@ -13,7 +13,7 @@ import ringcomm
 
 from ..cases import Case
 from ..modes import ONE_LAUNCH
-from . import Place, Prepared, System, Unavailable
+from . import PeerSetup, Prepared, System, Unavailable
 from .gloo import bind_group, destroy_groups, init_default_group
 from .one_launch import OneLaunch
 from .torch_calls import Allocator, TorchInterface, prepare
@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(minutes=5)
 class _Calls(ABC):
     """Buffers from ringcomm's heap or from ordinary memory, and calls on them."""
 
-    def __init__(self, place: Place, interface: TorchInterface, extra: dict[str, Any]) -> None:
+    def __init__(self, place: PeerSetup, interface: TorchInterface, extra: dict[str, Any]) -> None:
         self.version = _version(place)
         self._interface, self._extra = interface, extra
         allocator = Allocator(place.device.tensors, place.device.name)
@@ -42,7 +42,7 @@ class _Calls(ABC):
 
 
 class ThroughCommunicator(_Calls):
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         connect: Callable[..., ringcomm.Communicator] = ringcomm.Communicator.from_store
         self._communicator = connect(
             dist.PrefixStore(f"ringcomm/{place.kernels}/{place.algorithm}", place.store),
@@ -60,7 +60,7 @@ class ThroughCommunicator(_Calls):
 
 
 class ThroughTorch(_Calls):
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         init_default_group(place)
         self._group = dist.new_group(backend="ringcomm", timeout=_TIMEOUT)
         super().__init__(place, bind_group(self._group), {})
@@ -81,7 +81,7 @@ class _Copying:
         return self._system.prepare(case)
 
 
-def open_system(place: Place) -> System:
+def open_system(place: PeerSetup) -> System:
     system: System
     if place.mode == ONE_LAUNCH:
         system = OneLaunch(place, _version(place))
@@ -94,11 +94,11 @@ def open_system(place: Place) -> System:
     return _Copying(system) if place.algorithm == "copy" else system
 
 
-def _where(place: Place) -> dict[str, Any]:
+def _where(place: PeerSetup) -> dict[str, Any]:
     return {} if place.device.name == "cpu" else {"device": place.device.name}
 
 
-def _version(place: Place) -> str:
+def _version(place: PeerSetup) -> str:
     how = place.mode if place.mode == ONE_LAUNCH else place.api
     kernels = "" if place.kernels == "native" else f", {place.kernels} kernels"
     return f"ringcomm {ringcomm.__version__} ({how}{kernels})"

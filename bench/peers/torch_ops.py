@@ -17,7 +17,7 @@ from ..cases import Case
 from ..devices import Device
 from ..modes import ONE_GPU_MODES
 from ..timing import Call
-from . import Buffers, Place, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, Unavailable
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,7 @@ _WIDENING = ("sum", "prod")
 class TorchOps:
     """Everything is done by the process of rank 0; those of other ranks do nothing meanwhile."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PeerSetup) -> None:
         self.version = f"operations of torch {torch.__version__}"
         self._place = place
 
@@ -132,5 +132,5 @@ def fastest(device: Device, ways: Sequence[Call]) -> Call:
     return ways[taken_us.index(min(taken_us))]
 
 
-def open_system(place: Place) -> TorchOps:
+def open_system(place: PeerSetup) -> TorchOps:
     return TorchOps(place)

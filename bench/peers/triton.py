@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import Place, System, ringcomm
+from . import PeerSetup, System, ringcomm
 
 
-def open_system(place: Place) -> System:
+def open_system(place: PeerSetup) -> System:
     return ringcomm.open_system(replace(place, kernels="triton"))

@@ -17,7 +17,7 @@ from .adamw_kind import NormKind, ShardKind
 from .adamw_shard import adamw_shard_kernel
 from .grad_norm import grad_norm_kernel
 from .hooks import IS_INTERPRETED, interpreting, lives
-from .launch import DTYPES, OPTIONS, Plan
+from .launch import DTYPES, OPTIONS, KernelPlan
 from .reduce_scatter_adamw_all_gather import reduce_scatter_adamw_all_gather_kernel
 from .reduce_scatter_norm import reduce_scatter_norm_kernel
 
@@ -93,11 +93,11 @@ def plan_reduce_scatter_norm(
     world: int,
     *,
     stores: bool = True,
-) -> Plan:
+) -> KernelPlan:
     """A reduce-scatter of a bucket of ``elems`` gradients, with a norm of native code ``kind``;
     without ``stores``, of one rank, only the norm."""
     norm = NormKind(DTYPES[grad], kind, world if op == "AVG" else 1, stores, accumulates)
-    return Plan(
+    return KernelPlan(
         reduce_scatter_norm_kernel,
         (elems,),
         _words("reduce_scatter_norm", elems, grad, op, "float32", algorithm),
@@ -105,10 +105,10 @@ def plan_reduce_scatter_norm(
     )
 
 
-def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> Plan:
+def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> KernelPlan:
     """The update of a bucket of ``elems`` parameters from gradient shards."""
     grad, param = _name_of(kind.grad), _name_of(kind.param)
-    return Plan(
+    return KernelPlan(
         adamw_all_gather_kernel,
         (elems,),
         _words("adamw_all_gather", elems, grad, "SUM", param, algorithm),
@@ -116,10 +116,10 @@ def plan_adamw_all_gather(elems: int, kind: ShardKind, algorithm: int) -> Plan:
     )
 
 
-def plan_one_pass(elems: int, kind: ShardKind, op: str, algorithm: int) -> Plan:
+def plan_one_pass(elems: int, kind: ShardKind, op: str, algorithm: int) -> KernelPlan:
     """A whole step of a bucket of ``elems`` parameters."""
     grad, param = _name_of(kind.grad), _name_of(kind.param)
-    return Plan(
+    return KernelPlan(
         reduce_scatter_adamw_all_gather_kernel,
         (elems,),
         _words("reduce_scatter_adamw_all_gather", elems, grad, op, param, algorithm),

@@ -19,8 +19,17 @@ from .hooks import IS_INTERPRETED, interpreting, lives
 from .moving import NUM_WARPS
 from .reduce_scatter import reduce_scatter_kernel
 
-__all__ = ["DTYPES", "OPS", "OPTIONS", "Part", "Plan", "launch", "plan_all_gather",
-           "plan_all_reduce", "plan_reduce_scatter"]  # fmt: skip
+__all__ = [
+    "DTYPES",
+    "OPS",
+    "OPTIONS",
+    "KernelPlan",
+    "RankPointers",
+    "launch",
+    "plan_all_gather",
+    "plan_all_reduce",
+    "plan_reduce_scatter",
+]  # fmt: skip
 
 # Of every launch of ours. A product and a sum must not become one operation where the kernels do
 # not say so; Triton's own choice is another one from 3.10 on.
@@ -35,7 +44,7 @@ _NONE = -1
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPointers:
     """One rank's part of a launch: addresses of its rank table and of its buffers."""
 
     table_ptr: int
@@ -44,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """A collective, the same on all ranks: the kernel, its sizes and its compile-time arguments."""
 
     kernel: Any
@@ -66,9 +75,11 @@ def _moved(itemsize: int) -> Any:
     return _MOVED[min(itemsize, 8)]
 
 
-def plan_reduce_scatter(chunk_bytes: int, dtype: str, op: str, algorithm: int, world: int) -> Plan:
+def plan_reduce_scatter(
+    chunk_bytes: int, dtype: str, op: str, algorithm: int, world: int
+) -> KernelPlan:
     """A reduce-scatter whose results have ``chunk_bytes`` bytes each."""
-    return Plan(
+    return KernelPlan(
         reduce_scatter_kernel,
         (chunk_bytes,),
         _native.call_words(
@@ -84,9 +95,9 @@ def plan_reduce_scatter(chunk_bytes: int, dtype: str, op: str, algorithm: int, w
 
 def plan_all_gather(
     chunk_bytes: int, dtype: int, itemsize: int, algorithm: int, world: int
-) -> Plan:
+) -> KernelPlan:
     """An all-gather of contributions of ``chunk_bytes`` bytes each; ``dtype`` is a native code."""
-    return Plan(
+    return KernelPlan(
         all_gather_kernel,
         (chunk_bytes,),
         _native.call_words(
@@ -100,12 +111,12 @@ def plan_all_gather(
     )
 
 
-def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world: int) -> Plan:
+def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world: int) -> KernelPlan:
     """An all-reduce of ``size_bytes`` bytes, cut into chunks of whole lines."""
     share = -(-size_bytes // world)
     chunk_bytes = -(-share // _LINE_BYTES) * _LINE_BYTES
     kind = DTYPES[dtype]
-    return Plan(
+    return KernelPlan(
         all_reduce_kernel,
         (size_bytes, chunk_bytes),
         _native.call_words(
@@ -125,8 +136,8 @@ def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world:
 
 
 def launch(
-    plan: Plan,
-    parts: Sequence[Part],
+    plan: KernelPlan,
+    parts: Sequence[RankPointers],
     timeout_ns: int,
     geometry: Geometry,
     health: Callable[[int], int] = lives,

@@ -33,7 +33,7 @@ from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import Corpus, find_source, min_corpus_bytes
 from ringcomm.examples.gpt.engines import load_same_on_all_ranks
 from ringcomm.examples.gpt.run import joined_ranks
-from ringcomm.launch import Plan, World, launch, threads_per_rank
+from ringcomm.launch import LaunchPlan, World, launch, threads_per_rank
 from ringcomm.output import ProgressBar
 from ringcomm.rendezvous.environment import launched_world
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise ArgumentError(f"--json {args.json}: its folder does not exist")
     settings = {"data": args.data, "json": args.json, "quick": args.quick}
-    return launch(Plan("ringcomm.cli.demo", settings, RANKS, threads_per_rank(RANKS)))
+    return launch(LaunchPlan("ringcomm.cli.demo", settings, RANKS, threads_per_rank(RANKS)))
 
 
 # The demo as every rank runs it.

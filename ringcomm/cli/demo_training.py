@@ -15,7 +15,7 @@ from ringcomm import zero
 from ringcomm.cli.demo_collectives import Pair
 from ringcomm.examples.gpt.config import EngineConfig, ModelConfig, TrainConfig
 from ringcomm.examples.gpt.corpus import Corpus
-from ringcomm.examples.gpt.engines import DDPEngine, Place, Trainer, build_engine, new_model
+from ringcomm.examples.gpt.engines import DDPEngine, Trainer, TrainingGroup, build_engine, new_model
 from ringcomm.examples.gpt.report import ClosedForm, MemoryMeter
 from ringcomm.launch import World
 from ringcomm.zero.estimate import STAGES
@@ -114,7 +114,7 @@ def train_both(plan: Contest, corpus: Corpus, world: World, pair: Pair, report: 
 
 
 def _ddp(config: TrainConfig, group: dist.ProcessGroup) -> DDPEngine:
-    return DDPEngine(new_model(config), Place(group, torch.device("cpu")))
+    return DDPEngine(new_model(config), TrainingGroup(group, torch.device("cpu")))
 
 
 def _alternate(
@@ -305,7 +305,7 @@ class _Runner:
         self._entrant = entrant
         self._is_stage = entrant.engine.name == "zero"
         self._pair = pair
-        place = Place(pair.ringcomm if self._is_stage else pair.gloo, torch.device("cpu"))
+        place = TrainingGroup(pair.ringcomm if self._is_stage else pair.gloo, torch.device("cpu"))
         meter = MemoryMeter(place.device, has_heap=True, trims=True)
         before_bytes = meter.held_bytes()
         gpt = new_model(plan.config)

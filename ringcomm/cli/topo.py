@@ -20,7 +20,7 @@ from ringcomm.comm.topology.model import (
     to_json,
 )
 from ringcomm.comm.topology.nvml import read_machine
-from ringcomm.comm.topology.plan import Plan, host_plan, plan, rings_gbps
+from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
 from ringcomm.rendezvous.environment import available_cores
 
@@ -217,7 +217,7 @@ def _legend(topology: Topology) -> list[str]:
 
 
 def _plan_lines(
-    topology: Topology, placements: Sequence[str | None], chosen: Plan, gbps: float | None
+    topology: Topology, placements: Sequence[str | None], chosen: TopologyPlan, gbps: float | None
 ) -> list[str]:
     if topology.gpus:
         numbers = {gpu.pci_bus_id: index for index, gpu in enumerate(topology.gpus)}

@@ -23,7 +23,7 @@ from ringcomm.examples.gpt.config import (
     TrainConfig,
 )
 from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
-from ringcomm.launch import Plan, launch, threads_per_rank
+from ringcomm.launch import LaunchPlan, launch, threads_per_rank
 from ringcomm.rendezvous.environment import launched_world
 
 DEFAULT_RANKS = 2
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     if ranks < 1:
         raise ArgumentError(f"--ranks must be at least 1, got {ranks}")
     config.micro_sequences(ranks)
-    return launch(Plan("ringcomm.examples.gpt.run", settings, ranks, threads_per_rank(ranks)))
+    return launch(LaunchPlan("ringcomm.examples.gpt.run", settings, ranks, threads_per_rank(ranks)))
 
 
 def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:

@@ -17,10 +17,10 @@ __all__ = [
     "DTYPE_CODES",
     "DTYPE_NAMES",
     "SUM",
+    "CallChecks",
     "PremulSum",
     "ReduceOp",
     "Reduction",
-    "Site",
     "is_plain",
     "overlap",
     "premul_sum",
@@ -195,7 +195,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a_ptr < b_ptr + size_bytes(b) and b_ptr < a_ptr + size_bytes(a)
 
 
-class Site:
+class CallChecks:
     """Where a check happens: the operation, the rank and the world, for messages."""
 
     __slots__ = ("op", "rank", "world_size")

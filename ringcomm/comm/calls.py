@@ -41,7 +41,7 @@ class Membership:
     heaps: tuple[MappedHeap, ...]
 
 
-class Turn:
+class RankContext:
     """What surrounds a rank that runs as a thread beside others: on the host, nothing."""
 
     def taken(self) -> AbstractContextManager[None]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import SUM, Site, put_back, readable, size_bytes, writable
+from ringcomm.comm.arguments import SUM, CallChecks, put_back, readable, size_bytes, writable
 from ringcomm.comm.calls import Call
-from ringcomm.comm.engine import Engine
+from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.work import Work
 
 # The collectives that combine elements: all_reduce, reduce, reduce_scatter.
@@ -28,7 +28,7 @@ from ringcomm.comm.work import Work
 Tensor = torch.Tensor
 
 
-class Reductions(Engine):
+class Reductions(CallEngine):
     """Reducing collectives of a communicator."""
 
     def all_reduce(
@@ -246,7 +246,7 @@ class Reductions(Engine):
 # The collectives that bring the tensors of all ranks together: all_gather and gather.
 
 
-class Gathers(Engine):
+class Gathers(CallEngine):
     """Gathering collectives of a communicator."""
 
     def all_gather_into_tensor(
@@ -356,7 +356,9 @@ class Gathers(Engine):
 
         return Call("all_gather", run, outputs)
 
-    def _check_gathered(self, site: Site, name: str, outputs: list[Tensor], tensor: Tensor) -> None:
+    def _check_gathered(
+        self, site: CallChecks, name: str, outputs: list[Tensor], tensor: Tensor
+    ) -> None:
         for index, output in enumerate(outputs):
             site.same_dtype(f"{name}[{index}]", output, "tensor", tensor)
             if index != self._rank or output.data_ptr() != tensor.data_ptr():
@@ -412,7 +414,7 @@ class Gathers(Engine):
 # The collectives that hand data out or over: broadcast, scatter, all_to_all, barrier.
 
 
-class Exchanges(Engine):
+class Exchanges(CallEngine):
     """Collectives of a communicator that move data without combining it."""
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
@@ -591,7 +593,7 @@ class Exchanges(Engine):
         return self._start(Call("all_to_all_single", run, [output]), async_op)
 
     def _piece_bytes(
-        self, site: Site, name: str, tensor: Tensor, splits: Sequence[int] | None
+        self, site: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
         """Sizes of the pieces that dimension 0 is cut into."""
         rows = tensor.size(0) if tensor.dim() else 1

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import Store as TorchStore
 
 from ringcomm import _native
-from ringcomm.comm.arguments import SUM, Site
+from ringcomm.comm.arguments import SUM, CallChecks
 from ringcomm.comm.calls import Call, Membership
 from ringcomm.comm.collectives import Exchanges, Gathers, Reductions
 from ringcomm.comm.meeting import meet
@@ -116,7 +116,7 @@ class Coalesced(Reductions, Gathers):
         return self._joined("reduce_scatter_coalesced", calls, async_op)
 
     def _pairs(
-        self, site: Site, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, site: CallChecks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         checked = site.tensors("inputs", inputs, len(inputs))
         return list(
@@ -225,7 +225,7 @@ class Communicator(Coalesced, Exchanges, Messages):
         check_name(name)
         if not isinstance(world_size, int) or world_size < 1:
             raise ArgumentError(f"world_size: expected an integer >= 1, got {world_size!r}")
-        Site(f"communicator {name!r}", rank, world_size).peer("rank", rank)
+        CallChecks(f"communicator {name!r}", rank, world_size).peer("rank", rank)
         options = _options(options, timeout)
         membership = Membership(name, rank, tuple(range(world_size)), store, options, ())
         index = find_device(device, f"communicator {name!r}")
@@ -283,7 +283,7 @@ class Communicator(Coalesced, Exchanges, Messages):
 
     def _group(
         self,
-        site: Site,
+        site: CallChecks,
         members: list[int],
         name: str | None,
         timeout: timedelta | float | None,

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import Reduction, Site
-from ringcomm.comm.calls import Call, CallQueue, Membership, Turn, Unusable, closed, refusal
+from ringcomm.comm.arguments import CallChecks, Reduction
+from ringcomm.comm.calls import Call, CallQueue, Membership, RankContext, Unusable, closed, refusal
 from ringcomm.comm.options import CommOptions, milliseconds_of
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
 from ringcomm.comm.recorder.records import Recording
@@ -30,12 +30,12 @@ EXIT_GRACE_S = 5.0
 # Before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
 
-live: WeakSet[Engine] = WeakSet()
+live: WeakSet[CallEngine] = WeakSet()
 _inherited: list[Any] = []
 _closes_at_exit_of = 0
 
 
-def add(engine: Engine) -> None:
+def add(engine: CallEngine) -> None:
     """Notes a new communicator."""
     global _closes_at_exit_of
     if _closes_at_exit_of != os.getpid():
@@ -64,7 +64,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 # Runs calls on one native communicator: order, faults, abort, close, fork.
 
 
-class Engine:
+class CallEngine:
     """A native communicator and the queue in front of it."""
 
     def __init__(self, core: _native.Comm, membership: Membership) -> None:
@@ -148,13 +148,13 @@ class Engine:
         state = " (unusable)" if self._refuse is not None else ""
         return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
 
-    def _site(self, op: str) -> Site:
+    def _site(self, op: str) -> CallChecks:
         """Checks the arguments of one call, and words what is wrong with them."""
-        return Site(op, self._rank, self._world_size)
+        return CallChecks(op, self._rank, self._world_size)
 
     def _use(
         self,
-        site: Site,
+        site: CallChecks,
         kernels: str | None,
         algorithm: str,
         dtype: torch.dtype,
@@ -173,12 +173,12 @@ class Engine:
             self._triton = self._make_triton(site)
         return self._triton.of
 
-    def _make_triton(self, site: Site) -> TritonEnd:
+    def _make_triton(self, site: CallChecks) -> TritonEnd:
         return TritonEnd(HostTriton(self._core, self._membership, site), self._world_size)
 
-    def _own_turn(self) -> Turn:
+    def _own_turn(self) -> RankContext:
         """What surrounds this rank where it runs as a thread beside others."""
-        return Turn()
+        return RankContext()
 
     def _start(self, call: Call, async_op: bool) -> Work | None:
         """Runs a checked call in its place in the order."""

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from ringcomm.comm.arguments import SUM
-from ringcomm.comm.calls import Call, Turn
+from ringcomm.comm.calls import Call, RankContext
 from ringcomm.comm.communicator import Communicator, Device
-from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.triton import Prepared, launch
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
-from ringcomm.rendezvous.handles import Exchange, Meeting
+from ringcomm.rendezvous.handles import Meeting, Rendezvous
 
 __all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
 
@@ -73,8 +73,8 @@ def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -
         ArgumentError: the ranks' calls cannot share a launch.
         RingcommError: a communicator is unusable.
     """
-    by_device: dict[int, list[tuple[DeviceEngine, Call]]] = {}
-    engines = cast(Sequence[DeviceEngine], communicators)
+    by_device: dict[int, list[tuple[DeviceCallEngine, Call]]] = {}
+    engines = cast(Sequence[DeviceCallEngine], communicators)
     for engine, call in zip(engines, calls, strict=True):
         engine._check_usable(call.name)
         by_device.setdefault(engine._place[1], []).append((engine, call))
@@ -82,7 +82,7 @@ def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -
         _launch_group(device, group)
 
 
-def _launch_group(device: int, group: list[tuple[DeviceEngine, Call]]) -> None:
+def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> None:
     first = group[0][0]
     runtime = first._place[0]
     with runtime.on_device(device):
@@ -264,7 +264,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _bind(
-    fn: Callable[..., T], communicator: Communicator, args: tuple[Any, ...], turn: Turn
+    fn: Callable[..., T], communicator: Communicator, args: tuple[Any, ...], turn: RankContext
 ) -> Callable[[], T]:
     def call() -> T:
         with turn.taken(), thread_default(communicator):
@@ -361,6 +361,6 @@ def local_world(
 
     def leave(rank: int, error: BaseException) -> None:
         # One that was being built has told the others already: then nobody reads this.
-        Exchange(Meeting(store, "local", rank, n, 0.0, 0.0)).fail(error)
+        Rendezvous(Meeting(store, "local", rank, n, 0.0, 0.0)).fail(error)
 
     return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], leave))

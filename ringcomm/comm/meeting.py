@@ -9,7 +9,13 @@ from ringcomm import _native
 from ringcomm.comm.calls import Membership
 from ringcomm.errors import RendezvousError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
-from ringcomm.rendezvous.handles import Exchange, HeapHandle, Meeting, machine_identity, members_of
+from ringcomm.rendezvous.handles import (
+    HeapHandle,
+    Meeting,
+    Rendezvous,
+    machine_identity,
+    members_of,
+)
 
 _STRANGERS = "Does another process post in this store? Give every job a store of its own"
 
@@ -36,7 +42,7 @@ def meet(
         RingcommError: as :meth:`Communicator.from_store`; peers that wait were told.
     """
     meeting = rendezvous_of(membership)
-    exchange = Exchange(meeting)
+    exchange = Rendezvous(meeting)
     core: _native.Comm | None = None
     try:
         heap = process_heap(heap_bytes)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import Site, put_back, readable, size_bytes, writable
-from ringcomm.comm.engine import Engine
+from ringcomm.comm.arguments import CallChecks, put_back, readable, size_bytes, writable
+from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.work import Outputs, Work, wait_seconds
 from ringcomm.errors import (
     CollectiveTimeout,
@@ -118,7 +118,7 @@ class Message(Work):
         self._complete(self._request.wait(-1))
 
 
-class Messages(Engine):
+class Messages(CallEngine):
     """Point-to-point calls of a communicator."""
 
     def __init__(self, *args: Any) -> None:
@@ -191,13 +191,13 @@ class Messages(Engine):
         ptr = dense.data_ptr()
         return self._native.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense
 
-    def _other(self, site: Site, name: str, rank: Any) -> int:
+    def _other(self, site: CallChecks, name: str, rank: Any) -> int:
         peer = site.peer(name, rank)
         if peer == self._rank:
             site.fail(f"{name}: expected another rank than this one, got {rank}")
         return peer
 
-    def _check_message(self, site: Site, tag: Any) -> None:
+    def _check_message(self, site: CallChecks, tag: Any) -> None:
         if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= LARGEST_TAG:
             site.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {tag!r}")
         if self._refuse is not None:

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.errors import MismatchError, where
 
 Tensor = torch.Tensor
@@ -66,7 +66,7 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
 
 
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:
-    if isinstance(comm, DeviceEngine):
+    if isinstance(comm, DeviceCallEngine):
         core = comm._device_core
 
         def on_device(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:

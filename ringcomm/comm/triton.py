@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_NAMES, Reduction, Site
+from ringcomm.comm.arguments import DTYPE_NAMES, CallChecks, Reduction
 from ringcomm.comm.calls import Membership, Unusable
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ringcomm._tl.geometry import Geometry
-    from ringcomm._tl.launch import Part, Plan
+    from ringcomm._tl.launch import KernelPlan, RankPointers
 
 __all__ = [
     "KERNELS",
@@ -52,7 +52,7 @@ ONE_RANK = (
 )
 
 
-def require_triton(site: Site) -> None:
+def require_triton(site: CallChecks) -> None:
     """Raises UnsupportedError where Triton cannot be imported."""
     try:
         import triton  # noqa: F401
@@ -64,7 +64,7 @@ def require_triton(site: Site) -> None:
 
 
 def check_kernels(
-    site: Site, kernels: str, algorithm: str, dtype: torch.dtype, reduction: Reduction | None
+    site: CallChecks, kernels: str, algorithm: str, dtype: torch.dtype, reduction: Reduction | None
 ) -> None:
     """Checks a call that asks for certain kernels.
 
@@ -104,7 +104,7 @@ def check_kernels(
 class Runner(Protocol):
     """Runs a plan on buffers at two addresses; returns a native status."""
 
-    def __call__(self, plan: Plan, in_ptr: int, out_ptr: int) -> int: ...
+    def __call__(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int: ...
 
 
 class TritonEnd:
@@ -125,7 +125,7 @@ class TritonEnd:
         """The code of the algorithm that a call with this code runs."""
         return self._family if algorithm == _AUTO else algorithm
 
-    def run(self, plan: Plan, in_ptr: int, out_ptr: int) -> int:
+    def run(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
         """Runs a plan that this class does not know how to make; returns a native status."""
         return self._run(plan, in_ptr, out_ptr)
 
@@ -176,7 +176,7 @@ class HostTriton:
         UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
     """
 
-    def __init__(self, core: _native.Comm, membership: Membership, site: Site) -> None:
+    def __init__(self, core: _native.Comm, membership: Membership, site: CallChecks) -> None:
         require_triton(site)
         from ringcomm._tl.geometry import Geometry
         from ringcomm._tl.hooks import IS_INTERPRETED
@@ -197,11 +197,11 @@ class HostTriton:
         table = core.rank_table(ctypes.addressof(self._state))
         self._table = ctypes.create_string_buffer(table, len(table))
 
-    def __call__(self, plan: Plan, in_ptr: int, out_ptr: int) -> int:
-        from ringcomm._tl.launch import Part, launch
+    def __call__(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
+        from ringcomm._tl.launch import RankPointers, launch
 
         core = self._core
-        part = Part(ctypes.addressof(self._table), in_ptr, out_ptr)
+        part = RankPointers(ctypes.addressof(self._table), in_ptr, out_ptr)
         core.record_begin(plan.call)
         try:
             launch(plan, [part], core.timeout_ms * 1_000_000, self._geometry, core.health)
@@ -231,8 +231,8 @@ class TritonLaunch:
     """A rank's prepared call."""
 
     place: tuple[DeviceRuntime, int]
-    plan: Plan
-    part: Part
+    plan: KernelPlan
+    part: RankPointers
     timeout_ns: int
     geometry: Geometry
 

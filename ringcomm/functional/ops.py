@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._library.effects import EffectType
 
-from ringcomm.comm.arguments import PREMUL_SUM, ReduceOp, Site, premul_sum, readable
+from ringcomm.comm.arguments import PREMUL_SUM, CallChecks, ReduceOp, premul_sum, readable
 from ringcomm.comm.functions import root_of
 from ringcomm.errors import UnsupportedError
 from ringcomm.functional.traced_groups import find
@@ -102,7 +102,7 @@ def _op_of(name: str, factor: float) -> Any:
     return premul_sum(factor) if name == PREMUL_SUM else getattr(ReduceOp, name, name)
 
 
-def _check_rows(site: Site, input: Tensor) -> None:
+def _check_rows(site: CallChecks, input: Tensor) -> None:
     site.tensor("tensor", input)
     if not input.dim():
         site.fail("tensor: expected at least one dimension, got a scalar; pass tensor.view(1)")
@@ -172,7 +172,7 @@ def _all_to_all(
     return output
 
 
-def _check_splits(site: Site, name: str, splits: Splits, rows: int) -> None:
+def _check_splits(site: CallChecks, name: str, splits: Splits, rows: int) -> None:
     world_size = site.world_size
     if splits is None:
         if rows % world_size:

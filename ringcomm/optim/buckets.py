@@ -101,7 +101,7 @@ class ShardState:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketDevice:
     """Where a rank's memory is.
 
     Attributes:
@@ -113,7 +113,7 @@ class Place:
     heap: torch.device
 
     @classmethod
-    def of(cls, comm: Communicator | None) -> Place:
+    def of(cls, comm: Communicator | None) -> BucketDevice:
         """That of a communicator's tensors; None: the host's."""
         host = torch.device("cpu")
         return cls(host, host) if comm is None else cls(comm.device, comm.heap_device)
@@ -259,7 +259,7 @@ class Bucket:
 
 
 def make_bucket(
-    number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, place: Place
+    number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, place: BucketDevice
 ) -> Bucket:
     """A bucket whose parameters and gradients all ranks have whole."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
@@ -289,7 +289,12 @@ class Buckets:
 
     @classmethod
     def make(
-        cls, layout: ShardLayout, rank: int, world_size: int, options: AdamWOptions, place: Place
+        cls,
+        layout: ShardLayout,
+        rank: int,
+        world_size: int,
+        options: AdamWOptions,
+        place: BucketDevice,
     ) -> Buckets:
         """New memory for all of them."""
         return cls(

@@ -12,10 +12,10 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
-from ringcomm.optim.buckets import Buckets, Place
+from ringcomm.optim.buckets import BucketDevice, Buckets
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
@@ -41,7 +41,7 @@ from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, norm
 Tensor = torch.Tensor
 
 
-class WrittenParams:
+class OutsideWrites:
     """Has masters follow what was written to their parameters in place.
 
     A step stores what the masters round to: without this it would undo a ``load_state_dict()`` of
@@ -122,7 +122,7 @@ class Amp:
 
 
 @dataclass
-class _Reduced:
+class _FirstPass:
     """Between two passes: what the first one found.
 
     Attributes:
@@ -169,16 +169,16 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
-        self.written = WrittenParams(self.params, self.buckets, options)
+        self.written = OutsideWrites(self.params, self.buckets, options)
         self.torn = False
-        self._reduced: _Reduced | None = None
+        self._reduced: _FirstPass | None = None
         self._seen_skipped = 0
 
     def _take_over(self) -> None:
         """Moves the parameters into buckets of the optimizer's own."""
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
         self.buckets = Buckets.make(
-            self.layout, setting.rank, setting.world_size, options, Place.of(comm)
+            self.layout, setting.rank, setting.world_size, options, BucketDevice.of(comm)
         )
         move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
         self.gradients = (
@@ -207,7 +207,7 @@ class ShardedStep:
         """Whether every step must look at the whole gradient before it changes anything."""
         return self.setting.options.check_finite or self.setting.loss_scaler is not None
 
-    def _still_reduced(self) -> _Reduced | None:
+    def _still_reduced(self) -> _FirstPass | None:
         """What the first pass found, if the gradients are still those that it looked at."""
         reduced = self._reduced
         if reduced is not None and reduced.mark != self.gradients.mark():
@@ -336,7 +336,7 @@ class ShardedStep:
             if self.table.hyper_differ:
                 check_hyper_parameters(asked, self.groups)
 
-    def _reduce(self, kind: str) -> _Reduced:
+    def _reduce(self, kind: str) -> _FirstPass:
         """The first of two passes."""
         self._collect()
         place, comm = self.setting.device, self.setting.comm
@@ -347,7 +347,7 @@ class ShardedStep:
         if comm is not None:
             comm.all_reduce(total, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
         one = torch.ones((), dtype=torch.float64, device=place)
-        return _Reduced(total, kind, one, self.gradients.mark())
+        return _FirstPass(total, kind, one, self.gradients.mark())
 
     def _inv_scale(self) -> Tensor:
         scaler = self.setting.loss_scaler
@@ -355,7 +355,7 @@ class ShardedStep:
             return torch.ones((), dtype=torch.float64, device=self.setting.device)
         return scaler.current.to(self.setting.device, torch.float64).reciprocal()
 
-    def _write_control(self, amp: Amp, reduced: _Reduced | None) -> None:
+    def _write_control(self, amp: Amp, reduced: _FirstPass | None) -> None:
         """What the kernels multiply by, and whether they do anything at all."""
         control = self.table.control
         if amp.scale is not None:
@@ -413,7 +413,7 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
 def _check_segments(comm: Communicator, algorithm: int) -> None:
     """Refuses a ring whose segments hold no whole block, of which norms are sums."""
     core: _native.Comm | _native.DeviceComm = comm._core
-    if isinstance(comm, DeviceEngine):
+    if isinstance(comm, DeviceCallEngine):
         core = comm._device_core.native
         algorithm = algorithm or core.family  # what "auto" means there
     segment_bytes, least = core.geometry["segment_bytes"], BLOCK_ELEMS * 4

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import ALGORITHMS, DTYPE_NAMES, Site
+from ringcomm.comm.arguments import ALGORITHMS, DTYPE_NAMES, CallChecks
 from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.triton import TritonEnd, require_triton
@@ -24,7 +24,7 @@ from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, kind_code
 
 if TYPE_CHECKING:
     from ringcomm._tl.adamw_kind import ShardKind
-    from ringcomm._tl.launch import Plan
+    from ringcomm._tl.launch import KernelPlan
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,9 @@ class TritonCalls:
     def __init__(self, comm: Communicator | None, algorithm: str) -> None:
         self._comm = comm
         self._algorithm = algorithm
-        self.site = Site("optimizer", comm.rank if comm else 0, comm.world_size if comm else 1)
+        self.site = CallChecks(
+            "optimizer", comm.rank if comm else 0, comm.world_size if comm else 1
+        )
         require_triton(self.site)
         if comm is None:
             self._check_interpreted()
@@ -61,7 +63,7 @@ class TritonCalls:
     def plan(
         self,
         name: str,
-        make: Callable[[int], Plan],
+        make: Callable[[int], KernelPlan],
         source: Tensor,
         record: Tensor,
         stored: Tensor | None = None,

@@ -206,7 +206,7 @@ def members_of(handles: Sequence[HeapHandle]) -> int:
     return int(digest_of(everyone), 16) >> 1 or 1
 
 
-class Exchange:
+class Rendezvous:
     """The two rounds of one rendezvous."""
 
     def __init__(self, meeting: Meeting) -> None:

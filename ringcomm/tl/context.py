@@ -22,7 +22,7 @@ from ringcomm.comm.device.communicator import DeviceCommunicator
 from ringcomm.comm.triton import ONE_RANK
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
 
-__all__ = ["Context", "Place", "Symmetric", "place_of"]
+__all__ = ["Context", "KernelPlace", "Symmetric", "place_of"]
 
 # Where the kernels of a communicator run, and whether they can run there at all.
 
@@ -36,7 +36,7 @@ _HEAPS = _native.STRUCTURES["table.heaps"]
 
 
 @dataclass(frozen=True)
-class Place:
+class KernelPlace:
     """What there is to know of it.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place:
             yield
 
 
-def place_of(comm: Communicator, operation: str) -> Place:
+def place_of(comm: Communicator, operation: str) -> KernelPlace:
     """The place of a communicator's kernels.
 
     Raises:
@@ -94,7 +94,7 @@ def place_of(comm: Communicator, operation: str) -> Place:
     return _host_place(comm, head)
 
 
-def _host_place(comm: Communicator, head: str) -> Place:
+def _host_place(comm: Communicator, head: str) -> KernelPlace:
     if not _IS_INTERPRETED:
         raise UnsupportedError(
             f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "
@@ -111,10 +111,10 @@ def _host_place(comm: Communicator, head: str) -> Place:
     core = comm._core
     geometry = Geometry.of(core.geometry)
     table = core.rank_table(0)
-    return Place(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
+    return KernelPlace(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
 
 
-def _device_place(comm: DeviceCommunicator, head: str) -> Place:
+def _device_place(comm: DeviceCommunicator, head: str) -> KernelPlace:
     core = comm._device_core
     runtime, device = core.runtime, core.device
     if (runtime.kind == "emulated") != IS_INTERPRETED:
@@ -129,7 +129,9 @@ def _device_place(comm: DeviceCommunicator, head: str) -> Place:
     blocks = comm._multiprocessors
     geometry = Geometry.of(core.native.geometry)
     name = f"cuda:{device}"
-    return Place(table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device))
+    return KernelPlace(
+        table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device)
+    )
 
 
 # What a kernel needs of a communicator, and memory that the kernels of all ranks reach.

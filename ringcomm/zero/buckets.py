@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """Where the parameters of one kind lie.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan:
     unit_of: tuple[int, ...]
 
 
-def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -> Plan:
+def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -> BucketPlan:
     """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
 
     Frozen parameters of other dtypes than those of an optimizer have no place.
@@ -67,7 +67,7 @@ def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -
             moved = tuple(Segment(s.begin, s.end, s.param + first) for s in bucket.segments)
             buckets.append(replace(bucket, segments=moved))
             unit_of.append(number)
-    return Plan(
+    return BucketPlan(
         tuple(name for name, _ in named),
         tuple(param for _, param in named),
         ShardLayout(tuple(specs), options.bucket_elems, tuple(buckets)),
@@ -84,7 +84,7 @@ def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpe
 
 
 def by_optimizer(
-    plan: Plan, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]
+    plan: BucketPlan, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]
 ) -> ShardLayout:
     """The layout with parameters in an optimizer's order.
 
@@ -128,7 +128,7 @@ def _earlier(first: int, at: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Placed:
+class BucketParam:
     """A parameter in its bucket: elements [begin, end) of it, as ``spec`` says."""
 
     name: str
@@ -142,7 +142,7 @@ class Placed:
         return self.spec.view(flat[self.begin : self.end])
 
 
-class Stored(ABC):
+class ParamBucket(ABC):
     """What whole and split buckets share.
 
     Attributes:
@@ -160,7 +160,7 @@ class Stored(ABC):
     own: Tensor
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[Placed], comm: Communicator, trains: bool
+        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
@@ -200,7 +200,7 @@ class Stored(ABC):
                 part = self.wide[low - chunk.begin : high - chunk.begin]
                 part.copy_(value.reshape(-1)[low - placed.begin : high - placed.begin])
 
-    def _moved(self, placed: Placed) -> ArgumentError:
+    def _moved(self, placed: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
         return ArgumentError(
             f"{head}: parameter {placed.name}: its memory was replaced after shard() had moved it "
@@ -212,11 +212,11 @@ class Stored(ABC):
         """Raises ArgumentError when a parameter was moved away."""
 
 
-class WholeBucket(Stored):
+class ReplicatedBucket(ParamBucket):
     """Every rank has all parameters, which are views into memory of the heap."""
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[Placed], comm: Communicator, trains: bool
+        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
     ) -> None:
         super().__init__(layout, params, comm, trains)
         self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
@@ -234,7 +234,7 @@ class WholeBucket(Stored):
                 raise self._moved(placed)
 
 
-class SplitBucket(Stored):
+class ShardedBucket(ParamBucket):
     """Every rank has its chunk; the whole comes and goes.
 
     While it is gone the parameters keep their shapes, and raise when they are used; see
@@ -257,7 +257,7 @@ class SplitBucket(Stored):
     """
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[Placed], comm: Communicator, trains: bool
+        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
     ) -> None:
         super().__init__(layout, params, comm, trains)
         self.full_elems = self.size_elems * comm.world_size
@@ -282,7 +282,7 @@ class SplitBucket(Stored):
     def connect(self) -> None:
         self._peers = peer_tensors(self.comm, self._shard, "zero.shard")
 
-    def _make_absent(self, placed: Placed) -> Tensor:
+    def _make_absent(self, placed: BucketParam) -> Tensor:
         nan = torch.full((), torch.nan, dtype=self.layout.dtype, device=self.flat.device)
         return nan.expand(placed.spec.shape)
 
@@ -392,7 +392,7 @@ class SplitBucket(Stored):
                 self._forget_changes()
                 raise self._changed(next(p for p in self.params if p.begin <= at < p.end))
 
-    def _changed(self, placed: Placed) -> ArgumentError:
+    def _changed(self, placed: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
         return ArgumentError(
             f"{head}: parameter {placed.name} was changed in place, and at stage 3 that is "
@@ -458,7 +458,7 @@ class Slots:
     to another name, as pruning and most parametrizations do with it, goes on being trained.
     """
 
-    def __init__(self, root: nn.Module, placed: Iterable[Placed], head: str) -> None:
+    def __init__(self, root: nn.Module, placed: Iterable[BucketParam], head: str) -> None:
         self._root = root
         self._head = head
         known = {id(each.param) for each in placed}

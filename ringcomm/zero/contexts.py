@@ -11,8 +11,8 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.absent import make_present
-from ringcomm.zero.buckets import SplitBucket, WholeBucket
-from ringcomm.zero.engine import Engine
+from ringcomm.zero.buckets import ReplicatedBucket, ShardedBucket
+from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.profile import Trace
 from ringcomm.zero.shard import engine_of, forget_engine
 
@@ -93,7 +93,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _all_here(engine: Engine) -> Iterator[None]:
+def _all_here(engine: ShardEngine) -> Iterator[None]:
     gatherer = engine.gatherer
     if gatherer is None:
         yield
@@ -105,7 +105,7 @@ def _all_here(engine: Engine) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _take_changes(engine: Engine, rank: int) -> None:
+def _take_changes(engine: ShardEngine, rank: int) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective."""
     comm = engine.comm
     engine.slots.check_all(comm, "gathered")
@@ -113,10 +113,10 @@ def _take_changes(engine: Engine, rank: int) -> None:
     comm.barrier()
     placed: set[int] = set()
     for bucket in (*engine.stored, *engine.parts.stored_frozen):
-        assert isinstance(bucket, (WholeBucket, SplitBucket))
+        assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
         comm.broadcast(bucket.flat, rank)
         bucket.wide = None
-        if isinstance(bucket, SplitBucket):
+        if isinstance(bucket, ShardedBucket):
             bucket.keep_own()
             bucket.accept_changes()
         placed.update(id(each.param) for each in bucket.params)

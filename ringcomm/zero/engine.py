@@ -18,7 +18,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import Plan, Slots, SplitBucket, Stored
+from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket, Slots
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an engine is made of.
 
     Attributes:
@@ -51,14 +51,14 @@ class Parts:
     comm: Communicator
     options: ZeroOptions
     units: Sequence[Unit]
-    plan: Plan
-    frozen: Plan
-    stored: Sequence[Stored]
-    stored_frozen: Sequence[Stored]
+    plan: BucketPlan
+    frozen: BucketPlan
+    stored: Sequence[ParamBucket]
+    stored_frozen: Sequence[ParamBucket]
     number: int = 0
 
 
-class Engine:
+class ShardEngine:
     """Of one module on one rank.
 
     Attributes:
@@ -74,7 +74,7 @@ class Engine:
 
     placement: Placement
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
         self.stage, self.comm, self.options = parts.stage, parts.comm, parts.options
         self.plan, self.stored = parts.plan, parts.stored
@@ -87,7 +87,7 @@ class Engine:
         self._watched: list[nn.Module] = []
         self._takes_part = False
         self._creates_graph = False
-        self._pending: dict[SplitBucket, int] = {}
+        self._pending: dict[ShardedBucket, int] = {}
         everywhere = (*parts.stored, *parts.stored_frozen)
         self.slots = Slots(
             parts.module,
@@ -110,13 +110,13 @@ class Engine:
         )
 
     def _make_gatherer(self) -> Gatherer:
-        of: dict[int, list[SplitBucket]] = {number: [] for number in range(len(self.parts.units))}
+        of: dict[int, list[ShardedBucket]] = {number: [] for number in range(len(self.parts.units))}
         for plan, stored in (
             (self.plan, self.stored),
             (self.parts.frozen, self.parts.stored_frozen),
         ):
             for unit, bucket in zip(plan.unit_of, stored, strict=True):
-                assert isinstance(bucket, SplitBucket)
+                assert isinstance(bucket, ShardedBucket)
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
         return Gatherer(units, self.comm, self.options, self.trace)
@@ -155,7 +155,7 @@ class Engine:
         else:
             self.reduction.has_left_over = True
         bucket = self.stored[number]
-        if isinstance(bucket, SplitBucket) and self.gatherer is not None:
+        if isinstance(bucket, ShardedBucket) and self.gatherer is not None:
             left = self._pending.get(bucket, len(bucket.params)) - 1
             self._pending[bucket] = left
             if not left:
@@ -223,7 +223,7 @@ class Engine:
         else:
             self.reduction.zero()
 
-    def expect_gradients(self, buckets: Sequence[SplitBucket]) -> None:
+    def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
         """A backward through a unit begins: its parameters' gradients are all to come."""
         for bucket in buckets:
             self._pending.pop(bucket, None)
@@ -307,7 +307,9 @@ def _brings_gradient(param: Tensor) -> bool:
         return False
 
 
-def _gradient_arrived(engine: weakref.ref[Engine], number: int, index: int, param: Tensor) -> None:
+def _gradient_arrived(
+    engine: weakref.ref[ShardEngine], number: int, index: int, param: Tensor
+) -> None:
     alive = engine()
     if alive is not None:
         alive.gradient_arrived(number, index)

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, no_thread
-from ringcomm.zero.buckets import SplitBucket
+from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.profile import Trace
 from ringcomm.zero.units import Unit
@@ -23,11 +23,11 @@ class Copier(ABC):
     """Fills buckets, beside what the caller does."""
 
     @abstractmethod
-    def begin(self, bucket: SplitBucket) -> None:
+    def begin(self, bucket: ShardedBucket) -> None:
         """Starts to fill an allocated bucket."""
 
     @abstractmethod
-    def end(self, bucket: SplitBucket) -> None:
+    def end(self, bucket: ShardedBucket) -> None:
         """What :meth:`begin` started is done for all that the caller does next."""
 
     @abstractmethod
@@ -47,14 +47,14 @@ class HostCopier(Copier):
             # Here rather than in a step, where a bucket would wait for what nobody does.
             raise no_thread("zero", error, "Stage 3 gathers in one of its own") from error
 
-    def begin(self, bucket: SplitBucket) -> None:
+    def begin(self, bucket: ShardedBucket) -> None:
         bucket.coming = self._pool.submit(self._fill, bucket)
 
-    def _fill(self, bucket: SplitBucket) -> None:
+    def _fill(self, bucket: ShardedBucket) -> None:
         with self._trace.span("gather", bucket.flat.numel() * bucket.flat.element_size()):
             bucket.fill()
 
-    def end(self, bucket: SplitBucket) -> None:
+    def end(self, bucket: ShardedBucket) -> None:
         with self._trace.waiting("gather"):
             if bucket.coming is None:
                 self._fill(bucket)  # Ctrl-C came before it was known to come
@@ -72,10 +72,10 @@ class HereCopier(Copier):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
-    def begin(self, bucket: SplitBucket) -> None:
+    def begin(self, bucket: ShardedBucket) -> None:
         return
 
-    def end(self, bucket: SplitBucket) -> None:
+    def end(self, bucket: ShardedBucket) -> None:
         size_bytes = bucket.flat.numel() * bucket.flat.element_size()
         with self._trace.waiting("gather"), self._trace.span("gather", size_bytes):
             bucket.fill()
@@ -92,12 +92,12 @@ class DeviceCopier(Copier):
     it, so torch's allocator need not know of the side stream.
     """
 
-    def __init__(self, comm: DeviceEngine) -> None:
+    def __init__(self, comm: DeviceCallEngine) -> None:
         self._runtime, self._device = comm._place
         self._side = self._runtime.make_stream(self._device, high_priority=True)
-        self._done: dict[SplitBucket, Event] = {}
+        self._done: dict[ShardedBucket, Event] = {}
 
-    def begin(self, bucket: SplitBucket) -> None:
+    def begin(self, bucket: ShardedBucket) -> None:
         runtime, device, side = self._runtime, self._device, self._side
         current = runtime.current_stream(device)
         runtime.wait_event(device, side.handle, runtime.record_event(device, current))
@@ -105,7 +105,7 @@ class DeviceCopier(Copier):
             bucket.fill()
         self._done[bucket] = runtime.record_event(device, side.handle)
 
-    def end(self, bucket: SplitBucket) -> None:
+    def end(self, bucket: ShardedBucket) -> None:
         done = self._done.pop(bucket, None)
         if done is None:
             bucket.fill()  # Ctrl-C came before it was known to come
@@ -126,7 +126,7 @@ class Gatherer:
 
     def __init__(
         self,
-        units: Sequence[tuple[Unit, Sequence[SplitBucket]]],
+        units: Sequence[tuple[Unit, Sequence[ShardedBucket]]],
         comm: Communicator,
         options: ZeroOptions,
         trace: Trace,
@@ -134,16 +134,16 @@ class Gatherer:
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
         self._prefetch = options.prefetch if options.overlap else 0
         self._copier: Copier
-        if isinstance(comm, DeviceEngine):
+        if isinstance(comm, DeviceCallEngine):
             self._copier = DeviceCopier(comm)
         else:
             self._copier = HostCopier(trace) if options.overlap else HereCopier(trace)
-        self._coming: set[SplitBucket] = set()
+        self._coming: set[ShardedBucket] = set()
         # In order of arrival, so that of several errors the same is raised each time.
-        self._here: dict[SplitBucket, None] = {}
+        self._here: dict[ShardedBucket, None] = {}
         self._pins = 0
         # Those that a forward with gradients has used in gathered().
-        self._ran: set[SplitBucket] = set()
+        self._ran: set[ShardedBucket] = set()
         #: Whether nothing is freed that a graph refers to, since one of gradients may.
         self.held = False
         #: How many units run now, one inside another.
@@ -151,13 +151,13 @@ class Gatherer:
         self._last: list[int] = []
         self._now: list[int] = []
         self._backward_ended = False
-        self._told: dict[SplitBucket, list[Callable[[], None]]] = {}
+        self._told: dict[ShardedBucket, list[Callable[[], None]]] = {}
 
-    def tell(self, bucket: SplitBucket, settle: Callable[[], None]) -> None:
+    def tell(self, bucket: ShardedBucket, settle: Callable[[], None]) -> None:
         """Has ``settle`` called whenever the bucket has come or gone."""
         self._told.setdefault(bucket, []).append(settle)
 
-    def buckets_of(self, unit: Unit) -> tuple[SplitBucket, ...]:
+    def buckets_of(self, unit: Unit) -> tuple[ShardedBucket, ...]:
         """What a unit's parameters lie in."""
         return self._buckets[id(unit)]
 
@@ -185,17 +185,17 @@ class Gatherer:
         for bucket in self._here if unit is None else self._buckets[id(unit)]:
             bucket.in_the_open = True
 
-    def _show(self, bucket: SplitBucket) -> None:
+    def _show(self, bucket: ShardedBucket) -> None:
         self._coming.discard(bucket)
         bucket.show()
         self._here[bucket] = None
         self._settle(bucket)
 
-    def _settle(self, bucket: SplitBucket) -> None:
+    def _settle(self, bucket: ShardedBucket) -> None:
         for settle in self._told.get(bucket, ()):
             settle()
 
-    def _start(self, bucket: SplitBucket) -> None:
+    def _start(self, bucket: ShardedBucket) -> None:
         if not bucket.is_here and bucket not in self._coming:
             bucket.allocate()
             self._coming.add(bucket)
@@ -208,7 +208,7 @@ class Gatherer:
             return []
         return self._last[at : at + self._prefetch]
 
-    def free(self, bucket: SplitBucket, keeps_views: bool = False) -> None:
+    def free(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
         """Frees a bucket, if it is here and nothing is pinned or held."""
         if self._pins and torch.is_grad_enabled():
             self._ran.add(bucket)
@@ -219,7 +219,7 @@ class Gatherer:
             finally:
                 self._settle(bucket)
 
-    def free_used(self, bucket: SplitBucket) -> None:
+    def free_used(self, bucket: ShardedBucket) -> None:
         """Frees a bucket in backward, unless a part of the graph still refers to its memory."""
         if not bucket.is_referred_to:
             self.free(bucket)
@@ -236,7 +236,7 @@ class Gatherer:
         """
         self._free_but(set())
 
-    def _free_but(self, kept: set[SplitBucket], keeps_views: bool = False) -> None:
+    def _free_but(self, kept: set[ShardedBucket], keeps_views: bool = False) -> None:
         failed: ArgumentError | None = None
         for bucket in [*self._coming, *self._here]:
             try:
@@ -282,7 +282,7 @@ class Gatherer:
         self._pins -= 1
         self._end_pin(kept)
 
-    def _end_pin(self, kept: set[SplitBucket]) -> None:
+    def _end_pin(self, kept: set[ShardedBucket]) -> None:
         try:
             self._free_but(kept, keeps_views=True)
         finally:

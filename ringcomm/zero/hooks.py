@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.zero.buckets import SplitBucket
-from ringcomm.zero.engine import Engine
+from ringcomm.zero.buckets import ShardedBucket
+from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.units import Unit
 
 # Keeps hooks out of what ``torch.compile`` traces.
@@ -62,7 +62,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 Tensor = torch.Tensor
 
 
-def hook_modules(engine: Engine, root: nn.Module) -> None:
+def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     """Registers all hooks that the engine's stage and precision need."""
     precision = engine.options.precision
     if precision.cast_inputs and precision.param is not None:
@@ -90,7 +90,7 @@ def hook_modules(engine: Engine, root: nn.Module) -> None:
         engine.keep(root.register_forward_hook(cast_outputs))
 
 
-def _refuse_states(engine: Engine) -> Callable[..., None]:
+def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
     def refuse(*_: Any) -> None:
         if engine.gatherer is not None and not engine.gatherer.pinned:
             raise ArgumentError(
@@ -152,7 +152,7 @@ def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
 class _RootHooks:
     """Tells the engine when a backward begins, before any backward inside it does."""
 
-    def __init__(self, engine: Engine, root: nn.Module) -> None:
+    def __init__(self, engine: ShardEngine, root: nn.Module) -> None:
         self._engine = engine
         engine.keep(root.register_forward_hook(self._after))
 
@@ -176,7 +176,7 @@ class _UnitHooks:
     the gradients of the unit's inputs have come. What neither frees goes at the end of backward.
     """
 
-    def __init__(self, engine: Engine, unit: Unit, is_root: bool) -> None:
+    def __init__(self, engine: ShardEngine, unit: Unit, is_root: bool) -> None:
         self._engine = engine
         self._unit = unit
         self.outside: list[_UnitHooks] = []
@@ -193,7 +193,7 @@ class _UnitHooks:
         )
 
     @property
-    def _buckets(self) -> tuple[SplitBucket, ...]:
+    def _buckets(self) -> tuple[ShardedBucket, ...]:
         assert self._engine.gatherer is not None
         return self._engine.gatherer.buckets_of(self._unit)
 
@@ -349,7 +349,7 @@ class _Table:
     """
 
     def __init__(
-        self, module: nn.Module, watched: _Watched, buckets: Sequence[SplitBucket]
+        self, module: nn.Module, watched: _Watched, buckets: Sequence[ShardedBucket]
     ) -> None:
         self._module = module
         self._watched = watched
@@ -377,11 +377,11 @@ class _Table:
         attributes["_parameters"] = watched
 
 
-def _watch_accesses(engine: Engine, hooks: Sequence[_UnitHooks]) -> None:
+def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
     """See NOTE [Touching gathers]."""
     assert engine.gatherer is not None
     outside: list[_UnitHooks] = []
-    owner: dict[int, tuple[SplitBucket, _UnitHooks]] = {}
+    owner: dict[int, tuple[ShardedBucket, _UnitHooks]] = {}
     for each in hooks:
         each.outside, each.everyone = outside, hooks
         for bucket in each._buckets:

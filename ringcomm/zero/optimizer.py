@@ -25,8 +25,8 @@ from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import Stored, WholeBucket, by_optimizer
-from ringcomm.zero.engine import Engine
+from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, by_optimizer
+from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.reduce import Reduction
 
 # What each stage makes of the kernels that work on whole buckets.
@@ -210,7 +210,7 @@ class ReducedGradients(Gradients):
         params: Sequence[Tensor],
         layout: ShardLayout,
         buckets: Buckets,
-        engine: Engine,
+        engine: ShardEngine,
     ) -> None:
         super().__init__(params, layout, buckets)
         assert engine.reduction is not None
@@ -254,7 +254,7 @@ class BucketedGradients(Gradients):
     times as long (2 ranks on 2 Zen 4 cores), and needs memory for all gradients twice.
     """
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: ShardEngine) -> None:
         """Moves gradients from now on, for as long as the engine lives."""
         me = weakref.ref(self)
         for number, slot in enumerate(self._slots):
@@ -280,7 +280,7 @@ def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, _: Te
 class ModulePlacement(Placement):
     """The trainable parameters of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         self._owner: weakref.ref[BucketOwner] | None = None
         comm = engine.comm
@@ -342,9 +342,9 @@ class ModulePlacement(Placement):
             made.append(bucket)
         return Buckets(layout, made)
 
-    def _memory(self, stored: Stored, options: AdamWOptions) -> BucketMemory:
+    def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide, stored.wide = stored.wide, None
-        if not isinstance(stored, WholeBucket):
+        if not isinstance(stored, ReplicatedBucket):
             return BucketMemory(stored.own, wide=wide)
         flat = stored.flat
         grads = None
@@ -452,7 +452,7 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
     )
 
 
-def place_params(engine: Engine) -> None:
+def place_params(engine: ShardEngine) -> None:
     """Lets ringcomm's optimizers find an engine's parameters, and makes others refuse them."""
     engine.placement = ModulePlacement(engine)
     watch_optimizers()

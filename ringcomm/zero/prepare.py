@@ -15,8 +15,14 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.layout import DTYPE_NAMES, is_distributed
 from ringcomm.zero.absent import make_present
-from ringcomm.zero.buckets import Placed, Plan, SplitBucket, Stored, WholeBucket
-from ringcomm.zero.engine import Parts
+from ringcomm.zero.buckets import (
+    BucketParam,
+    BucketPlan,
+    ParamBucket,
+    ReplicatedBucket,
+    ShardedBucket,
+)
+from ringcomm.zero.engine import EngineParts
 from ringcomm.zero.units import Unit
 
 # Which modules shard() cannot take, and what their owner can do about it.
@@ -68,7 +74,7 @@ def _put_back(param: nn.Parameter, data: Tensor) -> None:
     param.data = data
 
 
-class Before:
+class Rollback:
     """How to undo what was done so far; nothing in it needs another rank.
 
     NOTE [All or nothing]
@@ -128,7 +134,7 @@ def materialize(
     units: Sequence[Unit],
     device: torch.device,
     init: Initialize | None,
-    before: Before,
+    before: Rollback,
 ) -> None:
     """Gives a unit's meta tensors memory on ``device`` and values.
 
@@ -173,7 +179,7 @@ def materialize(
             )
 
 
-def _give_memory(param: nn.Parameter, device: torch.device, before: Before) -> None:
+def _give_memory(param: nn.Parameter, device: torch.device, before: Rollback) -> None:
     # In place, since optimizers and other modules know the parameter by its identity.
     other = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
     torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
@@ -192,7 +198,9 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
 # Moves a module's parameters into buckets, and the values of rank 0 to all ranks.
 
 
-def make_bucket(comm: Communicator, stage: int, plan: Plan, number: int, trains: bool) -> Stored:
+def make_bucket(
+    comm: Communicator, stage: int, plan: BucketPlan, number: int, trains: bool
+) -> ParamBucket:
     """An empty bucket of a plan; no other rank takes part, and no parameter changes.
 
     Raises:
@@ -200,17 +208,17 @@ def make_bucket(comm: Communicator, stage: int, plan: Plan, number: int, trains:
     """
     layout = plan.layout.buckets[number]
     params = [
-        Placed(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
+        BucketParam(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
         for s in layout.segments
     ]
-    kind = SplitBucket if stage == 3 else WholeBucket
+    kind = ShardedBucket if stage == 3 else ReplicatedBucket
     bucket = kind(layout, params, comm, trains)
     if stage == 0:
         bucket.state_chunk = layout.chunk(0, 1)
     return bucket
 
 
-def move_in(parts: Parts, init: Initialize | None, before: Before) -> None:
+def move_in(parts: EngineParts, init: Initialize | None, before: Rollback) -> None:
     """Fills the buckets, a unit at a time: what was on the meta device gets memory; collective.
 
     Args:
@@ -237,7 +245,7 @@ def _depth(unit: Unit) -> int:
     return unit.name.count(".") + bool(unit.name)
 
 
-def _values(parts: Parts, unit: Unit, before: Before) -> dict[int, Tensor]:
+def _values(parts: EngineParts, unit: Unit, before: Rollback) -> dict[int, Tensor]:
     """By ``id`` of each parameter of a unit that moves: what its bucket takes."""
     comm, broadcast = parts.comm, parts.options.broadcast
     takes = broadcast and comm.rank != 0
@@ -256,7 +264,7 @@ def _values(parts: Parts, unit: Unit, before: Before) -> dict[int, Tensor]:
     return values
 
 
-def settle_rest(parts: Parts, before: Before) -> None:
+def settle_rest(parts: EngineParts, before: Rollback) -> None:
     """Buffers, and parameters that have no bucket: those of rank 0, cast; collective.
 
     Args:

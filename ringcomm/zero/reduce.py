@@ -31,7 +31,7 @@ from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.gradients import check_gradient
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import Stored
+from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import BucketOrder, any_of
 from ringcomm.zero.profile import Trace
@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(eq=False)
-class Reduced:
+class GradientBucket:
     """One bucket's gradients, from the parameters to this rank's shard.
 
     Attributes:
@@ -59,7 +59,7 @@ class Reduced:
         version: of ``shard`` when it was reduced last.
     """
 
-    stored: Stored
+    stored: ParamBucket
     shard: Tensor
     words: Tensor
     holds: bool = False
@@ -128,7 +128,7 @@ class Buffers:
         self._made = 0
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
-    def get(self, stored: Stored, must: bool) -> Tensor | None:
+    def get(self, stored: ParamBucket, must: bool) -> Tensor | None:
         """[bucket elements] for a bucket, zero in the padding; None if there are enough.
 
         Args:
@@ -172,7 +172,7 @@ class Reduction:
 
     def __init__(
         self,
-        stored: Sequence[Stored],
+        stored: Sequence[ParamBucket],
         comm: Communicator,
         options: ZeroOptions,
         trace: Trace,
@@ -188,7 +188,7 @@ class Reduction:
         self.reducer = make_reducer(comm, options, step_bytes)
         dtype = options.precision.reduced_dtype
         self.buckets = [
-            Reduced(
+            GradientBucket(
                 each,
                 empty_for_streams(each.chunk.elems, dtype, comm.device),
                 torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
@@ -206,7 +206,7 @@ class Reduction:
         # Whether norms were asked for since the gradients were last dropped, and before that: who
         # clips, clips each step, and others need not pay for sums of squares.
         self._asked, self._sums = False, False
-        self._flying: deque[tuple[Reduced, Tensor, Work | None]] = deque()
+        self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
         self.begin()
 
@@ -289,7 +289,7 @@ class Reduction:
         self._order.learn(self._comm)
         self.begin()
 
-    def _filled_buffer(self, bucket: Reduced) -> Tensor:
+    def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
         """All gradients of a bucket, which has them no longer."""
         buffer = bucket.buffer if bucket.buffer is not None else self._buffer_for(bucket)
         bucket.fill_up(buffer)
@@ -310,7 +310,7 @@ class Reduction:
         self._flying.append((bucket, buffer, self._reduce(bucket, buffer, self.tag(number))))
         bucket.holds = True
 
-    def _reduce(self, bucket: Reduced, buffer: Tensor, tag: int) -> Work | None:
+    def _reduce(self, bucket: GradientBucket, buffer: Tensor, tag: int) -> Work | None:
         # What 16 bits keep of a gradient has another norm.
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._comm.launches
@@ -344,7 +344,7 @@ class Reduction:
         self.reducer.reduce(buffer, replace(into, out=exact))
         shard.copy_(exact)
 
-    def _buffer_for(self, bucket: Reduced) -> Tensor:
+    def _buffer_for(self, bucket: GradientBucket) -> Tensor:
         """A buffer; waits for the oldest reductions where there are enough of them."""
         buffer = self._buffers.get(bucket.stored, must=not self._flying)
         while buffer is None:

@@ -16,15 +16,15 @@ from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import check_memory
 from ringcomm.rendezvous.environment import available_cores
-from ringcomm.zero.buckets import Plan, Stored, plan_buckets
-from ringcomm.zero.engine import Engine, Parts
+from ringcomm.zero.buckets import BucketPlan, ParamBucket, plan_buckets
+from ringcomm.zero.engine import EngineParts, ShardEngine
 from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.prepare import (
-    Before,
     Initialize,
+    Rollback,
     check_shardable,
     is_meta,
     make_bucket,
@@ -122,13 +122,13 @@ def shard(
         )
     frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
     _check_same(ranks, stage, plan, frozen, options)
-    before = Before(module)
-    stored: list[Stored] = []
-    stored_frozen: list[Stored] = []
+    before = Rollback(module)
+    stored: list[ParamBucket] = []
+    stored_frozen: list[ParamBucket] = []
     options = _resolved(options, ranks)
     with before.put_back_on_failure():
         turn = _join(ranks, before) if stage > 1 else 0
-        parts = Parts(
+        parts = EngineParts(
             module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn
         )
         with all_or_none(ranks, "shard"):
@@ -148,7 +148,7 @@ def shard(
     return returned
 
 
-def engine_of(module: nn.Module, operation: str) -> Engine:
+def engine_of(module: nn.Module, operation: str) -> ShardEngine:
     """The engine of a sharded module.
 
     Raises:
@@ -156,7 +156,7 @@ def engine_of(module: nn.Module, operation: str) -> Engine:
     """
     module = uncompiled(module)
     engine = vars(module).get(_ENGINE)
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, ShardEngine):
         raise ArgumentError(
             f"{operation}: expected the module that shard() returned, got a "
             f"{type(module).__name__} that was not sharded"
@@ -169,9 +169,9 @@ def forget_engine(module: nn.Module) -> None:
     object.__delattr__(module, _ENGINE)
 
 
-def _attach(parts: Parts, before: Before) -> None:
+def _attach(parts: EngineParts, before: Rollback) -> None:
     """The engine, and all hooks."""
-    engine = Engine(parts)
+    engine = ShardEngine(parts)
     before.call(engine.close)
     place_params(engine)
     object.__setattr__(parts.module, _ENGINE, engine)
@@ -197,7 +197,7 @@ def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
     return found
 
 
-def _join(comm: Communicator, before: Before) -> int:
+def _join(comm: Communicator, before: Rollback) -> int:
     """The module's number among those that the communicator reduces for; collective."""
     order = module_order(comm)
     number = order.join()
@@ -212,12 +212,12 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
 
-def _no_plan(options: ZeroOptions) -> Plan:
-    return Plan((), (), ShardLayout((), options.bucket_elems, ()), ())
+def _no_plan(options: ZeroOptions) -> BucketPlan:
+    return BucketPlan((), (), ShardLayout((), options.bucket_elems, ()), ())
 
 
 def _check_same(
-    comm: Communicator, stage: int, plan: Plan, frozen: Plan, options: ZeroOptions
+    comm: Communicator, stage: int, plan: BucketPlan, frozen: BucketPlan, options: ZeroOptions
 ) -> None:
     mine = {
         "layout": plan.layout.describe(),

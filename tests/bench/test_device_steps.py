@@ -12,7 +12,7 @@ from bench.device_systems import (
     SUBJECT,
     TORCH,
     TWO_PASSES,
-    Case,
+    KernelCase,
     Systems,
 )
 from bench.devices import Host
@@ -37,7 +37,7 @@ def stepped(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_systems_do_the_same_step(dtype, world):
-    params = stepped(Case(STEP, dtype, ELEMS, world))
+    params = stepped(KernelCase(STEP, dtype, ELEMS, world))
     assert list(params) == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
     first = params[SUBJECT][0]
     for name, of_ranks in params.items():
@@ -50,14 +50,14 @@ def test_all_systems_do_the_same_step(dtype, world):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shard_is_updated_as_torch_does(dtype):
-    params = stepped(Case(SHARD, dtype, ELEMS))
+    params = stepped(KernelCase(SHARD, dtype, ELEMS))
     assert list(params) == [SUBJECT, TORCH, COPY]
     close = 2e-7 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(params[SUBJECT][0], params[TORCH][0], rtol=close, atol=close)
 
 
 def test_rows_of_a_run():
-    rows = run_case(Case(STEP, torch.bfloat16, ELEMS, 2), Host(), Host(), rounds=2)
+    rows = run_case(KernelCase(STEP, torch.bfloat16, ELEMS, 2), Host(), Host(), rounds=2)
     assert [row.system for row in rows] == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
     assert {(row.ranks, row.count, row.rounds, row.batch) for row in rows} == {(2, ELEMS, 2, 3)}
     assert rows[0].ratio == 1.0 and all(row.ratio and row.note == "" for row in rows)
@@ -65,7 +65,7 @@ def test_rows_of_a_run():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bandwidth_counts_28_bytes_per_parameter(dtype):
-    case = Case(SHARD, dtype, 1000)
+    case = KernelCase(SHARD, dtype, 1000)
     timings = {SUBJECT: Timing((28.0, 28.0), 1), COPY: Timing((14.0, 21.0), 1)}
     ours, copy = rows_of(case, timings, "why")
     assert case.bytes_per_parameter == 28
@@ -74,7 +74,7 @@ def test_bandwidth_counts_28_bytes_per_parameter(dtype):
 
 
 def test_the_size_follows_the_memory():
-    case = Case(STEP, torch.bfloat16, 256 << 20, 8)
+    case = KernelCase(STEP, torch.bfloat16, 256 << 20, 8)
     assert fitting(case, 139 << 30) is case
     smaller = fitting(case, 40 << 30)
     assert smaller.elems in (64 << 20, 128 << 20) and smaller.world == 8

@@ -10,7 +10,7 @@ from bench.collectives import heap_bytes, main, run_rank
 from bench.launch import Placing
 from bench.modes import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
 from bench.options import parse
-from bench.peers import Place, Unavailable, open_system
+from bench.peers import PeerSetup, Unavailable, open_system
 from bench.peers.nccl import why_not
 from bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
 from bench.provenance import commit
@@ -169,7 +169,9 @@ def test_where_nccl_is_measured(mode, version):
 
 
 def place(mode="one-launch", rank=0, world=2):
-    return Place(HashStore(), rank, world, True, "communicator", "auto", None, StandInGpu(), mode)
+    return PeerSetup(
+        HashStore(), rank, world, True, "communicator", "auto", None, StandInGpu(), mode
+    )
 
 
 @pytest.mark.parametrize("dtype_name", DTYPES)

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from ringcomm import launch as launcher
-from ringcomm.launch import Plan, launch, threads_per_rank
+from ringcomm.launch import LaunchPlan, launch, threads_per_rank
 from tests.cli.processes import ROOT, is_running, ranks_of, start, wait_until
 
 MODULE = "tests.cli.scripted_rank"
@@ -23,7 +23,7 @@ def _no_outer_launcher(monkeypatch):
 
 
 def run_acts(*acts, **config):
-    return launch(Plan(MODULE, {"acts": acts, **config}, ranks=len(acts), threads=1))
+    return launch(LaunchPlan(MODULE, {"acts": acts, **config}, ranks=len(acts), threads=1))
 
 
 def test_every_rank_knows_its_place(tmp_path):

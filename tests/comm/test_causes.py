@@ -15,27 +15,27 @@ from torch.distributed import HashStore
 import ringcomm
 from ringcomm import CollectiveTimeout, Communicator, HeapError, RendezvousError, RingcommError
 from ringcomm.comm import meeting
-from ringcomm.rendezvous.handles import Exchange
+from ringcomm.rendezvous.handles import Rendezvous
 from tests.support.faults import until_rank_threads_have_ended
 
 LONG_S = 60.0
 
 
 def test_a_rank_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_core, fail = meeting._make_core, Exchange.fail
+    make_core, fail = meeting._make_core, Rendezvous.fail
 
     def makes(heap: Any, membership: Any) -> Any:
         if membership.rank == 1:
             raise MemoryError("no more")
         return make_core(heap, membership)
 
-    def tells(exchange: Exchange, error: BaseException) -> None:
+    def tells(exchange: Rendezvous, error: BaseException) -> None:
         fail(exchange, error)
         if isinstance(error, MemoryError):
             until_rank_threads_have_ended(0, 2)
 
     monkeypatch.setattr(meeting, "_make_core", makes)
-    monkeypatch.setattr(Exchange, "fail", tells)
+    monkeypatch.setattr(Rendezvous, "fail", tells)
     with pytest.raises(MemoryError, match="no more"):
         ringcomm.local_world(3, timeout=LONG_S)
 

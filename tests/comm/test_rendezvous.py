@@ -24,7 +24,7 @@ from ringcomm import (
     json_reader,
 )
 from ringcomm.memory.host_heap import process_heap
-from ringcomm.rendezvous.handles import Exchange, HeapHandle, Meeting, machine_identity
+from ringcomm.rendezvous.handles import HeapHandle, Meeting, Rendezvous, machine_identity
 from tests.support.ranks import run_ranks
 
 
@@ -221,4 +221,4 @@ def test_store_that_went_away():
 
     meeting = Meeting(Gone(), "lost", 1, 2, time.monotonic() + 5, 5.0)
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: the store does not answer.*0 bytes"):
-        Exchange(meeting).confirm()
+        Rendezvous(meeting).confirm()

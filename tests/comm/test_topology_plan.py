@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ringcomm.comm.topology.model import Gpu, NvLinks, Pair, Topology
-from ringcomm.comm.topology.plan import Plan, host_plan, plan, rings_gbps
+from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
 from tests.comm.fake_nvml import ELSEWHERE, recorded
 
@@ -139,7 +139,7 @@ def test_ranks_that_share_one_gpu(name, world):
 def test_ranks_that_share_both_gpus():
     topology = recorded("pcie_pair")
     placements = [gpu.pci_bus_id for gpu in topology.gpus] * 2
-    assert plan(topology, placements) == Plan(
+    assert plan(topology, placements) == TopologyPlan(
         "ring",
         ((0, 2, 1, 3),),
         "not all pairs of GPUs have NVLink: ranks 0 and 1 have PCIe through several host bridges "

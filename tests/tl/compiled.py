@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from ringcomm._tl.geometry import Geometry
-from ringcomm._tl.launch import OPTIONS, Part, Plan, launch
+from ringcomm._tl.launch import OPTIONS, KernelPlan, RankPointers, launch
 from tests.support.cuda_code import Binary, Kernel, Loop
 
 WARP = 32
@@ -109,12 +109,12 @@ def compile_kernel(
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 
 
-def compile_plan(plan: Plan, world: int, target: int) -> Binary:
+def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
     """What launches of a collective for one rank compile, wherever buffers lie, of any sizes."""
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
     with on_gpu(target) as gpu:
         for more in (0, 4):
-            parts = [Part(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
+            parts = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
             sizes = tuple(size + more for size in plan.sizes)
             launch(replace(plan, sizes=sizes), parts, 20_000_000_000 + more, geometry)
     assert gpu.launched == [plan.kernel.__name__] * 2

@@ -20,7 +20,7 @@ from ringcomm import Communicator
 from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
-from ringcomm.tl.context import Place
+from ringcomm.tl.context import KernelPlace
 from tests.tl import device_kernels
 from tests.tl.compiled import ACQUIRE_SYS, RELEASE_SYS, TARGETS, compile_kernel, on_gpu
 from tests.tl.ptx_order import misplaced
@@ -76,7 +76,7 @@ def test_orders_widths_and_no_local_memory(name, target):
 def _place(comm, operation):
     table = comm._core.rank_table(0)
     geometry = Geometry.of(comm._core.geometry)
-    return Place(table, geometry, "cpu", 132, 132, lives, nullcontext)
+    return KernelPlace(table, geometry, "cpu", 132, 132, lives, nullcontext)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, CollectiveTimeout, HeapError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.zero import prepare, shard
-from ringcomm.zero.buckets import SplitBucket, Stored, WholeBucket
-from ringcomm.zero.prepare import Before
+from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
+from ringcomm.zero.prepare import Rollback
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -79,7 +79,7 @@ class Broken(RuntimeError):
     """On purpose."""
 
 
-def is_last(bucket: Stored) -> bool:
+def is_last(bucket: ParamBucket) -> bool:
     return bucket.params[-1].name == "layers.2.weight"
 
 
@@ -93,7 +93,7 @@ FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]]
         HeapError("no room"),
     ),
     "a later unit": (
-        [WholeBucket, SplitBucket],
+        [ReplicatedBucket, ShardedBucket],
         "take",
         lambda bucket, *_, **__: is_last(bucket),
         True,
@@ -183,9 +183,9 @@ def _trained(comm, modules, stage):
 def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
     """The negative control: each thing that is put back is missed when it is not."""
     missed: set[str] = set()
-    real = Before.call
+    real = Rollback.call
 
-    def forget(before: Before, undo: Callable[..., object], *args: Any) -> None:
+    def forget(before: Rollback, undo: Callable[..., object], *args: Any) -> None:
         missed.add(undo.__name__)
         if undo.__name__ != forgotten:
             real(before, undo, *args)
@@ -202,7 +202,7 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
         return False
 
     break_it(monkeypatch, "the hooks of rank 1")
-    monkeypatch.setattr(Before, "call", forget)
+    monkeypatch.setattr(Rollback, "call", forget)
     forgotten = "nothing"
     assert worlds(3).run(work) == [False] * 3
     unseen = {"give_back"} if stage < 2 else {"give_back", "leave"}
@@ -223,7 +223,7 @@ def test_heap_memory_that_is_not_given_back_is_seen(worlds, monkeypatch):
     gc.collect()
     used = ringcomm.heap_stats()["used_bytes"]
     break_it(monkeypatch, "a later unit")
-    monkeypatch.setattr(WholeBucket, "give_back", lambda bucket: None)
+    monkeypatch.setattr(ReplicatedBucket, "give_back", lambda bucket: None)
     errors = worlds(2).run(work)
     assert ringcomm.heap_stats()["used_bytes"] > used
     del errors

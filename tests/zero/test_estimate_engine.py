@@ -8,7 +8,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero.buckets import SplitBucket
+from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.estimate import STAGES, BytesPerElement, ModelElems, model_state, working_buffers
 from ringcomm.zero.options import Precision, ZeroOptions
 from ringcomm.zero.shard import engine_of, shard
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 def storage_bytes(bucket):
     """What a rank has of a bucket's parameters now, gathered ones included."""
-    if isinstance(bucket, SplitBucket):
+    if isinstance(bucket, ShardedBucket):
         return bucket.own.nbytes, bucket.flat.untyped_storage().nbytes()
     return bucket.flat.nbytes, 0
 

@@ -25,7 +25,7 @@ from torch import nn
 from bench.training_systems import GPT, Shape
 from ringcomm import zero
 from ringcomm.optim import AdamW
-from ringcomm.zero.buckets import SplitBucket
+from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ def storages_of(*things: Any) -> dict[int, int]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, SplitBucket):
+        if isinstance(thing, ShardedBucket):
             # What peers hold is mapped here, and theirs.
             seen.update(id(each) for each in thing._peers)
         if isinstance(thing, Tensor):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW, AdamWOptions, buckets
-from ringcomm.optim.step import WrittenParams
+from ringcomm.optim.step import OutsideWrites
 
 Tensor = torch.Tensor
 # At stage 3 a module is loaded inside of gathered() only.
@@ -104,7 +104,7 @@ def test_what_was_not_written_keeps_every_bit(worlds):
     ("where", "name", "mutant"),
     [
         (buckets, "following", lambda master, params: params.to(master.dtype)),
-        (WrittenParams, "take_over", lambda written: None),
+        (OutsideWrites, "take_over", lambda written: None),
     ],
     ids=["all rounded", "none taken over"],
 )

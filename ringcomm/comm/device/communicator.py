@@ -20,11 +20,11 @@ from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.device.sharing import Blocks, meeting_of, order_of
+from ringcomm.comm.device.sharing import Blocks, joint_launch_of, order_of
 from ringcomm.comm.meeting import rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
 from ringcomm.comm.topology.nvml import read_machine
-from ringcomm.comm.topology.plan import Plan, plan
+from ringcomm.comm.topology.plan import TopologyPlan, plan
 from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import shown
 from ringcomm.memory.device_heap import DeviceHeap, device_heap
@@ -35,7 +35,7 @@ from ringcomm.memory.device_peers import (
     make_handle,
     map_device_heap,
 )
-from ringcomm.rendezvous.handles import Exchange, Meeting, check_agreement
+from ringcomm.rendezvous.handles import Meeting, Rendezvous, check_agreement
 
 __all__ = [
     "FIRST_POLL_S",
@@ -169,7 +169,7 @@ LINK_PROOF_S = 30.0
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankPlace:
     """Where a rank is; what all ranks must know before they can lay out their regions."""
 
     pid: int
@@ -180,7 +180,7 @@ class _Place:
     topology: str
 
     @classmethod
-    def from_json(cls, text: bytes, rank: int, operation: str) -> _Place:
+    def from_json(cls, text: bytes, rank: int, operation: str) -> _RankPlace:
         record = json.loads(text)
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -197,13 +197,13 @@ class DeviceCommunicator(DeviceMessages, Communicator):
     """A :class:`Communicator` whose tensors are on one device of this rank."""
 
     _device_index: int
-    _plan: Plan
+    _plan: TopologyPlan
     # Multiprocessors for the kernels of each rank, which run beside those of the ranks that share
     # its device; equal on all ranks.
     _multiprocessors: int
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TopologyPlan:
         """The algorithm and the rings that "auto" and "ring" use, and why."""
         return self._plan
 
@@ -223,7 +223,7 @@ class DeviceCommunicator(DeviceMessages, Communicator):
                 f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
                 f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
             )
-        exchange = Exchange(meeting)
+        exchange = Rendezvous(meeting)
         core: DeviceCore | None = None
         stay = lifecycle.begin_stay()
         try:
@@ -285,7 +285,7 @@ class DeviceCommunicator(DeviceMessages, Communicator):
         meeting = None
         if len(local) > 1:
             proofs = [handles[rank].proof for rank in local]
-            meeting = meeting_of(runtime, core.device, local, proofs, order)
+            meeting = joint_launch_of(runtime, core.device, local, proofs, order)
         # Every rank may have a send and a receive under way.
         messages = 2 * core.native.message_channels * len(local)
         blocks = Blocks(core.native.channels * len(local), messages)
@@ -307,17 +307,19 @@ def _preload(heap: DeviceHeap) -> None:
             heap.runtime.find_kernel(heap.device, unit, name)
 
 
-def _places(exchange: Exchange, meeting: Meeting, heap: DeviceHeap, stay: int) -> list[_Place]:
+def _places(
+    exchange: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int
+) -> list[_RankPlace]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all: in different containers they may see different GPUs, and
     # equal plans need equal input.
     topology = _read_topology(heap) if meeting.rank == 0 else ""
-    mine = _Place(
+    mine = _RankPlace(
         os.getpid(), stay, identity.uuid, heap.runtime.kind, identity.multiprocessors, topology
     )
     texts = exchange.everyone("place", asdict(mine))
     operation = meeting.operation
-    places = [_Place.from_json(text, rank, operation) for rank, text in enumerate(texts)]
+    places = [_RankPlace.from_json(text, rank, operation) for rank, text in enumerate(texts)]
     for rank, place in enumerate(places):
         if place.kind != heap.runtime.kind:
             raise MismatchError(
@@ -334,11 +336,11 @@ def _read_topology(heap: DeviceHeap) -> str:
     return to_json(Topology(machine=kind, absent=f"devices of kind {kind!r} have no NVML"))
 
 
-def _topology(places: Sequence[_Place]) -> Topology:
+def _topology(places: Sequence[_RankPlace]) -> Topology:
     return from_json(places[0].topology, "topology of rank 0")
 
 
-def _message_channels(places: Sequence[_Place], channels: int) -> int:
+def _message_channels(places: Sequence[_RankPlace], channels: int) -> int:
     """Blocks per message, equal on all ranks: what collectives of ``channels`` blocks leave.
 
     Every rank of a GPU may have a send and a receive under way, and a collective between them,
@@ -348,18 +350,18 @@ def _message_channels(places: Sequence[_Place], channels: int) -> int:
     return max(1, min(left // 2, _message_share(places)))
 
 
-def _message_share(places: Sequence[_Place]) -> int:
+def _message_share(places: Sequence[_RankPlace]) -> int:
     """Blocks per message with which messages take a quarter of the multiprocessors at most."""
     return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
 
 
-def _shares(places: Sequence[_Place]) -> list[int]:
+def _shares(places: Sequence[_RankPlace]) -> list[int]:
     """By rank: the multiprocessors of its GPU, divided among the ranks that share it."""
     ranks_on = Counter(place.uuid for place in places)
     return [place.multiprocessors // ranks_on[place.uuid] for place in places]
 
 
-def _channels(membership: Membership, places: Sequence[_Place]) -> int:
+def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
     """Blocks per collective, equal on all ranks: as many as the fullest GPU has for each rank.
 
     Room for the messages of all its ranks is left.
@@ -372,7 +374,7 @@ def _channels(membership: Membership, places: Sequence[_Place]) -> int:
 
 
 def _handles(
-    exchange: Exchange, meeting: Meeting, core: DeviceCore, places: Sequence[_Place]
+    exchange: Rendezvous, meeting: Meeting, core: DeviceCore, places: Sequence[_RankPlace]
 ) -> list[DeviceHandle]:
     core.announce([Peer.of(place.pid, place.stay) for place in places])
     recorder = core.recorder.address if core.recorder is not None else None

@@ -23,8 +23,8 @@ from ringcomm.comm.device.lifecycle import (
     watch,
 )
 from ringcomm.comm.device.recorder import COLLECTIVES, Calls, DeviceRecorder, SeenEvent
-from ringcomm.comm.device.sharing import DeviceOrder, Meeting
-from ringcomm.comm.engine import EXIT_GRACE_S, Engine
+from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch
+from ringcomm.comm.engine import EXIT_GRACE_S, CallEngine
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
 from ringcomm.comm.recorder.records import Recording
 from ringcomm.cuda.runtime import DeviceRuntime, Event
@@ -340,7 +340,7 @@ class DeviceCore:
 POLL_S = 0.0005
 
 
-class DeviceEnd(Engine):
+class DeviceEnd(CallEngine):
     """Faults and the end of a rank on a device."""
 
     def __init__(
@@ -348,7 +348,7 @@ class DeviceEnd(Engine):
         core: DeviceCore,
         membership: Membership,
         order: DeviceOrder,
-        meeting: Meeting | None,
+        meeting: JointLaunch | None,
     ) -> None:
         super().__init__(cast(Any, core), membership)
         self._device_core = core
@@ -377,7 +377,7 @@ class DeviceEnd(Engine):
     # ---- the flight recorder --------------------------------------------------------------------
 
     def recording(self) -> Recording:
-        """See :meth:`Engine.recording`."""
+        """See :meth:`CallEngine.recording`."""
         if self._refuse is None:
             # A device that does not answer any more hides no records.
             with suppress(Exception):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ringcomm.comm.arguments import DEVICE_ALGORITHMS, Site
-from ringcomm.comm.calls import Call, Membership, Turn
+from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks
+from ringcomm.comm.calls import Call, Membership, RankContext
 from ringcomm.comm.device.core import DeviceCore, DeviceEnd
 from ringcomm.comm.device.recorder import SeenEvent
-from ringcomm.comm.device.sharing import DeviceOrder, Meeting
+from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch
 from ringcomm.comm.options import milliseconds_of
 from ringcomm.comm.triton import ONE_RANK, Prepared, TritonEnd, TritonLaunch, launch, require_triton
 from ringcomm.comm.work import Outputs, Work, wait_seconds
@@ -23,14 +23,21 @@ from ringcomm.cuda.runtime import DeviceRuntime, Stream
 from ringcomm.errors import CollectiveTimeout, PeerLost, UnsupportedError, where
 
 if TYPE_CHECKING:
-    from ringcomm._tl.launch import Plan
+    from ringcomm._tl.launch import KernelPlan
 
-__all__ = ["FIRST_POLL_S", "LAST_POLL_S", "DeviceEngine", "DeviceSite", "DeviceWork", "StreamTurn"]
+__all__ = [
+    "FIRST_POLL_S",
+    "LAST_POLL_S",
+    "DeviceCallChecks",
+    "DeviceCallEngine",
+    "DeviceWork",
+    "StreamContext",
+]
 
 # What the arguments of a call on a device must be.
 
 
-class DeviceSite(Site):
+class DeviceCallChecks(CallChecks):
     """Argument checks of one call on a device."""
 
     __slots__ = ("_device", "_runtime")
@@ -53,7 +60,7 @@ class DeviceSite(Site):
 # What surrounds a rank on a device that runs as a thread beside others.
 
 
-class StreamTurn(Turn):
+class StreamContext(RankContext):
     """A rank's own stream: on one stream, a rank would wait for what another is about to do."""
 
     def __init__(self, place: tuple[DeviceRuntime, int], stream: Stream) -> None:
@@ -220,7 +227,7 @@ def _never() -> bool:
 # Runs calls on a device: on which stream, behind what, and what keeps their tensors alive.
 
 
-class DeviceEngine(DeviceEnd):
+class DeviceCallEngine(DeviceEnd):
     """A rank's end on a device. Its calls return when they are queued on a stream.
 
     A call is ordered behind the earlier work of the stream that is current where it is made, and
@@ -233,7 +240,7 @@ class DeviceEngine(DeviceEnd):
         core: DeviceCore,
         membership: Membership,
         order: DeviceOrder,
-        meeting: Meeting | None,
+        meeting: JointLaunch | None,
     ) -> None:
         super().__init__(core, membership, order, meeting)
         self._side: Stream | None = None
@@ -253,14 +260,14 @@ class DeviceEngine(DeviceEnd):
     def launches(self) -> bool:
         return True
 
-    def _site(self, op: str) -> Site:
-        return DeviceSite(op, (self._rank, self._world_size), self._place)
+    def _site(self, op: str) -> CallChecks:
+        return DeviceCallChecks(op, (self._rank, self._world_size), self._place)
 
-    def _own_turn(self) -> Turn:
+    def _own_turn(self) -> RankContext:
         if self._thread_stream is None:
             runtime, device = self._place
             self._thread_stream = runtime.make_stream(device)
-        return StreamTurn(self._place, self._thread_stream)
+        return StreamContext(self._place, self._thread_stream)
 
     _thread_stream: Stream | None = None
 
@@ -391,19 +398,19 @@ class DeviceEngine(DeviceEnd):
         launch([prepared], stream)
         self._order.after(core, blocks, stream)
 
-    def _make_triton(self, site: Site) -> TritonEnd:
+    def _make_triton(self, site: CallChecks) -> TritonEnd:
         require_triton(site)
         from ringcomm._tl.geometry import Geometry
         from ringcomm._tl.hooks import IS_INTERPRETED
-        from ringcomm._tl.launch import Part
+        from ringcomm._tl.launch import RankPointers
 
         if IS_INTERPRETED and self._meeting is not None:
             raise UnsupportedError(f"{site}: {ONE_RANK}")
         core = self._device_core
         geometry = Geometry.of(core.native.geometry)
 
-        def run(plan: Plan, in_ptr: int, out_ptr: int) -> int:
-            part = Part(core.native.table_ptr, in_ptr, out_ptr)
+        def run(plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
+            part = RankPointers(core.native.table_ptr, in_ptr, out_ptr)
             timeout_ns = core.timeout_ms * 1_000_000
             with self._in_records(plan.call, geometry.channels):
                 self._submit(TritonLaunch(self._place, plan, part, timeout_ns, geometry))
@@ -478,7 +485,7 @@ class DeviceEngine(DeviceEnd):
         self._see_completed(calls)
 
 
-def _submitter(engine: weakref.ref[DeviceEngine]) -> Callable[[], None]:
+def _submitter(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
     # The native end keeps this function; a strong reference would be a cycle through it.
     def submit() -> None:
         alive = engine()

@@ -11,7 +11,7 @@ import torch
 from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
 from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import DeviceEngine, DeviceWork
+from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
 from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.work import Work
@@ -87,7 +87,7 @@ def exchange(letters: Sequence[PeerMessage]) -> DeviceWork:
     return work
 
 
-class DeviceMessages(DeviceEngine, Messages):
+class DeviceMessages(DeviceCallEngine, Messages):
     """Sends and receives of a communicator on a device."""
 
     _send_stream: Stream | None = None

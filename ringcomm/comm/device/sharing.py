@@ -13,7 +13,7 @@ from ringcomm.comm.triton import Prepared, launch
 from ringcomm.cuda.runtime import DeviceRuntime, Event
 from ringcomm.errors import UnsupportedError
 
-__all__ = ["Blocks", "DeviceOrder", "Meeting", "meeting_of", "order_of"]
+__all__ = ["Blocks", "DeviceOrder", "JointLaunch", "joint_launch_of", "order_of"]
 
 # Keeps the communicators of one process on one device from blocking each other.
 #
@@ -187,7 +187,7 @@ class _Round:
     error: BaseException | None = None
 
 
-class Meeting:
+class JointLaunch:
     """The ranks of one communicator that share this process and a device."""
 
     def __init__(
@@ -282,17 +282,17 @@ class Meeting:
                 runtime.wait_event(device, own, runtime.record_event(device, stream))
 
 
-_meetings_guard = threading.Lock()
-_meetings: WeakValueDictionary[tuple[int, ...], Meeting] = WeakValueDictionary()
+_joint_launches_guard = threading.Lock()
+_meetings: WeakValueDictionary[tuple[int, ...], JointLaunch] = WeakValueDictionary()
 
 
-def meeting_of(
+def joint_launch_of(
     runtime: DeviceRuntime,
     device: int,
     ranks: Sequence[int],
     proofs: Sequence[int],
     order: DeviceOrder,
-) -> Meeting:
+) -> JointLaunch:
     """The meeting of these ranks, the same object for each of them.
 
     Args:
@@ -303,8 +303,8 @@ def meeting_of(
         order: of the device.
     """
     key = (device, *proofs)
-    with _meetings_guard:
+    with _joint_launches_guard:
         meeting = _meetings.get(key)
         if meeting is None:
-            meeting = _meetings[key] = Meeting(runtime, device, ranks, order)
+            meeting = _meetings[key] = JointLaunch(runtime, device, ranks, order)
         return meeting

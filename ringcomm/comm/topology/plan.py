@@ -22,7 +22,7 @@ from ringcomm.errors import ArgumentError
 
 __all__ = [
     "SEARCHED_DEVICES",
-    "Plan",
+    "TopologyPlan",
     "best_ring",
     "disjoint_rings",
     "host_plan",
@@ -180,7 +180,7 @@ class _Search:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TopologyPlan:
     """How a world communicates.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Device:
         return f"an instance of {gpu}" if self.instance else gpu
 
 
-def plan(topology: Topology, placements: Sequence[str | None]) -> Plan:
+def plan(topology: Topology, placements: Sequence[str | None]) -> TopologyPlan:
     """The plan of a world.
 
     Args:
@@ -239,13 +239,13 @@ def plan(topology: Topology, placements: Sequence[str | None]) -> Plan:
     rings, about_rings = _rings(devices, between)
     told = [why, about_rings, *_troubles(topology, devices, between)]
     ranks = tuple(_expand(ring, devices) for ring in rings)
-    return Plan(algorithm, ranks, "; ".join(part for part in told if part))
+    return TopologyPlan(algorithm, ranks, "; ".join(part for part in told if part))
 
 
-def host_plan(ranks: int) -> Plan:
+def host_plan(ranks: int) -> TopologyPlan:
     """The plan of ranks on CPUs: shared memory is a switch (docs/algorithms.md)."""
     reason = "ranks on CPUs share memory, so that every peer is one hop away"
-    return Plan("direct", (tuple(range(ranks)),), reason)
+    return TopologyPlan("direct", (tuple(range(ranks)),), reason)
 
 
 def rings_gbps(

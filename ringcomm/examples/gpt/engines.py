@@ -32,14 +32,14 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingGroup:
     """Where an engine works: the ranks and this rank's device."""
 
     group: dist.ProcessGroup
     device: torch.device
 
     @classmethod
-    def of(cls, config: EngineConfig, rank: int) -> Place:
+    def of(cls, config: EngineConfig, rank: int) -> TrainingGroup:
         """That of ``rank`` in the default group; takes its GPU, if ``config`` asks for GPUs.
 
         Raises:
@@ -69,7 +69,7 @@ class TrainingEngine(ABC):
     module: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, place: Place, model: nn.Module) -> None:
+    def __init__(self, place: TrainingGroup, model: nn.Module) -> None:
         self.place = place
         self.model = model
 
@@ -107,7 +107,7 @@ class ZeroEngine(TrainingEngine):
         adamw: the optimizer.
     """
 
-    def __init__(self, gpt: GPT, config: EngineConfig, place: Place) -> None:
+    def __init__(self, gpt: GPT, config: EngineConfig, place: TrainingGroup) -> None:
         if not isinstance(place.group, RingcommGroup):
             raise ArgumentError(
                 f"zero: expected a group of the backend ringcomm, got {place.group.name()}"
@@ -149,7 +149,7 @@ class ZeroEngine(TrainingEngine):
 class TorchEngine(TrainingEngine):
     """What DDP and FSDP2 share: torch's fused AdamW."""
 
-    def __init__(self, place: Place, model: nn.Module, module: nn.Module) -> None:
+    def __init__(self, place: TrainingGroup, model: nn.Module, module: nn.Module) -> None:
         super().__init__(place, model)
         self.module = module
         self.optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
@@ -161,7 +161,7 @@ class TorchEngine(TrainingEngine):
 class DDPEngine(TorchEngine):
     """DistributedDataParallel."""
 
-    def __init__(self, gpt: GPT, place: Place) -> None:
+    def __init__(self, gpt: GPT, place: TrainingGroup) -> None:
         self._replica = DistributedDataParallel(
             gpt, process_group=place.group, gradient_as_bucket_view=True
         )
@@ -174,7 +174,7 @@ class DDPEngine(TorchEngine):
 class FSDP2Engine(TorchEngine):
     """fully_shard on every layer and on the whole."""
 
-    def __init__(self, gpt: GPT, place: Place) -> None:
+    def __init__(self, gpt: GPT, place: TrainingGroup) -> None:
         # Takes a second to import.
         from torch.distributed.fsdp import fully_shard
 
@@ -193,7 +193,7 @@ class FSDP2Engine(TorchEngine):
             self._root.set_requires_gradient_sync(True)
 
 
-def build_engine(gpt: GPT, config: EngineConfig, place: Place) -> TrainingEngine:
+def build_engine(gpt: GPT, config: EngineConfig, place: TrainingGroup) -> TrainingEngine:
     """Prepares ``gpt``, which every rank has built with the same weights; collective.
 
     Raises:

@@ -24,8 +24,8 @@ from ringcomm.examples.gpt.config import FROM_ANY, EngineConfig, TrainConfig
 from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
 from ringcomm.examples.gpt.engines import (
     PARAM_DTYPES,
-    Place,
     Trainer,
+    TrainingGroup,
     ZeroEngine,
     build_engine,
     load_same_on_all_ranks,
@@ -349,7 +349,7 @@ def _train_and_report(settings: Mapping[str, Any], world: World) -> None:
     config.micro_sequences(world.size)
     source = find_source(settings["data"], min_corpus_bytes(config.model.context))
     corpus = load_same_on_all_ranks(source, world)
-    place = Place.of(engine, world.rank)
+    place = TrainingGroup.of(engine, world.rank)
     meter = MemoryMeter(place.device, engine.backend == "ringcomm", settings["memory"])
     before_bytes = replace(meter, trims=True).held_bytes()
     gpt = new_model(config)

@@ -25,9 +25,9 @@ from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
 from ringcomm.optim.state import check_groups, pack_groups, take_groups
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.buckets import Placed, Stored, WholeBucket
+from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
-from ringcomm.zero.engine import Engine
+from ringcomm.zero.engine import ShardEngine
 
 # What of a sharded module and its optimizer a checkpoint holds, under which names.
 #
@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds."""
 
     name: str
@@ -52,15 +52,15 @@ class Part:
     shape: tuple[int, ...]
 
 
-def overlap(placed: Placed, chunk: Chunk) -> tuple[int, int]:
+def overlap(placed: BucketParam, chunk: Chunk) -> tuple[int, int]:
     """Elements [low, high) of the bucket that are the parameter's and the chunk's; maybe none."""
     low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
     return low, max(low, high)
 
 
 def bucket_parts(
-    stored: Stored, flat: Tensor, held: Chunk, wanted: Chunk, prefix: str
-) -> Iterator[Part]:
+    stored: ParamBucket, flat: Tensor, held: Chunk, wanted: Chunk, prefix: str
+) -> Iterator[StatePart]:
     """The parameters of a bucket, as a checkpoint names them.
 
     Args:
@@ -74,13 +74,15 @@ def bucket_parts(
         low, high = overlap(placed, wanted)
         local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
         begin = low - placed.begin if low < high else 0
-        yield Part(prefix + placed.name, placed.end - placed.begin, begin, local, placed.spec.shape)
+        yield StatePart(
+            prefix + placed.name, placed.end - placed.begin, begin, local, placed.spec.shape
+        )
 
 
-def param_parts(engine: Engine, whole: bool) -> Iterator[Part]:
+def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
     """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it has."""
     for stored in (*engine.stored, *engine.parts.stored_frozen):
-        if isinstance(stored, WholeBucket):
+        if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
             wanted = held if whole else stored.chunk
             yield from bucket_parts(stored, stored.flat, held, wanted, "model.")
@@ -88,7 +90,7 @@ def param_parts(engine: Engine, whole: bool) -> Iterator[Part]:
             yield from bucket_parts(stored, stored.own, stored.chunk, stored.chunk, "model.")
 
 
-def state_parts(engine: Engine, step: ShardedStep, whole: bool) -> Iterator[Part]:
+def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
     """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has."""
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
@@ -98,7 +100,7 @@ def state_parts(engine: Engine, step: ShardedStep, whole: bool) -> Iterator[Part
             yield from bucket_parts(stored, flat, stored.state_chunk, wanted, prefix)
 
 
-def loose_parts(engine: Engine, whole: bool) -> Iterator[Part]:
+def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
     """Parameters without a bucket: all ranks have them, and each saves its share."""
     placed = {
         id(each.param)
@@ -113,7 +115,7 @@ def loose_parts(engine: Engine, whole: bool) -> Iterator[Part]:
         elems = flat.numel()
         low = 0 if whole else comm.rank * elems // comm.world_size
         high = elems if whole else (comm.rank + 1) * elems // comm.world_size
-        yield Part(f"model.{name}", elems, low, flat[low:high], shape)
+        yield StatePart(f"model.{name}", elems, low, flat[low:high], shape)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -126,7 +128,9 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def step_of(engine: Engine, optimizer: ShardedAdam | None, operation: str) -> ShardedStep | None:
+def step_of(
+    engine: ShardEngine, optimizer: ShardedAdam | None, operation: str
+) -> ShardedStep | None:
     """The step of an optimizer on the engine's module; collective before its first step.
 
     Raises:
@@ -142,7 +146,7 @@ def step_of(engine: Engine, optimizer: ShardedAdam | None, operation: str) -> Sh
     return optimizer._prepared()
 
 
-def names_of(engine: Engine, step: ShardedStep) -> list[str]:
+def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
     """The module's name of each parameter of an optimizer, in its order."""
     found = {id(param): name for name, param in engine.parts.module.named_parameters()}
     return [found.get(id(param), "") for param in step.params]
@@ -163,7 +167,7 @@ Fail = Callable[[str], CheckpointError]
 VERSION = 1
 
 
-def describe(engine: Engine, step: ShardedStep | None) -> dict[str, Any]:
+def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
     """What a checkpoint says beside the tensors; plain JSON, equal on all ranks."""
     told: dict[str, Any] = {
         "version": VERSION,
@@ -196,7 +200,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_names(engine: Engine, saved: Mapping[str, Any], fail: Fail) -> None:
+def check_names(engine: ShardEngine, saved: Mapping[str, Any], fail: Fail) -> None:
     """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
     mine = [name for name, _ in engine.parts.module.named_parameters()]
     theirs = saved["params"]
@@ -214,7 +218,7 @@ def _one(names: list[str]) -> str:
 
 
 def check_optimizer(
-    engine: Engine, step: ShardedStep, saved: Mapping[str, Any], fail: Fail
+    engine: ShardEngine, step: ShardedStep, saved: Mapping[str, Any], fail: Fail
 ) -> list[dict[str, Any]]:
     """The saved param groups, once everything about the optimizer fits; see :func:`describe`."""
     given = saved["optimizer"]
@@ -247,7 +251,7 @@ def check_optimizer(
 
 
 def take_optimizer(
-    engine: Engine, step: ShardedStep, saved: Mapping[str, Any], groups: list[dict[str, Any]]
+    engine: ShardEngine, step: ShardedStep, saved: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> None:
     """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
     given = saved["optimizer"]

@@ -23,7 +23,7 @@ from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_stat
 from ringcomm.zero.checkpoint.module_state import (
     VERSION,
     ExtraState,
-    Part,
+    StatePart,
     check_generators,
     check_names,
     check_optimizer,
@@ -36,7 +36,7 @@ from ringcomm.zero.checkpoint.module_state import (
     set_extra_state,
     take_optimizer,
 )
-from ringcomm.zero.engine import Engine
+from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.shard import engine_of
 from ringcomm.zero.units import aliases
 
@@ -119,7 +119,7 @@ def save(
         )
 
 
-def _extra_state(engine: Engine) -> ExtraState:
+def _extra_state(engine: ShardEngine) -> ExtraState:
     module, comm = engine.parts.module, engine.comm
     if not modules_with_extra_state(module):
         return ExtraState({}, {})
@@ -127,7 +127,7 @@ def _extra_state(engine: Engine) -> ExtraState:
         return save_extra_state(module, where("save", comm.rank, comm.world_size))
 
 
-def shards_of(engine: Engine, step: ShardedStep | None) -> dict[str, FlatShard]:
+def shards_of(engine: ShardEngine, step: ShardedStep | None) -> dict[str, FlatShard]:
     """What this rank saves, by name."""
     return {
         part.name: FlatShard(part.elems, part.begin, part.local, part.shape)
@@ -135,13 +135,13 @@ def shards_of(engine: Engine, step: ShardedStep | None) -> dict[str, FlatShard]:
     }
 
 
-def _parts(engine: Engine, step: ShardedStep | None) -> Iterator[module_state.Part]:
+def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
     yield from module_state.param_parts(engine, whole=False)
     yield from module_state.loose_parts(engine, whole=False)
     for name, buffer in module_state.buffers_of(engine.parts.module).items():
         flat = buffer.detach().contiguous().reshape(-1)
         local = flat if engine.comm.rank == 0 else flat[:0]
-        yield module_state.Part(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+        yield module_state.StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
     if step is not None:
         yield from module_state.state_parts(engine, step, whole=False)
 
@@ -220,7 +220,7 @@ class _Loading:
     """One load on one rank: everything is checked first, and taken over then."""
 
     def __init__(
-        self, engine: Engine, step: ShardedStep | None, reader: Reader, operation: str
+        self, engine: ShardEngine, step: ShardedStep | None, reader: Reader, operation: str
     ) -> None:
         self.engine = engine
         self.step = step
@@ -261,7 +261,9 @@ class _Loading:
         for part in self._model_parts():
             self._check_part(part)
         for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
-            self._check_part(Part(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape)))
+            self._check_part(
+                StatePart(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape))
+            )
         if self.step is not None:
             self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
             for part in self._state_parts(self.step):
@@ -290,7 +292,7 @@ class _Loading:
         if self.step is not None and self.step.setting.loss_scaler is not None:
             LossScaler().load_state_dict(self.saved["optimizer"]["loss_scaler"])
 
-    def _check_part(self, part: Part) -> None:
+    def _check_part(self, part: StatePart) -> None:
         if part.name not in self.names:
             raise self.fail(f"expected {part.name}, it is not there")
         shape, dtype = self.reader.shape(part.name), self.reader.dtype(part.name)
@@ -307,12 +309,12 @@ class _Loading:
 
     # ---- what is taken over ---------------------------------------------------------------------
 
-    def _model_parts(self) -> Iterator[Part]:
+    def _model_parts(self) -> Iterator[StatePart]:
         """The parameters that this rank holds, whose elements are written by :meth:`take`."""
         yield from module_state.param_parts(self.engine, whole=True)
         yield from module_state.loose_parts(self.engine, whole=True)
 
-    def _state_parts(self, step: ShardedStep) -> Iterator[Part]:
+    def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
         """And of the optimizer's state."""
         for part in module_state.state_parts(self.engine, step, whole=True):
             if part.name in self.names or ".max_exp_avg_sq." not in part.name:
@@ -335,7 +337,7 @@ class _Loading:
         if self.exact:
             load_generators(self.own, self.generators, self.engine.comm.device)
 
-    def _read(self, parts: Iterator[Part]) -> None:
+    def _read(self, parts: Iterator[StatePart]) -> None:
         for part in parts:
             if part.local.numel():
                 self.reader.read(part.name, part.begin, part.local)

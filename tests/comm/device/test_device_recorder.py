@@ -14,7 +14,7 @@ import ringcomm
 from ringcomm import ArgumentError
 from ringcomm.cli.trace import report
 from ringcomm.comm.device import sharing
-from ringcomm.comm.device.launch import DeviceEngine
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.recorder.records import OPEN
 from ringcomm.optim import AdamW
 from tests.support.device_worlds import with_options
@@ -232,7 +232,7 @@ def test_a_call_that_was_not_launched_takes_no_number(devices, monkeypatch, with
     with monkeypatch.context() as patch:
         patch.setattr(sharing, "launch", refuses)
         if not withdraws:
-            patch.setattr(DeviceEngine, "_withdraw", lambda engine: None)
+            patch.setattr(DeviceCallEngine, "_withdraw", lambda engine: None)
         with pytest.raises(ArgumentError, match="too many list entries"):
             world.all_reduce(tensors)
     assert mine(world[0]).last.status == ("aborted" if withdraws else "")

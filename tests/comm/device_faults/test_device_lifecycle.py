@@ -332,7 +332,7 @@ def test_a_rank_that_fails_after_all_have_met(
 
     And its own error is raised, though its peers have heard of it and raised before it did.
     """
-    connect, fail = DeviceCore.connect, handles.Exchange.fail
+    connect, fail = DeviceCore.connect, handles.Rendezvous.fail
 
     def fails(core: Any, rings: Any) -> None:
         if core.rank == 1:
@@ -345,7 +345,7 @@ def test_a_rank_that_fails_after_all_have_met(
             until_rank_threads_have_ended(0, 2)
 
     monkeypatch.setattr(DeviceCore, "connect", fails)
-    monkeypatch.setattr(handles.Exchange, "fail", tells)
+    monkeypatch.setattr(handles.Rendezvous, "fail", tells)
     with pytest.raises(MemoryError, match="no more"):
         place.world(3)
     gc.collect()
