@@ -20,7 +20,7 @@ from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
 
 PACKAGE = Path(ringcomm.__file__).parent
 # Programs of their own, where nobody else sets a default device.
-PROGRAMS = {"cli"}
+PROGRAMS = {"cli", "examples"}
 MAKERS = {maker.__name__ for maker in _device_constructors()}
 
 

@@ -110,7 +110,7 @@ class Communicators:
             if self._device_of(tensor, operation) != device:
                 found = sorted({str(each.device) for each in tensors})
                 raise ArgumentError(
-                    f"{self._site(operation)}: expected tensors on one device, got them on "
+                    f"{self._checks(operation)}: expected tensors on one device, got them on "
                     f"{' and '.join(found)}; copy them to one of these with .to(device)"
                 )
         return self.host if device is None else self.on_device(device, operation)
@@ -121,7 +121,7 @@ class Communicators:
             return None
         if not tensor.is_cuda:
             raise ArgumentError(
-                f"{self._site(operation)}: expected a tensor of the CPU or of a GPU, got one on "
+                f"{self._checks(operation)}: expected a tensor of the CPU or of a GPU, got one on "
                 f"{tensor.device}"
             )
         return tensor.get_device()
@@ -145,8 +145,8 @@ class Communicators:
         host = self.host
         if host.aborted:
             raise AbortedError(
-                f"{self._site(operation)}: the process group was aborted or shut down; make a new "
-                "one"
+                f"{self._checks(operation)}: the process group was aborted or shut down; "
+                "make a new one"
             )
         # Counted, since one device has different ordinals in different processes.
         return self._connect(
@@ -159,7 +159,7 @@ class Communicators:
             device=torch.device("cuda", device),
         )
 
-    def _site(self, operation: str) -> str:
+    def _checks(self, operation: str) -> str:
         return where(operation, self.host.rank, self.host.world_size)
 
     def devices(self) -> list[int]:

@@ -73,11 +73,11 @@ class Reductions(CallEngine):
     def _all_reduce_call(
         self, tensor: Tensor, op: Any, algorithm: str, kernels: str | None = None
     ) -> Call:
-        site = self._site("all_reduce")
-        dtype = site.output("tensor", tensor)
-        reduction = site.reduction(op, "tensor", tensor)
-        algorithm_code = site.algorithm(algorithm)
-        use = self._use(site, kernels, algorithm, tensor.dtype, reduction)
+        checks = self._checks("all_reduce")
+        dtype = checks.output("tensor", tensor)
+        reduction = checks.reduction(op, "tensor", tensor)
+        algorithm_code = checks.algorithm(algorithm)
+        use = self._use(checks, kernels, algorithm, tensor.dtype, reduction)
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor)
@@ -99,10 +99,10 @@ class Reductions(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("reduce")
-        dtype = site.output("tensor", tensor)
-        reduction = site.reduction(op, "tensor", tensor)
-        root = site.peer("dst", dst)
+        checks = self._checks("reduce")
+        dtype = checks.output("tensor", tensor)
+        reduction = checks.reduction(op, "tensor", tensor)
+        root = checks.peer("dst", dst)
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor)
@@ -167,23 +167,23 @@ class Reductions(CallEngine):
         algorithm: str,
         kernels: str | None = None,
     ) -> Call:
-        site = self._site("reduce_scatter_tensor")
-        dtype = site.output("output", output)
-        site.tensor("input", input)
-        site.same_dtype("input", input, "output", output)
+        checks = self._checks("reduce_scatter_tensor")
+        dtype = checks.output("output", output)
+        checks.tensor("input", input)
+        checks.same_dtype("input", input, "output", output)
         count_elems = output.numel()
-        site.same_count(
+        checks.same_count(
             "input", input, "world_size x those of output", count_elems * self._world_size
         )
-        site.contiguous("output", output)
-        site.contiguous("input", input)
-        reduction = site.reduction(op, "input", input)
-        algorithm_code = site.algorithm(algorithm)
+        checks.contiguous("output", output)
+        checks.contiguous("input", input)
+        reduction = checks.reduction(op, "input", input)
+        algorithm_code = checks.algorithm(algorithm)
         in_ptr, out_ptr = input.data_ptr(), output.data_ptr()
         if out_ptr != in_ptr + self._rank * size_bytes(output):
-            site.apart("output", output, "input", input, "in place, output is input's own chunk")
+            checks.apart("output", output, "input", input, "in place, output is input's own chunk")
 
-        use = self._use(site, kernels, algorithm, input.dtype, reduction)
+        use = self._use(checks, kernels, algorithm, input.dtype, reduction)
 
         def run(native: _native.Comm) -> int:
             status: int = use(native).reduce_scatter(
@@ -215,16 +215,16 @@ class Reductions(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("reduce_scatter")
-        dtype = site.output("output", output)
-        inputs = site.tensors("input_list", input_list, self._world_size)
-        reduction = site.reduction(op, "output", output)
+        checks = self._checks("reduce_scatter")
+        dtype = checks.output("output", output)
+        inputs = checks.tensors("input_list", input_list, self._world_size)
+        reduction = checks.reduction(op, "output", output)
         for index, tensor in enumerate(inputs):
             name = f"input_list[{index}]"
-            site.same_dtype(name, tensor, "output", output)
+            checks.same_dtype(name, tensor, "output", output)
             if index != self._rank or tensor.data_ptr() != output.data_ptr():
-                site.apart("output", output, name, tensor, "in place, it is input_list[rank]")
-        site.same_count("output", output, "those of input_list[rank]", inputs[self._rank].numel())
+                checks.apart("output", output, name, tensor, "in place, it is input_list[rank]")
+        checks.same_count("output", output, "those of input_list[rank]", inputs[self._rank].numel())
 
         def run(native: _native.Comm) -> int:
             dense_inputs = [readable(tensor) for tensor in inputs]
@@ -292,21 +292,21 @@ class Gathers(CallEngine):
     def _all_gather_call(
         self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None
     ) -> Call:
-        site = self._site("all_gather_into_tensor")
-        dtype = site.tensor("input", input)
-        site.output("output", output)
-        site.same_dtype("output", output, "input", input)
-        site.same_count(
+        checks = self._checks("all_gather_into_tensor")
+        dtype = checks.tensor("input", input)
+        checks.output("output", output)
+        checks.same_dtype("output", output, "input", input)
+        checks.same_count(
             "output", output, "world_size x those of input", input.numel() * self._world_size
         )
-        site.contiguous("input", input)
-        site.contiguous("output", output)
-        algorithm_code = site.algorithm(algorithm)
+        checks.contiguous("input", input)
+        checks.contiguous("output", output)
+        algorithm_code = checks.algorithm(algorithm)
         in_bytes = size_bytes(input)
         if input.data_ptr() != output.data_ptr() + self._rank * in_bytes:
-            site.apart("input", input, "output", output, "in place, input is output's own chunk")
+            checks.apart("input", input, "output", output, "in place, input is output's own chunk")
 
-        use = self._use(site, kernels, algorithm, input.dtype)
+        use = self._use(checks, kernels, algorithm, input.dtype)
 
         def run(native: _native.Comm) -> int:
             status: int = use(native).all_gather(
@@ -334,12 +334,12 @@ class Gathers(CallEngine):
         return self._start(self._all_gather_list_call(tensor_list, tensor), async_op)
 
     def _all_gather_list_call(self, tensor_list: list[Tensor], tensor: Tensor) -> Call:
-        site = self._site("all_gather")
-        dtype = site.tensor("tensor", tensor)
-        outputs = site.tensors("tensor_list", tensor_list, self._world_size, write=True)
-        self._check_gathered(site, "tensor_list", outputs, tensor)
+        checks = self._checks("all_gather")
+        dtype = checks.tensor("tensor", tensor)
+        outputs = checks.tensors("tensor_list", tensor_list, self._world_size, write=True)
+        self._check_gathered(checks, "tensor_list", outputs, tensor)
         own = outputs[self._rank]
-        site.same_count("tensor", tensor, "those of tensor_list[rank]", own.numel())
+        checks.same_count("tensor", tensor, "those of tensor_list[rank]", own.numel())
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor)
@@ -357,15 +357,15 @@ class Gathers(CallEngine):
         return Call("all_gather", run, outputs)
 
     def _check_gathered(
-        self, site: CallChecks, name: str, outputs: list[Tensor], tensor: Tensor
+        self, checks: CallChecks, name: str, outputs: list[Tensor], tensor: Tensor
     ) -> None:
         for index, output in enumerate(outputs):
-            site.same_dtype(f"{name}[{index}]", output, "tensor", tensor)
+            checks.same_dtype(f"{name}[{index}]", output, "tensor", tensor)
             if index != self._rank or output.data_ptr() != tensor.data_ptr():
-                site.apart(
+                checks.apart(
                     "tensor", tensor, f"{name}[{index}]", output, f"in place, it is {name}[rank]"
                 )
-        site.all_apart(name, outputs)
+        checks.all_apart(name, outputs)
 
     def gather(
         self,
@@ -387,17 +387,19 @@ class Gathers(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("gather")
-        root = site.peer("dst", dst)
-        dtype = site.tensor("tensor", tensor)
+        checks = self._checks("gather")
+        root = checks.peer("dst", dst)
+        dtype = checks.tensor("tensor", tensor)
         outputs: list[Tensor] = []
         if self._rank == root:
-            outputs = site.tensors("gather_list", gather_list, self._world_size, write=True)
-            self._check_gathered(site, "gather_list", outputs, tensor)
+            outputs = checks.tensors("gather_list", gather_list, self._world_size, write=True)
+            self._check_gathered(checks, "gather_list", outputs, tensor)
             for index, output in enumerate(outputs):
-                site.same_count(f"gather_list[{index}]", output, "those of tensor", tensor.numel())
+                checks.same_count(
+                    f"gather_list[{index}]", output, "those of tensor", tensor.numel()
+                )
         elif gather_list:
-            site.fail(f"gather_list: expected None on ranks other than dst {root}")
+            checks.fail(f"gather_list: expected None on ranks other than dst {root}")
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor)
@@ -429,10 +431,10 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("broadcast")
-        root = site.peer("src", src)
+        checks = self._checks("broadcast")
+        root = checks.peer("src", src)
         is_root = self._rank == root
-        dtype = site.tensor("tensor", tensor) if is_root else site.output("tensor", tensor)
+        dtype = checks.tensor("tensor", tensor) if is_root else checks.output("tensor", tensor)
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor) if is_root else writable(tensor)
@@ -463,20 +465,20 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("scatter")
-        root = site.peer("src", src)
-        dtype = site.output("tensor", tensor)
+        checks = self._checks("scatter")
+        root = checks.peer("src", src)
+        dtype = checks.output("tensor", tensor)
         inputs: list[Tensor] = []
         if self._rank == root:
-            inputs = site.tensors("scatter_list", scatter_list, self._world_size)
+            inputs = checks.tensors("scatter_list", scatter_list, self._world_size)
             for index, each in enumerate(inputs):
                 name = f"scatter_list[{index}]"
-                site.same_dtype(name, each, "tensor", tensor)
-                site.same_count(name, each, "those of tensor", tensor.numel())
+                checks.same_dtype(name, each, "tensor", tensor)
+                checks.same_count(name, each, "those of tensor", tensor.numel())
                 if index != root or each.data_ptr() != tensor.data_ptr():
-                    site.apart("tensor", tensor, name, each, "in place, it is scatter_list[src]")
+                    checks.apart("tensor", tensor, name, each, "in place, it is scatter_list[src]")
         elif scatter_list:
-            site.fail(f"scatter_list: expected None on ranks other than src {root}")
+            checks.fail(f"scatter_list: expected None on ranks other than src {root}")
 
         def run(native: _native.Comm) -> int:
             dense_inputs = [readable(each) for each in inputs]
@@ -506,23 +508,23 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("all_to_all")
-        outputs = site.tensors(
+        checks = self._checks("all_to_all")
+        outputs = checks.tensors(
             "output_tensor_list", output_tensor_list, self._world_size, write=True
         )
-        inputs = site.tensors("input_tensor_list", input_tensor_list, self._world_size)
+        inputs = checks.tensors("input_tensor_list", input_tensor_list, self._world_size)
         for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
             for index, each in enumerate(tensors):
-                site.same_dtype(f"{name}[{index}]", each, "output_tensor_list[0]", outputs[0])
-        site.all_apart("output_tensor_list", outputs, "input_tensor_list", inputs)
+                checks.same_dtype(f"{name}[{index}]", each, "output_tensor_list[0]", outputs[0])
+        checks.all_apart("output_tensor_list", outputs, "input_tensor_list", inputs)
         own_elems = inputs[self._rank].numel()
-        site.same_count(
+        checks.same_count(
             f"output_tensor_list[{self._rank}]",
             outputs[self._rank],
             "those of this rank's own input",
             own_elems,
         )
-        dtype = site.tensor("input_tensor_list[0]", inputs[0])
+        dtype = checks.tensor("input_tensor_list[0]", inputs[0])
         return self._start(self._exchange_call("all_to_all", outputs, inputs, dtype), async_op)
 
     def _exchange_call(
@@ -565,18 +567,18 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("all_to_all_single")
-        dtype = site.output("output", output)
-        site.tensor("input", input)
-        site.same_dtype("input", input, "output", output)
-        site.contiguous("output", output)
-        site.contiguous("input", input)
-        site.apart("output", output, "input", input, "all_to_all_single has no in-place form")
-        out_bytes = self._piece_bytes(site, "output", output, output_split_sizes)
-        in_bytes = self._piece_bytes(site, "input", input, input_split_sizes)
+        checks = self._checks("all_to_all_single")
+        dtype = checks.output("output", output)
+        checks.tensor("input", input)
+        checks.same_dtype("input", input, "output", output)
+        checks.contiguous("output", output)
+        checks.contiguous("input", input)
+        checks.apart("output", output, "input", input, "all_to_all_single has no in-place form")
+        out_bytes = self._piece_bytes(checks, "output", output, output_split_sizes)
+        in_bytes = self._piece_bytes(checks, "input", input, input_split_sizes)
         own, arriving = in_bytes[self._rank], out_bytes[self._rank]
         if own != arriving:
-            site.fail(
+            checks.fail(
                 f"output piece {self._rank}: expected {own} bytes (this rank's own input piece), "
                 f"got {arriving}"
             )
@@ -593,21 +595,21 @@ class Exchanges(CallEngine):
         return self._start(Call("all_to_all_single", run, [output]), async_op)
 
     def _piece_bytes(
-        self, site: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
+        self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
         """Sizes of the pieces that dimension 0 is cut into."""
         rows = tensor.size(0) if tensor.dim() else 1
         world_size = self._world_size
         if not splits:
             if rows % world_size:
-                site.fail(
+                checks.fail(
                     f"{name}: expected dimension 0 divisible by world_size {world_size}, got "
                     f"shape {tuple(tensor.shape)}; pass {name}_split_sizes"
                 )
             return [size_bytes(tensor) // world_size] * world_size
         sizes = list(splits)
         if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
-            site.fail(
+            checks.fail(
                 f"{name}_split_sizes: expected {world_size} numbers >= 0 with the sum {rows} "
                 f"(dimension 0 of {name}), got {sizes}"
             )

@@ -41,7 +41,7 @@ class Coalesced(Reductions, Gathers):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checked = self._site("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
+        checked = self._checks("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
         return self._joined(
             "all_reduce_coalesced",
             [self._all_reduce_call(tensor, op, "auto") for tensor in checked],
@@ -57,10 +57,10 @@ class Coalesced(Reductions, Gathers):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("all_gather_coalesced")
+        checks = self._checks("all_gather_coalesced")
         calls = [
             self._all_gather_call(output, input, "auto")
-            for output, input in self._pairs(site, outputs, inputs)
+            for output, input in self._pairs(checks, outputs, inputs)
         ]
         return self._joined("all_gather_coalesced", calls, async_op)
 
@@ -81,12 +81,12 @@ class Coalesced(Reductions, Gathers):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("all_gather_coalesced")
-        checked = site.tensors("inputs", inputs, len(inputs))
+        checks = self._checks("all_gather_coalesced")
+        checked = checks.tensors("inputs", inputs, len(inputs))
         if len(output_lists) != self._world_size:
-            site.fail(f"output_lists: expected {self._world_size}, got {len(output_lists)}")
+            checks.fail(f"output_lists: expected {self._world_size}, got {len(output_lists)}")
         by_rank = [
-            site.tensors(f"output_lists[{rank}]", outputs, len(checked), write=True)
+            checks.tensors(f"output_lists[{rank}]", outputs, len(checked), write=True)
             for rank, outputs in enumerate(output_lists)
         ]
         calls = [
@@ -108,19 +108,19 @@ class Coalesced(Reductions, Gathers):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        site = self._site("reduce_scatter_coalesced")
+        checks = self._checks("reduce_scatter_coalesced")
         calls = [
             self._reduce_scatter_call(output, input, op, "auto")
-            for output, input in self._pairs(site, outputs, inputs)
+            for output, input in self._pairs(checks, outputs, inputs)
         ]
         return self._joined("reduce_scatter_coalesced", calls, async_op)
 
     def _pairs(
-        self, site: CallChecks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, checks: CallChecks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        checked = site.tensors("inputs", inputs, len(inputs))
+        checked = checks.tensors("inputs", inputs, len(inputs))
         return list(
-            zip(site.tensors("outputs", outputs, len(checked), write=True), checked, strict=True)
+            zip(checks.tensors("outputs", outputs, len(checked), write=True), checked, strict=True)
         )
 
     def _joined(self, name: str, calls: list[Call], async_op: bool) -> Work | None:
@@ -275,21 +275,21 @@ class Communicator(Coalesced, Exchanges, Messages):
             ArgumentError: a bad rank or name.
             RingcommError: as :meth:`from_store`.
         """
-        site = self._site("new_group")
-        members = sorted(site.peer("ranks", rank) for rank in ranks)
+        checks = self._checks("new_group")
+        members = sorted(checks.peer("ranks", rank) for rank in ranks)
         if len(set(members)) != len(members) or not members:
-            site.fail(f"ranks: expected distinct ranks and at least one, got {members}")
-        return self._group(site, members, name, timeout)
+            checks.fail(f"ranks: expected distinct ranks and at least one, got {members}")
+        return self._group(checks, members, name, timeout)
 
     def _group(
         self,
-        site: CallChecks,
+        checks: CallChecks,
         members: list[int],
         name: str | None,
         timeout: timedelta | float | None,
     ) -> Communicator | None:
         if self._refuse is not None:
-            raise self._refuse(site.op)
+            raise self._refuse(checks.op)
         if name is not None:
             check_name(name)
         if self._rank not in members:
@@ -326,10 +326,10 @@ class Communicator(Coalesced, Exchanges, Messages):
         Returns:
             The communicator of this rank's colour; None when ``color`` is None.
         """
-        site = self._site("split")
+        checks = self._checks("split")
         for label, number in (("color", color), ("key", key)):
             if not (isinstance(number, int) or (label == "color" and number is None)):
-                site.fail(f"{label}: expected an integer, got {number!r}")
+                checks.fail(f"{label}: expected an integer, got {number!r}")
         entry = [color is not None, color or 0, key]
         mine = torch.tensor(entry, dtype=torch.int64, device=self.device)
         everyone = torch.empty(self._world_size, 3, dtype=torch.int64, device=self.device)
@@ -344,7 +344,7 @@ class Communicator(Coalesced, Exchanges, Messages):
                 (row[2], rank) for rank, row in enumerate(rows) if row[:2] == [1, color]
             )
         ]
-        return self._group(site, members, f"split.{color}", None)
+        return self._group(checks, members, f"split.{color}", None)
 
     def __enter__(self) -> Communicator:
         return self

@@ -148,13 +148,13 @@ class CallEngine:
         state = " (unusable)" if self._refuse is not None else ""
         return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
 
-    def _site(self, op: str) -> CallChecks:
+    def _checks(self, op: str) -> CallChecks:
         """Checks the arguments of one call, and words what is wrong with them."""
         return CallChecks(op, self._rank, self._world_size)
 
     def _use(
         self,
-        site: CallChecks,
+        checks: CallChecks,
         kernels: str | None,
         algorithm: str,
         dtype: torch.dtype,
@@ -168,13 +168,13 @@ class CallEngine:
         kernels = kernels or self._kernels
         if kernels is None or kernels == NATIVE:
             return itself
-        check_kernels(site, kernels, algorithm, dtype, reduction)
+        check_kernels(checks, kernels, algorithm, dtype, reduction)
         if self._triton is None:
-            self._triton = self._make_triton(site)
+            self._triton = self._make_triton(checks)
         return self._triton.of
 
-    def _make_triton(self, site: CallChecks) -> TritonEnd:
-        return TritonEnd(HostTriton(self._core, self._membership, site), self._world_size)
+    def _make_triton(self, checks: CallChecks) -> TritonEnd:
+        return TritonEnd(HostTriton(self._core, self._membership, checks), self._world_size)
 
     def _own_turn(self) -> RankContext:
         """What surrounds this rank where it runs as a thread beside others."""

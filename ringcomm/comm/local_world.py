@@ -47,13 +47,13 @@ def make_call(
     """
     if algorithm == "copy":
         # Its copies have to wait for the other ranks' launches, which come later here.
-        communicator._site(name).fail(
+        communicator._checks(name).fail(
             'algorithm: expected any but "copy" for all ranks from one thread; run the ranks as '
             "threads (LocalWorld.run) for that one"
         )
     for tensor in arguments:
         if isinstance(tensor, Tensor):
-            communicator._site(name).contiguous("tensors", tensor)
+            communicator._checks(name).contiguous("tensors", tensor)
     makers: dict[str, Callable[..., Call]] = {
         "all_reduce": communicator._all_reduce_call,
         "reduce_scatter_tensor": communicator._reduce_scatter_call,

@@ -172,10 +172,10 @@ class Messages(CallEngine):
     def _post_send(
         self, op: str, tensor: Tensor, dst: int, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        site = self._site(op)
-        dtype = site.tensor("tensor", tensor)
-        peer = self._other(site, "dst", dst)
-        self._check_message(site, tag)
+        checks = self._checks(op)
+        dtype = checks.tensor("tensor", tensor)
+        peer = self._other(checks, "dst", dst)
+        self._check_message(checks, tag)
         dense = readable(tensor)
         ptr = dense.data_ptr()
         return self._native.post_send(ptr, size_bytes(dense), peer, tag, dtype), dense
@@ -183,25 +183,25 @@ class Messages(CallEngine):
     def _post_recv(
         self, op: str, tensor: Tensor, src: int | None, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        site = self._site(op)
-        dtype = site.output("tensor", tensor)
-        peer = ANY_SOURCE if src is None else self._other(site, "src", src)
-        self._check_message(site, tag)
+        checks = self._checks(op)
+        dtype = checks.output("tensor", tensor)
+        peer = ANY_SOURCE if src is None else self._other(checks, "src", src)
+        self._check_message(checks, tag)
         dense = writable(tensor)
         ptr = dense.data_ptr()
         return self._native.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense
 
-    def _other(self, site: CallChecks, name: str, rank: Any) -> int:
-        peer = site.peer(name, rank)
+    def _other(self, checks: CallChecks, name: str, rank: Any) -> int:
+        peer = checks.peer(name, rank)
         if peer == self._rank:
-            site.fail(f"{name}: expected another rank than this one, got {rank}")
+            checks.fail(f"{name}: expected another rank than this one, got {rank}")
         return peer
 
-    def _check_message(self, site: CallChecks, tag: Any) -> None:
+    def _check_message(self, checks: CallChecks, tag: Any) -> None:
         if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= LARGEST_TAG:
-            site.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {tag!r}")
+            checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {tag!r}")
         if self._refuse is not None:
-            raise self._refuse(site.op)
+            raise self._refuse(checks.op)
 
     def _finish_now(self, op: str, request: _native.Request, dense: Tensor) -> None:
         error = self._message_error(op, request, dense, request.wait(-1))

@@ -52,24 +52,28 @@ ONE_RANK = (
 )
 
 
-def require_triton(site: CallChecks) -> None:
+def require_triton(checks: CallChecks) -> None:
     """Raises UnsupportedError where Triton cannot be imported."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f'{site}: kernels="triton" needs Triton, which cannot be imported ({error}). '
+            f'{checks}: kernels="triton" needs Triton, which cannot be imported ({error}). '
             "pip install triton"
         ) from error
 
 
 def check_kernels(
-    site: CallChecks, kernels: str, algorithm: str, dtype: torch.dtype, reduction: Reduction | None
+    checks: CallChecks,
+    kernels: str,
+    algorithm: str,
+    dtype: torch.dtype,
+    reduction: Reduction | None,
 ) -> None:
     """Checks a call that asks for certain kernels.
 
     Args:
-        site: of the call.
+        checks: of the call.
         kernels: "native" or "triton".
         algorithm: as the call names it.
         dtype: of the elements.
@@ -80,23 +84,23 @@ def check_kernels(
         UnsupportedError: the Triton kernels do not do that.
     """
     if kernels not in KERNELS:
-        site.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
+        checks.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
     if kernels == NATIVE:
         return
-    require_triton(site)
+    require_triton(checks)
     from ringcomm._tl.launch import DTYPES, OPS
 
     advice = 'Use kernels="native"'
     if algorithm not in _FORMS:
         raise UnsupportedError(
-            f'{site}: kernels="triton" has the algorithms {", ".join(_FORMS)}, got {algorithm!r}. '
-            f"{advice}"
+            f'{checks}: kernels="triton" has the algorithms {", ".join(_FORMS)}, got '
+            f"{algorithm!r}. {advice}"
         )
     if reduction is None:
         return
     if DTYPE_NAMES[dtype] not in DTYPES or reduction.name not in OPS:
         raise UnsupportedError(
-            f'{site}: kernels="triton" reduces {", ".join(DTYPES)} by {" and ".join(OPS)}, got '
+            f'{checks}: kernels="triton" reduces {", ".join(DTYPES)} by {" and ".join(OPS)}, got '
             f"{DTYPE_NAMES[dtype]} by {reduction.name}. {advice}"
         )
 
@@ -170,25 +174,25 @@ class HostTriton:
     Args:
         core: the native communicator.
         membership: who takes part.
-        site: of the call that asks first.
+        checks: of the call that asks first.
 
     Raises:
         UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
     """
 
-    def __init__(self, core: _native.Comm, membership: Membership, site: CallChecks) -> None:
-        require_triton(site)
+    def __init__(self, core: _native.Comm, membership: Membership, checks: CallChecks) -> None:
+        require_triton(checks)
         from ringcomm._tl.geometry import Geometry
         from ringcomm._tl.hooks import IS_INTERPRETED
 
         if not IS_INTERPRETED:
             raise UnsupportedError(
-                f'{site}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
+                f'{checks}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
                 'TRITON_INTERPRET=1 before Triton is imported, or use kernels="native"'
             )
         others = [heap for rank, heap in enumerate(membership.heaps) if rank != membership.rank]
         if any(heap.pid == 0 for heap in others):
-            raise UnsupportedError(f"{site}: {ONE_RANK}")
+            raise UnsupportedError(f"{checks}: {ONE_RANK}")
         self._core = core
         self._geometry = Geometry.of(core.geometry)
         state_bytes = _native.STRUCTURES["scratch"]

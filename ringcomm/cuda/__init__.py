@@ -62,7 +62,7 @@ def current() -> DeviceRuntime:
                     "multiprocessing's 'spawn' or 'forkserver'"
                 )
             # Not at the top: CuPy may be absent or broken, and the host path needs none of it.
-            from ringcomm.cuda.cupy import make_cuda_runtime
+            from ringcomm.cuda.cupy_runtime import make_cuda_runtime
 
             process.runtime = make_cuda_runtime()
         return process.runtime

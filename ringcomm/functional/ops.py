@@ -102,15 +102,15 @@ def _op_of(name: str, factor: float) -> Any:
     return premul_sum(factor) if name == PREMUL_SUM else getattr(ReduceOp, name, name)
 
 
-def _check_rows(site: CallChecks, input: Tensor) -> None:
-    site.tensor("tensor", input)
+def _check_rows(checks: CallChecks, input: Tensor) -> None:
+    checks.tensor("tensor", input)
     if not input.dim():
-        site.fail("tensor: expected at least one dimension, got a scalar; pass tensor.view(1)")
+        checks.fail("tensor: expected at least one dimension, got a scalar; pass tensor.view(1)")
 
 
 def _all_gather(input: Tensor, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("all_gather"))
-    _check_rows(communicator._site(named("all_gather")), input)
+    _check_rows(communicator._checks(named("all_gather")), input)
     output = _gathered(input, group, world_size)
     communicator.all_gather_into_tensor(output, readable(input))
     return output
@@ -123,10 +123,10 @@ def _gathered(input: Tensor, group: str, world_size: int) -> Tensor:
 
 def _reduce_scatter(input: Tensor, op: str, factor: float, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("reduce_scatter"))
-    site = communicator._site(named("reduce_scatter"))
-    _check_rows(site, input)
+    checks = communicator._checks(named("reduce_scatter"))
+    _check_rows(checks, input)
     if input.size(0) % world_size:
-        site.fail(
+        checks.fail(
             f"tensor: expected dimension 0 divisible by world_size {world_size}, got shape "
             f"{tuple(input.shape)}; pad it"
         )
@@ -146,7 +146,7 @@ def _scattered(input: Tensor, op: str, factor: float, group: str, world_size: in
 
 def _all_reduce(input: Tensor, op: str, factor: float, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("all_reduce"))
-    communicator._site(named("all_reduce")).tensor("tensor", input)
+    communicator._checks(named("all_reduce")).tensor("tensor", input)
     output = _like(input).copy_(input)
     communicator.all_reduce(output, _op_of(op, factor))
     return output
@@ -160,28 +160,28 @@ def _all_to_all(
     input: Tensor, output_splits: Splits, input_splits: Splits, group: str, world_size: int
 ) -> Tensor:
     communicator = find(group, world_size, named("all_to_all"))
-    site = communicator._site(named("all_to_all"))
-    _check_rows(site, input)
+    checks = communicator._checks(named("all_to_all"))
+    _check_rows(checks, input)
     if output_splits is None and input_splits is not None:
-        site.fail("output_splits: expected a list where input_splits is one, got None")
-    _check_splits(site, "input_splits", input_splits, input.size(0))
+        checks.fail("output_splits: expected a list where input_splits is one, got None")
+    _check_splits(checks, "input_splits", input_splits, input.size(0))
     if output_splits is not None:
-        _check_splits(site, "output_splits", output_splits, sum(output_splits))
+        _check_splits(checks, "output_splits", output_splits, sum(output_splits))
     output = _exchanged(input, output_splits, input_splits, group, world_size)
     communicator.all_to_all_single(output, readable(input), output_splits, input_splits)
     return output
 
 
-def _check_splits(site: CallChecks, name: str, splits: Splits, rows: int) -> None:
-    world_size = site.world_size
+def _check_splits(checks: CallChecks, name: str, splits: Splits, rows: int) -> None:
+    world_size = checks.world_size
     if splits is None:
         if rows % world_size:
-            site.fail(
+            checks.fail(
                 f"tensor: expected dimension 0 divisible by world_size {world_size}, got {rows} "
                 f"rows; pass {name}"
             )
     elif len(splits) != world_size or sum(splits) != rows or min(splits) < 0:
-        site.fail(
+        checks.fail(
             f"{name}: expected {world_size} numbers >= 0, one per rank, with the sum of the rows "
             f"({rows}), got {list(splits)}"
         )
@@ -198,7 +198,7 @@ def _exchanged(
 
 def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("broadcast"))
-    communicator._site(named("broadcast")).tensor("tensor", input)
+    communicator._checks(named("broadcast")).tensor("tensor", input)
     root = root_of(communicator, named("broadcast"), "src", src, None)
     output = _like(input)
     if communicator.rank == root:
@@ -210,7 +210,7 @@ def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
 def _reduce(input: Tensor, dst: int, group: str, world_size: int) -> Tensor:
     """The sum on ``dst``, zeros elsewhere: what :func:`_broadcast` is to gradients."""
     communicator = find(group, world_size, named("reduce"))
-    communicator._site(named("reduce")).tensor("tensor", input)
+    communicator._checks(named("reduce")).tensor("tensor", input)
     root = root_of(communicator, named("reduce"), "dst", dst, None)
     if communicator.rank != root:
         communicator.reduce(readable(input), root)  # which keeps theirs

@@ -42,21 +42,21 @@ class TritonCalls:
     def __init__(self, comm: Communicator | None, algorithm: str) -> None:
         self._comm = comm
         self._algorithm = algorithm
-        self.site = CallChecks(
+        self.checks = CallChecks(
             "optimizer", comm.rank if comm else 0, comm.world_size if comm else 1
         )
-        require_triton(self.site)
+        require_triton(self.checks)
         if comm is None:
             self._check_interpreted()
         else:
-            self._use = comm._use(self.site, "triton", algorithm, torch.float32)
+            self._use = comm._use(self.checks, "triton", algorithm, torch.float32)
 
     def _check_interpreted(self) -> None:
         from ringcomm._tl.hooks import IS_INTERPRETED
 
         if not IS_INTERPRETED:
             raise UnsupportedError(
-                f'{self.site}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
+                f'{self.checks}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
                 'TRITON_INTERPRET=1 before Triton is imported, or use kernels="native"'
             )
 
@@ -114,7 +114,7 @@ class TritonReducer(Reducer):
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         if into.accumulate or async_op or into.words is None or into.tag:
             raise UnsupportedError(
-                f'{self._triton.site}: kernels="triton" reduces at the step alone; use '
+                f'{self._triton.checks}: kernels="triton" reduces at the step alone; use '
                 'kernels="native"'
             )
         self._run(grads, into.out, into.kind, into.words)
@@ -123,7 +123,7 @@ class TritonReducer(Reducer):
     def _run(self, grads: Tensor, out: Tensor, kind: str, words: Tensor) -> None:
         from ringcomm._tl.adamw_launch import plan_reduce_scatter_norm
 
-        world_size = self._triton.site.world_size
+        world_size = self._triton.checks.world_size
         record = self._record(out)
         found = record[2:]
         found.zero_()  # blocks add to it
@@ -177,7 +177,7 @@ class TritonKernels(Kernels):
         self._triton = triton
         self._op = options.reduce.upper()
         self._norms = TritonReducer(triton, comm, self._op)
-        super().__init__(triton.site.world_size == 1, self._norms)
+        super().__init__(triton.checks.world_size == 1, self._norms)
         self._comm = comm
         self._options = options
         self._native = native
@@ -237,7 +237,7 @@ class TritonKernels(Kernels):
             DTYPE_NAMES[grad],
             DTYPE_NAMES[bucket.layout.dtype],
             op,
-            self._triton.site.world_size,
+            self._triton.checks.world_size,
             master=master if state.remainder is None else "remainder",
             keeps_max=state.max_exp_avg_sq is not None,
             stochastic=self._options.rounding == "stochastic",

@@ -83,10 +83,10 @@ def _words(context: Context, collecting: int) -> _Words:
     )
 
 
-def _collecting_blocks(site: _Site, context: Context) -> int:
+def _collecting_blocks(checks: _Site, context: Context) -> int:
     usual = _COLLECTING_BLOCKS if context.comm.launches else _COLLECTING_BLOCKS_ON_HOST
     if context.blocks <= usual:
-        raise site.fail(
+        raise checks.fail(
             f"context: expected more than {usual} blocks, of which {usual} collect rows and the "
             f"others compute, got {context.blocks}. Make it with more blocks="
         )
@@ -112,15 +112,15 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
         ArgumentError: an argument does not fit; a plain tensor as ``a`` is refused, not copied.
         RingcommError: a wait gave up; see :meth:`Context.launch`.
     """
-    site = _Site(context, "all_gather_matmul")
-    mine = site.symmetric("a", a)
+    checks = _Site(context, "all_gather_matmul")
+    mine = checks.symmetric("a", a)
     m, k = mine.shape
     if b.dim() != 2 or b.shape[0] != k or b.dtype != mine.dtype:
-        raise site.fail(
+        raise checks.fail(
             f"b: expected a matrix of {k} rows of {mine.dtype}, as a has columns, got "
             f"{tuple(b.shape)} of {b.dtype}"
         )
-    collecting = _collecting_blocks(site, context)
+    collecting = _collecting_blocks(checks, context)
     words = context.keep(("all_gather_matmul", collecting), lambda: _words(context, collecting))
     world, n = context.comm.world_size, b.shape[1]
     gathered = torch.empty(world * m, k, dtype=mine.dtype, device=mine.device)
@@ -185,12 +185,12 @@ def reduce_scatter_rms_norm(
         UnsupportedError: the rows are too long.
         RingcommError: a wait gave up; see :meth:`Context.launch`.
     """
-    site = _Site(context, "reduce_scatter_rms_norm")
-    partials = site.symmetric("x", x)
+    checks = _Site(context, "reduce_scatter_rms_norm")
+    partials = checks.symmetric("x", x)
     world = context.comm.world_size
     n, d = partials.shape[0] // world, partials.shape[1]
     if n * world != partials.shape[0] or d == 0:
-        raise site.fail(
+        raise checks.fail(
             f"x: expected a multiple of {world} rows, the world size, of at least one element, got "
             f"{tuple(partials.shape)}"
         )
@@ -199,10 +199,10 @@ def reduce_scatter_rms_norm(
             f"{where('reduce_scatter_rms_norm', context.comm.rank, world)}: x: expected rows of at "
             f"most {LARGEST_ROW} elements, got {d}. Use reduce_scatter_tensor() and normalise after"
         )
-    site.plain("weight", weight, (d,), partials)
+    checks.plain("weight", weight, (d,), partials)
     for name, given in (("residual", residual), ("summed", summed)):
         if given is not None:
-            site.plain(name, given, (n, d), partials)
+            checks.plain(name, given, (n, d), partials)
     words = context.keep(
         "reduce_scatter_rms_norm", lambda: context.zeros((context.blocks, world), torch.int32)
     )

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.cuda import build, cupy
-from ringcomm.cuda.cupy import CudaDriver, CudaRuntime
+from ringcomm.cuda import build, cupy_runtime
+from ringcomm.cuda.cupy_runtime import CudaDriver, CudaRuntime
 from ringcomm.errors import RingcommError, UnsupportedError
 from tests.support.emulator.library import COMPILER
 
@@ -413,7 +413,7 @@ def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, monkeypatch, load
     source.write_text(LIBCUDA)
     options = ["-shared", "-fPIC", *(["-DLOADS"] if loads else [])]
     subprocess.run([str(COMPILER), *options, str(source), "-o", str(library)], check=True)
-    monkeypatch.setattr(cupy, "DRIVER_LIBRARY", str(library))
+    monkeypatch.setattr(cupy_runtime, "DRIVER_LIBRARY", str(library))
     driver, mode = CudaDriver(), ctypes.CDLL(str(library)).test_mode
     with driver.outside_captures():
         assert mode() == 2  # relaxed

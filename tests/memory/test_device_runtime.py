@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ringcomm import ArgumentError, ForkError, UnsupportedError, cuda
-from ringcomm.cuda import find_device
-from ringcomm.cuda.cupy import make_cuda_runtime
+from ringcomm.cuda import cupy_runtime, find_device
+from ringcomm.cuda.cupy_runtime import make_cuda_runtime
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -106,7 +106,7 @@ def stack(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cupy, "DRIVER_LIBRARY", "libcuda.so.1")
+    monkeypatch.setattr(cupy_runtime, "DRIVER_LIBRARY", "libcuda.so.1")
     return SimpleNamespace(cupy=cupy, runtime=runtime)
 
 

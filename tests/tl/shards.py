@@ -184,7 +184,7 @@ class Steps:
     def __init__(self, comm: ringcomm.Communicator, algorithm: str) -> None:
         self._comm = comm
         self._code = _native.ALGORITHMS[algorithm]
-        self._end = comm._use(comm._site("step"), "triton", algorithm, torch.float32)
+        self._end = comm._use(comm._checks("step"), "triton", algorithm, torch.float32)
 
     def _run(self, name: str, run: Callable[[Any], int]) -> None:
         self._comm._start(Call(name, run, []), async_op=False)

@@ -260,7 +260,7 @@ class DeviceCallEngine(DeviceEnd):
     def launches(self) -> bool:
         return True
 
-    def _site(self, op: str) -> CallChecks:
+    def _checks(self, op: str) -> CallChecks:
         return DeviceCallChecks(op, (self._rank, self._world_size), self._place)
 
     def _own_turn(self) -> RankContext:
@@ -398,14 +398,14 @@ class DeviceCallEngine(DeviceEnd):
         launch([prepared], stream)
         self._order.after(core, blocks, stream)
 
-    def _make_triton(self, site: CallChecks) -> TritonEnd:
-        require_triton(site)
+    def _make_triton(self, checks: CallChecks) -> TritonEnd:
+        require_triton(checks)
         from ringcomm._tl.geometry import Geometry
         from ringcomm._tl.hooks import IS_INTERPRETED
         from ringcomm._tl.launch import RankPointers
 
         if IS_INTERPRETED and self._meeting is not None:
-            raise UnsupportedError(f"{site}: {ONE_RANK}")
+            raise UnsupportedError(f"{checks}: {ONE_RANK}")
         core = self._device_core
         geometry = Geometry.of(core.native.geometry)
 

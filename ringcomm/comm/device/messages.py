@@ -147,7 +147,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
         for letters, write in ((sends, False), (receives, True)):
             peers = [peer for _, peer in letters]
             if len(set(peers)) != len(peers):
-                self._site(name).fail(
+                self._checks(name).fail(
                     f"expected at most one message each way with a rank, got ranks {peers}"
                 )
             for tensor, peer in letters:
@@ -156,15 +156,15 @@ class DeviceMessages(DeviceCallEngine, Messages):
 
     def check_letter(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
         """Raises what :meth:`isend`, or to ``write`` :meth:`irecv` would; returns the peer."""
-        site = self._site(op)
+        checks = self._checks(op)
         if write and peer is None:
             raise UnsupportedError(
-                f"{site}: src: expected a rank, got None; on a device a receive waits for one "
+                f"{checks}: src: expected a rank, got None; on a device a receive waits for one "
                 "sender. Name it, or receive into a CPU tensor"
             )
-        (site.output if write else site.tensor)("tensor", tensor)
-        rank = self._other(site, "src" if write else "dst", peer)
-        self._check_message(site, tag)
+        (checks.output if write else checks.tensor)("tensor", tensor)
+        rank = self._other(checks, "src" if write else "dst", peer)
+        self._check_message(checks, tag)
         return rank
 
     def _post(

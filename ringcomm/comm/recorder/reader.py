@@ -52,7 +52,7 @@ def _tell_apart_frames() -> None:
     Nor are those in which a thread begins, and those between a context manager and who enters it.
     The command's programs and the bench use the library as anyone does.
     """
-    homes = [file.parent.parent for file in _both(__file__)]
+    homes = [file.parent.parent.parent for file in _both(__file__)]
     folders = [*homes, *(home.parent / "kernels" / "tl" for home in homes)]
     for package in (torch.__file__, futures.__file__):
         folders += [file.parent for file in _both(package)]
@@ -60,7 +60,7 @@ def _tell_apart_frames() -> None:
     files = [file for module in modules for file in _both(module)]
     _native.set_library_folders(
         [*(f"{folder}/" for folder in folders), *map(str, files)],
-        [f"{home / name}/" for home in homes for name in ("cli", "_bench")],
+        [f"{home / name}/" for home in homes for name in ("cli", "examples", "_bench")],
     )
 
 
