@@ -210,10 +210,6 @@ def main() -> int:
     return code
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def hide_missing_numpy() -> None:
     """Hides torch's warning that NumPy is not installed; to be called before torch is imported.
 
@@ -222,3 +218,7 @@ def hide_missing_numpy() -> None:
     """
     said = "Failed to initialize NumPy: No module named 'numpy'"
     warnings.filterwarnings("ignore", said, UserWarning)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

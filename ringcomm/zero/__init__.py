@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm.zero.contexts import full_state_dict, gathered, no_sync, traced, unshard
 from ringcomm.zero.options import Precision, ZeroOptions
 from ringcomm.zero.profile import Trace
-from ringcomm.zero.shard import shard
+from ringcomm.zero.sharding import shard
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors

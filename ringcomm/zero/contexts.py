@@ -14,7 +14,7 @@ from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import ReplicatedBucket, ShardedBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.profile import Trace
-from ringcomm.zero.shard import engine_of, forget_engine
+from ringcomm.zero.sharding import engine_of, forget_engine
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:

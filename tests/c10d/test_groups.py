@@ -297,8 +297,8 @@ def test_no_device_is_touched_before_its_first_tensor():
         "import sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
         "dist.all_reduce(torch.ones(1)); dist.barrier(); dist.new_group()\n"
-        "from ringcomm.memory import device_runtime\n"
-        "print(torch.cuda.is_initialized(), 'cupy' in sys.modules, device_runtime.use(None))\n"
+        "from ringcomm import cuda\n"
+        "print(torch.cuda.is_initialized(), 'cupy' in sys.modules, cuda.use(None))\n"
         "dist.destroy_process_group()\n"
     )
     assert out.split() == ["False", "False", "None"]

@@ -61,9 +61,9 @@ def test_rank_that_ignores_sigterm_is_ended_all_the_same(monkeypatch, tmp_path):
 def test_ranks_end_with_their_launcher(number, tmp_path):
     config = json.dumps({"acts": ["sleep", "sleep"], "folder": str(tmp_path)})
     program = (
-        "import json, signal, sys; from ringcomm.launch import Plan, launch;"
+        "import json, signal, sys; from ringcomm.launch import LaunchPlan, launch;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"
-        f"sys.exit(launch(Plan({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
+        f"sys.exit(launch(LaunchPlan({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
     )
     with start("-c", program, config, anew=True) as process:
         wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2, "the ranks' start")

@@ -23,13 +23,14 @@ PROGRAM = (
 # A rank that is lost once, behind the save of step 3.
 KILLED_ONCE = """
 import os, signal, sys
-from ringcomm.cli import main, training_loop
-save_run = training_loop.save_run
+from ringcomm.cli import main
+from ringcomm.examples.gpt import run
+save_run = run.save_run
 def save_and_die(*arguments):
     save_run(*arguments)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-training_loop.save_run = save_and_die
+run.save_run = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
 

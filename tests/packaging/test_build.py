@@ -50,11 +50,11 @@ print(pathlib.Path(importlib.util.find_spec("ringcomm._bench").origin).parent)
 
 # Where the package takes the kernels' sources from, and what a compilation reads of them.
 READ_KERNELS = """
-from ringcomm.memory import kernel_units
-root = kernel_units.source_root()
-sources = [kernel_units.read_source(root, unit) for unit in kernel_units.UNITS.values()]
+from ringcomm.cuda import units
+root = units.source_root()
+sources = [units.read_source(root, unit) for unit in units.UNITS.values()]
 names = {name for source in sources for name in source.headers}
-print(root, kernel_units.SOURCE, *names)
+print(root, units.SOURCE, *names)
 """
 
 

@@ -14,7 +14,7 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CollectiveTimeout, HeapError, RingcommError
 from ringcomm.optim import AdamW
-from ringcomm.zero import prepare, shard
+from ringcomm.zero import prepare, sharding
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.prepare import Rollback
 from tests.zero.models import assert_same_bits
@@ -86,7 +86,7 @@ def is_last(bucket: ParamBucket) -> bool:
 # What fails: where it is, on whose arguments, whether its work is done by then, and the error.
 FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]] = {
     "no room on rank 1": (
-        [shard],
+        [sharding],
         "make_bucket",
         lambda comm, stage, plan, number, trains: comm.rank == 1 and number == 2,
         False,
@@ -99,9 +99,9 @@ FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]]
         True,
         Broken("on purpose"),
     ),
-    "the buffers": ([shard], "settle_rest", lambda *_: True, True, Broken("on purpose")),
+    "the buffers": ([sharding], "settle_rest", lambda *_: True, True, Broken("on purpose")),
     "the hooks of rank 1": (
-        [shard],
+        [sharding],
         "hook_modules",
         lambda engine, _: engine.comm.rank == 1,
         True,

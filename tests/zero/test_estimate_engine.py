@@ -11,7 +11,7 @@ from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.estimate import STAGES, BytesPerElement, ModelElems, model_state, working_buffers
 from ringcomm.zero.options import Precision, ZeroOptions
-from ringcomm.zero.shard import engine_of, shard
+from ringcomm.zero.sharding import engine_of, shard
 
 WORLD_SIZE = 2
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW
-from ringcomm.zero import shard
+from ringcomm.zero import sharding
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_thread_more_for_each_rank_needs_a_core(ranks, threads, cores, overlap
 @pytest.mark.parametrize("cores", [1, 64])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shard_looks_at_the_cores_that_this_process_may_use(monkeypatch, worlds, stage, cores):
-    monkeypatch.setattr(shard, "available_cores", lambda: cores)
+    monkeypatch.setattr(sharding, "available_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
     def body(comm):

@@ -14,7 +14,7 @@ import ringcomm
 from ringcomm import functional, zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
-from ringcomm.zero.shard import engine_of
+from ringcomm.zero.sharding import engine_of
 
 OPTIONS = (
     zero.ZeroOptions(bucket_elems=512, overlap=False),

@@ -37,7 +37,7 @@ from ringcomm.zero.checkpoint.module_state import (
     take_optimizer,
 )
 from ringcomm.zero.engine import ShardEngine
-from ringcomm.zero.shard import engine_of
+from ringcomm.zero.sharding import engine_of
 from ringcomm.zero.units import aliases
 
 # ``save()``: a sharded module and its optimizer in a crash-safe checkpoint.
