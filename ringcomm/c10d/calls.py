@@ -16,7 +16,7 @@ from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.work import PendingWork, completed
 from ringcomm.comm.calls import Unusable
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.messages import PeerMessage, exchange, rounds
+from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 
@@ -129,7 +129,7 @@ def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
 class Posted(NamedTuple):
     """One message of a batch, and the work that the caller has got for it."""
 
-    letter: PeerMessage
+    message: PeerMessage
     work: PendingWork
 
 
@@ -158,16 +158,16 @@ def _not_yet(name: str) -> RingcommError:
 
 def dispatch(posted: list[Posted]) -> list[Work]:
     """Sends and receives the messages of a batch; one work for each launch."""
-    launches = rounds([each.letter for each in posted])
+    launches = launches_of([each.message for each in posted])
     return [_launch([posted[index] for index in launch]) for launch in launches]
 
 
 def _launch(posted: list[Posted]) -> Work:
-    letters = [each.letter for each in posted]
-    inner = exchange(letters)
+    messages = [each.message for each in posted]
+    inner = launch_batch(messages)
     for each in posted:
         each.work._inner = inner
-    return PendingWork(inner, [letter.tensor for letter in letters if not letter.is_send])
+    return PendingWork(inner, [message.tensor for message in messages if not message.is_send])
 
 
 # How the process group issues one call: inline or queued, with the timeout that it asks for.

@@ -97,7 +97,7 @@ def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
     if not isinstance(group, ProcessGroup) or group.is_on_host(tensor, "batch_isend_irecv"):
         return _of_torch(p2p_op_list)
-    return [group.exchange(p2p_op_list)]
+    return [group.batch(p2p_op_list)]
 
 
 def admit_ringcomm_to_batches() -> None:

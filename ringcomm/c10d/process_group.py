@@ -133,7 +133,7 @@ class PeerToPeer(Calls):
         """Whether the host's communicator serves the tensor."""
         return self._communicators.is_on_host(tensor, operation)
 
-    def exchange(self, ops: Sequence[P2POp]) -> Work:
+    def batch(self, ops: Sequence[P2POp]) -> Work:
         """Sends and receives of devices, none of which waits for another; one work for all.
 
         Args:

@@ -10,7 +10,7 @@ import torch
 
 from ringcomm.comm.arguments import SUM
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.messages import PeerMessage, exchange, rounds
+from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.groups import Group, communicator_of, group_rank
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
@@ -351,7 +351,7 @@ class P2POp:
         key: dict[str, Any] = {"group_dst" if self.op is isend else "group_src": self.group_peer}
         return self.op(self.tensor, self.peer, self.group, self.tag, **key)
 
-    def letter(self, communicator: Communicator) -> PeerMessage:
+    def message(self, communicator: Communicator) -> PeerMessage:
         """Of a communicator on a device: what is to be launched, checked as :meth:`start` does."""
         is_send = self.op is isend
         name = "isend" if is_send else "irecv"
@@ -360,7 +360,7 @@ class P2POp:
         else:
             peer = _source(communicator, name, self.peer, self.group_peer)
         # A communicator on a device has this method, one on the host does not.
-        check = cast(Any, communicator).check_letter
+        check = cast(Any, communicator).check_message
         checked: int = check(name, self.tensor, peer, self.tag, write=not is_send)
         return PeerMessage(communicator, self.tensor, checked, self.tag, is_send)
 
@@ -381,27 +381,27 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             f"batch_isend_irecv: expected a non-empty list of P2POp, got {p2p_op_list!r}"
         )
     communicators = [communicator_of(op.group, "batch_isend_irecv") for op in p2p_op_list]
-    letters = {
-        index: op.letter(communicator)
+    messages = {
+        index: op.message(communicator)
         for index, (op, communicator) in enumerate(zip(p2p_op_list, communicators, strict=True))
         if communicator.launches
     }
-    works = {index: op.start() for index, op in enumerate(p2p_op_list) if index not in letters}
-    works |= _launch(letters)
+    works = {index: op.start() for index, op in enumerate(p2p_op_list) if index not in messages}
+    works |= _launch(messages)
     return [works[index] for index in range(len(p2p_op_list))]
 
 
-def _launch(letters: dict[int, PeerMessage]) -> dict[int, Work]:
+def _launch(messages: dict[int, PeerMessage]) -> dict[int, Work]:
     """The Works of messages between devices, under the same keys."""
-    keys, in_order = list(letters), list(letters.values())
+    keys, in_order = list(messages), list(messages.values())
     works: dict[int, Work] = {}
-    for launch in rounds(in_order):
-        work = exchange([in_order[index] for index in launch])
+    for launch in launches_of(in_order):
+        work = launch_batch([in_order[index] for index in launch])
         for index in launch:
-            letter = in_order[index]
+            message = in_order[index]
             works[keys[index]] = (
                 work.part("isend", [], None)
-                if letter.is_send
-                else work.part("irecv", [letter.tensor], letter.peer)
+                if message.is_send
+                else work.part("irecv", [message.tensor], message.peer)
             )
     return works

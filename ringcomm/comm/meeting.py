@@ -42,18 +42,18 @@ def meet(
         RingcommError: as :meth:`Communicator.from_store`; peers that wait were told.
     """
     meeting = rendezvous_of(membership)
-    exchange = Rendezvous(meeting)
+    rendezvous = Rendezvous(meeting)
     core: _native.Comm | None = None
     try:
         heap = process_heap(heap_bytes)
         core = _make_core(heap, membership)
-        handles = exchange.handles(_handle(heap, core, membership))
+        handles = rendezvous.handles(_handle(heap, core, membership))
         heaps = tuple(map_heap(handle, heap, meeting.operation) for handle in handles)
         _connect(core, handles, heaps, meeting.operation)
-        exchange.confirm(handles)
+        rendezvous.confirm(handles)
         _activate(core, meeting.operation)
     except BaseException as error:
-        exchange.fail(error)
+        rendezvous.fail(error)
         if core is not None:
             # A peer may have seen all ranks ready: it shall not wait for this one.
             core.abort(f"rendezvous failed: {error}")

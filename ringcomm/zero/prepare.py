@@ -134,7 +134,7 @@ def materialize(
     units: Sequence[Unit],
     device: torch.device,
     init: Initialize | None,
-    before: Rollback,
+    rollback: Rollback,
 ) -> None:
     """Gives a unit's meta tensors memory on ``device`` and values.
 
@@ -143,7 +143,7 @@ def materialize(
         units: all units.
         device: of the communicator.
         init: see ``shard()``.
-        before: learns how to undo it.
+        rollback: learns how to undo it.
 
     Raises:
         ArgumentError: a module has no ``reset_parameters()`` and ``init`` is None.
@@ -157,17 +157,17 @@ def materialize(
             if param is None:
                 continue
             if is_meta(param):
-                _give_memory(param, device, before)
+                _give_memory(param, device, rollback)
             else:
-                before.keep_values(param)
+                rollback.keep_values(param)
         for key, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if is_meta(buffer):
-                before.keep_entry(module._buffers, key)
+                rollback.keep_entry(module._buffers, key)
                 module._buffers[key] = torch.empty_like(buffer, device=device)
             else:
-                before.keep_values(buffer)
+                rollback.keep_values(buffer)
         if init is not None:
             init(module)
         elif hasattr(module, "reset_parameters"):
@@ -179,11 +179,11 @@ def materialize(
             )
 
 
-def _give_memory(param: nn.Parameter, device: torch.device, before: Rollback) -> None:
+def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback) -> None:
     # In place, since optimizers and other modules know the parameter by its identity.
     other = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
     torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
-    before.call(torch.utils.swap_tensors, param, other)
+    rollback.call(torch.utils.swap_tensors, param, other)
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
@@ -218,20 +218,20 @@ def make_bucket(
     return bucket
 
 
-def move_in(parts: EngineParts, init: Initialize | None, before: Rollback) -> None:
+def move_in(parts: EngineParts, init: Initialize | None, rollback: Rollback) -> None:
     """Fills the buckets, a unit at a time: what was on the meta device gets memory; collective.
 
     Args:
         parts: with empty buckets.
         init: see ``shard()``.
-        before: learns how to undo it.
+        rollback: learns how to undo it.
     """
     units = parts.units
     # Inner units first: what they share with others belongs to a unit around them, and is
     # initialised by their modules.
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
-        materialize(units[number], units, parts.comm.device, init, before)
-        values = _values(parts, units[number], before)
+        materialize(units[number], units, parts.comm.device, init, rollback)
+        values = _values(parts, units[number], rollback)
         kinds = (parts.plan, parts.stored), (parts.frozen, parts.stored_frozen)
         for plan, stored in kinds:
             for bucket, of in zip(stored, plan.unit_of, strict=True):
@@ -245,7 +245,7 @@ def _depth(unit: Unit) -> int:
     return unit.name.count(".") + bool(unit.name)
 
 
-def _values(parts: EngineParts, unit: Unit, before: Rollback) -> dict[int, Tensor]:
+def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Tensor]:
     """By ``id`` of each parameter of a unit that moves: what its bucket takes."""
     comm, broadcast = parts.comm, parts.options.broadcast
     takes = broadcast and comm.rank != 0
@@ -254,37 +254,37 @@ def _values(parts: EngineParts, unit: Unit, before: Rollback) -> dict[int, Tenso
     for param in unit.params.values():
         value = param.detach()
         if id(param) in moves:
-            before.keep_data(param)
+            rollback.keep_data(param)
             # What is kept must not be written to.
             values[id(param)] = value = value.clone() if takes else value
         elif takes:
-            before.keep_values(param)
+            rollback.keep_values(param)
         if broadcast:
             comm.broadcast(value, 0)
     return values
 
 
-def settle_rest(parts: EngineParts, before: Rollback) -> None:
+def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     """Buffers, and parameters that have no bucket: those of rank 0, cast; collective.
 
     Args:
         parts: after :func:`move_in`.
-        before: learns how to undo it.
+        rollback: learns how to undo it.
     """
     comm, options = parts.comm, parts.options
     precision = options.precision
     placed = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
     for param in parts.module.parameters():
         if id(param) not in placed and precision.param and param.dtype in DTYPE_NAMES:
-            before.keep_data(param)
+            rollback.keep_data(param)
             param.data = param.to(precision.param)
-    # By id of what it was, which ``before`` keeps: several modules may have one buffer.
+    # By id of what it was, which ``rollback`` keeps: several modules may have one buffer.
     settled: dict[int, Tensor] = {}
     for owner in parts.module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
-            before.keep_entry(owner._buffers, name)
+            rollback.keep_entry(owner._buffers, name)
             was = id(buffer)
             if was in settled:
                 owner._buffers[name] = settled[was]
@@ -294,7 +294,7 @@ def settle_rest(parts: EngineParts, before: Rollback) -> None:
                 buffer = owner._buffers[name] = buffer.contiguous()
             if options.broadcast and buffer.numel():
                 if comm.rank != 0:
-                    before.keep_values(buffer)
+                    rollback.keep_values(buffer)
                 comm.broadcast(buffer, 0)
             if precision.buffer is not None and buffer.is_floating_point():
                 buffer = owner._buffers[name] = buffer.to(precision.buffer)

@@ -122,12 +122,12 @@ def shard(
         )
     frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
     _check_same(ranks, stage, plan, frozen, options)
-    before = Rollback(module)
+    rollback = Rollback(module)
     stored: list[ParamBucket] = []
     stored_frozen: list[ParamBucket] = []
     options = _resolved(options, ranks)
-    with before.put_back_on_failure():
-        turn = _join(ranks, before) if stage > 1 else 0
+    with rollback.put_back_on_failure():
+        turn = _join(ranks, rollback) if stage > 1 else 0
         parts = EngineParts(
             module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn
         )
@@ -137,12 +137,12 @@ def shard(
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
                 for number in range(len(kind.unit_of)):
                     buckets.append(make_bucket(ranks, stage, kind, number, kind is plan))
-                    before.call(buckets[-1].give_back)
-        move_in(parts, init, before)
-        settle_rest(parts, before)
+                    rollback.call(buckets[-1].give_back)
+        move_in(parts, init, rollback)
+        settle_rest(parts, rollback)
         # At its end all chunks are written.
         with all_or_none(ranks, "shard"):
-            _attach(parts, before)
+            _attach(parts, rollback)
     if not ranks.launches:
         keep_freed_memory()
     return returned
@@ -169,13 +169,13 @@ def forget_engine(module: nn.Module) -> None:
     object.__delattr__(module, _ENGINE)
 
 
-def _attach(parts: EngineParts, before: Rollback) -> None:
+def _attach(parts: EngineParts, rollback: Rollback) -> None:
     """The engine, and all hooks."""
     engine = ShardEngine(parts)
-    before.call(engine.close)
+    rollback.call(engine.close)
     place_params(engine)
     object.__setattr__(parts.module, _ENGINE, engine)
-    before.call(forget_engine, parts.module)
+    rollback.call(forget_engine, parts.module)
     hook_modules(engine, parts.module)
 
 
@@ -197,11 +197,11 @@ def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
     return found
 
 
-def _join(comm: Communicator, before: Rollback) -> int:
+def _join(comm: Communicator, rollback: Rollback) -> int:
     """The module's number among those that the communicator reduces for; collective."""
     order = module_order(comm)
     number = order.join()
-    before.call(order.leave, number)
+    rollback.call(order.leave, number)
     return number
 
 

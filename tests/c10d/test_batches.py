@@ -56,7 +56,7 @@ def test_a_bracket_is_opened_and_closed_once():
     assert group._end_coalescing(device).wait()
 
 
-def letters(noted: NotedGroup) -> list[tuple[list[int], list[int], int]]:
+def messages(noted: NotedGroup) -> list[tuple[list[int], list[int], int]]:
     """Sizes sent and received, and the tag, of each launch."""
     found = []
     for name, (sends, receives, tag) in noted.devices[0].calls:
@@ -77,7 +77,7 @@ def test_more_messages_between_two_ranks_go_in_later_rounds():
     group.recv([on_device(7)], 0, 0)
     group._end_coalescing(device)
     # The third and fourth go to other ranks: they need not follow the first.
-    assert letters(noted) == [([1, 3], [6], 0), ([4], [], 8), ([2], [7], 0), ([5], [], 0)]
+    assert messages(noted) == [([1, 3], [6], 0), ([4], [], 8), ([2], [7], 0), ([5], [], 0)]
 
 
 def test_launches_of_one_round_go_in_the_order_of_their_tags():
@@ -86,7 +86,7 @@ def test_launches_of_one_round_go_in_the_order_of_their_tags():
     for size, peer, tag in ((1, 0, 9), (2, 2, 3), (3, 3, 6)):
         noted.group.send([on_device(size)], peer, tag)
     noted.group._end_coalescing(torch.device("cuda:0"))
-    assert [tag for _, _, tag in letters(noted)] == [3, 6, 9]
+    assert [tag for _, _, tag in messages(noted)] == [3, 6, 9]
 
 
 def test_a_failed_batch_leaves_no_bracket_open():
@@ -98,7 +98,7 @@ def test_a_failed_batch_leaves_no_bracket_open():
     works = noted.group.exchange(
         [message(dist.isend, noted, on_device(2)), message(dist.irecv, noted, on_device(3))]
     )
-    assert works.wait() and letters(noted) == [([2], [3], 0)]
+    assert works.wait() and messages(noted) == [([2], [3], 0)]
 
 
 def message(op: Callable[..., Any], noted: NotedGroup, tensor: torch.Tensor) -> Any:

@@ -223,31 +223,31 @@ class DeviceCommunicator(DeviceMessages, Communicator):
                 f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
                 f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
             )
-        exchange = Rendezvous(meeting)
+        rendezvous = Rendezvous(meeting)
         core: DeviceCore | None = None
         stay = lifecycle.begin_stay()
         try:
             lifecycle.reclaim()
             heap = device_heap(device, heap_bytes)
-            places = _places(exchange, meeting, heap, stay)
+            places = _places(rendezvous, meeting, heap, stay)
             chosen = plan(_topology(places), [place.uuid for place in places])
             channels = _channels(membership, places)
             _preload(heap)
             core = DeviceCore(heap, membership, channels, chosen.algorithm, stay)
             core.native.limit_message_channels(_message_channels(places, channels))
-            handles = _handles(exchange, meeting, core, places)
+            handles = _handles(rendezvous, meeting, core, places)
             mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
             core.reach(handles, mapped)
             links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
             proof_s = min(LINK_PROOF_S, meeting.timeout_s)
             deadline = time.monotonic() + proof_s
-            prove_links(links, meeting.operation, deadline, proof_s, exchange.look_for_failures)
+            prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
             core.connect(chosen.rings)
             communicator = cls._join(membership, core, handles, mapped)
-            exchange.confirm()
+            rendezvous.confirm()
             core.activate()
         except BaseException as error:
-            exchange.fail(error)
+            rendezvous.fail(error)
             if core is not None:
                 # A peer may have seen all ranks ready: it shall not wait for this one.
                 core.abort(f"rendezvous failed: {error}")
@@ -308,7 +308,7 @@ def _preload(heap: DeviceHeap) -> None:
 
 
 def _places(
-    exchange: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int
+    rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int
 ) -> list[_RankPlace]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all: in different containers they may see different GPUs, and
@@ -317,7 +317,7 @@ def _places(
     mine = _RankPlace(
         os.getpid(), stay, identity.uuid, heap.runtime.kind, identity.multiprocessors, topology
     )
-    texts = exchange.everyone("place", asdict(mine))
+    texts = rendezvous.everyone("place", asdict(mine))
     operation = meeting.operation
     places = [_RankPlace.from_json(text, rank, operation) for rank, text in enumerate(texts)]
     for rank, place in enumerate(places):
@@ -374,12 +374,12 @@ def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
 
 
 def _handles(
-    exchange: Rendezvous, meeting: Meeting, core: DeviceCore, places: Sequence[_RankPlace]
+    rendezvous: Rendezvous, meeting: Meeting, core: DeviceCore, places: Sequence[_RankPlace]
 ) -> list[DeviceHandle]:
     core.announce([Peer.of(place.pid, place.stay) for place in places])
     recorder = core.recorder.address if core.recorder is not None else None
     mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
-    texts = exchange.everyone("heap", asdict(mine))
+    texts = rendezvous.everyone("heap", asdict(mine))
     operation = meeting.operation
     handles = [DeviceHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
     try:

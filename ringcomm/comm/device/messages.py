@@ -47,8 +47,8 @@ class PeerMessage(NamedTuple):
     is_send: bool
 
 
-def rounds(letters: Sequence[PeerMessage]) -> list[list[int]]:
-    """The launches that carry ``letters``, in their order, each as indices into ``letters``.
+def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
+    """The launches that carry ``messages``, in their order, each as indices into ``messages``.
 
     A launch carries messages of one communicator and tag, at most one each way with a rank.
     Further messages between two ranks follow in later launches, in the order of the batch, which
@@ -57,32 +57,32 @@ def rounds(letters: Sequence[PeerMessage]) -> list[list[int]]:
     """
     turns: Counter[tuple[int, int, bool]] = Counter()
     launches: dict[tuple[int, int, int], list[int]] = {}
-    for index, letter in enumerate(letters):
-        one_way = (id(letter.communicator), letter.peer, letter.is_send)
-        launch = (turns[one_way], letter.tag, id(letter.communicator))
+    for index, message in enumerate(messages):
+        one_way = (id(message.communicator), message.peer, message.is_send)
+        launch = (turns[one_way], message.tag, id(message.communicator))
         launches.setdefault(launch, []).append(index)
         turns[one_way] += 1
 
     def place(launch: tuple[int, int, int]) -> tuple[int, int, str]:
         turn, tag, _ = launch
-        return turn, tag, letters[launches[launch][0]].communicator.name
+        return turn, tag, messages[launches[launch][0]].communicator.name
 
     return [launches[launch] for launch in sorted(launches, key=place)]
 
 
-def exchange(letters: Sequence[PeerMessage]) -> DeviceWork:
-    """Launches what :func:`rounds` has put together.
+def launch_batch(messages: Sequence[PeerMessage]) -> DeviceWork:
+    """Launches what :func:`launches_of` has put together.
 
     Raises:
         ArgumentError: bad argument; none of these messages was sent.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     # A communicator on a device has this method, one on the host does not.
-    communicator = cast(Any, letters[0].communicator)
+    communicator = cast(Any, messages[0].communicator)
     work: DeviceWork = communicator.exchange_messages(
-        [(letter.tensor, letter.peer) for letter in letters if letter.is_send],
-        [(letter.tensor, letter.peer) for letter in letters if not letter.is_send],
-        letters[0].tag,
+        [(message.tensor, message.peer) for message in messages if message.is_send],
+        [(message.tensor, message.peer) for message in messages if not message.is_send],
+        messages[0].tag,
     )
     return work
 
@@ -121,12 +121,12 @@ class DeviceMessages(DeviceCallEngine, Messages):
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """As :meth:`send`; the current stream goes on until ``Work.wait()``."""
-        self.check_letter("isend", tensor, dst, tag, write=False)
+        self.check_message("isend", tensor, dst, tag, write=False)
         return self._post("isend", [(tensor, dst)], [], tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         """As :meth:`recv`; the tensor is filled for who waits for the Work."""
-        peer = self.check_letter("irecv", tensor, src, tag, write=True)
+        peer = self.check_message("irecv", tensor, src, tag, write=True)
         return self._post("irecv", [], [(tensor, peer)], tag, source=peer)
 
     def exchange_messages(
@@ -144,17 +144,17 @@ class DeviceMessages(DeviceCallEngine, Messages):
             RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
         """
         name = "exchange_messages"
-        for letters, write in ((sends, False), (receives, True)):
-            peers = [peer for _, peer in letters]
+        for messages, write in ((sends, False), (receives, True)):
+            peers = [peer for _, peer in messages]
             if len(set(peers)) != len(peers):
                 self._checks(name).fail(
                     f"expected at most one message each way with a rank, got ranks {peers}"
                 )
-            for tensor, peer in letters:
-                self.check_letter(name, tensor, peer, tag, write=write)
+            for tensor, peer in messages:
+                self.check_message(name, tensor, peer, tag, write=write)
         return self._post(name, list(sends), list(receives), tag)
 
-    def check_letter(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
+    def check_message(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
         """Raises what :meth:`isend`, or to ``write`` :meth:`irecv` would; returns the peer."""
         checks = self._checks(op)
         if write and peer is None:
@@ -226,10 +226,10 @@ class DeviceMessages(DeviceCallEngine, Messages):
         finally:
             self._sends_alone = False
 
-    def _spans(self, letters: list[TensorAndPeer]) -> tuple[list[int], list[int], int]:
+    def _spans(self, messages: list[TensorAndPeer]) -> tuple[list[int], list[int], int]:
         """Addresses and sizes by rank, and the ranks that have one as bits."""
         ptrs, sizes, ranks = [0] * self._world_size, [0] * self._world_size, 0
-        for tensor, peer in letters:
+        for tensor, peer in messages:
             ptrs[peer], sizes[peer] = tensor.data_ptr(), size_bytes(tensor)
             ranks |= 1 << peer
         return ptrs, sizes, ranks

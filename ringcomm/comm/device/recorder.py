@@ -149,8 +149,8 @@ class DeviceRecorder:
             return 0
         way = "send" if own["waiting_for"] == "consumed" else "recv"
         meant = (way, peer, own["my_call"][3])  # the tag stands where others have the root
-        letters = self._read(self._rank, MESSAGES)
-        found = [each for each in letters if (each.collective, each.peer, each.root) == meant]
+        messages = self._read(self._rank, MESSAGES)
+        found = [each for each in messages if (each.collective, each.peer, each.root) == meant]
         if len(found) == 1:
             self.native.seen_failed(MESSAGES, found[0].number, status, peer)
         return _number_of(found)

@@ -117,8 +117,8 @@ def test_exchange_messages_waits_for_none_of_its_own(devices):
         # One direction alone, and nothing at all.
         if comm.rank < 2:
             tensor = _filled(comm, 5, comm.rank)
-            letters = [(tensor, 1 - comm.rank)]
-            sends, receives = (letters, []) if comm.rank == 0 else ([], letters)
+            messages = [(tensor, 1 - comm.rank)]
+            sends, receives = (messages, []) if comm.rank == 0 else ([], messages)
             comm.exchange_messages(sends, receives).wait()
             assert torch.equal(on_host(tensor), torch.zeros(5))
         comm.exchange_messages([], []).wait()
