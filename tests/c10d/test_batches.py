@@ -94,8 +94,8 @@ def test_a_failed_batch_leaves_no_bracket_open():
     bad = NotedGroup(Communicators)
     for _ in range(2):
         with pytest.raises(ArgumentError, match="got one on meta"):
-            bad.group.exchange([message(dist.isend, bad, torch.empty(1, device="meta"))])
-    works = noted.group.exchange(
+            bad.group.batch([message(dist.isend, bad, torch.empty(1, device="meta"))])
+    works = noted.group.batch(
         [message(dist.isend, noted, on_device(2)), message(dist.irecv, noted, on_device(3))]
     )
     assert works.wait() and messages(noted) == [([2], [3], 0)]

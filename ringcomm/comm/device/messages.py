@@ -18,7 +18,7 @@ from ringcomm.comm.work import Work
 from ringcomm.cuda.runtime import Stream
 from ringcomm.errors import UnsupportedError, where
 
-__all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "exchange", "rounds"]
+__all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "launch_batch", "launches_of"]
 
 Tensor = torch.Tensor
 # Point-to-point calls on a device.
