@@ -15,9 +15,12 @@ from ringcomm import _native
 from ringcomm.comm.arguments import SUM, CallChecks
 from ringcomm.comm.calls import Call, Membership
 from ringcomm.comm.collectives import Exchanges, Gathers, Reductions
+from ringcomm.comm.device.meeting import meet_on_device
+from ringcomm.comm.device.messages import DeviceMessages
 from ringcomm.comm.meeting import meet
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.options import CommOptions
+from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError
@@ -231,9 +234,6 @@ class Communicator(Coalesced, Exchanges, Messages):
         index = find_device(device, f"communicator {name!r}")
         if index is None:
             return cls._meet(membership, heap_bytes)
-        # Not at the top: that module is built on this one.
-        from ringcomm.comm.device.communicator import DeviceCommunicator
-
         return DeviceCommunicator._meet_on(membership, index, heap_bytes)
 
     @property
@@ -359,6 +359,38 @@ class Communicator(Coalesced, Exchanges, Messages):
             # Peers may wait for a call that this rank will not make any more.
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+
+class DeviceCommunicator(DeviceMessages, Communicator):
+    """A :class:`Communicator` whose tensors are on one device of this rank."""
+
+    _device_index: int
+    _plan: TopologyPlan
+    _multiprocessors: int
+
+    @property
+    def plan(self) -> TopologyPlan:
+        """The algorithm and the rings that "auto" and "ring" use, and why."""
+        return self._plan
+
+    @property
+    def heap_device(self) -> torch.device:
+        return torch.device("cuda", self._device_index)
+
+    @classmethod
+    def _meet_on(
+        cls, membership: Membership, device: int, heap_bytes: int | None = None
+    ) -> DeviceCommunicator:
+        """Rendezvous of the members, each with its device."""
+        met = meet_on_device(membership, device, heap_bytes, cls)
+        communicator = met.communicator
+        communicator._device_index = device
+        communicator._plan = met.plan
+        communicator._multiprocessors = met.multiprocessors
+        return communicator
+
+    def _rebuild(self, membership: Membership) -> Communicator:
+        return self._meet_on(membership, self._device_index)
 
 
 def _options(options: CommOptions | None, timeout: timedelta | float | None) -> CommOptions:

@@ -17,8 +17,7 @@ from triton.runtime import JITFunction
 from ringcomm import _native, memory
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, interpreting, lives
-from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.communicator import DeviceCommunicator
+from ringcomm.comm.communicator import Communicator, DeviceCommunicator
 from ringcomm.comm.triton import ONE_RANK
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
 

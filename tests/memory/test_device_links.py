@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ringcomm import cuda
-from ringcomm.comm.device.communicator import LINE_BYTES, Links, prove_links
+from ringcomm.comm.device.meeting import LINE_BYTES, Links, prove_links
 from ringcomm.errors import RendezvousError
 from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import DeviceHeap

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from ringcomm import Communicator
-from ringcomm.comm.device.communicator import DeviceCommunicator
+from ringcomm.comm.communicator import DeviceCommunicator
 from tests.support.device_worlds import PACKET_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 

@@ -12,8 +12,8 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, LocalWorld, cuda
+from ringcomm.comm.communicator import DeviceCommunicator
 from ringcomm.comm.device import lifecycle
-from ringcomm.comm.device.communicator import DeviceCommunicator
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import BLOCK_ALIGN

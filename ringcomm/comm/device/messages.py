@@ -10,7 +10,7 @@ import torch
 
 from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
 from ringcomm.comm.calls import Call
-from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
 from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
 from ringcomm.comm.messages import Messages
@@ -40,7 +40,7 @@ TensorAndPeer = tuple[Tensor, int]
 class PeerMessage(NamedTuple):
     """One message of a batch; ``communicator`` is on a device, ``peer`` one of its ranks."""
 
-    communicator: Communicator
+    communicator: CallEngine
     tensor: Tensor
     peer: int
     tag: int

@@ -8,8 +8,8 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import Communicator, HeapError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.comm.device import communicator
-from ringcomm.comm.device.communicator import prove_links
+from ringcomm.comm.device import meeting
+from ringcomm.comm.device.meeting import prove_links
 from ringcomm.memory.device_peers import map_device_heap
 from tests.comm.device.conftest import require
 from tests.support.device_worlds import OPTIONS, Devices, with_options
@@ -92,8 +92,8 @@ def test_a_rank_that_fails_when_its_peers_have_mapped_it(emulated, monkeypatch):
         peers_prove.wait(OPTIONS.timeout_s)
         prove_links(*args)
 
-    monkeypatch.setattr(communicator, "map_device_heap", maps)
-    monkeypatch.setattr(communicator, "prove_links", proves)
+    monkeypatch.setattr(meeting, "map_device_heap", maps)
+    monkeypatch.setattr(meeting, "prove_links", proves)
     started = time.monotonic()
     errors = _errors(3)
     assert time.monotonic() - started < OPTIONS.timeout_s / 2

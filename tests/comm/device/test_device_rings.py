@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringcomm.comm.device import communicator
+from ringcomm.comm.device import meeting
 from ringcomm.comm.topology import plan
 from tests.support.device_checks import Case, check_all_gather, check_all_reduce
 from tests.support.device_checks import check_reduce_scatter as check_reduce_scatter_tensor
@@ -29,7 +29,7 @@ def plan_with(monkeypatch):
         def planned(*args):
             return replace(usual(*args), rings=rings, algorithm=algorithm)
 
-        monkeypatch.setattr(communicator, "plan", planned)
+        monkeypatch.setattr(meeting, "plan", planned)
 
     return use
 

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 import ringcomm
 from ringcomm import AbortedError, CommOptions, Communicator, MismatchError, RingcommError
 from ringcomm.comm import engine
-from ringcomm.comm.device import communicator, core, lifecycle
+from ringcomm.comm.device import core, lifecycle, meeting
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.memory.device_heap import close_heaps, device_heap
 from ringcomm.rendezvous import handles
@@ -306,7 +306,7 @@ def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.Mo
             all_have_read.wait(LONG_S)
         check(meeting, mine, theirs, rank)
 
-    monkeypatch.setattr(communicator, "check_agreement", checks)
+    monkeypatch.setattr(meeting, "check_agreement", checks)
 
     def body(rank: int) -> None:
         options = CommOptions(segment_bytes=4096 if rank else 8192, channels=2)

@@ -1,4 +1,4 @@
-"""The communicator of ranks on devices: how it is built, and how its links are proved."""
+"""How ranks on devices meet: their places, the plan for them, and a proof of every link."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from ringcomm import _native
 from ringcomm.comm.calls import Membership
-from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
-from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.device.sharing import Blocks, joint_launch_of, order_of
+from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
 from ringcomm.comm.meeting import rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
 from ringcomm.comm.topology.nvml import read_machine
@@ -37,15 +33,9 @@ from ringcomm.memory.device_peers import (
 )
 from ringcomm.rendezvous.handles import Meeting, Rendezvous, check_agreement
 
-__all__ = [
-    "FIRST_POLL_S",
-    "LAST_POLL_S",
-    "LINE_BYTES",
-    "WORD_BYTES",
-    "DeviceCommunicator",
-    "Links",
-    "prove_links",
-]
+__all__ = ["Links", "Met", "meet_on_device", "prove_links"]
+
+C = TypeVar("C")
 
 # Proves the links between the ranks' devices before anything relies on them.
 #
@@ -153,8 +143,6 @@ def _broken_link(
     )
 
 
-# The communicator of ranks on devices: how it is built.
-
 # Blocks per collective of a rank with a GPU of its own: they must fill its links and leave the rest
 # of the multiprocessors to the model. A choice, not swept.
 CHANNELS_ALONE = 32
@@ -193,107 +181,111 @@ class _RankPlace:
         return cls(**values)
 
 
-class DeviceCommunicator(DeviceMessages, Communicator):
-    """A :class:`Communicator` whose tensors are on one device of this rank."""
+@dataclass(frozen=True)
+class Met(Generic[C]):
+    """A communicator whose ranks have met.
 
-    _device_index: int
-    _plan: TopologyPlan
-    # Multiprocessors for the kernels of each rank, which run beside those of the ranks that share
-    # its device; equal on all ranks.
-    _multiprocessors: int
+    Attributes:
+        communicator: this rank's.
+        plan: the algorithm and the rings of the world.
+        multiprocessors: for the kernels of each rank, which run beside those of the ranks that
+            share its device; equal on all ranks.
+    """
 
-    @property
-    def plan(self) -> TopologyPlan:
-        """The algorithm and the rings that "auto" and "ring" use, and why."""
-        return self._plan
+    communicator: C
+    plan: TopologyPlan
+    multiprocessors: int
 
-    @property
-    def heap_device(self) -> torch.device:
-        return torch.device("cuda", self._device_index)
 
-    @classmethod
-    def _meet_on(
-        cls, membership: Membership, device: int, heap_bytes: int | None = None
-    ) -> DeviceCommunicator:
-        """Rendezvous of the members, each with its device."""
-        world_size = len(membership.ranks)
-        meeting = rendezvous_of(membership)
-        if world_size > _native.MAX_DEVICE_WORLD:
-            raise UnsupportedError(
-                f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
-                f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
-            )
-        rendezvous = Rendezvous(meeting)
-        core: DeviceCore | None = None
-        stay = lifecycle.begin_stay()
-        try:
-            lifecycle.reclaim()
-            heap = device_heap(device, heap_bytes)
-            places = _places(rendezvous, meeting, heap, stay)
-            chosen = plan(_topology(places), [place.uuid for place in places])
-            channels = _channels(membership, places)
-            _preload(heap)
-            core = DeviceCore(heap, membership, channels, chosen.algorithm, stay)
-            core.native.limit_message_channels(_message_channels(places, channels))
-            handles = _handles(rendezvous, meeting, core, places)
-            mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
-            core.reach(handles, mapped)
-            links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
-            proof_s = min(LINK_PROOF_S, meeting.timeout_s)
-            deadline = time.monotonic() + proof_s
-            prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
-            core.connect(chosen.rings)
-            communicator = cls._join(membership, core, handles, mapped)
-            rendezvous.confirm()
-            core.activate()
-        except BaseException as error:
-            rendezvous.fail(error)
-            if core is not None:
-                # A peer may have seen all ranks ready: it shall not wait for this one.
-                core.abort(f"rendezvous failed: {error}")
-                core.close()
-            lifecycle.end_stay(stay)
-            raise
-        communicator._device_index = device
-        communicator._plan = chosen
-        communicator._multiprocessors = max(1, min(_shares(places)))
-        return communicator
+def meet_on_device(
+    membership: Membership, device: int, heap_bytes: int | None, build: Callable[..., C]
+) -> Met[C]:
+    """Rendezvous of the members of a communicator, each with its device.
 
-    @classmethod
-    def _join(
-        cls,
-        membership: Membership,
-        core: DeviceCore,
-        handles: Sequence[DeviceHandle],
-        mapped: Sequence[MappedDeviceHeap],
-    ) -> DeviceCommunicator:
-        """With the ranks that share this process and device, and with its other communicators."""
-        heap = core.heap
-        local = [rank for rank, each in enumerate(mapped) if each.heap is heap]
-        operation = f"communicator {membership.name!r}"
-        if len(local) > _native.MAX_RANKS_PER_LAUNCH:
-            raise UnsupportedError(
-                f"{operation}: {len(local)} ranks of this process share device {core.device}, and "
-                f"one launch carries at most {_native.MAX_RANKS_PER_LAUNCH}. Use fewer ranks, more "
-                "devices, or processes"
-            )
-        runtime = heap.runtime
-        identity = runtime.identity(core.device)
-        kernel = runtime.find_kernel(core.device, *_largest_kernel())
-        capacity = kernel.blocks_per_multiprocessor * identity.multiprocessors
-        order = order_of(runtime, core.device)
-        meeting = None
-        if len(local) > 1:
-            proofs = [handles[rank].proof for rank in local]
-            meeting = joint_launch_of(runtime, core.device, local, proofs, order)
-        # Every rank may have a send and a receive under way.
-        messages = 2 * core.native.message_channels * len(local)
-        blocks = Blocks(core.native.channels * len(local), messages)
-        order.join(meeting or core, blocks, capacity, operation)
-        return cls(core, membership, order, meeting)
+    Args:
+        membership: of the communicator; its store is where the members meet.
+        device: this rank's, as an ordinal of this process.
+        heap_bytes: capacity of the device's heap, if this is its first use.
+        build: makes the communicator of a core, the membership, the order of the device's kernels
+            and, where ranks share process and device, of what launches for all of them.
 
-    def _rebuild(self, membership: Membership) -> Communicator:
-        return self._meet_on(membership, self._device_index)
+    Raises:
+        RendezvousError: a rank is missing or failed; named.
+        MismatchError: the ranks disagree.
+        UnsupportedError: too many ranks, or devices that cannot reach each other.
+        HeapError: no room for the heap or the communicator's region in it.
+    """
+    world_size = len(membership.ranks)
+    meeting = rendezvous_of(membership)
+    if world_size > _native.MAX_DEVICE_WORLD:
+        raise UnsupportedError(
+            f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
+            f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
+        )
+    rendezvous = Rendezvous(meeting)
+    core: DeviceCore | None = None
+    stay = lifecycle.begin_stay()
+    try:
+        lifecycle.reclaim()
+        heap = device_heap(device, heap_bytes)
+        places = _places(rendezvous, meeting, heap, stay)
+        chosen = plan(_topology(places), [place.uuid for place in places])
+        channels = _channels(membership, places)
+        _preload(heap)
+        core = DeviceCore(heap, membership, channels, chosen.algorithm, stay)
+        core.native.limit_message_channels(_message_channels(places, channels))
+        handles = _handles(rendezvous, meeting, core, places)
+        mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
+        core.reach(handles, mapped)
+        links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
+        proof_s = min(LINK_PROOF_S, meeting.timeout_s)
+        deadline = time.monotonic() + proof_s
+        prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
+        core.connect(chosen.rings)
+        communicator = build(core, membership, *_join(membership, core, handles, mapped))
+        rendezvous.confirm()
+        core.activate()
+    except BaseException as error:
+        rendezvous.fail(error)
+        if core is not None:
+            # A peer may have seen all ranks ready: it shall not wait for this one.
+            core.abort(f"rendezvous failed: {error}")
+            core.close()
+        lifecycle.end_stay(stay)
+        raise
+    return Met(communicator, chosen, max(1, min(_shares(places))))
+
+
+def _join(
+    membership: Membership,
+    core: DeviceCore,
+    handles: Sequence[DeviceHandle],
+    mapped: Sequence[MappedDeviceHeap],
+) -> tuple[DeviceOrder, JointLaunch | None]:
+    """Joins the ranks that share this process and device, and the device's other communicators."""
+    heap = core.heap
+    local = [rank for rank, each in enumerate(mapped) if each.heap is heap]
+    operation = f"communicator {membership.name!r}"
+    if len(local) > _native.MAX_RANKS_PER_LAUNCH:
+        raise UnsupportedError(
+            f"{operation}: {len(local)} ranks of this process share device {core.device}, and "
+            f"one launch carries at most {_native.MAX_RANKS_PER_LAUNCH}. Use fewer ranks, more "
+            "devices, or processes"
+        )
+    runtime = heap.runtime
+    identity = runtime.identity(core.device)
+    kernel = runtime.find_kernel(core.device, *_largest_kernel())
+    capacity = kernel.blocks_per_multiprocessor * identity.multiprocessors
+    order = order_of(runtime, core.device)
+    joint = None
+    if len(local) > 1:
+        proofs = [handles[rank].proof for rank in local]
+        joint = joint_launch_of(runtime, core.device, local, proofs, order)
+    # Every rank may have a send and a receive under way.
+    messages = 2 * core.native.message_channels * len(local)
+    blocks = Blocks(core.native.channels * len(local), messages)
+    order.join(joint or core, blocks, capacity, operation)
+    return order, joint
 
 
 def _largest_kernel() -> tuple[str, str]:
