@@ -274,3 +274,120 @@ def test_comments_and_the_right_headers_are_not_reported(tmp_path):
     text = '// not threadIdx\n/* no\n torch */ #include "ringcomm/core/platform.h"\ne.release(1);\n'
     write(tmp_path, "kernels/include/ringcomm/collectives/ring.h", text)
     assert kernel_violations(tmp_path) == []
+
+
+# Ways into the package that are no part of its surface: the native module, and kernels/tl.
+PRIVATE_MODULES = {"_native", "_tl"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def package_of(relative: Path) -> str:
+    """The package whose private names a module may use: a folder of ringcomm, or bench."""
+    return "/".join(relative.parts[: 2 if relative.parts[0] == "ringcomm" else 1])
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private names that a module defines: functions, classes, variables, attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return {name for name in found if is_private(name)}
+
+
+def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and private name wherever it is taken of something other than self, or imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            of = node.value.id if isinstance(node.value, ast.Name) else ""
+            if of not in {"self", "cls", "torch"}:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ringcomm"):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+
+
+def privacy_violations(root: Path) -> list[str]:
+    """Uses of a private name that another package of the house defines, and the user's does not.
+
+    Private names of torch are none of them: tensors' ``_version``, say.
+    """
+    paths = [*sorted((root / "ringcomm").rglob("*.py")), *sorted((root / "bench").rglob("*.py"))]
+    trees = {path.relative_to(root): ast.parse(path.read_text()) for path in paths}
+    defined: dict[str, set[str]] = {}
+    for relative, tree in trees.items():
+        defined.setdefault(package_of(relative), set()).update(private_names(tree))
+    found = []
+    for relative, tree in trees.items():
+        own = package_of(relative)
+        others = {name for package, names in defined.items() if package != own for name in names}
+        others -= {"_version", *defined[own], *PRIVATE_MODULES}
+        found += [
+            f"{relative}:{line}: takes {name} from another package"
+            for line, name in private_uses(tree)
+            if name in others
+        ]
+    return found
+
+
+def import_circles(root: Path) -> list[list[str]]:
+    """Modules of ringcomm that import each other, at the top or later, each circle once."""
+    modules = {}
+    for path in (root / "ringcomm").rglob("*.py"):
+        relative = path.relative_to(root).with_suffix("")
+        modules[".".join(relative.parts).removesuffix(".__init__")] = path
+    imports: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        names = {name for _, name in imported_names(path.read_text(), package)}
+        targets = {name if name in modules else name.rpartition(".")[0] for name in names}
+        # A package's own module may import its modules: the package is then what users import.
+        imports[module] = {each for each in targets & set(modules) if each != module}
+    circles = []
+    done: set[str] = set()
+
+    def walk(module: str, way: list[str]) -> None:
+        if module in way:
+            circles.append([*way[way.index(module) :], module])
+        elif module not in done:
+            for each in sorted(imports[module]):
+                walk(each, [*way, module])
+            done.add(module)
+
+    for module in sorted(modules):
+        walk(module, [])
+    return circles
+
+
+def test_no_package_uses_private_names_of_another():
+    assert privacy_violations(ROOT) == []
+
+
+def test_no_modules_import_each_other():
+    assert import_circles(ROOT) == []
+
+
+def test_a_private_name_of_another_package_is_reported(tmp_path):
+    write(tmp_path, "ringcomm/comm/engine.py", "class E:\n    def _start(self): ...\n")
+    write(tmp_path, "ringcomm/comm/work.py", "def f(e): e._start()\n")
+    write(tmp_path, "ringcomm/zero/gather.py", "def f(e, t): e._start(t._version)\n")
+    write(tmp_path, "ringcomm/zero/own.py", "from ringcomm.comm.engine import _start\n")
+    assert [line.partition(": ")[0] for line in privacy_violations(tmp_path)] == [
+        "ringcomm/zero/gather.py:1",
+        "ringcomm/zero/own.py:1",
+    ]
+
+
+def test_a_circle_is_reported_and_a_package_that_names_its_modules_is_not(tmp_path):
+    write(tmp_path, "ringcomm/zero/__init__.py", "from ringcomm.zero.a import A\n")
+    write(tmp_path, "ringcomm/zero/a.py", "from ringcomm.zero.b import B\n")
+    write(tmp_path, "ringcomm/zero/b.py", "import os\n")
+    assert import_circles(tmp_path) == []
+    write(tmp_path, "ringcomm/zero/b.py", "def f():\n    from ringcomm.zero.a import A\n")
+    assert import_circles(tmp_path) == [["ringcomm.zero.a", "ringcomm.zero.b", "ringcomm.zero.a"]]

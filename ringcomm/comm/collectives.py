@@ -15,8 +15,6 @@ from ringcomm.comm.calls import Call
 from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.work import Work
 
-# The collectives that combine elements: all_reduce, reduce, reduce_scatter.
-#
 # NOTE [At once]
 #
 # The native module itself reads the tensors of the common call: plain CPU tensors and a plain op,
@@ -28,8 +26,10 @@ from ringcomm.comm.work import Work
 Tensor = torch.Tensor
 
 
-class Reductions(CallEngine):
-    """Reducing collectives of a communicator."""
+class Collectives(CallEngine):
+    """The collectives of a communicator: what each takes, what it checks, and its native call."""
+
+    # ---- those that combine elements: all_reduce, reduce, reduce_scatter ------------------------
 
     def all_reduce(
         self,
@@ -59,7 +59,7 @@ class Reductions(CallEngine):
                 return None
             if status > 0:
                 raise self._fault("all_reduce")
-        return self._start(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
+        return self.start_call(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
         """:meth:`all_reduce` where no more is to be asked, as NOTE [At once] says."""
@@ -73,11 +73,11 @@ class Reductions(CallEngine):
     def _all_reduce_call(
         self, tensor: Tensor, op: Any, algorithm: str, kernels: str | None = None
     ) -> Call:
-        checks = self._checks("all_reduce")
+        checks = self.checks("all_reduce")
         dtype = checks.output("tensor", tensor)
         reduction = checks.reduction(op, "tensor", tensor)
         algorithm_code = checks.algorithm(algorithm)
-        use = self._use(checks, kernels, algorithm, tensor.dtype, reduction)
+        use = self.use_kernels(checks, kernels, algorithm, tensor.dtype, reduction)
 
         def run(native: _native.Comm) -> int:
             dense = readable(tensor)
@@ -99,7 +99,7 @@ class Reductions(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("reduce")
+        checks = self.checks("reduce")
         dtype = checks.output("tensor", tensor)
         reduction = checks.reduction(op, "tensor", tensor)
         root = checks.peer("dst", dst)
@@ -114,7 +114,7 @@ class Reductions(CallEngine):
                 put_back(tensor, dense)
             return status
 
-        return self._start(Call("reduce", run, [tensor]), async_op)
+        return self.start_call(Call("reduce", run, [tensor]), async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -146,7 +146,7 @@ class Reductions(CallEngine):
                 return None
             if status > 0:
                 raise self._fault("reduce_scatter_tensor")
-        return self._start(
+        return self.start_call(
             self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
         )
 
@@ -167,7 +167,7 @@ class Reductions(CallEngine):
         algorithm: str,
         kernels: str | None = None,
     ) -> Call:
-        checks = self._checks("reduce_scatter_tensor")
+        checks = self.checks("reduce_scatter_tensor")
         dtype = checks.output("output", output)
         checks.tensor("input", input)
         checks.same_dtype("input", input, "output", output)
@@ -183,7 +183,7 @@ class Reductions(CallEngine):
         if out_ptr != in_ptr + self._rank * size_bytes(output):
             checks.apart("output", output, "input", input, "in place, output is input's own chunk")
 
-        use = self._use(checks, kernels, algorithm, input.dtype, reduction)
+        use = self.use_kernels(checks, kernels, algorithm, input.dtype, reduction)
 
         def run(native: _native.Comm) -> int:
             status: int = use(native).reduce_scatter(
@@ -215,7 +215,7 @@ class Reductions(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("reduce_scatter")
+        checks = self.checks("reduce_scatter")
         dtype = checks.output("output", output)
         inputs = checks.tensors("input_list", input_list, self._world_size)
         reduction = checks.reduction(op, "output", output)
@@ -240,14 +240,9 @@ class Reductions(CallEngine):
             put_back(output, dense)
             return status
 
-        return self._start(Call("reduce_scatter", run, [output]), async_op)
+        return self.start_call(Call("reduce_scatter", run, [output]), async_op)
 
-
-# The collectives that bring the tensors of all ranks together: all_gather and gather.
-
-
-class Gathers(CallEngine):
-    """Gathering collectives of a communicator."""
+    # ---- those that bring the tensors of all ranks together: all_gather, gather -----------------
 
     def all_gather_into_tensor(
         self,
@@ -278,7 +273,7 @@ class Gathers(CallEngine):
                 return None
             if status > 0:
                 raise self._fault("all_gather_into_tensor")
-        return self._start(self._all_gather_call(output, input, algorithm, kernels), async_op)
+        return self.start_call(self._all_gather_call(output, input, algorithm, kernels), async_op)
 
     def all_gather_at_once(self, output: Tensor, input: Tensor) -> bool:
         """:meth:`all_gather_into_tensor` where no more is to be asked, as NOTE [At once] says."""
@@ -292,7 +287,7 @@ class Gathers(CallEngine):
     def _all_gather_call(
         self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None
     ) -> Call:
-        checks = self._checks("all_gather_into_tensor")
+        checks = self.checks("all_gather_into_tensor")
         dtype = checks.tensor("input", input)
         checks.output("output", output)
         checks.same_dtype("output", output, "input", input)
@@ -306,7 +301,7 @@ class Gathers(CallEngine):
         if input.data_ptr() != output.data_ptr() + self._rank * in_bytes:
             checks.apart("input", input, "output", output, "in place, input is output's own chunk")
 
-        use = self._use(checks, kernels, algorithm, input.dtype)
+        use = self.use_kernels(checks, kernels, algorithm, input.dtype)
 
         def run(native: _native.Comm) -> int:
             status: int = use(native).all_gather(
@@ -331,10 +326,10 @@ class Gathers(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        return self._start(self._all_gather_list_call(tensor_list, tensor), async_op)
+        return self.start_call(self._all_gather_list_call(tensor_list, tensor), async_op)
 
     def _all_gather_list_call(self, tensor_list: list[Tensor], tensor: Tensor) -> Call:
-        checks = self._checks("all_gather")
+        checks = self.checks("all_gather")
         dtype = checks.tensor("tensor", tensor)
         outputs = checks.tensors("tensor_list", tensor_list, self._world_size, write=True)
         self._check_gathered(checks, "tensor_list", outputs, tensor)
@@ -387,7 +382,7 @@ class Gathers(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("gather")
+        checks = self.checks("gather")
         root = checks.peer("dst", dst)
         dtype = checks.tensor("tensor", tensor)
         outputs: list[Tensor] = []
@@ -410,14 +405,9 @@ class Gathers(CallEngine):
                 put_back(output, dense_output)
             return status
 
-        return self._start(Call("gather", run, outputs), async_op)
+        return self.start_call(Call("gather", run, outputs), async_op)
 
-
-# The collectives that hand data out or over: broadcast, scatter, all_to_all, barrier.
-
-
-class Exchanges(CallEngine):
-    """Collectives of a communicator that move data without combining it."""
+    # ---- those that hand data out or over: broadcast, scatter, all_to_all, barrier --------------
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """Gives every rank the ``tensor`` of rank ``src``, in place.
@@ -431,7 +421,7 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("broadcast")
+        checks = self.checks("broadcast")
         root = checks.peer("src", src)
         is_root = self._rank == root
         dtype = checks.tensor("tensor", tensor) if is_root else checks.output("tensor", tensor)
@@ -443,7 +433,7 @@ class Exchanges(CallEngine):
                 put_back(tensor, dense)
             return status
 
-        return self._start(Call("broadcast", run, [tensor]), async_op)
+        return self.start_call(Call("broadcast", run, [tensor]), async_op)
 
     def scatter(
         self,
@@ -465,7 +455,7 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("scatter")
+        checks = self.checks("scatter")
         root = checks.peer("src", src)
         dtype = checks.output("tensor", tensor)
         inputs: list[Tensor] = []
@@ -488,7 +478,7 @@ class Exchanges(CallEngine):
             put_back(tensor, dense)
             return status
 
-        return self._start(Call("scatter", run, [tensor]), async_op)
+        return self.start_call(Call("scatter", run, [tensor]), async_op)
 
     def all_to_all(
         self,
@@ -508,7 +498,7 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("all_to_all")
+        checks = self.checks("all_to_all")
         outputs = checks.tensors(
             "output_tensor_list", output_tensor_list, self._world_size, write=True
         )
@@ -525,7 +515,7 @@ class Exchanges(CallEngine):
             own_elems,
         )
         dtype = checks.tensor("input_tensor_list[0]", inputs[0])
-        return self._start(self._exchange_call("all_to_all", outputs, inputs, dtype), async_op)
+        return self.start_call(self._exchange_call("all_to_all", outputs, inputs, dtype), async_op)
 
     def _exchange_call(
         self, name: str, outputs: list[Tensor], inputs: list[Tensor], dtype: int
@@ -567,7 +557,7 @@ class Exchanges(CallEngine):
             ArgumentError: bad argument; no peer was disturbed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self._checks("all_to_all_single")
+        checks = self.checks("all_to_all_single")
         dtype = checks.output("output", output)
         checks.tensor("input", input)
         checks.same_dtype("input", input, "output", output)
@@ -592,7 +582,7 @@ class Exchanges(CallEngine):
                 dtype,
             )
 
-        return self._start(Call("all_to_all_single", run, [output]), async_op)
+        return self.start_call(Call("all_to_all_single", run, [output]), async_op)
 
     def _piece_bytes(
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
@@ -635,7 +625,7 @@ class Exchanges(CallEngine):
             return None
         call = Call("barrier", lambda native: native.barrier(), [])
         if timeout is None:
-            return self._start(call, async_op)
+            return self.start_call(call, async_op)
         work = self.submit(lambda: self._execute(call), "barrier", timeout)
         if async_op:
             return work

@@ -14,7 +14,7 @@ from torch.distributed import Store as TorchStore
 from ringcomm import _native
 from ringcomm.comm.arguments import SUM, CallChecks
 from ringcomm.comm.calls import Call, Membership
-from ringcomm.comm.collectives import Exchanges, Gathers, Reductions
+from ringcomm.comm.collectives import Collectives
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
 from ringcomm.comm.meeting import meet
@@ -27,124 +27,13 @@ from ringcomm.errors import ArgumentError
 from ringcomm.rendezvous.environment import read_environment
 from ringcomm.rendezvous.handles import check_name
 
-# Several collectives of one kind as one call: one Work, and no other call in between.
-
 Tensor = torch.Tensor
-
-
-class Coalesced(Reductions, Gathers):
-    """Coalesced collectives of a communicator. All arguments are checked before the first moves."""
-
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False
-    ) -> Work | None:
-        """:meth:`all_reduce` of each tensor, in place; shapes and dtypes may differ.
-
-        Raises:
-            ArgumentError: bad argument; no peer was disturbed.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checked = self._checks("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
-        return self._joined(
-            "all_reduce_coalesced",
-            [self._all_reduce_call(tensor, op, "auto") for tensor in checked],
-            async_op,
-        )
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False
-    ) -> Work | None:
-        """:meth:`all_gather_into_tensor` of each pair.
-
-        Raises:
-            ArgumentError: bad argument; no peer was disturbed.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checks = self._checks("all_gather_coalesced")
-        calls = [
-            self._all_gather_call(output, input, "auto")
-            for output, input in self._pairs(checks, outputs, inputs)
-        ]
-        return self._joined("all_gather_coalesced", calls, async_op)
-
-    def all_gather_lists_coalesced(
-        self,
-        output_lists: Sequence[list[Tensor]],
-        inputs: Sequence[Tensor],
-        async_op: bool = False,
-    ) -> Work | None:
-        """:meth:`all_gather` of each input.
-
-        Args:
-            output_lists: for each rank, what its ``inputs`` are received into.
-            inputs: any shapes and dtypes, in the same order on all ranks.
-            async_op: return a Work at once instead of waiting.
-
-        Raises:
-            ArgumentError: bad argument; no peer was disturbed.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checks = self._checks("all_gather_coalesced")
-        checked = checks.tensors("inputs", inputs, len(inputs))
-        if len(output_lists) != self._world_size:
-            checks.fail(f"output_lists: expected {self._world_size}, got {len(output_lists)}")
-        by_rank = [
-            checks.tensors(f"output_lists[{rank}]", outputs, len(checked), write=True)
-            for rank, outputs in enumerate(output_lists)
-        ]
-        calls = [
-            self._all_gather_list_call([outputs[index] for outputs in by_rank], tensor)
-            for index, tensor in enumerate(checked)
-        ]
-        return self._joined("all_gather_coalesced", calls, async_op)
-
-    def reduce_scatter_coalesced(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        op: Any = SUM,
-        async_op: bool = False,
-    ) -> Work | None:
-        """:meth:`reduce_scatter_tensor` of each pair.
-
-        Raises:
-            ArgumentError: bad argument; no peer was disturbed.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checks = self._checks("reduce_scatter_coalesced")
-        calls = [
-            self._reduce_scatter_call(output, input, op, "auto")
-            for output, input in self._pairs(checks, outputs, inputs)
-        ]
-        return self._joined("reduce_scatter_coalesced", calls, async_op)
-
-    def _pairs(
-        self, checks: CallChecks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        checked = checks.tensors("inputs", inputs, len(inputs))
-        return list(
-            zip(checks.tensors("outputs", outputs, len(checked), write=True), checked, strict=True)
-        )
-
-    def _joined(self, name: str, calls: list[Call], async_op: bool) -> Work | None:
-        runs: list[Callable[[_native.Comm], int]] = [call.run for call in calls]
-
-        def run(native: _native.Comm) -> int:
-            for each in runs:
-                status = each(native)
-                if status:
-                    return status
-            return 0
-
-        return self._start(
-            Call(name, run, [tensor for call in calls for tensor in call.outputs]), async_op
-        )
 
 
 Device = torch.device | str | int | None
 
 
-class Communicator(Coalesced, Exchanges, Messages):
+class Communicator(Collectives, Messages):
     """Connects ``world_size`` ranks of one machine; this process (or thread) is one of them.
 
     Ranks in all methods are ranks of this communicator. All ranks must call the same
@@ -275,7 +164,7 @@ class Communicator(Coalesced, Exchanges, Messages):
             ArgumentError: a bad rank or name.
             RingcommError: as :meth:`from_store`.
         """
-        checks = self._checks("new_group")
+        checks = self.checks("new_group")
         members = sorted(checks.peer("ranks", rank) for rank in ranks)
         if len(set(members)) != len(members) or not members:
             checks.fail(f"ranks: expected distinct ranks and at least one, got {members}")
@@ -311,9 +200,6 @@ class Communicator(Coalesced, Exchanges, Messages):
         """A communicator of other ranks, where this one is."""
         return Communicator._meet(membership)
 
-    def _finish_host_side(self) -> None:
-        """Blocks until the results of earlier calls can be read on the host: they can."""
-
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divides the ranks: those of one ``color`` get a communicator of their own.
 
@@ -326,7 +212,7 @@ class Communicator(Coalesced, Exchanges, Messages):
         Returns:
             The communicator of this rank's colour; None when ``color`` is None.
         """
-        checks = self._checks("split")
+        checks = self.checks("split")
         for label, number in (("color", color), ("key", key)):
             if not (isinstance(number, int) or (label == "color" and number is None)):
                 checks.fail(f"{label}: expected an integer, got {number!r}")
@@ -334,7 +220,7 @@ class Communicator(Coalesced, Exchanges, Messages):
         mine = torch.tensor(entry, dtype=torch.int64, device=self.device)
         everyone = torch.empty(self._world_size, 3, dtype=torch.int64, device=self.device)
         self.all_gather_into_tensor(everyone.view(-1), mine)
-        self._finish_host_side()
+        self.finish_host_side()
         if color is None:
             return None
         rows: list[list[int]] = everyone.tolist()
@@ -345,6 +231,114 @@ class Communicator(Coalesced, Exchanges, Messages):
             )
         ]
         return self._group(checks, members, f"split.{color}", None)
+
+    # ---- several collectives of one kind as one call: one Work, and no other call in between ----
+    # All arguments are checked before the first of them moves anything.
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False
+    ) -> Work | None:
+        """:meth:`all_reduce` of each tensor, in place; shapes and dtypes may differ.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        checked = self.checks("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
+        return self._joined(
+            "all_reduce_coalesced",
+            [self._all_reduce_call(tensor, op, "auto") for tensor in checked],
+            async_op,
+        )
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False
+    ) -> Work | None:
+        """:meth:`all_gather_into_tensor` of each pair.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        checks = self.checks("all_gather_coalesced")
+        calls = [
+            self._all_gather_call(output, input, "auto")
+            for output, input in self._pairs(checks, outputs, inputs)
+        ]
+        return self._joined("all_gather_coalesced", calls, async_op)
+
+    def all_gather_lists_coalesced(
+        self,
+        output_lists: Sequence[list[Tensor]],
+        inputs: Sequence[Tensor],
+        async_op: bool = False,
+    ) -> Work | None:
+        """:meth:`all_gather` of each input.
+
+        Args:
+            output_lists: for each rank, what its ``inputs`` are received into.
+            inputs: any shapes and dtypes, in the same order on all ranks.
+            async_op: return a Work at once instead of waiting.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        checks = self.checks("all_gather_coalesced")
+        checked = checks.tensors("inputs", inputs, len(inputs))
+        if len(output_lists) != self._world_size:
+            checks.fail(f"output_lists: expected {self._world_size}, got {len(output_lists)}")
+        by_rank = [
+            checks.tensors(f"output_lists[{rank}]", outputs, len(checked), write=True)
+            for rank, outputs in enumerate(output_lists)
+        ]
+        calls = [
+            self._all_gather_list_call([outputs[index] for outputs in by_rank], tensor)
+            for index, tensor in enumerate(checked)
+        ]
+        return self._joined("all_gather_coalesced", calls, async_op)
+
+    def reduce_scatter_coalesced(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: Any = SUM,
+        async_op: bool = False,
+    ) -> Work | None:
+        """:meth:`reduce_scatter_tensor` of each pair.
+
+        Raises:
+            ArgumentError: bad argument; no peer was disturbed.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        checks = self.checks("reduce_scatter_coalesced")
+        calls = [
+            self._reduce_scatter_call(output, input, op, "auto")
+            for output, input in self._pairs(checks, outputs, inputs)
+        ]
+        return self._joined("reduce_scatter_coalesced", calls, async_op)
+
+    def _pairs(
+        self, checks: CallChecks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        checked = checks.tensors("inputs", inputs, len(inputs))
+        return list(
+            zip(checks.tensors("outputs", outputs, len(checked), write=True), checked, strict=True)
+        )
+
+    def _joined(self, name: str, calls: list[Call], async_op: bool) -> Work | None:
+        runs: list[Callable[[_native.Comm], int]] = [call.run for call in calls]
+
+        def run(native: _native.Comm) -> int:
+            for each in runs:
+                status = each(native)
+                if status:
+                    return status
+            return 0
+
+        return self.start_call(
+            Call(name, run, [tensor for call in calls for tensor in call.outputs]), async_op
+        )
 
     def __enter__(self) -> Communicator:
         return self
@@ -364,33 +358,23 @@ class Communicator(Coalesced, Exchanges, Messages):
 class DeviceCommunicator(DeviceMessages, Communicator):
     """A :class:`Communicator` whose tensors are on one device of this rank."""
 
-    _device_index: int
-    _plan: TopologyPlan
-    _multiprocessors: int
-
     @property
     def plan(self) -> TopologyPlan:
         """The algorithm and the rings that "auto" and "ring" use, and why."""
-        return self._plan
+        return self._device_core.plan
 
     @property
     def heap_device(self) -> torch.device:
-        return torch.device("cuda", self._device_index)
+        return torch.device("cuda", self._device_core.device)
 
     @classmethod
     def _meet_on(
         cls, membership: Membership, device: int, heap_bytes: int | None = None
     ) -> DeviceCommunicator:
-        """Rendezvous of the members, each with its device."""
-        met = meet_on_device(membership, device, heap_bytes, cls)
-        communicator = met.communicator
-        communicator._device_index = device
-        communicator._plan = met.plan
-        communicator._multiprocessors = met.multiprocessors
-        return communicator
+        return meet_on_device(membership, device, heap_bytes, cls)
 
     def _rebuild(self, membership: Membership) -> Communicator:
-        return self._meet_on(membership, self._device_index)
+        return self._meet_on(membership, self._device_core.device)
 
 
 def _options(options: CommOptions | None, timeout: timedelta | float | None) -> CommOptions:

@@ -19,16 +19,32 @@ from ringcomm.comm.calls import Call, CallQueue, Membership, RankContext, Unusab
 from ringcomm.comm.options import CommOptions, milliseconds_of
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
 from ringcomm.comm.recorder.records import Recording
-from ringcomm.comm.triton import NATIVE, HostTriton, TritonEnd, Use, check_kernels, itself
+from ringcomm.comm.triton import (
+    NATIVE,
+    HostTriton,
+    KernelPlace,
+    TritonEnd,
+    Use,
+    check_kernels,
+    host_place,
+    itself,
+)
 from ringcomm.comm.work import Outputs, Work
-from ringcomm.errors import AbortedError, ForkError, RingcommError, from_fault, where
-
-# All communicators of this process: closed at exit, and left alone in a forked child.
+from ringcomm.errors import (
+    AbortedError,
+    ForkError,
+    RingcommError,
+    UnsupportedError,
+    from_fault,
+    where,
+)
 
 # Calls under way at exit get this long to end by themselves before their peers are told.
 EXIT_GRACE_S = 5.0
 # Before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
+
+AUTO, DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
 
 live: WeakSet[CallEngine] = WeakSet()
 _inherited: list[Any] = []
@@ -61,7 +77,11 @@ def _leave_all_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
-# Runs calls on one native communicator: order, faults, abort, close, fork.
+# NOTE [Internal API]
+#
+# Under "for ringcomm's own packages" stand the methods of a communicator that c10d, functional, tl,
+# optim and zero use, and users do not need. Those packages use nothing else of it that is not
+# documented for users: tests/test_layering.py forbids private names across packages.
 
 
 class CallEngine:
@@ -148,11 +168,13 @@ class CallEngine:
         state = " (unusable)" if self._refuse is not None else ""
         return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
 
-    def _checks(self, op: str) -> CallChecks:
+    # ---- for ringcomm's own packages: NOTE [Internal API] ---------------------------------------
+
+    def checks(self, op: str) -> CallChecks:
         """Checks the arguments of one call, and words what is wrong with them."""
         return CallChecks(op, self._rank, self._world_size)
 
-    def _use(
+    def use_kernels(
         self,
         checks: CallChecks,
         kernels: str | None,
@@ -160,7 +182,7 @@ class CallEngine:
         dtype: torch.dtype,
         reduction: Reduction | None = None,
     ) -> Use:
-        """What turns the native end into the one whose kernels a call asks for.
+        """Returns what turns the native end into the one whose kernels a call asks for.
 
         Raises:
             ArgumentError, UnsupportedError: see :func:`check_kernels`.
@@ -173,15 +195,46 @@ class CallEngine:
             self._triton = self._make_triton(checks)
         return self._triton.of
 
-    def _make_triton(self, checks: CallChecks) -> TritonEnd:
-        return TritonEnd(HostTriton(self._core, self._membership, checks), self._world_size)
+    def kernel_place(self, operation: str) -> KernelPlace:
+        """The place where this rank's own Triton kernels run.
 
-    def _own_turn(self) -> RankContext:
-        """What surrounds this rank where it runs as a thread beside others."""
-        return RankContext()
+        Raises:
+            UnsupportedError: Triton kernels cannot run there, in this process.
+        """
+        head = where(operation, self._rank, self._world_size)
+        if self._world_size > _native.MAX_DEVICE_WORLD:
+            raise UnsupportedError(
+                f"{head}: expected a communicator of at most {_native.MAX_DEVICE_WORLD} ranks. "
+                "Divide it with split()"
+            )
+        return self._kernel_place(head)
 
-    def _start(self, call: Call, async_op: bool) -> Work | None:
-        """Runs a checked call in its place in the order."""
+    @property
+    def segment_bytes(self) -> int:
+        """The largest piece that a ring moves in one step."""
+        size_bytes: int = self._core.geometry["segment_bytes"]
+        return size_bytes
+
+    def chosen(self, algorithm: int) -> int:
+        """The code of the algorithm that a large call with this code runs."""
+        return DIRECT if algorithm == AUTO else algorithm
+
+    def finish_host_side(self) -> None:
+        """Blocks until the results of earlier calls can be read on the host: here they can."""
+
+    def raise_if_unusable(self, name: str) -> None:
+        """Raises what made the communicator unusable, if anything did.
+
+        Args:
+            name: of the operation that asks.
+        """
+        if self._refuse is not None:
+            raise self._refuse(name)
+        if self._core.aborted:
+            raise self._fault(name)
+
+    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        """Runs a checked call in its place in the order; the Work of an asynchronous one."""
         if self._refuse is not None:
             raise self._refuse(call.name)
         if async_op:
@@ -195,6 +248,19 @@ class CallEngine:
         else:
             self._enqueue(lambda: self._execute(call), call.name).wait()
         return None
+
+    # ---- how it does that -----------------------------------------------------------------------
+
+    def _make_triton(self, checks: CallChecks) -> TritonEnd:
+        run = HostTriton(self._core, self._membership, checks)
+        return TritonEnd(run, self._world_size, self.chosen(AUTO))
+
+    def _kernel_place(self, head: str) -> KernelPlace:
+        return host_place(self._core, self._membership, head)
+
+    def rank_context(self) -> RankContext:
+        """The surroundings of this rank where it runs as a thread beside others."""
+        return RankContext()
 
     def _execute(self, call: Call) -> Outputs:
         status = call.run(self._native)

@@ -47,13 +47,13 @@ def make_call(
     """
     if algorithm == "copy":
         # Its copies have to wait for the other ranks' launches, which come later here.
-        communicator._checks(name).fail(
+        communicator.checks(name).fail(
             'algorithm: expected any but "copy" for all ranks from one thread; run the ranks as '
             "threads (LocalWorld.run) for that one"
         )
     for tensor in arguments:
         if isinstance(tensor, Tensor):
-            communicator._checks(name).contiguous("tensors", tensor)
+            communicator.checks(name).contiguous("tensors", tensor)
     makers: dict[str, Callable[..., Call]] = {
         "all_reduce": communicator._all_reduce_call,
         "reduce_scatter_tensor": communicator._reduce_scatter_call,
@@ -77,14 +77,14 @@ def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -
     engines = cast(Sequence[DeviceCallEngine], communicators)
     for engine, call in zip(engines, calls, strict=True):
         engine._check_usable(call.name)
-        by_device.setdefault(engine._place[1], []).append((engine, call))
+        by_device.setdefault(engine.device_place[1], []).append((engine, call))
     for device, group in by_device.items():
         _launch_group(device, group)
 
 
 def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> None:
     first = group[0][0]
-    runtime = first._place[0]
+    runtime = first.device_place[0]
     with runtime.on_device(device):
         stream = runtime.current_stream(device)
         prepared: list[Prepared] = []
@@ -93,8 +93,8 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
                 with engine._turn(call.name):
                     prepared.append(engine._prepare(call, stream))
             with first._worded(group[0][1].name):
-                if first._meeting is not None:
-                    first._meeting.launch_together(prepared, stream)
+                if first.joint_launch is not None:
+                    first.joint_launch.launch_together(prepared, stream)
                 else:
                     launch(prepared, stream)
         except BaseException:
@@ -142,7 +142,7 @@ class LocalWorld(Sequence[Communicator]):
         Raises:
             BaseException: the first one that a rank raised and that is not about another rank's.
         """
-        turns = [communicator._own_turn() for communicator in self]
+        turns = [communicator.rank_context() for communicator in self]
         calls = [
             _bind(fn, communicator, args, turn)
             for communicator, turn in zip(self, turns, strict=True)

@@ -172,7 +172,7 @@ class Messages(CallEngine):
     def _post_send(
         self, op: str, tensor: Tensor, dst: int, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        checks = self._checks(op)
+        checks = self.checks(op)
         dtype = checks.tensor("tensor", tensor)
         peer = self._other(checks, "dst", dst)
         self._check_message(checks, tag)
@@ -183,7 +183,7 @@ class Messages(CallEngine):
     def _post_recv(
         self, op: str, tensor: Tensor, src: int | None, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        checks = self._checks(op)
+        checks = self.checks(op)
         dtype = checks.output("tensor", tensor)
         peer = ANY_SOURCE if src is None else self._other(checks, "src", src)
         self._check_message(checks, tag)

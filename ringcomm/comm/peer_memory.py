@@ -47,7 +47,7 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
     mine = torch.tensor([offset, tensor.nbytes, tensor.element_size()], device=comm.device)
     everyone = torch.empty(comm.world_size * 3, dtype=torch.int64, device=comm.device)
     comm.all_gather_into_tensor(everyone, mine)
-    comm._finish_host_side()
+    comm.finish_host_side()
     rows = everyone.view(-1, 3).tolist()
     found = []
     for rank, (at, size_bytes, elem_bytes) in enumerate(rows):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,11 +26,14 @@ __all__ = [
     "ONE_RANK",
     "TRITON",
     "HostTriton",
+    "KernelPlace",
     "Prepared",
     "TritonEnd",
     "TritonLaunch",
     "Use",
     "check_kernels",
+    "device_place",
+    "host_place",
     "itself",
     "launch",
     "require_triton",
@@ -44,7 +48,7 @@ NATIVE, TRITON = "native", "triton"
 KERNELS = (NATIVE, TRITON)
 _DTYPE_OF = {code: name for name, code in _native.DTYPES.items()}
 _OP_OF = {code: name for name, code in _native.OPS.items()}
-_AUTO, _DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
+_AUTO = _native.ALGORITHMS["auto"]
 _FORMS = ("auto", "direct", "ring")
 ONE_RANK = (
     "Triton's interpreter runs one kernel of a process at a time, so ranks that are threads of one "
@@ -120,7 +124,7 @@ class TritonEnd:
         family: code of the algorithm that "auto" means.
     """
 
-    def __init__(self, run: Runner, world_size: int, family: int = _DIRECT) -> None:
+    def __init__(self, run: Runner, world_size: int, family: int) -> None:
         self._run = run
         self._world_size = world_size
         self._family = family
@@ -273,3 +277,120 @@ def launch(prepared: Sequence[Prepared], stream: int) -> None:
     else:
         natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
         _native.launch(natives, stream)
+
+
+# Where kernels that users write in Triton run, and whether they can run there at all: see
+# ``ringcomm.tl.Context``.
+
+# In the interpreter the blocks of a grid run one after another: more of them only take longer.
+HOST_BLOCKS = 8
+_SCRATCH = _native.STRUCTURES["table.scratch"]
+_HEAPS = _native.STRUCTURES["table.heaps"]
+
+
+@dataclass(frozen=True)
+class KernelPlace:
+    """Where a rank's own Triton kernels run.
+
+    Attributes:
+        table: bytes of a rank table of this rank.
+        geometry: of the communicator's regions.
+        heap_device: in whose heap symmetric memory lies, as ``ringcomm.empty`` names it.
+        most_blocks: how many blocks of each rank's kernel run at once, whatever they need: one for
+            each multiprocessor, and the ranks that share a device divide those.
+        default_blocks: the blocks of a context that does not say.
+        health: returns the status of a peer's process, for the interpreter; on a GPU kernels see it
+            themselves.
+        around: makes the context manager inside which a launch happens.
+    """
+
+    table: bytes
+    geometry: Geometry
+    heap_device: str
+    most_blocks: int
+    default_blocks: int
+    health: Callable[[int], int]
+    around: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def heaps(self) -> list[int]:
+        """By rank: the address of its heap as mapped here."""
+        words = torch.frombuffer(bytearray(self.table), dtype=torch.int64)
+        first = _HEAPS // 8
+        return [int(word) for word in words[first : first + self.geometry.world]]
+
+    def table_with(self, scratch_ptr: int) -> bytes:
+        """The rank table, with other memory for the blocks' states."""
+        after = _SCRATCH + 8
+        return self.table[:_SCRATCH] + scratch_ptr.to_bytes(8, "little") + self.table[after:]
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Surrounds a launch; in the interpreter one kernel of a process runs at a time."""
+        from ringcomm._tl.hooks import IS_INTERPRETED, interpreting
+
+        with self.around(), interpreting(self.health) if IS_INTERPRETED else nullcontext():
+            yield
+
+
+def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelPlace:
+    """The place of a host communicator's kernels: Triton's interpreter, in this process.
+
+    Raises:
+        UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
+    """
+    import triton.language as tl
+
+    from ringcomm._tl.geometry import Geometry
+    from ringcomm._tl.hooks import IS_INTERPRETED
+
+    # Triton's own device functions, too, must be the interpreter's: TRITON_INTERPRET counts when a
+    # function is defined.
+    if not IS_INTERPRETED or type(tl.zeros).__name__ != "InterpretedFunction":
+        raise UnsupportedError(
+            f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "
+            "TRITON_INTERPRET=1 before Triton is imported, or use a communicator of a GPU"
+        )
+    for rank, heap in enumerate(membership.heaps):
+        if heap.pid == 0 and rank != membership.rank:
+            raise UnsupportedError(
+                f"{head}: rank {rank} is a thread of this process, and Triton's interpreter runs "
+                "one kernel of a process at a time, so the two would wait for each other. Give "
+                "each rank a process"
+            )
+    geometry = Geometry.of(core.geometry)
+    table = core.rank_table(0)
+    return KernelPlace(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
+
+
+def device_place(
+    native: _native.DeviceComm, place: tuple[DeviceRuntime, int], blocks: int, head: str
+) -> KernelPlace:
+    """The place of the kernels of a communicator on a device.
+
+    Args:
+        native: the communicator.
+        place: the device.
+        blocks: how many of this rank's blocks surely run at once.
+        head: of an error.
+
+    Raises:
+        UnsupportedError: the interpreter was chosen for a GPU, or compiled kernels for an emulated
+            device.
+    """
+    from ringcomm._tl.geometry import Geometry
+    from ringcomm._tl.hooks import IS_INTERPRETED, lives
+
+    runtime, device = place
+    if (runtime.kind == "emulated") != IS_INTERPRETED:
+        raise UnsupportedError(
+            f"{head}: Triton's interpreter, which TRITON_INTERPRET=1 chooses, reaches the memory "
+            f"of emulated devices alone, and compiled kernels that of GPUs; the device is of kind "
+            f"{runtime.kind!r}. Change TRITON_INTERPRET before Triton is imported"
+        )
+    table = runtime.read(device, native.table_ptr, _native.STRUCTURES["table"])
+    geometry = Geometry.of(native.geometry)
+    name = f"cuda:{device}"
+    return KernelPlace(
+        table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device)
+    )

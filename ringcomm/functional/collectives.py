@@ -200,7 +200,7 @@ def _check_agreement(operation: str, differentiable: bool, group: Group) -> None
     mine = torch.tensor([differentiable], dtype=torch.uint8, device=communicator.device)
     everyone = mine.new_empty(communicator.world_size)
     communicator.all_gather_into_tensor(everyone, mine)
-    communicator._finish_host_side()
+    communicator.finish_host_side()
     flags: list[int] = everyone.tolist()
     if len(set(flags)) > 1:
         raise MismatchError(

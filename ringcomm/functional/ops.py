@@ -110,7 +110,7 @@ def _check_rows(checks: CallChecks, input: Tensor) -> None:
 
 def _all_gather(input: Tensor, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("all_gather"))
-    _check_rows(communicator._checks(named("all_gather")), input)
+    _check_rows(communicator.checks(named("all_gather")), input)
     output = _gathered(input, group, world_size)
     communicator.all_gather_into_tensor(output, readable(input))
     return output
@@ -123,7 +123,7 @@ def _gathered(input: Tensor, group: str, world_size: int) -> Tensor:
 
 def _reduce_scatter(input: Tensor, op: str, factor: float, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("reduce_scatter"))
-    checks = communicator._checks(named("reduce_scatter"))
+    checks = communicator.checks(named("reduce_scatter"))
     _check_rows(checks, input)
     if input.size(0) % world_size:
         checks.fail(
@@ -146,7 +146,7 @@ def _scattered(input: Tensor, op: str, factor: float, group: str, world_size: in
 
 def _all_reduce(input: Tensor, op: str, factor: float, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("all_reduce"))
-    communicator._checks(named("all_reduce")).tensor("tensor", input)
+    communicator.checks(named("all_reduce")).tensor("tensor", input)
     output = _like(input).copy_(input)
     communicator.all_reduce(output, _op_of(op, factor))
     return output
@@ -160,7 +160,7 @@ def _all_to_all(
     input: Tensor, output_splits: Splits, input_splits: Splits, group: str, world_size: int
 ) -> Tensor:
     communicator = find(group, world_size, named("all_to_all"))
-    checks = communicator._checks(named("all_to_all"))
+    checks = communicator.checks(named("all_to_all"))
     _check_rows(checks, input)
     if output_splits is None and input_splits is not None:
         checks.fail("output_splits: expected a list where input_splits is one, got None")
@@ -198,7 +198,7 @@ def _exchanged(
 
 def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("broadcast"))
-    communicator._checks(named("broadcast")).tensor("tensor", input)
+    communicator.checks(named("broadcast")).tensor("tensor", input)
     root = root_of(communicator, named("broadcast"), "src", src, None)
     output = _like(input)
     if communicator.rank == root:
@@ -210,7 +210,7 @@ def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
 def _reduce(input: Tensor, dst: int, group: str, world_size: int) -> Tensor:
     """The sum on ``dst``, zeros elsewhere: what :func:`_broadcast` is to gradients."""
     communicator = find(group, world_size, named("reduce"))
-    communicator._checks(named("reduce")).tensor("tensor", input)
+    communicator.checks(named("reduce")).tensor("tensor", input)
     root = root_of(communicator, named("reduce"), "dst", dst, None)
     if communicator.rank != root:
         communicator.reduce(readable(input), root)  # which keeps theirs

@@ -54,7 +54,7 @@ def exchange(comm: Communicator, mine: Any) -> list[Any]:
     text = json.dumps(mine).encode()
     size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
     comm.all_reduce(size, ReduceOp.MAX)
-    comm._finish_host_side()
+    comm.finish_host_side()
     head = where("comparing the ranks", comm.rank, comm.world_size)
     longest = int(size.item())
     if not len(text) <= longest <= LARGEST_BYTES:
@@ -156,7 +156,7 @@ def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[
     padded = torch.frombuffer(bytearray(mine.ljust(size_bytes)), dtype=torch.uint8)
     everyone = torch.empty(comm.world_size * size_bytes, dtype=torch.uint8, device=comm.device)
     comm.all_gather_into_tensor(everyone, padded.to(comm.device))
-    comm._finish_host_side()
+    comm.finish_host_side()
     # Not numpy(): torch runs without it. One copy per rank is nothing at this size.
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
 

@@ -78,7 +78,7 @@ class HostKernels(Kernels):
 
     def _call(self, name: str, run: Callable[[_native.Comm], int]) -> None:
         if self._comm is not None:
-            self._comm._start(Call(name, run, []), async_op=False)
+            self._comm.start_call(Call(name, run, []))
 
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.number)
@@ -176,7 +176,7 @@ class DeviceKernels(Kernels):
     def _call(self, name: str, run: Callable[[_native.DeviceComm], int]) -> None:
         # The host's communicator and the device's are called alike.
         call = Call(name, cast(Any, run), [])
-        self._comm._start(call, async_op=False)
+        self._comm.start_call(call)
 
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.number)

@@ -197,7 +197,7 @@ class HostReducer(Reducer):
         if self._comm is None:
             raise AssertionError("alone there is nothing to reduce")
         outputs = [into.out] if into.words is None else [into.out, into.words]
-        return self._comm._start(Call("reduce_scatter_norm", run, outputs), async_op=async_op)
+        return self._comm.start_call(Call("reduce_scatter_norm", run, outputs), async_op=async_op)
 
 
 class DeviceReducer(HostReducer):
@@ -221,7 +221,7 @@ class DeviceReducer(HostReducer):
 
         # The host's communicator and the device's are called alike.
         call = Call("grad_norm", cast(Any, run), [])
-        self._device_comm._start(call, async_op=False)
+        self._device_comm.start_call(call)
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         assert into.words is not None

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
 from ringcomm.optim.buckets import BucketDevice, Buckets
@@ -412,12 +410,8 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
 
 def _check_segments(comm: Communicator, algorithm: int) -> None:
     """Refuses a ring whose segments hold no whole block, of which norms are sums."""
-    core: _native.Comm | _native.DeviceComm = comm._core
-    if isinstance(comm, DeviceCallEngine):
-        core = comm._device_core.native
-        algorithm = algorithm or core.family  # what "auto" means there
-    segment_bytes, least = core.geometry["segment_bytes"], BLOCK_ELEMS * 4
-    if algorithm == ALGORITHMS["ring"] and segment_bytes < least:
+    segment_bytes, least = comm.segment_bytes, BLOCK_ELEMS * 4
+    if comm.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
             f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
             f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"

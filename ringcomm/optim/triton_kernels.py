@@ -49,7 +49,7 @@ class TritonCalls:
         if comm is None:
             self._check_interpreted()
         else:
-            self._use = comm._use(self.checks, "triton", algorithm, torch.float32)
+            self._use = comm.use_kernels(self.checks, "triton", algorithm, torch.float32)
 
     def _check_interpreted(self) -> None:
         from ringcomm._tl.hooks import IS_INTERPRETED
@@ -79,7 +79,7 @@ class TritonCalls:
             return end.run(plan, source.data_ptr(), record.data_ptr())
 
         try:
-            comm._start(Call(name, run, []), async_op=False)
+            comm.start_call(Call(name, run, []))
         except RingcommError:
             if stored is not None:
                 _abandoned.append(stored)

@@ -2,136 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import triton
-import triton.language as tl
 from triton.runtime import JITFunction
 
 from ringcomm import _native, memory
 from ringcomm._tl.geometry import Geometry
-from ringcomm._tl.hooks import IS_INTERPRETED, interpreting, lives
-from ringcomm.comm.communicator import Communicator, DeviceCommunicator
-from ringcomm.comm.triton import ONE_RANK
-from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError, where
 
-__all__ = ["Context", "KernelPlace", "Symmetric", "place_of"]
-
-# Where the kernels of a communicator run, and whether they can run there at all.
-
-# In the interpreter the blocks of a grid run one after another: more of them only take longer.
-HOST_BLOCKS = 8
-# Whether Triton's own device functions, too, are the interpreter's: TRITON_INTERPRET counts when a
-# function is defined.
-_IS_INTERPRETED = IS_INTERPRETED and type(tl.zeros).__name__ == "InterpretedFunction"
-_SCRATCH = _native.STRUCTURES["table.scratch"]
-_HEAPS = _native.STRUCTURES["table.heaps"]
-
-
-@dataclass(frozen=True)
-class KernelPlace:
-    """What there is to know of it.
-
-    Attributes:
-        table: bytes of a rank table of this rank.
-        geometry: of the communicator's regions.
-        heap_device: in whose heap symmetric memory lies, as ``ringcomm.empty`` names it.
-        most_blocks: so many blocks of each rank's kernel run at once, whatever they need: a
-            multiprocessor for each, and the ranks that share a device share those.
-        default_blocks: of a context that does not say.
-        health: status of a peer's process, for the interpreter; on a GPU kernels see it themselves.
-        around: what a launch happens inside.
-    """
-
-    table: bytes
-    geometry: Geometry
-    heap_device: str
-    most_blocks: int
-    default_blocks: int
-    health: Callable[[int], int]
-    around: Callable[[], AbstractContextManager[None]]
-
-    @property
-    def heaps(self) -> list[int]:
-        """By rank: the address of its heap as mapped here."""
-        words = torch.frombuffer(bytearray(self.table), dtype=torch.int64)
-        first = _HEAPS // 8
-        return [int(word) for word in words[first : first + self.geometry.world]]
-
-    def table_with(self, scratch_ptr: int) -> bytes:
-        """The rank table, with other memory for the blocks' states."""
-        after = _SCRATCH + 8
-        return self.table[:_SCRATCH] + scratch_ptr.to_bytes(8, "little") + self.table[after:]
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        """What a launch needs around it; one kernel of a process at a time in the interpreter."""
-        with self.around(), interpreting(self.health) if IS_INTERPRETED else nullcontext():
-            yield
-
-
-def place_of(comm: Communicator, operation: str) -> KernelPlace:
-    """The place of a communicator's kernels.
-
-    Raises:
-        UnsupportedError: Triton kernels cannot run there, in this process.
-    """
-    head = where(operation, comm.rank, comm.world_size)
-    if comm.world_size > _native.MAX_DEVICE_WORLD:
-        raise UnsupportedError(
-            f"{head}: expected a communicator of at most {_native.MAX_DEVICE_WORLD} ranks. Divide "
-            "it with split()"
-        )
-    if isinstance(comm, DeviceCommunicator):
-        return _device_place(comm, head)
-    return _host_place(comm, head)
-
-
-def _host_place(comm: Communicator, head: str) -> KernelPlace:
-    if not _IS_INTERPRETED:
-        raise UnsupportedError(
-            f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "
-            "TRITON_INTERPRET=1 before Triton is imported, or use a communicator of a GPU"
-        )
-    heaps = comm._membership.heaps
-    threads = [rank for rank, heap in enumerate(heaps) if heap.pid == 0 and rank != comm.rank]
-    if threads:
-        raise UnsupportedError(
-            f"{head}: rank {threads[0]} is a thread of this process, and Triton's interpreter runs "
-            "one kernel of a process at a time, so the two would wait for each other. Give each "
-            "rank a process"
-        )
-    core = comm._core
-    geometry = Geometry.of(core.geometry)
-    table = core.rank_table(0)
-    return KernelPlace(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
-
-
-def _device_place(comm: DeviceCommunicator, head: str) -> KernelPlace:
-    core = comm._device_core
-    runtime, device = core.runtime, core.device
-    if (runtime.kind == "emulated") != IS_INTERPRETED:
-        raise UnsupportedError(
-            f"{head}: Triton's interpreter, which TRITON_INTERPRET=1 chooses, reaches the memory "
-            f"of emulated devices alone, and compiled kernels that of GPUs; the device is of kind "
-            f"{runtime.kind!r}. Change TRITON_INTERPRET before Triton is imported"
-        )
-    if IS_INTERPRETED and comm._meeting is not None:
-        raise UnsupportedError(f"{head}: {ONE_RANK}")
-    table = runtime.read(device, core.native.table_ptr, _native.STRUCTURES["table"])
-    blocks = comm._multiprocessors
-    geometry = Geometry.of(core.native.geometry)
-    name = f"cuda:{device}"
-    return KernelPlace(
-        table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device)
-    )
-
+__all__ = ["Context", "Symmetric"]
 
 # What a kernel needs of a communicator, and memory that the kernels of all ranks reach.
 
@@ -214,7 +101,7 @@ class Context:
     def __init__(self, comm: Communicator, blocks: int | None = None) -> None:
         self.comm = comm
         self._closed = True  # until there is something to close
-        place = self._place = place_of(comm, "ringcomm.tl.Context")
+        place = self._place = comm.kernel_place("ringcomm.tl.Context")
         self.blocks = place.default_blocks if blocks is None else blocks
         if not 1 <= self.blocks <= place.most_blocks:
             raise ArgumentError(
@@ -241,7 +128,7 @@ class Context:
     @property
     def timeout_ns(self) -> int:
         """The deadline of one wait, which is the communicator's."""
-        return self.comm._core.timeout_ms * 1_000_000
+        return self.comm.timeout // timedelta(microseconds=1) * 1000
 
     def _where(self, operation: str) -> str:
         return where(operation, self.comm.rank, self.comm.world_size)
@@ -252,7 +139,7 @@ class Context:
         mine = torch.tensor([number, own], dtype=torch.int64, device=device)
         everyone = torch.empty(self.comm.world_size, 2, dtype=torch.int64, device=device)
         self.comm.all_gather_into_tensor(everyone.view(-1), mine)
-        self.comm._finish_host_side()
+        self.comm.finish_host_side()
         numbers, owns = everyone.T.tolist()
         for peer, theirs in enumerate(numbers):
             if theirs != number:
@@ -325,7 +212,7 @@ class Context:
                 early, and :meth:`check` or the next launch raises it.
         """
         name = getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
-        self._raise_fault(name)
+        self.comm.raise_if_unusable(name)
         if prod(grid) > self.blocks:
             raise ArgumentError(
                 f"{self._where(name)}: grid: expected at most {self.blocks} programs, got "
@@ -346,7 +233,7 @@ class Context:
             self.comm.abort(f"{name} was interrupted by {type(error).__name__}: {error}")
             raise
         if not self.comm.launches:
-            self._raise_fault(name)
+            self.comm.raise_if_unusable(name)
 
     def _passed(self, name: str, arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
@@ -368,15 +255,8 @@ class Context:
             name: of the operation, for the error.
         """
         if not self.comm.aborted:
-            self.comm._finish_host_side()
-        self._raise_fault(name)
-
-    def _raise_fault(self, name: str) -> None:
-        refuse = self.comm._refuse
-        if refuse is not None:
-            raise refuse(name)
-        if self.comm._core.aborted:
-            raise self.comm._fault(name)
+            self.comm.finish_host_side()
+        self.comm.raise_if_unusable(name)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -392,7 +272,7 @@ class Context:
         try:
             self.check("ringcomm.tl.Context.close")
             self.comm.barrier()
-            self.comm._finish_host_side()
+            self.comm.finish_host_side()
         except RingcommError:
             self._abandon()
             raise

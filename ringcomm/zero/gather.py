@@ -93,7 +93,7 @@ class DeviceCopier(Copier):
     """
 
     def __init__(self, comm: DeviceCallEngine) -> None:
-        self._runtime, self._device = comm._place
+        self._runtime, self._device = comm.device_place
         self._side = self._runtime.make_stream(self._device, high_priority=True)
         self._done: dict[ShardedBucket, Event] = {}
 

@@ -315,7 +315,7 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
     flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
     if len(flags):
         comm.all_reduce(flags, ReduceOp.MAX)
-        comm._finish_host_side()
+        comm.finish_host_side()
     return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
 
 
@@ -325,7 +325,7 @@ def _order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[i
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
     if len(order):
         comm.broadcast(order, 0)
-        comm._finish_host_side()
+        comm.finish_host_side()
     return [int(number) for number in order.tolist()]
 
 

@@ -42,7 +42,7 @@ def start(**arguments: object) -> None:
 
 
 def device_of_the_group() -> int:
-    return dist.new_group()._device_index
+    return dist.new_group().heap_device.index
 
 
 @pytest.mark.parametrize("device_id", [1, "cuda:1", torch.device("cuda:1")])

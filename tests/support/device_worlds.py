@@ -129,7 +129,8 @@ class Devices:
 
 def device_of(comm: Communicator) -> int:
     """The ordinal of the communicator's device."""
-    return cast(DeviceCommunicator, comm)._device_index
+    index: int = cast(DeviceCommunicator, comm).heap_device.index
+    return index
 
 
 def room(comm: Communicator, count: int, dtype: torch.dtype, place: str, turn: int = 0) -> Tensor:

@@ -184,10 +184,10 @@ class Steps:
     def __init__(self, comm: ringcomm.Communicator, algorithm: str) -> None:
         self._comm = comm
         self._code = _native.ALGORITHMS[algorithm]
-        self._end = comm._use(comm._checks("step"), "triton", algorithm, torch.float32)
+        self._end = comm.use_kernels(comm.checks("step"), "triton", algorithm, torch.float32)
 
     def _run(self, name: str, run: Callable[[Any], int]) -> None:
-        self._comm._start(Call(name, run, []), async_op=False)
+        self._comm.start_call(Call(name, run, []))
 
     def norm(self, of: Memory, kernels: str, kind: str, accumulate: bool) -> None:
         """reduce_scatter_norm into ``out`` and ``words``."""

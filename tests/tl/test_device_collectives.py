@@ -79,7 +79,7 @@ def _rank(store, rank, world, kind):
 def _check_records(comm):
     """Of 18 calls of Triton's kernels and a native one, numbered as the kernels number them."""
     core = comm._device_core
-    comm._finish_host_side()
+    comm.finish_host_side()
     ptr = core._ptr + core.native.sequence_offset_bytes
     assert int.from_bytes(core.runtime.read(core.device, ptr, 8), "little") == 19
     calls = comm.recording().ranks[comm.rank].collectives

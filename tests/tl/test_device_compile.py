@@ -20,7 +20,7 @@ from ringcomm import Communicator
 from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
-from ringcomm.tl.context import KernelPlace
+from ringcomm.comm.triton import KernelPlace
 from tests.tl import device_kernels
 from tests.tl.compiled import ACQUIRE_SYS, RELEASE_SYS, TARGETS, compile_kernel, on_gpu
 from tests.tl.ptx_order import misplaced
@@ -85,7 +85,7 @@ def compiled(monkeypatch):
 
     The other rank makes the same call but for the launches.
     """
-    monkeypatch.setattr("ringcomm.tl.context.place_of", _place)
+    monkeypatch.setattr(Communicator, "kernel_place", _place)
     monkeypatch.setattr(Communicator, "launches", True)
 
     def run(target, function):

@@ -27,6 +27,7 @@ from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch
 from ringcomm.comm.engine import EXIT_GRACE_S, CallEngine
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
 from ringcomm.comm.recorder.records import Recording
+from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.cuda.runtime import DeviceRuntime, Event
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
 from ringcomm.memory.device_heap import DeviceBlock, DeviceHeap
@@ -88,17 +89,26 @@ class DeviceCore:
     Args:
         heap: of this rank's device.
         membership: who takes part, with which options.
+        plan: the algorithm and the rings that "auto" and "ring" use.
         channels: blocks per collective.
-        family: "direct" or "ring", what "auto" means for large messages.
+        multiprocessors: those of the device that each rank's kernels have for themselves where
+            ranks share it; equal on all ranks.
         stay: of this rank; ends with :meth:`close`.
 
     Attributes:
         region: offset in the heap and size, in bytes.
+        plan, multiprocessors: as given.
         recorder: None with ``CommOptions(records=0)``.
     """
 
     def __init__(
-        self, heap: DeviceHeap, membership: Membership, channels: int, family: str, stay: int
+        self,
+        heap: DeviceHeap,
+        membership: Membership,
+        plan: TopologyPlan,
+        channels: int,
+        multiprocessors: int,
+        stay: int,
     ) -> None:
         options = membership.options
         world_size = len(membership.ranks)
@@ -108,6 +118,8 @@ class DeviceCore:
         self.device = heap.device
         self.rank = membership.rank
         self.world_size = world_size
+        self.plan = plan
+        self.multiprocessors = multiprocessors
         self.native = _native.DeviceComm(
             _driver_of(self.runtime, operation),
             rank_of=(membership.rank, world_size),
@@ -118,7 +130,7 @@ class DeviceCore:
             ),
             extra=(options.packet_bytes, options.copy_bytes),
             timeout_ms=round(options.timeout_s * 1000),
-            family=_native.ALGORITHMS[family],
+            family=_native.ALGORITHMS[plan.algorithm],
             find_kernel=partial(_find, self.device),
         )
         recorded = options.records > 0
@@ -348,7 +360,7 @@ class DeviceEnd(CallEngine):
         core: DeviceCore,
         membership: Membership,
         order: DeviceOrder,
-        meeting: JointLaunch | None,
+        joint_launch: JointLaunch | None,
     ) -> None:
         super().__init__(cast(Any, core), membership)
         self._device_core = core
@@ -359,7 +371,7 @@ class DeviceEnd(CallEngine):
         # Never zero: the quick paths are for calls that run on the caller's thread.
         self._queue.pending = 1
         self._order = order
-        self._meeting = meeting
+        self.joint_launch = joint_launch
         # Of the last call, and of the last one that a graph recorded: neither waits for the other.
         self._last_stream: int | None = None
         self._last_recorded: int | None = None
@@ -371,7 +383,7 @@ class DeviceEnd(CallEngine):
         self._unreported: RingcommError | None = None
 
     @property
-    def _place(self) -> tuple[DeviceRuntime, int]:
+    def device_place(self) -> tuple[DeviceRuntime, int]:
         return self._device_core.runtime, self._device_core.device
 
     # ---- the flight recorder --------------------------------------------------------------------
@@ -411,7 +423,7 @@ class DeviceEnd(CallEngine):
     @contextmanager
     def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
         """Around the launch of Triton's kernels for a collective of ``_native.call_words``."""
-        records, (runtime, device) = self._records, self._place
+        records, (runtime, device) = self._records, self.device_place
         if records is None:
             yield
             return
@@ -492,7 +504,7 @@ class DeviceEnd(CallEngine):
 
     def _events_of_the_end(self) -> list[Event]:
         """Passed once nothing that was launched runs any more."""
-        runtime, device = self._place
+        runtime, device = self.device_place
         events: list[Event] = [done for _, done in self._launched]
         last = self._last_stream
         if last is not None and not runtime.is_capturing(device, last):
@@ -534,7 +546,7 @@ class DeviceEnd(CallEngine):
             self._unreported = self._fault("close")
             self._refuse = refusal(self._rank, self._world_size, self._unreported)
             self._told = True
-        self._order.leave(self._meeting or self._device_core)
+        self._order.leave(self.joint_launch or self._device_core)
         super()._close(grace_s)
         self._launched.clear()
         self._recorded.clear()
@@ -555,6 +567,6 @@ class DeviceEnd(CallEngine):
         # Not after a construction that failed, nor in a forked child.
         if not hasattr(self, "_told") or self._closed:
             return
-        self._order.leave(self._meeting or self._device_core)
+        self._order.leave(self.joint_launch or self._device_core)
         recorded = self._last_recorded is not None
         abandon(self._device_core, self._events_of_the_end(), self._launched, recorded=recorded)

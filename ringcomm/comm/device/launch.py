@@ -16,8 +16,18 @@ from ringcomm.comm.calls import Call, Membership, RankContext
 from ringcomm.comm.device.core import DeviceCore, DeviceEnd
 from ringcomm.comm.device.recorder import SeenEvent
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch
+from ringcomm.comm.engine import AUTO
 from ringcomm.comm.options import milliseconds_of
-from ringcomm.comm.triton import ONE_RANK, Prepared, TritonEnd, TritonLaunch, launch, require_triton
+from ringcomm.comm.triton import (
+    ONE_RANK,
+    KernelPlace,
+    Prepared,
+    TritonEnd,
+    TritonLaunch,
+    device_place,
+    launch,
+    require_triton,
+)
 from ringcomm.comm.work import Outputs, Work, wait_seconds
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
 from ringcomm.errors import CollectiveTimeout, PeerLost, UnsupportedError, where
@@ -240,9 +250,9 @@ class DeviceCallEngine(DeviceEnd):
         core: DeviceCore,
         membership: Membership,
         order: DeviceOrder,
-        meeting: JointLaunch | None,
+        joint_launch: JointLaunch | None,
     ) -> None:
-        super().__init__(core, membership, order, meeting)
+        super().__init__(core, membership, order, joint_launch)
         self._side: Stream | None = None
         # While one thread prepares the calls of all ranks: of this one.
         self._collecting = False
@@ -260,14 +270,14 @@ class DeviceCallEngine(DeviceEnd):
     def launches(self) -> bool:
         return True
 
-    def _checks(self, op: str) -> CallChecks:
-        return DeviceCallChecks(op, (self._rank, self._world_size), self._place)
+    def checks(self, op: str) -> CallChecks:
+        return DeviceCallChecks(op, (self._rank, self._world_size), self.device_place)
 
-    def _own_turn(self) -> RankContext:
+    def rank_context(self) -> RankContext:
         if self._thread_stream is None:
-            runtime, device = self._place
+            runtime, device = self.device_place
             self._thread_stream = runtime.make_stream(device)
-        return StreamContext(self._place, self._thread_stream)
+        return StreamContext(self.device_place, self._thread_stream)
 
     _thread_stream: Stream | None = None
 
@@ -276,24 +286,24 @@ class DeviceCallEngine(DeviceEnd):
     @contextmanager
     def _turn(self, name: str) -> Iterator[None]:
         """The turn of a call of a communicator that is still usable then, on its device."""
-        runtime, device = self._place
+        runtime, device = self.device_place
         with self._queue.turn, runtime.on_device(device):
             self._check_usable(name)
             self._name = name
             yield
 
-    def _start(self, call: Call, async_op: bool) -> Work | None:
-        if self._meeting is not None:
+    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        if self.joint_launch is not None:
             self._check_capture(call.name)
         if async_op:
             return self._start_beside(call)
-        runtime, device = self._place
+        runtime, device = self.device_place
         with self._turn(call.name):
             self._run(call, runtime.current_stream(device))
         return None
 
     def _check_capture(self, name: str) -> None:
-        runtime, device = self._place
+        runtime, device = self.device_place
         if runtime.is_capturing(device):
             # The streams of the other ranks' threads are not part of this capture.
             raise UnsupportedError(
@@ -304,11 +314,11 @@ class DeviceCallEngine(DeviceEnd):
             )
 
     def _execute(self, call: Call) -> Outputs:
-        self._start(call, async_op=False)
+        self.start_call(call)
         return call.outputs
 
     def _start_beside(self, call: Call) -> DeviceWork:
-        runtime, device = self._place
+        runtime, device = self.device_place
         with self._turn(call.name):
             side = self._side_stream()
             current = runtime.current_stream(device)
@@ -321,19 +331,19 @@ class DeviceCallEngine(DeviceEnd):
 
     def _side_stream(self) -> Stream:
         if self._side is None:
-            runtime, device = self._place
+            runtime, device = self.device_place
             self._side = runtime.make_stream(device, high_priority=True)
         return self._side
 
     def _work(
         self, name: str, outputs: Outputs, side: Stream, done: SeenEvent, source: int | None = None
     ) -> DeviceWork:
-        place = (*self._place, side)
+        place = (*self.device_place, side)
         return DeviceWork(name, outputs, place, done, lambda: self._check_work(name), source)
 
     def _keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
-        runtime, device = self._place
+        runtime, device = self.device_place
         self._recorded = [each for each in self._recorded if runtime.is_capturing(device, each[1])]
         if runtime.is_capturing(device, stream):
             # The event of a capture never passes. Memory that came free during the capture could be
@@ -356,7 +366,7 @@ class DeviceCallEngine(DeviceEnd):
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""
         if stream == self._last_stream and self._last_recorded is None:
             return
-        runtime, device = self._place
+        runtime, device = self.device_place
         # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
         if runtime.is_capturing(device, stream):
             last, self._last_recorded = self._last_recorded, stream
@@ -390,8 +400,8 @@ class DeviceCallEngine(DeviceEnd):
             # another: room for them is kept (DeviceOrder.sends).
             launch([prepared], stream)
             return
-        if self._meeting is not None:
-            self._meeting.launch(self._rank, prepared, stream, self._look_for)
+        if self.joint_launch is not None:
+            self.joint_launch.launch(self._rank, prepared, stream, self._look_for)
             return
         blocks = prepared.prepared_kind[1]
         self._order.before(core, blocks, stream)
@@ -404,7 +414,7 @@ class DeviceCallEngine(DeviceEnd):
         from ringcomm._tl.hooks import IS_INTERPRETED
         from ringcomm._tl.launch import RankPointers
 
-        if IS_INTERPRETED and self._meeting is not None:
+        if IS_INTERPRETED and self.joint_launch is not None:
             raise UnsupportedError(f"{checks}: {ONE_RANK}")
         core = self._device_core
         geometry = Geometry.of(core.native.geometry)
@@ -413,10 +423,26 @@ class DeviceCallEngine(DeviceEnd):
             part = RankPointers(core.native.table_ptr, in_ptr, out_ptr)
             timeout_ns = core.timeout_ms * 1_000_000
             with self._in_records(plan.call, geometry.channels):
-                self._submit(TritonLaunch(self._place, plan, part, timeout_ns, geometry))
+                self._submit(TritonLaunch(self.device_place, plan, part, timeout_ns, geometry))
             return 0
 
         return TritonEnd(run, self._world_size, core.native.family)
+
+    def _kernel_place(self, head: str) -> KernelPlace:
+        from ringcomm._tl.hooks import IS_INTERPRETED
+
+        if IS_INTERPRETED and self.joint_launch is not None:
+            raise UnsupportedError(f"{head}: {ONE_RANK}")
+        core = self._device_core
+        return device_place(core.native, self.device_place, core.multiprocessors, head)
+
+    @property
+    def segment_bytes(self) -> int:
+        size_bytes: int = self._device_core.native.geometry["segment_bytes"]
+        return size_bytes
+
+    def chosen(self, algorithm: int) -> int:
+        return self._device_core.native.family if algorithm == AUTO else algorithm
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
         """Raises if this rank waits in vain for threads of this process to make their calls."""
@@ -468,7 +494,7 @@ class DeviceCallEngine(DeviceEnd):
             outputs = fn()
         finally:
             core.timeout_ms = usual_ms
-        runtime, device = self._place
+        runtime, device = self.device_place
         with runtime.on_device(device):
             side = self._side_stream()
             behind = runtime.record_event(device, runtime.current_stream(device))
@@ -476,9 +502,9 @@ class DeviceCallEngine(DeviceEnd):
             done = SeenEvent(runtime.record_event(device, side.handle))
         return self._work(opname, outputs, side, done)
 
-    def _finish_host_side(self) -> None:
+    def finish_host_side(self) -> None:
         """Blocks until the results of earlier calls can be read on the host."""
-        runtime, device = self._place
+        runtime, device = self.device_place
         calls = self._everything()
         runtime.synchronize(device)
         self._check_usable("synchronize")

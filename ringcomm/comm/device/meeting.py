@@ -1,4 +1,4 @@
-"""How ranks on devices meet: their places, the plan for them, and a proof of every link."""
+"""The rendezvous of ranks on devices: their places, the plan for them, a proof of every link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from ringcomm import _native
 from ringcomm.comm.calls import Membership
@@ -20,7 +20,7 @@ from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint
 from ringcomm.comm.meeting import rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
 from ringcomm.comm.topology.nvml import read_machine
-from ringcomm.comm.topology.plan import TopologyPlan, plan
+from ringcomm.comm.topology.plan import plan
 from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import shown
 from ringcomm.memory.device_heap import DeviceHeap, device_heap
@@ -33,7 +33,7 @@ from ringcomm.memory.device_peers import (
 )
 from ringcomm.rendezvous.handles import Meeting, Rendezvous, check_agreement
 
-__all__ = ["Links", "Met", "meet_on_device", "prove_links"]
+__all__ = ["Links", "meet_on_device", "prove_links"]
 
 C = TypeVar("C")
 
@@ -181,26 +181,10 @@ class _RankPlace:
         return cls(**values)
 
 
-@dataclass(frozen=True)
-class Met(Generic[C]):
-    """A communicator whose ranks have met.
-
-    Attributes:
-        communicator: this rank's.
-        plan: the algorithm and the rings of the world.
-        multiprocessors: for the kernels of each rank, which run beside those of the ranks that
-            share its device; equal on all ranks.
-    """
-
-    communicator: C
-    plan: TopologyPlan
-    multiprocessors: int
-
-
 def meet_on_device(
     membership: Membership, device: int, heap_bytes: int | None, build: Callable[..., C]
-) -> Met[C]:
-    """Rendezvous of the members of a communicator, each with its device.
+) -> C:
+    """Builds this rank's communicator once the members, each with its device, have met.
 
     Args:
         membership: of the communicator; its store is where the members meet.
@@ -232,7 +216,8 @@ def meet_on_device(
         chosen = plan(_topology(places), [place.uuid for place in places])
         channels = _channels(membership, places)
         _preload(heap)
-        core = DeviceCore(heap, membership, channels, chosen.algorithm, stay)
+        multiprocessors = max(1, min(_shares(places)))
+        core = DeviceCore(heap, membership, chosen, channels, multiprocessors, stay)
         core.native.limit_message_channels(_message_channels(places, channels))
         handles = _handles(rendezvous, meeting, core, places)
         mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
@@ -253,7 +238,7 @@ def meet_on_device(
             core.close()
         lifecycle.end_stay(stay)
         raise
-    return Met(communicator, chosen, max(1, min(_shares(places))))
+    return communicator
 
 
 def _join(

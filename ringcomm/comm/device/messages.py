@@ -10,9 +10,9 @@ import torch
 
 from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
 from ringcomm.comm.calls import Call
-from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
 from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
+from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.work import Work
 from ringcomm.cuda.runtime import Stream
@@ -147,7 +147,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
         for messages, write in ((sends, False), (receives, True)):
             peers = [peer for _, peer in messages]
             if len(set(peers)) != len(peers):
-                self._checks(name).fail(
+                self.checks(name).fail(
                     f"expected at most one message each way with a rank, got ranks {peers}"
                 )
             for tensor, peer in messages:
@@ -156,7 +156,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
 
     def check_message(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
         """Raises what :meth:`isend`, or to ``write`` :meth:`irecv` would; returns the peer."""
-        checks = self._checks(op)
+        checks = self.checks(op)
         if write and peer is None:
             raise UnsupportedError(
                 f"{checks}: src: expected a rank, got None; on a device a receive waits for one "
@@ -184,10 +184,10 @@ class DeviceMessages(DeviceCallEngine, Messages):
             return 0
 
         call = Call(name, run, [tensor for tensor, _ in receives])
-        runtime, device = self._place
+        runtime, device = self.device_place
         with self._turn(name):
             head = where(name, self._rank, self._world_size)
-            self._order.sends(self._meeting or self._device_core, head)
+            self._order.sends(self.joint_launch or self._device_core, head)
             streams = self._streams(bool(sends), bool(receives))
             first = streams[0]
             current = runtime.current_stream(device)
@@ -209,7 +209,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
         return self._records.enqueued(MESSAGES) if self._records is not None else 0
 
     def _streams(self, sends: bool, receives: bool) -> list[Stream]:
-        runtime, device = self._place
+        runtime, device = self.device_place
         if sends and self._send_stream is None:
             self._send_stream = runtime.make_stream(device)
         if receives and self._receive_stream is None:

@@ -71,7 +71,7 @@ def test_what_is_recorded_of_collectives(devices):
         comm.all_to_all_single(ones(comm, 4), ones(comm, 4))
         comm.all_gather_into_tensor(ones(comm, 8192), ones(comm, 4096), algorithm="copy")
         comm.reduce_scatter_tensor(ones(comm, 4), ones(comm, 8), algorithm="direct")
-        comm._finish_host_side()
+        comm.finish_host_side()
         recorded = comm.recording()
         own = recorded.ranks[comm.rank]
         assert (own.rank, own.pid, own.on_device, own.torn) == (comm.rank, os.getpid(), True, 0)
@@ -134,7 +134,7 @@ def test_the_fused_optimizer_is_recorded(devices):
         optimizer = AdamW([param], comm=comm)
         param.grad = ones(comm, 1000)
         optimizer.step()
-        comm._finish_host_side()
+        comm.finish_host_side()
         fused = mine(comm).last
         return fused.collective, fused.dtype, fused.size_bytes, fused.site, fused.state
 
@@ -183,7 +183,7 @@ def test_the_kernels_count_says_what_has_begun(two_devices):
             until(lambda: states(comm) == ["completed", "begun"])
             assert mine(comm).last.end_ns == 0
             come.set()
-        comm._finish_host_side()
+        comm.finish_host_side()
         return states(comm)
 
     assert two_devices.run(world, body) == [["completed"] * 2] * 2
@@ -208,7 +208,7 @@ def test_a_captured_call_is_one_record_and_its_replays_are_none(devices):
         assert states(comm)[1:] == ["captured", "enqueued"]
         (captured,) = [each for each in mine(comm).collectives if each.state == "captured"]
         assert captured.number == 2 and captured.end_ns == 0
-    comm._finish_host_side()
+    comm.finish_host_side()
     assert states(comm) == ["completed", "captured", "completed"]
     world.close()
 

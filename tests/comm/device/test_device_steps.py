@@ -50,7 +50,7 @@ def same_as_on_host(devices: Devices, world_size, dtype, options, clip=False, gr
 
     def body(comm):
         got, found = train(comm, *arguments)
-        comm._finish_host_side()
+        comm.finish_host_side()
         return [each.cpu() for each in got], [each.cpu() for each in found]
 
     for got, found in devices.run(devices.world(world_size, options=COMM), body):
@@ -114,7 +114,7 @@ def test_torchs_grad_scaler_drives_one_rank(devices):
             scaler.update()
             if turn != 1:
                 reference.step()
-        comm._finish_host_side()
+        comm.finish_host_side()
         assert optimizer.skipped_steps.item() == 1.0 and scaler.get_scale() == 128.0
         return all(map(torch.equal, params, plain))
 
