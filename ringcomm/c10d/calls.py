@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.work import PendingWork, completed
-from ringcomm.comm.calls import Unusable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
+from ringcomm.comm.engine import Unusable
 from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 

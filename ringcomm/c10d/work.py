@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
-from ringcomm.comm.device.launch import DeviceWork
+from ringcomm.comm.device.streams import DeviceWork
 
 if TYPE_CHECKING:
     from ringcomm.comm.work import Work as CommunicatorWork

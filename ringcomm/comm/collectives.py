@@ -11,8 +11,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import SUM, CallChecks, put_back, readable, size_bytes, writable
-from ringcomm.comm.calls import Call
-from ringcomm.comm.engine import CallEngine
+from ringcomm.comm.engine import Call, CallEngine
 from ringcomm.comm.work import Work
 
 # NOTE [At once]

@@ -13,11 +13,11 @@ from torch.distributed import Store as TorchStore
 
 from ringcomm import _native
 from ringcomm.comm.arguments import SUM, CallChecks
-from ringcomm.comm.calls import Call, Membership
 from ringcomm.comm.collectives import Collectives
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.meeting import meet
+from ringcomm.comm.engine import Call
+from ringcomm.comm.meeting import Membership, meet
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.topology.plan import TopologyPlan

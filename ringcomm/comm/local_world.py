@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from ringcomm.comm.arguments import SUM
-from ringcomm.comm.calls import Call, RankContext
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.device.sharing import Prepared, launch
+from ringcomm.comm.engine import Call, RankContext
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
-from ringcomm.comm.triton import Prepared, launch
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
 from ringcomm.rendezvous.handles import Meeting, Rendezvous
 

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 from ringcomm import _native
-from ringcomm.comm.calls import Membership
+from ringcomm.comm.options import CommOptions
 from ringcomm.errors import RendezvousError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
 from ringcomm.rendezvous.handles import (
     HeapHandle,
     Meeting,
     Rendezvous,
+    Store,
     machine_identity,
     members_of,
 )
 
 _STRANGERS = "Does another process post in this store? Give every job a store of its own"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who a communicator connects, and what it was built with.
+
+    ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps
+    as mapped here, held for as long as the communicator lives.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    store: Store
+    options: CommOptions
+    heaps: tuple[MappedHeap, ...]
 
 
 def rendezvous_of(membership: Membership) -> Meeting:

@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_NAMES, CallChecks, Reduction
-from ringcomm.comm.calls import Membership, Unusable
+from ringcomm.comm.meeting import Membership
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import UnsupportedError
 
@@ -27,15 +27,11 @@ __all__ = [
     "TRITON",
     "HostTriton",
     "KernelPlace",
-    "Prepared",
     "TritonEnd",
     "TritonLaunch",
-    "Use",
     "check_kernels",
     "device_place",
     "host_place",
-    "itself",
-    "launch",
     "require_triton",
 ]
 
@@ -167,10 +163,6 @@ class TritonEnd:
         plan = plan_all_gather(in_bytes, dtype, itemsize, self.chosen(algo), self._world_size)
         return self._run(plan, in_ptr, out_ptr)
 
-    def of(self, native: Any) -> Any:
-        """This, in place of ``native``; but a communicator that is unusable stays so."""
-        return native if isinstance(native, Unusable) else self
-
 
 class HostTriton:
     """Runs plans on the host, in Triton's interpreter.
@@ -223,14 +215,6 @@ class HostTriton:
         return status
 
 
-Use = Callable[[Any], Any]
-
-
-def itself(native: Any) -> Any:
-    """The native kernels run what they are asked for."""
-    return native
-
-
 # Triton's kernels on a device: how a call of theirs is prepared, and launched in its place.
 
 
@@ -263,20 +247,6 @@ class TritonLaunch:
             stream,
             lambda: launch_kernel(self.plan, parts, self.timeout_ns, self.geometry),
         )
-
-
-# Of one rank, ready to be launched.
-Prepared = _native.DeviceComm | TritonLaunch
-
-
-def launch(prepared: Sequence[Prepared], stream: int) -> None:
-    """Launches calls of one kind, of ranks on one device, together on ``stream``."""
-    triton = [each for each in prepared if isinstance(each, TritonLaunch)]
-    if triton:
-        triton[0].launch_with(triton[1:], stream)
-    else:
-        natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
-        _native.launch(natives, stream)
 
 
 # Where kernels that users write in Triton run, and whether they can run there at all: see

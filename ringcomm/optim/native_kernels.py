@@ -10,8 +10,8 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
-from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.engine import Call
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.kernels import Kernels, StepTable, shard_of
 from ringcomm.optim.options import AdamWOptions

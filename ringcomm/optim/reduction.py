@@ -12,8 +12,8 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
-from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.engine import Call
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 

@@ -12,8 +12,8 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_NAMES, CallChecks
-from ringcomm.comm.calls import Call
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.engine import Call
 from ringcomm.comm.triton import TritonEnd, require_triton
 from ringcomm.comm.work import Work
 from ringcomm.errors import RingcommError, UnsupportedError

@@ -10,7 +10,7 @@ import torch
 
 import ringcomm
 from ringcomm import _native
-from ringcomm.comm.calls import Call
+from ringcomm.comm.engine import Call
 from ringcomm.errors import MismatchError
 
 ALGORITHMS = ("direct", "ring")

@@ -11,7 +11,7 @@ import torch
 import ringcomm
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
-from ringcomm.comm.calls import Call
+from ringcomm.comm.engine import Call
 
 Tensor = torch.Tensor
 PARAMS = 6

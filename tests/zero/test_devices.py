@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringcomm import CommOptions, zero
-from ringcomm.comm.device.launch import DeviceWork
+from ringcomm.comm.device.streams import DeviceWork
 from tests.support.device_worlds import on_host
 from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules

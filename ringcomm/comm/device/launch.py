@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks
-from ringcomm.comm.calls import Call, Membership, RankContext
-from ringcomm.comm.device.core import DeviceCore, DeviceEnd
-from ringcomm.comm.device.recorder import SeenEvent
-from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch
-from ringcomm.comm.engine import AUTO
+from ringcomm.comm.device.core import DeviceCore
+from ringcomm.comm.device.lifecycle import abandon
+from ringcomm.comm.device.recorder import COLLECTIVES, Calls, SeenEvent
+from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
+from ringcomm.comm.device.streams import DeviceWork, StreamContext
+from ringcomm.comm.engine import AUTO, EXIT_GRACE_S, Call, CallEngine, RankContext, closed, refusal
+from ringcomm.comm.meeting import Membership
 from ringcomm.comm.options import milliseconds_of
+from ringcomm.comm.recorder.reader import Fault, FlightRecorder
+from ringcomm.comm.recorder.records import Recording
 from ringcomm.comm.triton import (
     ONE_RANK,
     KernelPlace,
-    Prepared,
     TritonEnd,
     TritonLaunch,
     device_place,
-    launch,
     require_triton,
 )
-from ringcomm.comm.work import Outputs, Work, wait_seconds
-from ringcomm.cuda.runtime import DeviceRuntime, Stream
-from ringcomm.errors import CollectiveTimeout, PeerLost, UnsupportedError, where
+from ringcomm.comm.work import Outputs, Work
+from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
+from ringcomm.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLost,
+    RingcommError,
+    UnsupportedError,
+    where,
+)
 
 if TYPE_CHECKING:
     from ringcomm._tl.launch import KernelPlan
 
-__all__ = [
-    "FIRST_POLL_S",
-    "LAST_POLL_S",
-    "DeviceCallChecks",
-    "DeviceCallEngine",
-    "DeviceWork",
-    "StreamContext",
-]
-
-# What the arguments of a call on a device must be.
+__all__ = ["POLL_S", "DeviceCallChecks", "DeviceCallEngine"]
 
 
 class DeviceCallChecks(CallChecks):
@@ -67,177 +68,11 @@ class DeviceCallChecks(CallChecks):
             )
 
 
-# What surrounds a rank on a device that runs as a thread beside others.
+# How often the end of a communicator looks whether its last calls have ended.
+POLL_S = 0.0005
 
 
-class StreamContext(RankContext):
-    """A rank's own stream: on one stream, a rank would wait for what another is about to do."""
-
-    def __init__(self, place: tuple[DeviceRuntime, int], stream: Stream) -> None:
-        self._runtime, self._device = place
-        self._stream = stream
-        self._follow(stream.handle, self._runtime.current_stream(self._device))
-
-    def _follow(self, stream: int, leader: int) -> None:
-        with self._runtime.on_device(self._device):
-            behind = self._runtime.record_event(self._device, leader)
-            self._runtime.wait_event(self._device, stream, behind)
-
-    def taken(self) -> AbstractContextManager[None]:
-        return self._runtime.on_stream(self._stream)
-
-    def rejoin(self) -> None:
-        self._follow(self._runtime.current_stream(self._device), self._stream.handle)
-
-
-# Handles of calls that run on a device beside the caller's stream.
-
-FIRST_POLL_S = 0.00002
-LAST_POLL_S = 0.001
-
-
-class DeviceWork(Work):
-    """One call on a device's side stream.
-
-    ``wait()`` makes the stream that is current where it is called wait for the call; the host
-    goes on. With a timeout it blocks the host, as for torch's NCCL.
-    """
-
-    __slots__ = ("_check", "_device", "_done", "_runtime", "_side", "_source")
-
-    def __init__(
-        self,
-        name: str,
-        outputs: Outputs,
-        place: tuple[DeviceRuntime, int, Stream],
-        done: SeenEvent,
-        check: Callable[[], None],
-        source: int | None = None,
-    ) -> None:
-        super().__init__(name, _nothing, _never)
-        self._outputs = outputs
-        self._runtime, self._device, self._side = place
-        self._done = done
-        self._check = check
-        self._source = source
-
-    def part(self, name: str, outputs: Outputs, source: int | None) -> DeviceWork:
-        """The handle of one message of several that went out together.
-
-        Args:
-            name: of the message's own call.
-            outputs: what it receives into.
-            source: the rank that sends; None: it is a send.
-        """
-        place = (self._runtime, self._device, self._side)
-        return DeviceWork(name, outputs, place, self._done, self._check, source)
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Orders later work of the current stream behind the call, and returns True.
-
-        Args:
-            timeout: timedelta or seconds to block this thread until the call is done; None or zero
-                does not block.
-
-        Raises:
-            CollectiveTimeout: ``timeout`` passed first; the call goes on.
-            RingcommError: a kernel of this communicator gave up by now.
-        """
-        seconds = wait_seconds(timeout)
-        if seconds > 0:
-            self._block(seconds)
-        self._check()
-        stream = self._runtime.current_stream(self._device)
-        self._runtime.wait_event(self._device, stream, self._done.event)
-        return True
-
-    def _block(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        pause_s = FIRST_POLL_S
-        while not self._done.query():
-            if time.monotonic() >= deadline:
-                raise CollectiveTimeout(
-                    f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the call "
-                    "goes on. Wait again, or abort the communicator"
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, LAST_POLL_S)
-
-    def is_completed(self) -> bool:
-        """True once the call is done or has failed; does not block."""
-        return self._done.query()
-
-    def is_success(self) -> bool:
-        """True once the call is done without an error."""
-        return self._done.query() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """What a kernel of this communicator gave up with, or None (also while it runs)."""
-        try:
-            self._check()
-        except Exception as error:
-            return error
-        return None
-
-    def get_future(self) -> torch.futures.Future[Outputs]:
-        """A future that gives the outputs, ordered on the stream that its consumer uses.
-
-        It gives the error instead if a kernel has given up by now.
-        """
-        with self._guard:
-            if self._future is None:
-                self._future = self._make_future()
-            return self._future
-
-    def _make_future(self) -> torch.futures.Future[Outputs]:
-        on = self._runtime.torch_device(self._device)
-        emulated = on.type == "cpu"
-        if emulated:
-            # torch knows no streams there, so the value must be there.
-            self._done.synchronize()
-        future: torch.futures.Future[Outputs] = torch.futures.Future(
-            devices=None if emulated else [on]
-        )
-        error = self.exception()
-        if error is not None:
-            # torch annotates the exception with the type of the result.
-            future.set_exception(cast(Any, error))
-            return future
-        with self._runtime.on_stream(self._side):
-            # The future records events on the streams that are current here, and makes its
-            # consumers' streams wait for them.
-            future.set_result(self._outputs)
-        return future
-
-    def source_rank(self) -> int:
-        """The rank that sends the message; only of a receive. Known at once: nothing is waited for.
-
-        Raises:
-            RingcommError: this is no receive, or a kernel of this communicator gave up by now.
-        """
-        if self._source is None:
-            return super().source_rank()
-        self._check()
-        return self._source
-
-    def result(self) -> Outputs:
-        """Orders the current stream behind the call, then returns the output tensors."""
-        self.wait()
-        return self._outputs
-
-
-def _nothing() -> None:
-    """A device call is not interrupted by its waiter: waiting does not block."""
-
-
-def _never() -> bool:
-    return False
-
-
-# Runs calls on a device: on which stream, behind what, and what keeps their tensors alive.
-
-
-class DeviceCallEngine(DeviceEnd):
+class DeviceCallEngine(CallEngine):
     """A rank's end on a device. Its calls return when they are queued on a stream.
 
     A call is ordered behind the earlier work of the stream that is current where it is made, and
@@ -252,7 +87,25 @@ class DeviceCallEngine(DeviceEnd):
         order: DeviceOrder,
         joint_launch: JointLaunch | None,
     ) -> None:
-        super().__init__(core, membership, order, joint_launch)
+        super().__init__(cast(Any, core), membership)
+        self._device_core = core
+        recorder = core.recorder
+        self._records = recorder.native if recorder is not None else None
+        locate = recorder.located if recorder is not None else None
+        self._recorder = FlightRecorder(recorder, self.name, (core.rank, core.world_size), locate)
+        # Never zero: the quick paths are for calls that run on the caller's thread.
+        self._queue.pending = 1
+        self._order = order
+        self.joint_launch = joint_launch
+        # Of the last call, and of the last one that a graph recorded: neither waits for the other.
+        self._last_stream: int | None = None
+        self._last_recorded: int | None = None
+        # Calls whose tensors must live: until their event passed, or while a graph is recorded.
+        self._launched: deque[tuple[Call, SeenEvent]] = deque()
+        self._recorded: list[tuple[Call, int]] = []
+        # Once closing: whether it was unusable before, so that somebody has been told why.
+        self._told: bool | None = None
+        self._unreported: RingcommError | None = None
         self._side: Stream | None = None
         # While one thread prepares the calls of all ranks: of this one.
         self._collecting = False
@@ -260,6 +113,10 @@ class DeviceCallEngine(DeviceEnd):
         self._sends_alone = False  # while a message is launched
         self._name = ""
         core.native.set_submit(_submitter(weakref.ref(self)))
+
+    @property
+    def device_place(self) -> tuple[DeviceRuntime, int]:
+        return self._device_core.runtime, self._device_core.device
 
     @property
     def device(self) -> torch.device:
@@ -509,6 +366,192 @@ class DeviceCallEngine(DeviceEnd):
         runtime.synchronize(device)
         self._check_usable("synchronize")
         self._see_completed(calls)
+
+    # ---- the flight recorder --------------------------------------------------------------------
+
+    def recording(self) -> Recording:
+        """See :meth:`CallEngine.recording`."""
+        if self._refuse is None:
+            # A device that does not answer any more hides no records.
+            with suppress(Exception):
+                for _, done in tuple(self._launched):
+                    done.query()
+                self._device_core.look()
+        return super().recording()
+
+    def _everything(self) -> list[Calls]:
+        recorder = self._device_core.recorder
+        return recorder.everything() if recorder is not None else []
+
+    def _see_completed(self, calls: list[Calls]) -> None:
+        """The device has done ``calls``."""
+        if self._records is not None:
+            for each in calls:
+                self._records.seen_completed(*each)
+
+    def _seen(self, event: Event) -> SeenEvent:
+        """``event``, behind all collectives by now; it is noted in the records that it passed."""
+        records = self._records
+        if records is None:
+            return SeenEvent(event)
+        return SeenEvent(event, records, (COLLECTIVES, 1, records.enqueued(COLLECTIVES)))
+
+    def _withdraw(self) -> None:
+        """The last call was prepared, and not launched."""
+        if self._records is not None:
+            self._records.withdraw()
+
+    @contextmanager
+    def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
+        """Around the launch of Triton's kernels for a collective of ``_native.call_words``."""
+        records, (runtime, device) = self._records, self.device_place
+        if records is None:
+            yield
+            return
+        captured = runtime.is_capturing(device, self._device_core.native.stream)
+        records.enqueue_triton(words, channels, captured)
+        try:
+            yield
+        except BaseException:
+            records.withdraw()
+            raise
+
+    # ---- faults ---------------------------------------------------------------------------------
+
+    def _check_usable(self, name: str) -> None:
+        if self._refuse is not None:
+            raise self._refuse(name)
+        if self._device_core.raised:
+            raise self._fault(name)
+
+    def _check_work(self, name: str) -> None:
+        """As a call is checked; but a communicator that was closed in order has done its work."""
+        if self._told is not False:
+            self._check_usable(name)
+        elif self._device_core.raised:
+            raise self._fault(name)
+
+    @contextmanager
+    def _worded(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RingcommError:
+            raise
+        except ValueError as error:
+            head = where(name, self._rank, self._world_size)
+            raise ArgumentError(f"{head}: {error}") from error
+        except RuntimeError as error:
+            # Peers may have launched their part, and would take the next call for this one.
+            head = where(name, self._rank, self._world_size)
+            raise self._give_up(RingcommError, f"{head}: {error}") from error
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _give_up(
+        self, kind: type[RingcommError], text: str, waits: Fault | None = None
+    ) -> RingcommError:
+        """Makes the communicator unusable on all ranks, and returns the error that says why.
+
+        Args:
+            kind: of the error.
+            text: of the error.
+            waits: what a call that was not launched waits for; None: it was refused.
+        """
+
+        def word(told: Fault) -> RingcommError:
+            return kind(
+                f"{text}. {told.get('story', '')}The communicator is unusable now: close it and "
+                f"build a new one{told.get('trace', '')}"
+            )
+
+        refused = {"kind": "aborted", "peer": -1, "sequence": 0}
+        fault = {"rank": self._rank, "message": False, "mine": "", **(waits or refused)}
+        error = word(fault)
+        try:
+            error = word(self._recorder.traced(fault, word))
+        finally:  # a second Ctrl-C may come meanwhile
+            self._make_unusable(error, text)
+        return error
+
+    def _make_unusable(self, error: RingcommError, text: str) -> None:
+        self._disable(refusal(self._rank, self._world_size, error))
+        self._device_core.abort(text)
+
+    def _waits_in_vain(self, kind: str, peer: int) -> Fault:
+        """The fault of the call that is about to be launched, which fails."""
+        recorder = self._device_core.recorder
+        number = recorder.gave_up(kind, peer) if recorder is not None else 0
+        return {"kind": kind, "peer": peer, "sequence": number}
+
+    def _events_of_the_end(self) -> list[Event]:
+        """Passed once nothing that was launched runs any more."""
+        runtime, device = self.device_place
+        events: list[Event] = [done for _, done in self._launched]
+        last = self._last_stream
+        if last is not None and not runtime.is_capturing(device, last):
+            with runtime.on_device(device):
+                events.append(runtime.record_event(device, last))
+        return events
+
+    def _end_calls(self, grace_s: float) -> bool:
+        """Lets no more calls begin, and waits for those that have; False after ``grace_s``."""
+        deadline = time.monotonic() + grace_s
+        if not self._queue.turn.acquire(timeout=grace_s):
+            return False
+        try:
+            if self._told is None:
+                self._told = self._refuse is not None
+            self._disable(closed(self._rank, self._world_size, self.name))
+            if self._last_recorded is not None:
+                # Replays are on streams that nobody has told this communicator about.
+                self._device_core.synchronize()
+            events = self._events_of_the_end()
+            while not all(event.query() for event in events):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(POLL_S)
+            self._see_completed(self._everything())
+            return True
+        finally:
+            self._queue.turn.release()
+
+    def _close(self, grace_s: float) -> None:
+        if self._closed:
+            return
+        if not self._end_calls(grace_s):
+            self.abort("closed with a call under way")
+            if not self._end_calls(EXIT_GRACE_S):
+                # A kernel that does not end still uses the region: it is left alone for good.
+                return
+        if not self._told and self._device_core.aborted:
+            self._unreported = self._fault("close")
+            self._refuse = refusal(self._rank, self._world_size, self._unreported)
+            self._told = True
+        self._order.leave(self.joint_launch or self._device_core)
+        super()._close(grace_s)
+        self._launched.clear()
+        self._recorded.clear()
+
+    def close(self) -> None:
+        """As the host's; waits for what was launched.
+
+        Raises:
+            RingcommError: a kernel gave up, and no earlier call has said so. All is given back.
+        """
+        super().close()
+        error, self._unreported = self._unreported, None
+        if error is not None:
+            raise error
+
+    def __del__(self) -> None:
+        super().__del__()
+        # Not after a construction that failed, nor in a forked child.
+        if not hasattr(self, "_told") or self._closed:
+            return
+        self._order.leave(self.joint_launch or self._device_core)
+        recorded = self._last_recorded is not None
+        abandon(self._device_core, self._events_of_the_end(), self._launched, recorded=recorded)
 
 
 def _submitter(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:

@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from ringcomm import _native
-from ringcomm.comm.calls import Membership
 from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
-from ringcomm.comm.meeting import rendezvous_of
+from ringcomm.comm.meeting import Membership, rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
 from ringcomm.comm.topology.nvml import read_machine
 from ringcomm.comm.topology.plan import plan

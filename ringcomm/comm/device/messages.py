@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
-from ringcomm.comm.calls import Call
-from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
-from ringcomm.comm.engine import CallEngine
+from ringcomm.comm.device.streams import DeviceWork
+from ringcomm.comm.engine import Call, CallEngine
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.work import Work
 from ringcomm.cuda.runtime import Stream

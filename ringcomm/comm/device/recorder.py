@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringcomm import _native
-from ringcomm.comm.calls import Membership
+from ringcomm.comm.meeting import Membership
 from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_block
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import RendezvousError, RingcommError

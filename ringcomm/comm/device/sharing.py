@@ -9,11 +9,34 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from ringcomm.comm.triton import Prepared, launch
+from ringcomm import _native
+from ringcomm.comm.triton import TritonLaunch
 from ringcomm.cuda.runtime import DeviceRuntime, Event
 from ringcomm.errors import UnsupportedError
 
-__all__ = ["Blocks", "DeviceOrder", "JointLaunch", "joint_launch_of", "order_of"]
+__all__ = [
+    "Blocks",
+    "DeviceOrder",
+    "JointLaunch",
+    "Prepared",
+    "joint_launch_of",
+    "launch",
+    "order_of",
+]
+
+# Of one rank, ready to be launched.
+Prepared = _native.DeviceComm | TritonLaunch
+
+
+def launch(prepared: Sequence[Prepared], stream: int) -> None:
+    """Launches calls of one kind, of ranks on one device, together on ``stream``."""
+    triton = [each for each in prepared if isinstance(each, TritonLaunch)]
+    if triton:
+        triton[0].launch_with(triton[1:], stream)
+    else:
+        natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
+        _native.launch(natives, stream)
+
 
 # Keeps the communicators of one process on one device from blocking each other.
 #
