@@ -346,8 +346,8 @@ def import_circles(root: Path) -> list[list[str]]:
     for module, path in modules.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         names = {name for _, name in imported_names(path.read_text(), package)}
+        names -= {f"ringcomm.{module}" for module in PRIVATE_MODULES}
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
-        # A package's own module may import its modules: the package is then what users import.
         imports[module] = {each for each in targets & set(modules) if each != module}
     circles = []
     done: set[str] = set()

@@ -122,7 +122,7 @@ class ShardedAdam(torch.optim.Optimizer):
                 f"{type(self).__name__}: options: expected AdamWOptions, got {options!r}"
             )
         params = listed(params)
-        self._placement = placement_of(params)
+        self.placement = placement_of(params)
         found = self._chosen_comm(comm, params)
         device = torch.device("cpu") if found is None else found.device
         self.communicator = found
@@ -131,7 +131,7 @@ class ShardedAdam(torch.optim.Optimizer):
         accumulator = None if options.accumulate_dtype is None else Accumulator()
         self._setting = Setting(None if alone else found, device, options, loss_scaler, accumulator)
         self._sharded: ShardedStep | None = None
-        chosen_for_user = comm is None and self._placement is None and self._setting.world_size > 1
+        chosen_for_user = comm is None and self.placement is None and self._setting.world_size > 1
         self._built_on: list[Tensor] | None = [] if chosen_for_user else None
         defaults["betas"] = numbers(defaults["betas"])
         super().__init__(params, defaults)
@@ -149,8 +149,8 @@ class ShardedAdam(torch.optim.Optimizer):
     def _chosen_comm(self, comm: CommArgument, params: Any) -> Communicator | None:
         """That of the parameters' placement, or of the argument, or one of this rank's device."""
         operation, device = type(self).__name__, first_device(params)
-        if self._placement is not None:
-            own = self._placement.comm
+        if self.placement is not None:
+            own = self.placement.comm
             if comm is None or _same_ranks(find_communicator(comm, operation, device), own):
                 return own
             raise ArgumentError(
@@ -186,7 +186,7 @@ class ShardedAdam(torch.optim.Optimizer):
         """What a GradScaler unscales; None: ``p.grad``."""
         if self.accumulator is not None:
             return self.accumulator.flats()
-        return None if self._placement is None else self._prepared().gradients.flats()
+        return None if self.placement is None else self.sharded_step().gradients.flats()
 
     def _count(self, column: int) -> Tensor:
         # Preparing is collective, and a look at a number must not be.
@@ -205,11 +205,12 @@ class ShardedAdam(torch.optim.Optimizer):
             HeapError: the heap has no room.
             UnsupportedError: there are no kernels for the parameters' device.
         """
-        self._prepared()
+        self.sharded_step()
 
-    def _prepared(self) -> ShardedStep:
+    def sharded_step(self) -> ShardedStep:
+        """The step on this rank's shards, made at the first call; for ringcomm's own packages."""
         if self._sharded is None:
-            check_order(self._placement, self.param_groups)
+            check_order(self.placement, self.param_groups)
             self._check_own_params()
             with torch.no_grad():
                 self._sharded = ShardedStep(self.param_groups, self._setting)
@@ -287,7 +288,7 @@ class ShardedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepared().step(self._amp())
+        self.sharded_step().step(self._amp())
         return loss
 
     def _amp(self) -> Amp:
@@ -333,7 +334,7 @@ class ShardedAdam(torch.optim.Optimizer):
         if not isinstance(max_norm, (int, float, Tensor)) or math.isnan(max_norm) or max_norm < 0:
             raise ArgumentError(f"max_norm: expected a number >= 0, got {max_norm!r}")
         kind = norm_kind(norm_type)
-        return self._prepared().clip(float(max_norm), kind, error_if_nonfinite)
+        return self.sharded_step().clip(float(max_norm), kind, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, as torch does.
@@ -345,8 +346,8 @@ class ShardedAdam(torch.optim.Optimizer):
         if self.accumulator is not None:
             self.accumulator.clear()
         if sharded is None:
-            if self._placement is not None:
-                self._placement.forget_gradients(set_to_none)
+            if self.placement is not None:
+                self.placement.forget_gradients(set_to_none)
             super().zero_grad(set_to_none)
             return
         sharded.forget_reduced()
@@ -358,7 +359,7 @@ class ShardedAdam(torch.optim.Optimizer):
 
     def refresh_master_weights(self) -> None:
         """Makes the FP32 masters what the parameters are, after those were changed from outside."""
-        for bucket in self._prepared().buckets:
+        for bucket in self.sharded_step().buckets:
             bucket.refresh_master()
 
     def state_dict(self) -> dict[str, Any]:
@@ -368,7 +369,7 @@ class ShardedAdam(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        saved = state.save(self._prepared())
+        saved = state.save(self.sharded_step())
         for post in self._optimizer_state_dict_post_hooks.values():
             saved = post(self, saved) or saved
         return saved
@@ -387,7 +388,7 @@ class ShardedAdam(torch.optim.Optimizer):
         several = isinstance(state_dict, Sequence)
         shards: list[Any] = list(state_dict) if several else [state_dict]
         with torch.no_grad():
-            state.load(self._prepared(), shards)
+            state.load(self.sharded_step(), shards)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
@@ -400,7 +401,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Args:
             dst: the rank that gets it, while others get an empty dict; None gives it to all.
         """
-        return torch_state.gather(self._prepared(), dst)
+        return torch_state.gather(self.sharded_step(), dst)
 
     @torch.no_grad()
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -411,7 +412,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Raises:
             CheckpointError: it does not fit the parameters; nothing was changed.
         """
-        torch_state.load(self._prepared(), state_dict)
+        torch_state.load(self.sharded_step(), state_dict)
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(

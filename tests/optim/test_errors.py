@@ -215,7 +215,7 @@ def test_a_step_that_failed_halfway_tears_the_optimizer():
         problem.give(params, 0, comm.rank)
         optimizer.step()
         problem.give(params, 1, comm.rank)
-        sharded = optimizer._prepared()
+        sharded = optimizer.sharded_step()
         update = sharded.kernels.reduce_update
 
         def fails(bucket):
@@ -249,7 +249,7 @@ def test_a_fault_before_the_update_tears_nothing():
         comm.abort("the test said so")
         with pytest.raises(RingcommError, match="abort"):
             optimizer.step()
-        assert not optimizer._prepared().torn
+        assert not optimizer.sharded_step().torn
         assert torch.equal(optimizer.state_dict()["state"]["step"], state["state"]["step"])
 
     with ringcomm.local_world(2, timeout=20.0) as world:
@@ -262,7 +262,7 @@ def test_loading_mends_a_torn_optimizer():
     param.grad = torch.ones(600)
     optimizer.step()
     state, kept = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
-    optimizer._prepared().torn = True
+    optimizer.sharded_step().torn = True
     with pytest.raises(RingcommError, match="failed halfway"):
         optimizer.step()
     with torch.no_grad():

@@ -123,7 +123,7 @@ def test_half_a_step_is_not_saved():
     optimizer = AdamW([param])
     param.grad = torch.ones(4)
     optimizer.step()
-    optimizer._prepared().torn = True
+    optimizer.sharded_step().torn = True
     with pytest.raises(RingcommError, match="failed halfway"):
         optimizer.state_dict()
 

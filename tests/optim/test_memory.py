@@ -175,7 +175,7 @@ def test_it_takes_the_memory_that_it_says(worlds, world, dtype, options, heap_by
     worlds(world).run(lambda comm: made[comm.rank].prepare())
     assert ringcomm.heap_stats()["used_bytes"] - before == world * heap_bytes * elems
     for optimizer in made:
-        (bucket,) = optimizer._prepared().buckets
+        (bucket,) = optimizer.sharded_step().buckets
         own = sum(tensor.nbytes for tensor in bucket.state.tensors().values())
         assert own == state_bytes * elems // world
 
@@ -201,7 +201,7 @@ def test_one_pass_has_no_gradient_shard_and_two_have_one(worlds):
         if clip:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-        (bucket,) = optimizer._prepared().buckets
+        (bucket,) = optimizer.sharded_step().buckets
         return None if bucket.grad_shard is None else bucket.grad_shard.numel()
 
     assert worlds(2).run(work, False) == [None, None]

@@ -138,12 +138,12 @@ def step_of(
     """
     if optimizer is None:
         return None
-    if not isinstance(optimizer, ShardedAdam) or optimizer._placement is not engine.placement:
+    if not isinstance(optimizer, ShardedAdam) or optimizer.placement is not engine.placement:
         raise ArgumentError(
             f"{operation}: optimizer: expected one of ringcomm.optim that was built on the "
             f"sharded module's parameters, got {optimizer!r}"
         )
-    return optimizer._prepared()
+    return optimizer.sharded_step()
 
 
 def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
