@@ -11,7 +11,11 @@ import pytest
 from tests.support import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -48,3 +52,26 @@ def test_links_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert missing == []
+
+
+def test_the_map_of_the_design_names_every_module():
+    design = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| (?:`([\w/]+/)`|top) \| (.*) \|$", design, re.MULTILINE)
+    mapped = {folder + name for folder, text in rows for name in re.findall(r"`(\w+)`", text)}
+    package = ROOT / "ringcomm"
+    paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
+    modules = {str(path) for path in paths if path.name != "__init__" and path.parts[0] != "_tl"}
+    assert len(modules) > 50
+    assert modules - mapped == set()
+    folders = {folder for folder, _ in rows}
+    stale = {name for name in mapped - modules if name.rpartition("/")[0] + "/" in folders - {""}}
+    assert stale == set()
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_the_paths_that_a_guide_names_exist(path):
+    tops = "kernels|ringcomm|bench|tests|tools|docs|collectives|core|optimizer|protocol"
+    named = re.findall(rf"`((?:{tops})/[\w./]+)", path.read_text())
+    templates = ROOT / "kernels" / "include" / "ringcomm"
+    assert len(named) > 10
+    assert [n for n in named if not (ROOT / n).exists() and not (templates / n).exists()] == []
