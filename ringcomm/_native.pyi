@@ -550,11 +550,12 @@ class DeviceRecorder:
         """Collectives that a kernel may number so; newest first."""
 
 class DeviceComm:
-    """One rank's end on a device: calls become launches on `stream`, or are left to `submit`.
+    """One rank's end on a device: calls become launches on `stream`.
 
-    The calls have the signatures of those of `Comm` and return 0. They raise ValueError for what
-    the device cannot do, and RuntimeError with the driver's reason when it refuses a launch.
-    Pointers are device addresses.
+    The calls have the signatures of those of `Comm` and return 0. A call with peers is prepared:
+    for each of its launches ask `next`, then `launch`. They raise ValueError for what the device
+    cannot do, and RuntimeError with the driver's reason when it refuses a launch. Pointers are
+    device addresses.
     """
 
     def __init__(
@@ -619,8 +620,10 @@ class DeviceComm:
         """Blocks of a message."""
     def limit_message_channels(self, most: int) -> None:
         """Blocks of a message; equal on all ranks, before the first message."""
-    def set_submit(self, submit: Callable[[], None]) -> None:
-        """Called with a prepared call, instead of the launch."""
+    def next(self) -> bool:
+        """Prepares the next launch of the call, behind the copies before it; False: it has none."""
+    def withdraw(self) -> None:
+        """The launch that `next` prepared is not made, nor is what follows it in its call."""
     @property
     def prepared_kind(self) -> tuple[int, int]:
         """Kernel and blocks of the prepared call; calls of equal kinds can share a launch."""

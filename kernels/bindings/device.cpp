@@ -1,7 +1,7 @@
 // Allocator, Driver and DeviceComm of ringcomm._native: the host's half of the GPU backend.
 #include <nanobind/stl/function.h>
 
-#include "kernels/bindings/module.h"
+#include "kernels/bindings/collectives.h"
 #include "kernels/cuda/device_comm.h"
 #include "kernels/host/describe.h"
 
@@ -13,28 +13,14 @@ namespace {
 
 using device::DeviceComm;
 using device::HostPage;
-using Addresses = std::vector<uintptr_t>;
-using Sizes = std::vector<uint64_t>;
-
-std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
-  std::vector<Span> result(ptrs.size());
-  for (size_t i = 0; i < ptrs.size(); ++i) result[i] = {at(ptrs[i]), bytes[i]};
-  return result;
-}
-
-// One entry per rank: a rank that takes no list passes an empty one.
-std::vector<Span> spans(Addresses ptrs, uint64_t bytes, const DeviceComm& c) {
-  ptrs.resize(size_t(c.config().world));
-  return spans(ptrs, Sizes(ptrs.size(), bytes));
-}
-
 bool is_sum_like(RedOp op) {
   return op == RedOp::kSum || op == RedOp::kAvg || op == RedOp::kPremulSum;
 }
 
 // The reduction that the kernels have for what was asked: complex sums are sums of their parts, and
 // where two's complement makes no difference an unsigned type is its signed twin.
-device::Reduction reduction(int dtype, int op, double factor, int algorithm, uint64_t* elems) {
+device::Reduction kernel_reduction(int dtype, int op, double factor, int algorithm,
+                                   uint64_t* elems) {
   device::Reduction r{DType(dtype), RedOp(op), factor, Algorithm(algorithm)};
   if ((r.dtype == DType::kComplex64 || r.dtype == DType::kComplex128) && is_sum_like(r.op)) {
     r.dtype = r.dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
@@ -63,85 +49,34 @@ void bind_allocator(nb::module_& m) {
       .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);
 }
 
+// How bind_collectives() reaches a device's communicator: its calls are prepared, and next() hands
+// them out to be launched.
+struct DeviceCalls {
+  using Comm = DeviceComm;
+  static int world(const DeviceComm& d) { return d.config().world; }
+  static device::Reduction reduction(int dtype, int op, double factor, int algorithm,
+                                     uint64_t* elems) {
+    return kernel_reduction(dtype, op, factor, algorithm, elems);
+  }
+  static Algorithm algorithm(int code) { return Algorithm(code); }
+  template <class Call>
+  static int run(DeviceComm& d, Call call) {
+    call(d);
+    return 0;
+  }
+};
+
 void bind_calls(nb::class_<DeviceComm>& c) {
-  c.def("all_reduce",
-        [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
-           double factor, int algorithm) {
-          const auto r = reduction(dtype, op, factor, algorithm, &elems);
-          d.all_reduce(at(in), at(out), elems, r);
+  bind_collectives<DeviceCalls>(c);
+  c.def("messages",
+        [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes, uint64_t readers,
+           const Addresses& receive, const Sizes& receive_bytes, uint64_t senders, int tag) {
+          d.messages(spans(send, send_bytes), readers, spans(receive, receive_bytes), senders, tag);
           return 0;
         })
-      .def("reduce",
-           [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
-              double factor, int root) {
-             const auto r = reduction(dtype, op, factor, 0, &elems);
-             d.reduce(at(in), at(out), elems, r, root);
-             return 0;
-           })
-      .def("reduce_scatter",
-           [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
-              double factor, int algorithm) {
-             const auto r = reduction(dtype, op, factor, algorithm, &elems);
-             d.reduce_scatter(at(in), at(out), elems, r);
-             return 0;
-           })
-      .def("reduce_scatter_list",
-           [](DeviceComm& d, const Addresses& in, Sizes elems, uintptr_t out, int dtype, int op,
-              double factor) {
-             uint64_t none = 0;
-             const auto r = reduction(dtype, op, factor, 0, &none);
-             for (uint64_t& e : elems) e *= uint64_t(size_of(DType(dtype)));
-             d.reduce_scatter_list(spans(in, elems), at(out), r);
-             return 0;
-           })
-      .def(
-          "all_gather",
-          [](DeviceComm& d, uintptr_t in, uintptr_t out, uint64_t bytes, int dtype, int algorithm) {
-            // The copy engines' queues fill up, too; find_kernel and submit take the GIL
-            // themselves.
-            const nb::gil_scoped_release nogil;
-            d.all_gather(at(in), at(out), bytes, DType(dtype), Algorithm(algorithm));
-            return 0;
-          })
-      .def("all_gather_list",
-           [](DeviceComm& d, uintptr_t in, const Addresses& out, const Sizes& bytes, int dtype) {
-             d.all_gather_list(at(in), spans(out, bytes), DType(dtype));
-             return 0;
-           })
-      .def("broadcast",
-           [](DeviceComm& d, uintptr_t ptr, uint64_t bytes, int dtype, int root) {
-             d.broadcast(at(ptr), bytes, DType(dtype), root);
-             return 0;
-           })
-      .def("gather",
-           [](DeviceComm& d, uintptr_t in, uint64_t bytes, const Addresses& out, int dtype,
-              int root) {
-             d.gather(at(in), bytes, spans(out, bytes, d), DType(dtype), root);
-             return 0;
-           })
-      .def("scatter",
-           [](DeviceComm& d, const Addresses& in, uintptr_t out, uint64_t bytes, int dtype,
-              int root) {
-             d.scatter(spans(in, bytes, d), at(out), bytes, DType(dtype), root);
-             return 0;
-           })
-      .def("all_to_all",
-           [](DeviceComm& d, const Addresses& in, const Sizes& in_bytes, const Addresses& out,
-              const Sizes& out_bytes, int dtype) {
-             d.all_to_all(spans(in, in_bytes), spans(out, out_bytes), DType(dtype));
-             return 0;
-           })
-      .def("barrier",
-           [](DeviceComm& d) {
-             d.barrier();
-             return 0;
-           })
-      .def("messages", [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes,
-                          uint64_t readers, const Addresses& receive, const Sizes& receive_bytes,
-                          uint64_t senders, int tag) {
-        d.messages(spans(send, send_bytes), readers, spans(receive, receive_bytes), senders, tag);
-        return 0;
-      });
+      // A full queue of the copy engines makes the driver wait.
+      .def("next", &DeviceComm::next, nb::call_guard<nb::gil_scoped_release>())
+      .def("withdraw", &DeviceComm::withdraw);
 }
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -201,9 +136,6 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_rw(
           "stream", [](const DeviceComm& d) { return reinterpret_cast<uintptr_t>(d.stream()); },
           [](DeviceComm& d, uintptr_t stream) { d.set_stream(reinterpret_cast<void*>(stream)); })
-      .def(
-          "set_submit", [](DeviceComm& d, DeviceComm::Submit f) { d.set_submit(std::move(f)); },
-          nb::arg("submit"))
       .def_prop_ro("prepared_kind",
                    [](const DeviceComm& d) {
                      return nb::make_tuple(reinterpret_cast<uintptr_t>(d.prepared().function),

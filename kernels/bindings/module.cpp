@@ -1,5 +1,6 @@
 // ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
 // no torch. ringcomm/_native.pyi documents every name.
+#include "kernels/bindings/collectives.h"
 #include "kernels/bindings/native_comm.h"
 #include "kernels/bindings/tensors.h"
 #include "kernels/host/describe.h"
@@ -9,9 +10,6 @@ using namespace ringcomm;
 using namespace ringcomm::host;
 
 namespace {
-
-using Addresses = std::vector<uintptr_t>;
-using Sizes = std::vector<uint64_t>;
 
 struct NativeRequest {
   std::shared_ptr<NativeComm> comm;
@@ -23,22 +21,28 @@ int interrupted() {
   return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
-std::vector<Span> spans(const Addresses& ptrs, const Sizes& bytes) {
-  std::vector<Span> result(ptrs.size());
-  for (size_t i = 0; i < ptrs.size(); ++i) result[i] = {at(ptrs[i]), bytes[i]};
-  return result;
-}
-
-std::vector<Span> spans(const Addresses& ptrs, uint64_t bytes) {
-  return spans(ptrs, Sizes(ptrs.size(), bytes));
+// The host has a table of one row: direct is the faster of the two at every size and world.
+Algorithm chosen(int algorithm) {
+  return Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
 }
 
 Reduction reduction(int dtype, int op, double factor, int algorithm) {
-  // The host has a table of one row: direct is the faster of the two at every size and world.
-  const auto chosen =
-      Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
-  return {DType(dtype), RedOp(op), factor, chosen};
+  return {DType(dtype), RedOp(op), factor, chosen(algorithm)};
 }
+
+// How bind_collectives() reaches the host's communicator.
+struct HostCalls {
+  using Comm = NativeComm;
+  static int world(const NativeComm& n) { return n.comm.view().world; }
+  static Reduction reduction(int dtype, int op, double factor, int algorithm, uint64_t*) {
+    return {DType(dtype), RedOp(op), factor, chosen(algorithm)};
+  }
+  static Algorithm algorithm(int code) { return chosen(code); }
+  template <class Call>
+  static int run(NativeComm& n, Call call) {
+    return recorded(n, [&] { return call(n.comm); });
+  }
+};
 
 nb::object fault_of(const Comm& comm) {
   FaultReport report;
@@ -86,43 +90,8 @@ int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::han
   if (named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
       out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
     return kNotPlain;
-  const Algorithm chosen = reduction(int(in.dtype), 0, 1.0, named).algorithm;
   return recorded_in_turn(
-      n, [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen); });
-}
-
-void bind_reductions(nb::class_<NativeComm>& c) {
-  c.def("all_reduce",
-        [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
-           double factor, int algorithm) {
-          return recorded(n, [&] {
-            return n.comm.all_reduce(at(in), at(out), elems,
-                                     reduction(dtype, op, factor, algorithm));
-          });
-        })
-      .def("reduce",
-           [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
-              double factor, int root) {
-             return recorded(n, [&] {
-               return n.comm.reduce(at(in), at(out), elems, reduction(dtype, op, factor, 0), root);
-             });
-           })
-      .def("reduce_scatter",
-           [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
-              double factor, int algorithm) {
-             return recorded(n, [&] {
-               return n.comm.reduce_scatter(at(in), at(out), elems,
-                                            reduction(dtype, op, factor, algorithm));
-             });
-           })
-      .def("reduce_scatter_list", [](NativeComm& n, const Addresses& in, Sizes elems, uintptr_t out,
-                                     int dtype, int op, double factor) {
-        for (uint64_t& e : elems) e *= uint64_t(size_of(DType(dtype)));
-        return recorded(n, [&] {
-          return n.comm.reduce_scatter_list(spans(in, elems), at(out),
-                                            reduction(dtype, op, factor, 0));
-        });
-      });
+      n, [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen(named)); });
 }
 
 void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
@@ -155,49 +124,6 @@ void bind_plain(nb::class_<NativeComm>& c) {
       .def("all_gather_plain", all_gather_plain, any(), any(), any())
       .def("barrier_plain",
            [](NativeComm& n) { return recorded_in_turn(n, [&] { return n.comm.barrier(); }); });
-}
-
-void bind_movement(nb::class_<NativeComm>& c) {
-  c.def("all_gather",
-        [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t bytes, int dtype, int algorithm) {
-          const Algorithm chosen = reduction(dtype, 0, 1.0, algorithm).algorithm;
-          return recorded(
-              n, [&] { return n.comm.all_gather(at(in), at(out), bytes, DType(dtype), chosen); });
-        })
-      .def("all_gather_list",
-           [](NativeComm& n, uintptr_t in, const Addresses& out, const Sizes& bytes, int dtype) {
-             return recorded(n, [&] {
-               return n.comm.all_gather_list(at(in), spans(out, bytes), DType(dtype));
-             });
-           })
-      .def("broadcast",
-           [](NativeComm& n, uintptr_t ptr, uint64_t bytes, int dtype, int root) {
-             return recorded(n,
-                             [&] { return n.comm.broadcast(at(ptr), bytes, DType(dtype), root); });
-           })
-      .def("gather",
-           [](NativeComm& n, uintptr_t in, uint64_t bytes, Addresses out, int dtype, int root) {
-             out.resize(size_t(
-                 n.comm.view().world));  // empty on all ranks but the root, which alone reads it
-             return recorded(n, [&] {
-               return n.comm.gather(at(in), bytes, spans(out, bytes), DType(dtype), root);
-             });
-           })
-      .def("scatter",
-           [](NativeComm& n, Addresses in, uintptr_t out, uint64_t bytes, int dtype, int root) {
-             in.resize(size_t(n.comm.view().world));
-             return recorded(n, [&] {
-               return n.comm.scatter(spans(in, bytes), at(out), bytes, DType(dtype), root);
-             });
-           })
-      .def("all_to_all",
-           [](NativeComm& n, const Addresses& in, const Sizes& in_bytes, const Addresses& out,
-              const Sizes& out_bytes, int dtype) {
-             return recorded(n, [&] {
-               return n.comm.all_to_all(spans(in, in_bytes), spans(out, out_bytes), DType(dtype));
-             });
-           })
-      .def("barrier", [](NativeComm& n) { return recorded(n, [&] { return n.comm.barrier(); }); });
 }
 
 void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
@@ -325,8 +251,7 @@ void bind_comm(nb::module_& m) {
   bind_tensors(m);
   bind_plain(c);
   bind_turn(m, c);
-  bind_reductions(c);
-  bind_movement(c);
+  bind_collectives<HostCalls>(c);
   bind_messages(m, c);
   bind_optimizer(m, c);
   bind_recorder(m, c);

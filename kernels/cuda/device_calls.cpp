@@ -125,14 +125,14 @@ void DeviceComm::copy_all_gather(char* in, char* out, uint64_t in_bytes, DType d
             continues});
   };
   if (in != out + uint64_t(config_.rank) * in_bytes)
-    driver_->copy(device(out) + uint64_t(config_.rank) * in_bytes, device(in), in_bytes, stream_);
+    submit_copy(device(out) + uint64_t(config_.rank) * in_bytes, device(in), in_bytes);
   for (uint64_t begin = 0; begin == 0 || begin < in_bytes; begin += staging) {
     const uint64_t bytes = std::min(staging, in_bytes - begin);
-    driver_->copy(at_copy(config_.rank), device(in) + begin, bytes, stream_);
+    submit_copy(at_copy(config_.rank), device(in) + begin, bytes);
     meet(begin > 0);  // every rank's piece is staged
     for (int d = 1; d < config_.world; ++d) {
       const int p = rotated_peer(config_.rank, d, config_.world);
-      driver_->copy(device(out) + uint64_t(p) * in_bytes + begin, at_copy(p), bytes, stream_);
+      submit_copy(device(out) + uint64_t(p) * in_bytes + begin, at_copy(p), bytes);
     }
     meet(true);  // every rank has fetched it: staging is free again
   }

@@ -157,17 +157,36 @@ void* DeviceComm::reduction_kernel(const char* form, const Reduction& r) {
 
 void DeviceComm::submit(Prepared prepared) {
   if (page_ == nullptr) throw std::invalid_argument("the communicator is not connected");
-  prepared_ = std::move(prepared);
-  if (observer_) observer_->enqueues(prepared_, driver_->is_capturing(stream_));
-  try {
-    if (submit_)
-      submit_();
-    else
-      launch({this}, stream_);
-  } catch (...) {
-    if (observer_) observer_->withdraws();
-    throw;
+  pending_.push_back({std::move(prepared), 0, 0, 0});
+}
+
+void DeviceComm::submit_copy(uint64_t to, uint64_t from, uint64_t bytes) {
+  if (bytes != 0) pending_.push_back({{}, to, from, bytes});
+}
+
+bool DeviceComm::next() {
+  while (!pending_.empty()) {
+    const Pending step = std::move(pending_.front());
+    pending_.pop_front();
+    if (step.copy_bytes != 0) {
+      try {
+        driver_->copy(step.copy_to, step.copy_from, step.copy_bytes, stream_);
+      } catch (...) {
+        pending_.clear();
+        throw;
+      }
+      continue;
+    }
+    prepared_ = step.launch;
+    if (observer_) observer_->enqueues(prepared_, driver_->is_capturing(stream_));
+    return true;
   }
+  return false;
+}
+
+void DeviceComm::withdraw() {
+  pending_.clear();
+  if (observer_) observer_->withdraws();
 }
 
 void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {

@@ -2,6 +2,7 @@
 // kernels work on is RankTable (args.h). No method blocks; faults are read from the host page.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -53,8 +54,6 @@ class DeviceComm {
  public:
   // find: the CUfunction of a kernel, loaded for good.
   using FindKernel = std::function<uint64_t(const std::string& unit, const std::string& name)>;
-  // What happens to a prepared call; by default it is launched on the stream that was set.
-  using Submit = std::function<void()>;
 
   DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config, FindKernel find);
 
@@ -76,7 +75,6 @@ class DeviceComm {
 
   void set_stream(void* stream) { stream_ = stream; }
   void* stream() const { return stream_; }
-  void set_submit(Submit submit) { submit_ = std::move(submit); }
   void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
   // Equal on all ranks, before the first message.
   void limit_message_channels(int most) {
@@ -85,6 +83,11 @@ class DeviceComm {
   void set_timeout_ns(uint64_t timeout_ns) { config_.timeout_ns = timeout_ns; }
   HostPage* page() const { return page_; }
 
+  // A collective or a message only prepares its launches, of which most calls have one. The caller
+  // then asks next() for each, and launches it:
+  //
+  //   comm.all_reduce(...);
+  //   while (comm.next()) DeviceComm::launch({&comm}, stream);
   void all_reduce(char* in, char* out, uint64_t elems, const Reduction& r);
   void reduce(char* in, char* out, uint64_t elems, const Reduction& r, int root);
   void reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
@@ -128,6 +131,11 @@ class DeviceComm {
   void adamw_all_gather(const ShardOf& shard, const GradsOf& grad);
   void reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads);
 
+  // Makes the copies on the stream that come before the next launch, and makes that one prepared();
+  // false: the call has no more.
+  bool next();
+  // The launch that next() gave is not made, and neither is what follows it in its call.
+  void withdraw();
   const Prepared& prepared() const { return prepared_; }
   // Launches the prepared calls of ranks on one device, all in one grid, on `stream`.
   static void launch(const std::vector<DeviceComm*>& ranks, void* stream);
@@ -142,7 +150,13 @@ class DeviceComm {
   void check_pieces(uint64_t chunk_bytes, unsigned channels) const;
   void* kernel(const std::string& unit, const std::string& name);
   void* reduction_kernel(const char* form, const Reduction& r);
+  // What a call still has to do: a launch, or before it a copy by the copy engines.
+  struct Pending {
+    Prepared launch;
+    uint64_t copy_to, copy_from, copy_bytes;  // 0 bytes: it is the launch
+  };
   void submit(Prepared prepared);
+  void submit_copy(uint64_t to, uint64_t from, uint64_t bytes);
   void launch_alone(void* function, uint64_t elems, const CallArgs& args) const;
   Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
                           uint64_t bucket_elems, DType results);
@@ -152,13 +166,13 @@ class DeviceComm {
   std::shared_ptr<const Driver> driver_;
   DeviceConfig config_;
   FindKernel find_;
-  Submit submit_;
   std::shared_ptr<CallObserver> observer_;  // or none
   std::map<std::string, void*> kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
+  std::deque<Pending> pending_;
   Prepared prepared_{};
 };
 

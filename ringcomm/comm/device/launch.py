@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ringcomm import _native
 from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
@@ -45,7 +45,7 @@ from ringcomm.errors import (
 if TYPE_CHECKING:
     from ringcomm._tl.launch import KernelPlan
 
-__all__ = ["POLL_S", "DeviceCallChecks", "DeviceCallEngine"]
+__all__ = ["POLL_S", "DeviceCallChecks", "DeviceCallEngine", "Launches"]
 
 
 class DeviceCallChecks(CallChecks):
@@ -70,6 +70,36 @@ class DeviceCallChecks(CallChecks):
 
 # How often the end of a communicator looks whether its last calls have ended.
 POLL_S = 0.0005
+
+
+class Launches:
+    """The native end as a call's ``run`` gets it: a call is prepared there, then launched from here.
+
+    Args:
+        native: prepares.
+        submit: launches what is prepared.
+    """
+
+    __slots__ = ("_native", "_submit")
+
+    def __init__(self, native: _native.DeviceComm, submit: Callable[[Prepared], None]) -> None:
+        self._native = native
+        self._submit = submit
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        native, prepare = self._native, getattr(self._native, name)
+
+        def call(*args: Any) -> int:
+            status: int = prepare(*args)
+            while native.next():
+                try:
+                    self._submit(native)
+                except BaseException:
+                    native.withdraw()
+                    raise
+            return status
+
+        return call
 
 
 class DeviceCallEngine(CallEngine):
@@ -112,7 +142,6 @@ class DeviceCallEngine(CallEngine):
         self._collected: Prepared | None = None
         self._sends_alone = False  # while a message is launched
         self._name = ""
-        core.native.set_submit(_submitter(weakref.ref(self)))
 
     @property
     def device_place(self) -> tuple[DeviceRuntime, int]:
@@ -217,7 +246,7 @@ class DeviceCallEngine(CallEngine):
         self._follow_last(stream)
         native.stream = stream
         with self._worded(call.name):
-            call.run(cast(Any, native))
+            call.run(cast(Any, Launches(native, self._submit)))
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""
@@ -396,11 +425,6 @@ class DeviceCallEngine(CallEngine):
             return SeenEvent(event)
         return SeenEvent(event, records, (COLLECTIVES, 1, records.enqueued(COLLECTIVES)))
 
-    def _withdraw(self) -> None:
-        """The last call was prepared, and not launched."""
-        if self._records is not None:
-            self._records.withdraw()
-
     @contextmanager
     def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
         """Around the launch of Triton's kernels for a collective of ``_native.call_words``."""
@@ -552,13 +576,3 @@ class DeviceCallEngine(CallEngine):
         self._order.leave(self.joint_launch or self._device_core)
         recorded = self._last_recorded is not None
         abandon(self._device_core, self._events_of_the_end(), self._launched, recorded=recorded)
-
-
-def _submitter(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
-    # The native end keeps this function; a strong reference would be a cycle through it.
-    def submit() -> None:
-        alive = engine()
-        if alive is not None:
-            alive._submit(alive._device_core.native)
-
-    return submit

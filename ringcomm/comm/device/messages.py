@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
-from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.device.launch import DeviceCallEngine, Launches
 from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
 from ringcomm.comm.device.streams import DeviceWork
 from ringcomm.comm.engine import Call, CallEngine
@@ -222,7 +222,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
         """Launches a message by itself, with none of the other ranks'."""
         self._sends_alone = True
         try:
-            call.run(self._device_core.native)  # type: ignore[arg-type]
+            call.run(cast(Any, Launches(self._device_core.native, self._submit)))
         finally:
             self._sends_alone = False
 
