@@ -205,11 +205,6 @@ class DeviceCore:
         self.native.timeout_ms = timeout_ms
 
     @property
-    def raised(self) -> bool:
-        """Whether a kernel of this rank gave up; costs one load."""
-        return self.native.raised
-
-    @property
     def aborted(self) -> bool:
         return self._aborted or self.native.raised
 

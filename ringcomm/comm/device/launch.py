@@ -73,7 +73,7 @@ POLL_S = 0.0005
 
 
 class Launches:
-    """The native end as a call's ``run`` gets it: a call is prepared there, then launched from here.
+    """The native end as the ``run`` of a call gets it: each call is prepared, then launched.
 
     Args:
         native: prepares.
@@ -445,14 +445,14 @@ class DeviceCallEngine(CallEngine):
     def _check_usable(self, name: str) -> None:
         if self._refuse is not None:
             raise self._refuse(name)
-        if self._device_core.raised:
+        if self._device_core.native.raised:
             raise self._fault(name)
 
     def _check_work(self, name: str) -> None:
         """As a call is checked; but a communicator that was closed in order has done its work."""
         if self._told is not False:
             self._check_usable(name)
-        elif self._device_core.raised:
+        elif self._device_core.native.raised:
             raise self._fault(name)
 
     @contextmanager

@@ -77,7 +77,7 @@ def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatc
         with pytest.raises(RuntimeError, match="takes no copies"):
             world[0].abort("for a reason")
     assert seen == [1]
-    until(lambda: core.raised)  # long before the deadline
+    until(lambda: core.native.raised)  # long before the deadline
 
 
 def test_a_peer_hears_the_reason_though_kernels_are_quicker(
@@ -99,7 +99,7 @@ def test_a_peer_hears_the_reason_though_kernels_are_quicker(
         patch.setattr(place.runtime, "write", late)
         abort = threading.Thread(target=world[0].abort, args=("for this reason",))
         abort.start()
-        until(lambda: world[1]._device_core.raised)
+        until(lambda: world[1]._device_core.native.raised)
         peer_knows.set()
         error = error_of(world[1].barrier)
         abort.join()
