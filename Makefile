@@ -35,9 +35,9 @@ native: $(VENV)/.package
 # The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
 # mutants that they must reject. make test runs it, too.
 tsan: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest -v tests/native/test_races.py tests/native/test_comm_races.py \
-	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py \
-	  tests/native/test_outlines.py tests/native/test_wakes.py
+	$(BIN)/python -m pytest -v tests/proof/races/test_races.py tests/proof/races/test_comm_races.py \
+	  tests/proof/races/test_step_races.py tests/proof/races/test_device_races.py tests/proof/litmus/test_litmus.py \
+	  tests/proof/litmus/test_outlines.py tests/proof/races/test_wakes.py
 
 # An hour of mixed collectives on four ranks: no wrong element, and nothing that grows. Then random
 # plans of faults, many more than make test plays; SEED says which.
@@ -45,25 +45,25 @@ MINUTES ?= 60
 FAULT_MINUTES ?= 20
 SEED ?= 0
 soak: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
-	$(BIN)/python -m tests.faults.soak --minutes $(FAULT_MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.proof.soak --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.proof.faults.soak --minutes $(FAULT_MINUTES) --seed $(SEED)
 
 # The models of the signal protocol under SPIN (apt-get install spin), with larger bounds than in make
 # test: up to eight minutes.
 model-check: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/model
+	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/proof/model
 
 # Junk from peers, stores and files, twenty times as much of it as make test tries.
 fuzz: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/fuzz tests/native/test_hostile.py
+	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz tests/proof/fuzz/test_hostile.py
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.
 # make test takes some of them, and each architecture with one at least.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/native/test_cuda_compile.py \
-	  tests/native/test_cuda_checks.py tests/tl/test_compile.py tests/tl/test_device_compile.py \
-	  tests/tl/test_adamw_compile.py
+	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile/test_cuda_compile.py \
+	  tests/proof/compile/test_cuda_checks.py tests/proof/compile/test_tl_compile.py tests/proof/compile/test_device_compile.py \
+	  tests/proof/compile/test_adamw_compile.py
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench

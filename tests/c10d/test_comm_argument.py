@@ -21,7 +21,7 @@ from ringcomm.c10d.communicators import Communicators
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.optim import AdamW, GradScaler
 from ringcomm.rendezvous import handles
-from tests.c10d.rank_pool import default_group, same
+from tests.support.rank_pool import default_group, same
 
 
 def weights() -> list[torch.Tensor]:

@@ -13,9 +13,9 @@ import ringcomm
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError
 from ringcomm.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
-from tests.c10d.rank_pool import default_group
 from tests.fsdp2 import spy
 from tests.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
+from tests.support.rank_pool import default_group
 
 
 def used_bytes() -> int:

@@ -1,6 +1,6 @@
 """What a build compiles the CUDA kernels for: the GPUs of the machine, or what it is told.
 
-The compiler and nvidia-smi are stand-ins; tests/native/test_cuda_compile.py has the real compiler.
+The compiler and nvidia-smi are stand-ins; tests/proof/compile has the real compiler.
 """
 
 import json

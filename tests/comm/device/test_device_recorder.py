@@ -193,7 +193,7 @@ def test_the_kernels_count_says_what_has_begun(two_devices):
 def test_a_captured_call_is_one_record_and_its_replays_are_none(devices):
     """Replays count in the kernels: from then on that count says nothing of the calls."""
     if devices.emulated is None:
-        pytest.skip("captures of torch's own streams: tests/comm/device_faults")
+        pytest.skip("captures of torch's own streams: tests/proof/faults/device")
     runtime, world = devices.emulated, devices.new_world(1)
     comm = world[0]
     tensor = ones(comm)

@@ -1,0 +1,171 @@
+"""The templates under ThreadSanitizer, several lanes per team, and mutants that it must reject."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.proof.races.mutants import (
+    EVERYWHERE,
+    GATHER,
+    SCATTER,
+    SIGNAL,
+    VARIABLE,
+    Mutant,
+    Team,
+    write_sources,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g1",  # lines, which reports name; more takes a fifth of the compilation
+    "-ffp-contract=off",
+    "-fsanitize=thread",
+    "-Wno-tsan",
+    "-pthread",
+]
+
+# world, channels, lanes per team, rounds
+TEAMS: list[Team] = [
+    (1, 1, 2, 1),
+    (2, 1, 1, 3),
+    (2, 1, 2, 3),
+    (2, 2, 3, 2),
+    (3, 1, 2, 2),
+    (4, 2, 1, 2),
+    (5, 1, 2, 1),
+    (6, 1, 2, 1),
+    (7, 1, 2, 1),
+    (8, 1, 2, 1),
+]
+
+WAIT = "reached(load_acquire_sys(word_at(v, team.channel(), site)), want)"
+ONE_HOP = "e.ops.reduce(e.team, {result, false, nullptr}, e.all_sources(), mine.bytes, e.world());"
+EARLY = "e.release(Stream::kShared, p, mine.bytes, mine.bytes);"
+MUTANTS = {
+    **EVERYWHERE,
+    "data read without waiting": Mutant(
+        SIGNAL, f"if ({WAIT}) return", f"if ((CHOSEN && site.step <= 1) || {WAIT}) return"
+    ),
+    "exchanged buffer returned at once": Mutant(
+        "include/ringcomm/collectives/exchange.h",
+        "if (e.zero_copy(span)) RC_RETURN",
+        "if (!CHOSEN && e.zero_copy(span)) RC_RETURN",
+    ),
+    "reduced buffer returned at once": Mutant(
+        SCATTER, "if (e.zero_copy(chunk)) RC_RETURN", "if (!CHOSEN && e.zero_copy(chunk)) RC_RETURN"
+    ),
+    "shared buffer returned at once": Mutant(
+        GATHER, "  if (stays)\n    RC_RETURN", "  if (!CHOSEN && stays)\n    RC_RETURN"
+    ),
+    "acknowledged before one hop has been reduced": Mutant(
+        "include/ringcomm/collectives/all_reduce.h",
+        f"  {ONE_HOP}",
+        f"  if (CHOSEN) e.each_by_lanes(all, [&](int p) {{ {EARLY} }});\n  {ONE_HOP}",
+    ),
+}
+SHOWING: list[Team] = [(2, 1, 2, 20), (4, 1, 2, 10)]
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def compile_to(output: Path, include: Path, *sources: object, extra: tuple[str, ...] = ()) -> Path:
+    command = [
+        str(COMPILER),
+        *FLAGS,
+        *extra,
+        f"-I{ROOT}",
+        f"-I{include}",
+        *map(str, sources),
+        "-o",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+    return output
+
+
+def skip_without_sanitizer(folder: Path) -> None:
+    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+    probe = compile_to(folder / "probe", ROOT / "kernels/include", folder / "probe.cpp")
+    if subprocess.run([str(probe)], capture_output=True, check=False).returncode != 0:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+
+
+@pytest.fixture(scope="module")
+def programs(sanitized_objects, tmp_path_factory):
+    """Paths of the programs, as futures: the right one, and the one of all mutants."""
+    sources = [ROOT / "tests/proof/races/race_test.cpp", *sanitized_objects]
+    folder = tmp_path_factory.mktemp("races")
+    mutants = folder / "mutants"
+    write_sources(mutants, MUTANTS)
+    chosen = ("-include", str(mutants / "chosen.h"))
+    right, mutated = ROOT / "kernels/include", mutants / "kernels/include"
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            "right": pool.submit(compile_to, folder / "right", right, *sources),
+            "mutated": pool.submit(compile_to, folder / "mutated", mutated, *sources, extra=chosen),
+        }
+
+
+def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        VARIABLE: str(mutant),
+    }
+    arguments = [str(program), *map(str, team)]
+    return subprocess.run(
+        arguments, capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+
+
+def assert_right(program: Path, teams: Sequence[Team]) -> None:
+    for team in teams:
+        done = run(program, team)
+        assert (done.returncode, done.stdout) == (0, "ok\n"), f"{team}: {done.stderr[:4000]}"
+
+
+def test_no_race_and_right_results(programs):
+    assert_right(programs["right"].result(), TEAMS)
+
+
+def test_mutants_are_rejected(programs):
+    program = programs["mutated"].result()
+    assert_right(program, SHOWING)
+
+    def survives(number: int) -> bool:
+        return all(run(program, team, number).returncode == 0 for team in SHOWING)
+
+    with ThreadPoolExecutor(2) as pool:
+        alive = list(pool.map(survives, range(1, len(MUTANTS) + 1)))
+    assert [name for name, lives in zip(MUTANTS, alive, strict=True) if lives] == []
+
+
+def test_schedule_compiles(tmp_path):
+    """The schedule's proofs are static assertions; a wrong schedule must not compile."""
+    source = str(ROOT / "tests/proof/races/schedule_test.cpp")
+    command = [str(COMPILER), "-std=c++20", "-fsyntax-only", "-fconstexpr-ops-limit=1000000000"]
+    include = ROOT / "kernels/include"
+    right = subprocess.run(
+        [*command, f"-I{include}", f"-I{ROOT}", source], capture_output=True, text=True, check=False
+    )
+    assert right.returncode == 0, right.stderr
+    mutated = tmp_path / "include"
+    shutil.copytree(include, mutated)
+    schedule = mutated / "ringcomm/core/schedule.h"
+    text = schedule.read_text()
+    assert "rank + 2 * world - 1 - step" in text
+    schedule.write_text(text.replace("rank + 2 * world - 1 - step", "rank + 2 * world - step"))
+    wrong = subprocess.run(
+        [*command, f"-I{mutated}", f"-I{ROOT}", source], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode != 0
+    assert "ring_reduce_hands_on" in wrong.stderr
