@@ -35,9 +35,7 @@ native: $(VENV)/.package
 # The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
 # mutants that they must reject. make test runs it, too.
 tsan: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest -v tests/proof/races/test_races.py tests/proof/races/test_comm_races.py \
-	  tests/proof/races/test_step_races.py tests/proof/races/test_device_races.py tests/proof/litmus/test_litmus.py \
-	  tests/proof/litmus/test_outlines.py tests/proof/races/test_wakes.py
+	$(BIN)/python -m pytest -v tests/proof/races tests/proof/litmus
 
 # An hour of mixed collectives on four ranks: no wrong element, and nothing that grows. Then random
 # plans of faults, many more than make test plays; SEED says which.
@@ -55,15 +53,13 @@ model-check: $(VENV)/.native $(VENV)/.tools
 
 # Junk from peers, stores and files, twenty times as much of it as make test tries.
 fuzz: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz tests/proof/fuzz/test_hostile.py
+	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.
 # make test takes some of them, and each architecture with one at least.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile/test_cuda_compile.py \
-	  tests/proof/compile/test_cuda_checks.py tests/proof/compile/test_tl_compile.py tests/proof/compile/test_device_compile.py \
-	  tests/proof/compile/test_adamw_compile.py
+	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench
