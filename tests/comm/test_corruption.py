@@ -23,6 +23,8 @@ from tests.support.forgery import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 GATHER = _native.COLLECTIVES["all_gather"]
 COUNT = 64
 SIZE = 4 * COUNT

@@ -11,6 +11,8 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError
 
+pytestmark = pytest.mark.deadlines
+
 T = torch.ones
 
 

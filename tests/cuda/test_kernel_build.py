@@ -14,6 +14,8 @@ from ringcomm.errors import ArgumentError, UnsupportedError
 from tests.support import nvrtc as wheel
 from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
+pytestmark = pytest.mark.compiles
+
 HOPPER = (9, 0)
 
 

@@ -3,11 +3,14 @@
 import statistics
 import time
 
+import pytest
 import torch
 
 import ringcomm
 from tests.gpu.device import DEVICE, PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world
+
+pytestmark = pytest.mark.deadlines
 
 # An emulated device has no figures: there the calls must go, no more.
 CALLS, ROUNDS = (200, 7) if REAL else (2, 1)

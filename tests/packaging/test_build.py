@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.compiles
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_SOURCE = ("*.so", "*.egg-info", "__pycache__", "build", "dist", ".*", "results")
 

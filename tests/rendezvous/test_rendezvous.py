@@ -27,6 +27,8 @@ from ringcomm.memory.host_heap import process_heap
 from ringcomm.rendezvous.handles import HeapHandle, Meeting, Rendezvous, machine_identity
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 
 def _handle(**changes: Any) -> HeapHandle:
     heap = process_heap()

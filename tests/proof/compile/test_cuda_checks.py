@@ -9,7 +9,10 @@ from tests.support import cuda_checks as checks
 from tests.support import cuda_code
 from tests.support.cuda_code import compile_text
 
-pytestmark = pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS)
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS),
+]
 
 # Waits, copies, reduces three sources, publishes, and sends a packet.
 RIGHT = """

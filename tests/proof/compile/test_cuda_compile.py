@@ -21,6 +21,8 @@ from tests.support import cuda_code
 from tests.support.cuda_code import compile_unit, output_of, tool
 from tests.support.emulator import EmulatedRuntime
 
+pytestmark = pytest.mark.compiles
+
 ROOT = Path(__file__).resolve().parents[3]
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"

@@ -25,7 +25,10 @@ from tests.proof.compile.compiled import ACQUIRE_SYS, RELEASE_SYS, TARGETS, comp
 from tests.proof.compile.ptx_order import misplaced
 from tests.tl import device_kernels
 
-pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
+]
 
 GEOMETRY = Geometry(world=4, channels=2, slots=4, segment_bytes=65536, staging_bytes=1 << 20)
 ACQUIRE_GPU = re.compile(r"\bld\.(?:acquire\.gpu|global\.gpu\.acquire|acquire\.global\.gpu)\b")

@@ -20,7 +20,10 @@ from tests.proof.compile.compiled import (
 from tests.proof.compile.ptx_order import misplaced
 from tests.support.cuda_code import have_tools
 
-pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
+]
 
 DIRECT, RING = _native.ALGORITHMS["direct"], _native.ALGORITHMS["ring"]
 INT16 = _native.DTYPES["int16"]

@@ -24,6 +24,8 @@ from tests.support.fault_calls import make
 from tests.support.fault_checks import expected_places, run_chain
 from tests.support.fault_plans import Call, Fault, Schedule
 
+pytestmark = pytest.mark.deadlines
+
 WORLD, KILLED = 3, 1
 SEGMENT_BYTES = 256
 ONE_SEGMENT, TWO_SEGMENTS = 40, 70  # elements of a chunk

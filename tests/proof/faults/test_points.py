@@ -12,6 +12,8 @@ from tests.support.fault_calls import make
 from tests.support.fault_plans import INTERPRETED, KINDS, Call
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 TIMEOUT_S = 60.0
 NOTHING = {"publish": 0, "acknowledge": 0, "await": 0}
 SUM = Call("all_reduce", 5)

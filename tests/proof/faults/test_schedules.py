@@ -8,6 +8,8 @@ import pytest
 from tests.support.fault_checks import run_chain
 from tests.support.fault_plans import FATAL, HARMLESS, KINDS, draw_chain, interpreted, is_chain
 
+pytestmark = pytest.mark.deadlines
+
 # Chosen so that few ranks are stopped, which costs a timeout each.
 SEEDS = range(421, 461)
 INTERPRETED_SEEDS = (431, 455)

@@ -1,8 +1,12 @@
 """``make soak``: finds the seed that broke a promise, and plays it again."""
 
+import pytest
+
 from tests.proof.faults import soak
 from tests.support.fault_plans import draw_chain, interpreted
 from tests.support.fault_training import draw_training
+
+pytestmark = pytest.mark.deadlines
 
 
 def test_a_seed_that_broke_a_promise_is_named(monkeypatch, capsys):

@@ -21,6 +21,8 @@ from ringcomm.memory.host_heap import parse_bytes
 from ringcomm.rendezvous.environment import LAUNCHERS, read_environment
 from tests.proof.fuzz.mutations import SCALE
 
+pytestmark = pytest.mark.compiles
+
 
 class Started(BaseException):
     """The options were accepted: a real run would begin here."""

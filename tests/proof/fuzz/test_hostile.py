@@ -92,7 +92,7 @@ MUTANTS = {
     ),
 }
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 def _compile(folder: Path, *arguments: object) -> None:

@@ -32,6 +32,8 @@ from ringcomm.zero.checkpoint.manifest import Manifest
 from tests.proof.fuzz.mutations import SCALE, mutated, text_of
 from tests.zero.checkpoint.states import FILES, MANIFEST, load_all, save_step
 
+pytestmark = pytest.mark.compiles
+
 HOST, BOOT, PID_NAMESPACE = machine_identity()
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "comm" / "topology" / "topologies"
 

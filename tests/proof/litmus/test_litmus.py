@@ -24,6 +24,8 @@ from tests.proof.litmus.litmus_ops import (
 )
 from tests.proof.litmus.view_machine import DataRace, Machine
 
+pytestmark = pytest.mark.compiles
+
 KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 
 

@@ -22,6 +22,8 @@ from tests.proof.model.spin import (
     must_not_skip,
 )
 
+pytestmark = pytest.mark.compiles
+
 ALL = os.environ.get("RINGCOMM_MODEL_CHECK") == "all"
 
 CHOSEN: dict[str, Model] = {**RIGHT, **(LARGE if ALL else {})}

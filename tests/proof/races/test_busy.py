@@ -20,7 +20,7 @@ MUTANTS = {
 }
 ITEMS = 40
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.deadlines, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 @pytest.fixture(scope="module")

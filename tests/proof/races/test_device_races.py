@@ -202,7 +202,7 @@ DAWDLING = [
     ),
 ]
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ MUTANTS = {
     ),
 }
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 @pytest.fixture(scope="module")

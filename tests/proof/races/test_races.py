@@ -73,7 +73,11 @@ MUTANTS = {
 }
 SHOWING: list[Team] = [(2, 1, 2, 20), (4, 1, 2, 10)]
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.shares("sanitized"),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+]
 
 
 def compile_to(output: Path, include: Path, *sources: object, extra: tuple[str, ...] = ()) -> Path:

@@ -47,7 +47,7 @@ TURNS = [
     ),
 ]
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 def test_records_are_whole_and_mutants_are_rejected(tmp_path):

@@ -30,7 +30,11 @@ MUTANTS = {
     ),
 }
 
-pytestmark = pytest.mark.skipif(races.COMPILER is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.shares("sanitized"),
+    pytest.mark.skipif(races.COMPILER is None, reason="no C++ compiler"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ MUTANTS = {
 }
 ITEMS = 2000
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 
 @pytest.fixture(scope="module")

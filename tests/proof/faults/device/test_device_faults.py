@@ -23,6 +23,8 @@ from ringcomm import (
 from tests.proof.faults.device.conftest import Places
 from tests.proof.faults.device.places import SOON_S, Gate, Place, error_of, first_error, until
 
+pytestmark = pytest.mark.deadlines
+
 SHORT_S = 0.5
 COUNT = 5000
 # More channels than places for packets with the header of a message of another size.

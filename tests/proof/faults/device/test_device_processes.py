@@ -22,6 +22,8 @@ from tests.proof.faults.device.test_device_faults import MISMATCHES
 from tests.support.faults import die, is_stopped
 from tests.support.ranks import Ranks, run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 Call = Callable[[Place, Any], Any]
 
 # What the survivors wait in when the fault happens.

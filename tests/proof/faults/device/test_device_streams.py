@@ -27,6 +27,8 @@ from tests.proof.faults.device.places import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 # What must not happen gets this long to happen.
 GRACE_S = 0.05
 COUNT = 3000

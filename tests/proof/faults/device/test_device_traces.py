@@ -17,6 +17,8 @@ from tests.proof.faults.device.places import LONG_S, Place, first_error, until
 from tests.support.faults import die
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.deadlines
+
 TIMEOUT_S = 1.0
 
 

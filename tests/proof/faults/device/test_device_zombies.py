@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import Any
 
+import pytest
 from torch.distributed import FileStore
 
 from ringcomm import PeerLost
@@ -13,6 +14,8 @@ from tests.proof.faults.device.places import LONG_S, Place, first_error, until
 from tests.proof.faults.device.test_device_processes import EMPTY_HEAP_BYTES, is_given_back
 from tests.support.faults import die
 from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.deadlines
 
 
 def loses_a_zombie(store: FileStore, rank: int, n: int, kind: str) -> tuple[type, int]:
