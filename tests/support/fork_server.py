@@ -44,6 +44,9 @@ READ_AT_START = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "RINGCOMM_ISA"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_CPP", "TORCH_DEVICE", "TORCH_LOGS"),
 )
+# But not these: the first a fork can follow, the second torch's compiler sets to what is the default
+# when it is imported, so that it differs between processes that do not differ.
+NOT_READ_AT_START = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = "OMP_NUM_THREADS"  # set for every test; torch can still be told when it is loaded
 MAX_FILES = 64
 _LENGTH = struct.Struct("<I")
@@ -100,7 +103,7 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_AT_START) and name != "PYTHONPATH"
+        if name.startswith(READ_AT_START) and name not in NOT_READ_AT_START
     }
 
 
@@ -184,6 +187,7 @@ def server() -> Server:
                     stdout=subprocess.DEVNULL,
                 ).returncode = 0  # nobody waits for it: it ends when this process does
             _server = Server(ours, environment)
+            atexit.register(_server.close)
         return _server
 
 
