@@ -44,8 +44,8 @@ READ_AT_START = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "RINGCOMM_ISA"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_CPP", "TORCH_DEVICE", "TORCH_LOGS"),
 )
-# But not these: the first a fork can follow, the second torch's compiler sets to what is the default
-# when it is imported, so that it differs between processes that do not differ.
+# But not these: a fork can follow the first, and torch's compiler, when it is imported, sets the
+# second to its default, so that processes would differ by it that do not differ.
 NOT_READ_AT_START = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = "OMP_NUM_THREADS"  # set for every test; torch can still be told when it is loaded
 MAX_FILES = 64
