@@ -2,22 +2,20 @@
 
 import subprocess
 
-import pytest
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
 
-from tests.proof.races.test_races import COMPILER, ROOT
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = NEEDS_COMPILER
 HEADER = "kernels/cuda/warp_sum.h"
 
 
 def run(folder, include=ROOT):
-    program = folder / "norm_test"
-    command = [str(COMPILER), "-std=c++20", "-O1", "-ffp-contract=off", f"-I{include}", f"-I{ROOT}"]
-    command += [f"-I{ROOT / 'kernels/include'}", str(ROOT / "tests/optim/norm_test.cpp")]
-    made = subprocess.run(
-        [*command, "-o", str(program)], capture_output=True, text=True, check=False
+    program = compile_to(
+        folder / "norm_test",
+        ROOT / "kernels/include",
+        ROOT / "tests/optim/norm_test.cpp",
+        flags=PLAIN,
+        extra=(f"-I{include}",),
     )
-    assert made.returncode == 0, made.stderr[-4000:]
     return subprocess.run([str(program)], capture_output=True, text=True, check=False)
 
 

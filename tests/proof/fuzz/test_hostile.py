@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.proof.races.mutants import ENDPOINT, ROOT, VARIABLE, Mutant, write_sources
+from tests.proof.races.mutants import ENDPOINT, VARIABLE, Mutant, write_sources
+from tests.support.compiler import (
+    ADDRESS_SANITIZER,
+    LOW_PRIORITY,
+    NEEDS_COMPILER,
+    ROOT,
+    compile_to,
+    skip_without_sanitizer,
+)
 
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-FLAGS = ["-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-pthread"]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SOURCES = [
     "comm",
     "comm_optimizer",
@@ -92,37 +96,26 @@ MUTANTS = {
     ),
 }
 
-pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
-
-
-def _compile(folder: Path, *arguments: object) -> None:
-    include = [f"-I{folder}", f"-I{folder}/kernels/include"]
-    command = [str(COMPILER), *FLAGS, *SANITIZERS, *include, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
-    probe = folder / "probe.cpp"
-    probe.write_text("int main() { return 0; }\n")
-    _compile(folder, probe, "-o", folder / "probe")
-    if subprocess.run([folder / "probe"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("AddressSanitizer does not run on this machine")
+    skip_without_sanitizer(folder, ADDRESS_SANITIZER)
     write_sources(folder, MUTANTS)
-    chosen = ("-include", folder / "chosen.h", "-c")
+    include, chosen = folder / "kernels/include", ("-include", str(folder / "chosen.h"))
     parts = [folder / f"kernels/host/{name}.cpp" for name in SOURCES]
     parts.append(ROOT / "tests/proof/fuzz/hostile_test.cpp")
-    objects = [folder / f"{part.stem}.o" for part in parts]
 
-    def compile_part(index: int) -> None:
-        _compile(folder, *chosen, parts[index], "-o", objects[index])
+    def compiled(part: Path) -> Path:
+        output = folder / f"{part.stem}.o"
+        extra = (f"-I{folder}", "-c", *chosen)
+        return compile_to(output, include, part, flags=ADDRESS_SANITIZER, extra=extra)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_part, range(len(parts))))
-    _compile(folder, *objects, "-o", folder / "hostile")
-    return folder / "hostile"
+        objects = list(pool.map(compiled, parts))
+    return compile_to(folder / "hostile", include, *objects, flags=ADDRESS_SANITIZER)
 
 
 def run(program: Path, seed: int, cases: int, mutant: int = 0) -> subprocess.CompletedProcess[str]:
@@ -132,7 +125,7 @@ def run(program: Path, seed: int, cases: int, mutant: int = 0) -> subprocess.Com
         VARIABLE: str(mutant),
     }
     return subprocess.run(
-        [str(program), str(seed), str(cases)],
+        [*LOW_PRIORITY, str(program), str(seed), str(cases)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.races.test_races import ROOT, compile_to, skip_without_sanitizer
+from tests.support.compiler import ROOT, compile_to, skip_without_sanitizer
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.compiler import ROOT
+
 VARIABLE = "CHOSEN_MUTANT"
 
 # What `race_test` or `device_race_test` is run with.

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests.proof.races.mutants import VARIABLE, Mutant, write_sources
-from tests.proof.races.test_races import COMPILER, ROOT, compile_to
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
 
 MUTANTS = {
     "a spinner keeps the core from its peer": Mutant(
@@ -20,7 +20,7 @@ MUTANTS = {
 }
 ITEMS = 40
 
-pytestmark = [pytest.mark.deadlines, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
+pytestmark = [pytest.mark.deadlines, NEEDS_COMPILER]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def program(tmp_path_factory):
         folder / "kernels/include",
         ROOT / "tests/proof/races/busy_test.cpp",
         folder / "kernels/host/waiter.cpp",
-        extra=("-fno-sanitize=thread", "-include", str(folder / "chosen.h")),
+        flags=PLAIN,
+        extra=("-include", str(folder / "chosen.h")),
     )
 
 

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races.mutants import Mutant, write_sources
-from tests.proof.races.test_races import COMPILER, ROOT, compile_to, run
+from tests.proof.races.test_races import run
+from tests.support.compiler import NEEDS_COMPILER, ROOT, compile_to
 
-# world, generations, rounds
-WORLDS = [(2, 6, 4), (3, 6, 2), (4, 2, 2)]
+# World, generations, rounds; the first shows the mutants.
 SHOWING = (2, 20, 12)
+WORLDS = [SHOWING, (2, 6, 4), (3, 6, 2), (4, 2, 2)]
 RUNS = 10
-HOST = ROOT / "kernels/host"
-# What is compiled once, apart from what other programs have too, and what is compiled again with
-# the mutants in it.
+# Sources without mutants, apart from those that other programs have too, and with them.
 STEADY = (
     "comm",
     "comm_optimizer",
@@ -69,46 +68,40 @@ MUTANTS = {
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.shares("sanitized"),
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    NEEDS_COMPILER,
 ]
 
 
 @pytest.fixture(scope="module")
-def programs(sanitized_objects, tmp_path_factory):
-    """The right program, and the one of all mutants."""
+def program(sanitized_objects, tmp_path_factory) -> Path:
+    """The program of all mutants; with number 0 it is the right one."""
     folder = tmp_path_factory.mktemp("comm_races")
     include = ROOT / "kernels/include"
-    mutants = folder / "mutants"
-    write_sources(mutants, MUTANTS)
-    mutated = mutants / "kernels/host"
-    chosen = ("-c", "-include", str(mutants / "chosen.h"))
-    jobs: list[tuple[Path, Path, tuple[str, ...]]] = [
-        (HOST / f"{name}.cpp", folder / f"{name}.o", ("-c",)) for name in (*STEADY, *MUTATED)
+    write_sources(folder, MUTANTS)
+    chosen = ("-c", "-include", str(folder / "chosen.h"))
+    jobs: list[tuple[Path, tuple[str, ...]]] = [
+        (ROOT / "tests/proof/races/comm_race_test.cpp", ("-c",)),
+        *((ROOT / f"kernels/host/{name}.cpp", ("-c",)) for name in STEADY),
+        *((folder / f"kernels/host/{name}.cpp", chosen) for name in MUTATED),
     ]
-    jobs += [(mutated / f"{name}.cpp", mutants / f"{name}.o", chosen) for name in MUTATED]
-    jobs += [(ROOT / "tests/proof/races/comm_race_test.cpp", folder / "main.o", ("-c",))]
+
+    def compiled(job: tuple[Path, tuple[str, ...]]) -> Path:
+        source, extra = job
+        return compile_to(folder / f"{source.stem}.o", include, source, extra=extra)
+
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda job: compile_to(job[1], include, job[0], extra=job[2]), jobs))
-    steady = [folder / "main.o", *sanitized_objects, *(folder / f"{name}.o" for name in STEADY)]
-    return [
-        compile_to(folder / name, include, *steady, *(place / f"{each}.o" for each in MUTATED))
-        for name, place in (("right", folder), ("mutated", mutants))
-    ]
+        objects = list(pool.map(compiled, jobs))
+    return compile_to(folder / "comm_races", include, *objects, *sanitized_objects)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_no_race_and_nothing_left(programs, world):
-    done = run(programs[0], world)
+def test_no_race_and_nothing_left(program, world):
+    done = run(program, world)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_rejected(programs, name):
+def test_mutants_are_rejected(program, name):
     number = list(MUTANTS).index(name) + 1
     # What two threads do at the same time is not the same in every run.
-    assert any(run(programs[1], SHOWING, number).returncode != 0 for _ in range(RUNS))
-
-
-def test_without_a_mutant_the_other_program_is_right(programs):
-    done = run(programs[1], SHOWING)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
+    assert any(run(program, SHOWING, number).returncode != 0 for _ in range(RUNS))

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.races.mutants import ENDPOINT, EVERYWHERE, ROOT, VARIABLE, Mutant, write_sources
-from tests.proof.races.test_races import COMPILER
+from tests.proof.races.mutants import ENDPOINT, EVERYWHERE, VARIABLE, Mutant, write_sources
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
 
-FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-pthread")
 DEADLINE_S = 60.0
 # Stops of the reader until it ends undisturbed: all its steps and copies, each once.
 STOPS = {"all_gather": 15, "single_copy": 15, "reduce_scatter": 10, "all_reduce": 36}
@@ -25,7 +24,7 @@ MUTANTS = {
     ),
 }
 
-pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
+pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +32,13 @@ def program(tmp_path_factory) -> Path:
     """The right one, until CHOSEN_MUTANT says another."""
     folder = tmp_path_factory.mktemp("lending")
     write_sources(folder, MUTANTS)
-    output = folder / "lend_test"
-    command = [str(COMPILER), *FLAGS, "-include", str(folder / "chosen.h"), f"-I{ROOT}"]
-    command += [f"-I{folder}/kernels/include", str(ROOT / "tests/proof/races/lend_test.cpp")]
-    done = subprocess.run(
-        [*command, "-o", str(output)], capture_output=True, text=True, check=False
+    return compile_to(
+        folder / "lend_test",
+        folder / "kernels/include",
+        ROOT / "tests/proof/races/lend_test.cpp",
+        flags=PLAIN,
+        extra=("-include", str(folder / "chosen.h")),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return output
 
 
 def run(program: Path, mutant: int = 0) -> "subprocess.CompletedProcess[str]":

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.proof.races.mutants import Mutant, write_sources
-from tests.proof.races.test_races import COMPILER, ROOT, compile_to, run, skip_without_sanitizer
+from tests.proof.races.test_races import run
+from tests.support.compiler import NEEDS_COMPILER, ROOT, compile_to, skip_without_sanitizer
 
 TURNS_HEADER = ROOT / "tests/proof/races/recorder_turns.h"
 RECORDER = "host/recorder.cpp"
@@ -47,7 +48,7 @@ TURNS = [
     ),
 ]
 
-pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
+pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 
 def test_records_are_whole_and_mutants_are_rejected(tmp_path):

@@ -1,11 +1,13 @@
 """The optimizer's collectives under ThreadSanitizer, and mutants that must be rejected."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.proof.races import test_races as races
 from tests.proof.races.mutants import SIGNAL, Mutant, without, write_sources
+from tests.support.compiler import NEEDS_COMPILER, ROOT, compile_to
 
 TEAMS = [(1, 1, 2, 4), (2, 1, 1, 8), (2, 2, 3, 4), (3, 1, 2, 8), (4, 2, 1, 4), (8, 1, 1, 4)]
 SHOWING = [(2, 1, 2, 20), (4, 1, 2, 12)]
@@ -33,33 +35,29 @@ MUTANTS = {
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.shares("sanitized"),
-    pytest.mark.skipif(races.COMPILER is None, reason="no C++ compiler"),
+    NEEDS_COMPILER,
 ]
 
 
 @pytest.fixture(scope="module")
-def programs(sanitized_objects, tmp_path_factory):
-    """Paths of the programs, as futures: the right one, and the one of all mutants."""
-    sources = [races.ROOT / "tests/proof/races/step_race_test.cpp", *sanitized_objects]
+def program(sanitized_objects, tmp_path_factory) -> Path:
+    """The program of all mutants; with number 0 it is the right one."""
     folder = tmp_path_factory.mktemp("step_races")
-    mutants = folder / "mutants"
-    write_sources(mutants, MUTANTS)
-    chosen = ("-include", str(mutants / "chosen.h"))
-    right, mutated = races.ROOT / "kernels/include", mutants / "kernels/include"
-    compile_to = races.compile_to
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            "right": pool.submit(compile_to, folder / "right", right, *sources),
-            "mutated": pool.submit(compile_to, folder / "mutated", mutated, *sources, extra=chosen),
-        }
+    write_sources(folder, MUTANTS)
+    return compile_to(
+        folder / "step_races",
+        folder / "kernels/include",
+        ROOT / "tests/proof/races/step_race_test.cpp",
+        *sanitized_objects,
+        extra=("-include", str(folder / "chosen.h")),
+    )
 
 
-def test_no_race_and_right_results(programs):
-    races.assert_right(programs["right"].result(), TEAMS)
+def test_no_race_and_right_results(program):
+    races.assert_right(program, TEAMS)
 
 
-def test_mutants_are_rejected(programs):
-    program = programs["mutated"].result()
+def test_mutants_are_rejected(program):
     races.assert_right(program, SHOWING)
 
     def survives(number: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races.mutants import SIGNAL, VARIABLE, Mutant, write_sources
-from tests.proof.races.test_races import COMPILER, ROOT, compile_to
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
 
 WAITER = "host/waiter.cpp"
 AN_HOUR = Mutant(WAITER, "kSleepNs = 10'000'000;", "kSleepNs = 3'600'000'000'000;")
@@ -37,7 +37,7 @@ MUTANTS = {
 }
 ITEMS = 2000
 
-pytestmark = [pytest.mark.compiles, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
+pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def program(tmp_path_factory):
         folder / "kernels/include",
         ROOT / "tests/proof/races/wake_test.cpp",
         folder / "kernels/host/waiter.cpp",
-        extra=("-fno-sanitize=thread", "-include", str(folder / "chosen.h")),
+        flags=PLAIN,
+        extra=("-include", str(folder / "chosen.h")),
     )
 
 
