@@ -22,7 +22,7 @@ from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("name", CHECKS)
 def test_every_world_size_and_place(devices, name, world_size):
     """Nothing, one element, fewer than ranks, a tail, several segments of a channel."""

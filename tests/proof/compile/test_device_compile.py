@@ -98,7 +98,7 @@ def compiled(monkeypatch):
                     vars(context)["launch"] = lambda *args, **constants: None
                 function(context)
 
-        with on_gpu(target) as gpu, ringcomm.local_world(2, heap_bytes=64 << 20) as ranks:
+        with on_gpu(target) as gpu, ringcomm.local_world(2) as ranks:
             ranks.run(body)
         return gpu
 
