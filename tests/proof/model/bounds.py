@@ -11,16 +11,15 @@ def model(source: str, world: int, defines: str, epochs: int = 4) -> Model:
 
 EVERY_KIND = "KINDS=127"  # of direct.pml
 RIGHT: dict[str, Model] = {
-    "direct, three calls": model("direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=3 {EVERY_KIND}"),
+    "direct, three calls": model("direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=3 {EVERY_KIND}"),
     "direct, zero copy": model("direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=2 {EVERY_KIND} LEND"),
     "direct, three ranks": model("direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND"),
     "direct, faults": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
+        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
     ),
     "direct, three ranks, faults": model(
         "direct.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=3 LEND FAULTS=1"
     ),
-    "direct, four ranks, all-reduce": model("direct.pml", 4, "START=2 SEGMENTS=1 CALLS=1 KINDS=68"),
     "two communicators": model(
         "direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=17 COMMUNICATORS=2"
     ),
@@ -36,6 +35,9 @@ RIGHT: dict[str, Model] = {
     "regions, three ranks": model("retired.pml", 3, "COMMUNICATORS=2 FAULTS=1"),
 }
 LARGE: dict[str, Model] = {
+    "direct, three calls of two segments": model(
+        "direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=3 {EVERY_KIND}"
+    ),
     "direct, three segments": model(
         "direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=3 {EVERY_KIND} LEND"
     ),
