@@ -117,7 +117,7 @@ def forgotten(rank, world_size):
 
 
 def forgotten_before(rank, world_size):
-    """Of the default groups that were destroyed in this process nothing is left."""
+    """Asserts that nothing is left of the default groups that this process has destroyed."""
     gc.collect()
     assert len(comm_argument._built) == 0
     assert find_communicator(None, "test", None).world_size == world_size

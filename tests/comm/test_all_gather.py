@@ -100,7 +100,7 @@ def test_conjugated_input(worlds):
 
 
 def test_a_negated_element_is_refused(worlds):
-    """Of one element such a view is contiguous, but its memory has the other sign."""
+    """A view of one element is contiguous, but its memory has the other sign."""
 
     def body(comm):
         mine = torch.tensor([1 + 2j]).conj().imag

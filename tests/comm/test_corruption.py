@@ -1,4 +1,4 @@
-"""What a peer's region holds is damaged: the reader says so, all ranks end, nothing is followed."""
+"""Damage in a peer's region: the reader reports it, all ranks end, nothing of it is followed."""
 
 import random
 import struct

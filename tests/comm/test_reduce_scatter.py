@@ -95,7 +95,7 @@ def test_strided_lists(worlds):
 
 
 def test_a_negated_element_is_refused(worlds):
-    """Of one element such a view is contiguous, but its memory has the other sign."""
+    """A view of one element is contiguous, but its memory has the other sign."""
 
     def body(comm):
         mine = torch.tensor([0 + 7j]).conj().imag

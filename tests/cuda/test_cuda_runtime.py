@@ -1,4 +1,4 @@
-"""What CudaRuntime makes of CuPy's and torch's answers, on stand-ins that record the calls.
+"""CudaRuntime on stand-ins for CuPy and torch that record its calls and answer as they do.
 
 That the calls are the right ones only a GPU can show; here is what ringcomm decides by itself.
 """
@@ -24,7 +24,7 @@ UUID = "1b2c0000-0000-0000-0000-00000000beef"
 
 
 class CudaError(RuntimeError):
-    """As CuPy's runtime errors: the number is in ``status``."""
+    """An error such as CuPy's runtime raises: the number is in ``status``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaError{status}: what it means")
@@ -32,7 +32,7 @@ class CudaError(RuntimeError):
 
 
 class CUDADriverError(RuntimeError):
-    """As CuPy's driver errors."""
+    """An error such as CuPy's driver raises."""
 
     def __init__(self, text: str, status: int = 500) -> None:
         super().__init__(text)

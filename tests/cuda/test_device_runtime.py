@@ -1,4 +1,4 @@
-"""Which runtime a process gets, and what it says when it gets none."""
+"""The runtime that a process gets, and the error where it gets none."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_host_path_works_and_the_device_path_says_why_not(stack, said):
 
 
 class StatusError(RuntimeError):
-    """As CuPy's: the number is in ``status``."""
+    """An error such as CuPy raises: the number is in ``status``."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -159,7 +159,7 @@ def test_a_driver_library_that_does_not_load(stack, monkeypatch):
 
 
 class TwoDevices:
-    """As much of a runtime as naming a device takes."""
+    """The part of a runtime that naming a device takes."""
 
     def device_count(self) -> int:
         return 2

@@ -1,4 +1,4 @@
-"""Where kernels come from: what the build left, or a compilation that is kept."""
+"""Kernels come from the build, or from a compilation that is kept."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def builder(tmp_path, tree, compiler):
 
 
 def prebuilt_for(tree, folder, targets=units.PREBUILT):
-    """What a build with nvcc leaves."""
+    """Makes the files that a build with nvcc leaves."""
     folder.mkdir()
     (folder / "units.json").write_text(units.manifest(tree, "nvcc 1.0", targets))
     for name in UNITS:

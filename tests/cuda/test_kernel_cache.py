@@ -40,7 +40,7 @@ class Maker:
 
 
 def get(folder: Path | None) -> int:
-    """How often an entry was made to get it: 0 or 1."""
+    """Returns how often an entry was made to get it: 0 or 1."""
     make = Maker()
     assert KernelCache(folder).get(NAME, make) == CODE
     return make.calls

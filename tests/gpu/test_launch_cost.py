@@ -1,4 +1,4 @@
-"""What a call costs the host. Noted in the results of ``make gpu-check``, not asserted."""
+"""The cost of a call on the host: noted in the results of ``make gpu-check``, not asserted."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Who may reach a heap: this user's processes, and nobody else's."""
+"""A heap can be reached by this user's processes, and by nobody else's."""
 
 import ctypes
 import json
@@ -56,7 +56,7 @@ def _what_a_stranger_can(fd: int, address: int) -> list[str]:
 
 
 def _weaknesses(fd: int) -> list[str]:
-    """What is wrong with the file behind a heap."""
+    """Returns what is wrong with the file behind a heap."""
     status = os.fstat(fd)
     wrong = []
     if status.st_mode & 0o077:
@@ -71,7 +71,7 @@ def _weaknesses(fd: int) -> list[str]:
 
 
 def _names() -> set[str]:
-    """Of shared memory, but for what torch and multiprocessing of other tests make meanwhile."""
+    """Returns shared memory's files, but for those of torch and multiprocessing in other tests."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
 
 

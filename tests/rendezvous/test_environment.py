@@ -1,4 +1,4 @@
-"""Which rank this is, by launcher; and real launches of torchrun and mpirun."""
+"""The rank of a process, by launcher; and real launches of torchrun and mpirun."""
 
 import os
 import shutil
@@ -174,7 +174,7 @@ def test_the_store_of_a_node_listens_on_loopback_only():
 
 
 def test_a_store_that_listens_everywhere_is_noticed():
-    """As torch's own does, even one of 127.0.0.1."""
+    """torch's own store listens on every address, even one that is made for 127.0.0.1."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = _listens_at(store.port)
     assert found and all(set(address) == {"0"} for address in found)
@@ -200,7 +200,7 @@ def test_another_users_process_learns_no_port(monkeypatch):
 
 
 def test_slurm_ranks_meet_by_their_job():
-    """Whatever process started each of them."""
+    """The ranks meet, whatever process started each of them."""
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
     assert read_environment(slurm).job == "slurm-77-3"
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}

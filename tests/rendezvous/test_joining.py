@@ -1,4 +1,4 @@
-"""Who may join: ranks that were announced, whose memory says what their handles say."""
+"""Only announced ranks may join, whose memory says what their handles say."""
 
 import json
 import os
@@ -190,7 +190,7 @@ def test_ranks_that_read_different_handles_name_the_rank():
 
 
 def _stranger_joins(port: int) -> str:
-    """As another user, with the store at hand: plays rank 1 with a heap of its own."""
+    """Plays rank 1 with a heap of its own, as another user who has the store."""
     program = f"""
 import ctypes, os, sys
 sys.path.insert(0, {str(Path(ringcomm.__file__).parents[1])!r})

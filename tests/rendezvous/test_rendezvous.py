@@ -1,4 +1,4 @@
-"""What the ranks tell each other, and what they make of junk."""
+"""The ranks' messages of a rendezvous, and junk in their place."""
 
 import json
 import os

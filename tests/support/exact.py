@@ -128,7 +128,7 @@ def _fold(wide: Tensor, op: str) -> Tensor:
 
 
 def reduced(inputs: list[Tensor], op: str) -> Tensor:
-    """What the reduction of ``inputs`` must give, bit by bit."""
+    """Returns the exact result of reducing ``inputs``, bit by bit."""
     dtype = inputs[0].dtype
     wide = _fold(torch.stack([_whole(each) for each in inputs]), op)
     if op == "PREMUL_SUM":

@@ -73,7 +73,7 @@ class Order:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What follows Python and the one option that a fork can follow."""
+        """The words after Python and the one option that a fork can follow."""
         return self.command[2 if self.is_unbuffered else 1 :]
 
 
@@ -135,11 +135,11 @@ class Server:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process can ask it: not the one that a fork has inherited."""
+        """Tells whether this process can ask it; a fork cannot ask the one that it inherits."""
         return self.owner == os.getpid() and self._connection.fileno() != -1
 
     def serves(self, order: Order) -> bool:
-        """Whether the program could not tell a fork from an interpreter of its own."""
+        """Tells whether the program could not tell a fork from an interpreter of its own."""
         what = order.words[0]
         words = order.environment.get("PYTHONPATH", "").split(os.pathsep)
         places = {os.path.abspath(word) for word in words if word}
@@ -171,7 +171,7 @@ _starting = threading.Lock()
 
 
 def server() -> Server:
-    """That of this process; one that has none yet starts it."""
+    """Returns the server of this process, and starts it where there is none."""
     global _server
     with _starting:
         if _server is None or not _server.is_ours:
@@ -221,7 +221,7 @@ class Popen(_RealPopen):
 
 
 def _is_plain(how: Mapping[str, Any]) -> bool:
-    """Whether nothing is asked for that only a process that begins anew can do."""
+    """Tells whether nothing is asked for that only a new interpreter can do."""
     unusual = ("executable", "preexec_fn", "gid", "gids", "uid")
     return (
         isinstance(how["args"], list | tuple)

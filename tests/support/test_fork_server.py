@@ -54,7 +54,7 @@ def environment(**variables):
 
 
 def both(command, **how):
-    """What a fork and an interpreter show and say."""
+    """Runs a command in a fork and in an interpreter of its own."""
     return [fork_server.run(command, anew=anew, **how) for anew in (False, True)]
 
 

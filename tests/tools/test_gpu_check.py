@@ -186,7 +186,7 @@ def until_there(file, writer):
 
 
 def test_a_record_stands_after_each_stage(place):
-    """Whatever ends the run later."""
+    """The record of the stages so far is there, whatever ends the run later."""
     (place.folder / "log").touch()
     seen = []
     place.saver = Saver(FACTS, place.folder / "results", place.folder / "out", place.folder / "log")

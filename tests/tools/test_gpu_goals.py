@@ -1,4 +1,4 @@
-"""How the goals for a GPU are judged from rows, and what a run of ``make gpu-check`` leaves."""
+"""The goals for a GPU, judged from rows, and the files that ``make gpu-check`` leaves."""
 
 import json
 from typing import Any

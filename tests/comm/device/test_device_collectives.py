@@ -181,7 +181,7 @@ def test_coalesced_forms(devices):
 
 
 def test_a_barrier_waits_for_all(devices):
-    """What ranks store before it is there after it: each writes into the others' heap tensor."""
+    """Stores before a barrier are there after it: ranks write into each other's heap tensor."""
     world = devices.world(3)
     shared = [room(comm, 3, torch.int32, "heap") for comm in world]
     with devices.as_on_gpu():

@@ -35,7 +35,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def heaps() -> Iterator[list[DeviceHeap]]:
-    """Those of two devices."""
+    """The heaps of two devices."""
     cuda.use(EmulatedRuntime(devices=2, memory_bytes=64 * MIB))
     yield [device_heap.device_heap(device) for device in range(2)]
     device_heap.close_heaps()

@@ -1,4 +1,4 @@
-"""What is recorded of calls on devices, and that nothing is claimed that the host cannot know."""
+"""The records of calls on devices, which claim nothing that the host cannot know."""
 
 from __future__ import annotations
 

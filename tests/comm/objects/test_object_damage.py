@@ -94,7 +94,7 @@ def _unpack_of(value: Any) -> Any:
 
 
 def _at_the_end_of_the_stack(call: Any) -> Any:
-    """What ``call`` raises where some frames are left, but too few for a hundred levels."""
+    """Returns the error of ``call`` where frames are left, but too few for a hundred levels."""
 
     def down(levels: int) -> Any:
         return down(levels - 1) if levels else call()

@@ -1,4 +1,4 @@
-"""What objects travel, and that nothing is unpickled that was not asked for."""
+"""Objects that travel; nothing is unpickled unless the caller asks for it."""
 
 import enum
 import math

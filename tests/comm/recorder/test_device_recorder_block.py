@@ -1,4 +1,4 @@
-"""What a device's recorder makes of what the host sees: no device is needed for that."""
+"""A device's recorder, given what the host would see; no device is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recorder:
             self.native.enqueue_triton(WORDS, channels, captured)
 
     def give_up(self) -> None:
-        """As a kernel does: the word behind `abort_requested`."""
+        """Writes the word behind `abort_requested`, as a kernel does."""
         self.page[4:8] = (1).to_bytes(4, "little")
 
     @property

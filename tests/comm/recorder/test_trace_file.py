@@ -20,7 +20,7 @@ T = torch.ones
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where faults of this test leave their traces."""
+    """The folder in which faults of this test leave their traces."""
     monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path / "traces"))
     return tmp_path / "traces"
 

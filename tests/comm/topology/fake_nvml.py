@@ -18,7 +18,7 @@ ELSEWHERE = "GPU-ffffffff-0000-0000-0000-000000000000"
 
 
 class NVMLError(Exception):
-    """As in nvidia-ml-py, one subclass per error code."""
+    """The error of nvidia-ml-py, which has one subclass per error code."""
 
 
 class NVMLError_NotSupported(NVMLError): ...
@@ -85,7 +85,7 @@ class FakeNvml:
         return call
 
     def _links_of(self, gpu: Gpu) -> list[tuple[object, object]]:
-        """Of each link, the far end and what kind of links it belongs to."""
+        """The far end of each link, and the kind of links that it belongs to."""
         found: list[tuple[object, object]] = []
         for other in self._gpus:
             if other is not gpu:

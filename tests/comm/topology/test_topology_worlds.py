@@ -1,4 +1,4 @@
-"""What holds for the plan of every machine, however little sense the machine makes."""
+"""Properties of every machine's plan, however little sense the machine makes."""
 
 from __future__ import annotations
 

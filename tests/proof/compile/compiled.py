@@ -110,7 +110,7 @@ def compile_kernel(
 
 
 def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
-    """What launches of a collective for one rank compile, wherever buffers lie, of any sizes."""
+    """Returns the kernels that a rank's launches of a collective compile, for any buffers."""
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
     with on_gpu(target) as gpu:
         for more in (0, 4):
@@ -129,6 +129,6 @@ def hot_loops(kernel: Kernel) -> list[Loop]:
 
 
 def opcodes(loop: Loop | Sequence[Any]) -> list[str]:
-    """What a loop's instructions are."""
+    """Returns the instructions of a loop."""
     code = loop.code if isinstance(loop, Loop) else loop
     return [instruction.opcode for instruction in code]

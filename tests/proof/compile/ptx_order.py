@@ -1,4 +1,4 @@
-"""Whether the barriers of compiled kernels stand where releases and acquires of one lane need them.
+"""Checks that barriers of compiled kernels stand where one lane's releases and acquires need them.
 
 One lane of a block polls a word or stores it. It speaks for the others by barriers: one between its
 acquire and whatever any lane then does in global memory, and one between that and its release.

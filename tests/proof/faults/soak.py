@@ -23,7 +23,7 @@ REPORT_S = 10.0
 
 
 def play(seed: int) -> tuple[int, list[str]]:
-    """How many schedules the seed stands for, and which promises they broke."""
+    """Returns how many schedules the seed stands for, and the promises that they broke."""
     if seed % PERIOD == TRAINING:
         return 1, run_training(draw_training(seed))
     chain = draw_chain(seed)
@@ -33,7 +33,7 @@ def play(seed: int) -> tuple[int, list[str]]:
 
 
 def describe(seed: int) -> object:
-    """What the seed stands for."""
+    """Returns the schedules that the seed stands for."""
     return draw_training(seed) if seed % PERIOD == TRAINING else draw_chain(seed)
 
 

@@ -40,7 +40,7 @@ class Hangs(Player):
 
 
 class Keeps(Player):
-    """What is left on purpose never goes."""
+    """A player that leaves something on purpose."""
 
     settle_s = 0.05
 

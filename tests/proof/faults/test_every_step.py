@@ -46,7 +46,7 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def passages():
-    """What rank KILLED passes in each call; its points do not depend on who comes first."""
+    """Returns the points that rank KILLED passes in each call, whoever comes first."""
     counts = {}
     options = CommOptions(timeout=60.0, segment_bytes=SEGMENT_BYTES)
     with ringcomm.local_world(WORLD, options=options) as world:
@@ -71,7 +71,7 @@ def test_killed_at_every_step(passages, name):
 
 
 def test_no_step_is_left_out(passages):
-    """As many as the algorithms have: items to and from two peers, each slot waited for as well."""
+    """The algorithms have that many: items to and from two peers, and a wait for each slot."""
     assert passages == {
         # Two segments to rank 0, one to rank 2, whose chunk is the shortest; two shared with both.
         "direct": {"publish": 7, "acknowledge": 7, "await": 14},

@@ -1,4 +1,4 @@
-"""What a plan counts, whom it hits, and what it refuses."""
+"""A plan of faults: the points that it counts, the ranks that it hits, and what it refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world():
 
 
 def counted(world, call, **options):
-    """What is passed in one call; the plan stays armed."""
+    """Returns the points that one call passes; the plan stays armed."""
     _native.arm_fault("none", **options)
     assert world.run(make, call, 0) == ["", ""]
     return _native.fault_passages()

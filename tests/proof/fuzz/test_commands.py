@@ -89,7 +89,7 @@ def nothing_starts(monkeypatch, tmp_path):
 
 
 def told(call, *args) -> str:
-    """How a command line ended; another exception than those of an end fails the test."""
+    """Returns how a command line ended; an exception that is no such end fails the test."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:

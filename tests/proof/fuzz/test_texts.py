@@ -1,4 +1,4 @@
-"""What is read from a store, a file or a peer: junk is an error of ringcomm, and nothing else."""
+"""Junk from a store, a file or a peer is an error of ringcomm, and nothing else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def handle(core: _native.Comm) -> dict[str, Any]:
 def refuses_only_with(
     kinds: tuple[type[Exception], ...], read: Callable[[], object], longest: int = 50_000
 ) -> bool:
-    """Whether ``read`` refused; any other exception than ``kinds`` fails the test."""
+    """Tells whether ``read`` refused; any other exception than ``kinds`` fails the test."""
     try:
         read()
     except kinds as error:

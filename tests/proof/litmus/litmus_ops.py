@@ -42,7 +42,7 @@ def exchange_acq_rel_sys(register: str, location: Location, value: int) -> Op:
 
 
 def exchange_relaxed(register: str, location: Location, value: int) -> Op:
-    """What no header has: for mutants."""
+    """Operations that no header has, for mutants."""
     return Op("exchange", location, value, "relaxed", register)
 
 

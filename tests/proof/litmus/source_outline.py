@@ -1,4 +1,4 @@
-"""What a function of the sources does to memory that others see: its outline.
+"""The outline of a function: what it does to memory that others see.
 
 An outline is the function's text without comments, in order, as far as it touches such memory,
 calls what does, or decides whether it gets there: calls of the names in WATCHED, the pointers that
@@ -82,7 +82,7 @@ def _statements(body: str) -> Iterator[tuple[int, str]]:
 
 
 def outline(source: str, function: str) -> list[str]:
-    """Of a function in C++; indented by block."""
+    """Returns the outline of a function in C++, indented by block."""
     statements = list(_statements(body_of(source, function)))
     touching = " ".join(text for _, text in statements if WATCHED.search(text))
 
@@ -99,7 +99,7 @@ def outline(source: str, function: str) -> list[str]:
 
 
 def outline_of_triton(source: str, function: str) -> list[str]:
-    """Of a function in Python, whose plain loads and stores count and whose addresses are kept."""
+    """Returns that of a function in Python: plain loads and stores count, addresses are kept."""
     found = [
         node
         for node in ast.walk(ast.parse(source))

@@ -30,7 +30,7 @@ KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 
 
 def verdict(programs: Sequence[Program], right: Callable[[Registers], bool]) -> str:
-    """What goes wrong in some execution, or the empty text."""
+    """Returns what goes wrong in some execution, or the empty text."""
     try:
         outcomes = Machine(programs).outcomes()
     except DataRace:

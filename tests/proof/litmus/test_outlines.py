@@ -129,7 +129,7 @@ def steps_like(op: Op) -> tuple[set[str], str]:
 
 
 def stands_for(program: Program, functions: Sequence[str], outlines: Outlines) -> bool:
-    """Whether the functions make the program's operations, in its order; others may lie between."""
+    """Tells whether functions make the program's operations in order; others may lie between."""
     steps = iter([step for name in functions for step in steps_of(name, outlines)])
     for op in program:
         is_data = op.location in NOT_OURS or op.kind in ("read", "write", "only_if")

@@ -1,4 +1,4 @@
-"""How far each model is explored, and the mistakes that must be found, where they show."""
+"""The bounds of each model's exploration, and the mistakes that must be found, where they show."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Result:
-    """What an exploration found: the kind of the error ("" for none) and how many states it saw."""
+    """The result of an exploration: the error's kind ("" for none) and the number of states."""
 
     error: str
     states: int
@@ -68,7 +68,7 @@ class Result:
 
 
 def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:
-    """Whether a missing tool is a failure: with CI=true, on a machine that could install it."""
+    """Tells whether a missing tool is a failure: with CI=true, where it could be installed."""
     return environment.get("CI") == "true" and can_install
 
 
@@ -174,7 +174,7 @@ class Checker:
 
 
 def read_result(output: str) -> Result:
-    """What pan's report says."""
+    """Reads pan's report."""
     errors = re.search(r"errors: (\d+)", output)
     states = re.search(r"(\d+)(?:\.\d+)?(?:e\+\d+)? states, stored", output)
     assert errors and states, output[-2000:]

@@ -1,4 +1,4 @@
-"""What several race tests are linked with, compiled once for all of them."""
+"""Objects that several race tests are linked with, compiled once for all of them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

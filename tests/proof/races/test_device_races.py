@@ -1,4 +1,4 @@
-"""What the CUDA kernels do, on host threads: under ThreadSanitizer, without it, and as mutants."""
+"""The CUDA kernels' bodies on host threads: under ThreadSanitizer, without it, and as mutants."""
 
 import os
 import subprocess

@@ -31,7 +31,7 @@ class Soak:
 
 @dataclass
 class Done:
-    """What one rank did."""
+    """The work that one rank has done."""
 
     calls: int
     elements: int
@@ -92,7 +92,7 @@ def soak_rank(store: FileStore, rank: int, world: int, soak: Soak) -> Done:
 
 
 def _sample_alone(steady: Communicator, seconds: float) -> Sample:
-    """What this rank uses besides the steady communicator."""
+    """Samples what this rank uses besides the steady communicator."""
     steady.barrier()
     # All peers have closed theirs: building one takes back the memory of closed ones.
     alone = steady.new_group([steady.rank])

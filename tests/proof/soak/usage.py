@@ -1,4 +1,4 @@
-"""What a process uses, sampled over time, and whether it grows."""
+"""Samples of what a process uses over time, and the growth that they show."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def complaints(samples: Sequence[Sample], shared_slack_bytes: int) -> list[str]:
-    """What grew though nothing should.
+    """Returns what grew though nothing should.
 
     Args:
         samples: of one process.

@@ -153,7 +153,7 @@ def test_a_launch_waits_for_room():
 
 
 def test_blocks_take_the_registers_of_one_multiprocessor():
-    """Of "wait_then_add" four blocks fill a multiprocessor, of "add" two."""
+    """Four blocks of "wait_then_add" fill a multiprocessor, or two of "add"."""
     crowded = Device(multiprocessors=2)
     streams = [crowded.runtime.make_stream(0) for _ in range(2)]
     crowded.wait_then_add(streams[0].handle, gate=0, blocks=6)

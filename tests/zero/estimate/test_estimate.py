@@ -198,7 +198,7 @@ def test_working_buffers_of_a_count(elems):
     ],
 )
 def test_stage_1_is_what_the_optimizer_holds(dtype, options, each):
-    """Of sizes that need no padding: chunks are multiples of 512 elements."""
+    """Models of sizes that need no padding: chunks are multiples of 512 elements."""
     world_size = 2
 
     def work(comm):

@@ -54,7 +54,7 @@ def dropout(x: torch.Tensor) -> torch.Tensor:
 
 
 def saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
-    """What autograd keeps of a forward, each memory once; no parameters, no means of the norms."""
+    """Returns the bytes that autograd keeps of a forward, without parameters and norms' means."""
     params = {param.data_ptr() for param in layer.parameters()}
     kept = {}
 

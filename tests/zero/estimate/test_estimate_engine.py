@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def storage_bytes(bucket):
-    """What a rank has of a bucket's parameters now, gathered ones included."""
+    """Returns the bytes that a rank has of a bucket's parameters now, gathered ones included."""
     if isinstance(bucket, ShardedBucket):
         return bucket.own.nbytes, bucket.flat.untyped_storage().nbytes()
     return bucket.flat.nbytes, 0

@@ -1,4 +1,4 @@
-"""How many elements a module has, against counts by hand."""
+"""The number of a module's elements, against counts by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: an emulated device, or a real one."""
+"""The device that a test of this folder runs on: an emulated one, or a real one."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Gate:
 
 
 def error_of(call: Callable[[], Any], within_s: float = SOON_S) -> ringcomm.RingcommError:
-    """What ``call`` raises, in time."""
+    """Returns the error that ``call`` raises, in time."""
     started = time.monotonic()
     try:
         call()
@@ -178,7 +178,7 @@ def error_of(call: Callable[[], Any], within_s: float = SOON_S) -> ringcomm.Ring
 
 
 def first_error(place: Place, comm: Any, call: Callable[[], Any]) -> ringcomm.RingcommError:
-    """What ``call`` raises, or else the next calls: a device notices later than the host."""
+    """Returns the error of ``call`` or of the next ones: a device notices later than the host."""
 
     def all_of_it() -> None:
         with place.ordered():  # also keeps the tensors of the call

@@ -32,7 +32,7 @@ WIDE = CommOptions(segment_bytes=4096, channels=4, packet_bytes=4096)
 
 
 def outcomes(place: Place, world: Any, body: Any) -> list[Any]:
-    """What ``body(comm)`` raised on each rank, or returned."""
+    """Returns what ``body(comm)`` raised or returned on each rank."""
 
     def caught(comm: Any) -> Any:
         with place.ordered():
@@ -325,7 +325,7 @@ def test_different_calls_are_named(place: Place, name: str) -> None:
 
 
 def test_packets_of_different_sizes_are_never_taken_for_headers(place: Place) -> None:
-    """Whatever channel is first to see that the calls differ."""
+    """The report is the same, whatever channel is first to see that the calls differ."""
     for count in range(64, 1024, 96):
         world = place.world(2, options=WIDE)
 

@@ -1,4 +1,4 @@
-"""How communicators on devices end: in whatever order, with whatever under way, or forgotten."""
+"""Ends of communicators on devices: in any order, with anything under way, or forgotten."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_close_waits_for_work_under_way(emulated: Places) -> None:
 
 
 def test_work_is_done_after_the_end(place: Place) -> None:
-    """As on the host: what had ended well stays so."""
+    """Work that had ended well stays so, as on the host."""
     world = place.world(2)
     tensors = [place.full(COUNT, 1.0) for _ in world]
 

@@ -1,4 +1,4 @@
-"""Which launches a launch is put behind, so that the blocks of all that run fit on the device."""
+"""A launch is put behind others, so that the blocks of all that run fit on the device."""
 
 from __future__ import annotations
 

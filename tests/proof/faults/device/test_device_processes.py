@@ -50,7 +50,7 @@ EMPTY_HEAP_BYTES = 256
 
 
 def fresh_total(place: Place, store: Any, rank: int, n: int) -> float:
-    """What ``n`` ranks of the same processes sum up on a new communicator."""
+    """Returns the sum of ``n`` ranks of the same processes on a new communicator."""
     comm = place.connect(store, rank, n, name="fresh")
     tensor = place.full(5000, 1.0)
     comm.all_reduce(tensor)

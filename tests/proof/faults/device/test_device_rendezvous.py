@@ -1,4 +1,4 @@
-"""What is left of a rendezvous that failed between processes."""
+"""A rendezvous that failed between processes leaves nothing."""
 
 from __future__ import annotations
 

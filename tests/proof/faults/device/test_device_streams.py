@@ -1,4 +1,4 @@
-"""What runs behind what: calls, streams, asynchronous work, several communicators."""
+"""The order of calls, streams, asynchronous work, and several communicators."""
 
 from __future__ import annotations
 
