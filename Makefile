@@ -16,9 +16,10 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 demo: $(VENV)/.native
 	$(BIN)/ringcomm demo
 
-# Three runs of pytest at once, of which one trains and one compiles.
+# Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy; which of
+# them runs a file, and when, tests/conftest.py decides.
 test: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m tools.run_tests
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 check: lint
 	$(BIN)/python -m pytest --ignore=tests/test_style.py
@@ -35,9 +36,7 @@ native: $(VENV)/.package
 # The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
 # mutants that they must reject. make test runs it, too.
 tsan: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest -v tests/native/test_races.py tests/native/test_comm_races.py \
-	  tests/native/test_step_races.py tests/native/test_device_races.py tests/native/test_litmus.py \
-	  tests/native/test_outlines.py tests/native/test_wakes.py
+	$(BIN)/python -m pytest -v tests/proof/races tests/proof/litmus
 
 # An hour of mixed collectives on four ranks: no wrong element, and nothing that grows. Then random
 # plans of faults, many more than make test plays; SEED says which.
@@ -45,25 +44,23 @@ MINUTES ?= 60
 FAULT_MINUTES ?= 20
 SEED ?= 0
 soak: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
-	$(BIN)/python -m tests.faults.soak --minutes $(FAULT_MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.proof.soak --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.proof.faults.soak --minutes $(FAULT_MINUTES) --seed $(SEED)
 
 # The models of the signal protocol under SPIN (apt-get install spin), with larger bounds than in make
 # test: up to eight minutes.
 model-check: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/model
+	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/proof/model
 
 # Junk from peers, stores and files, twenty times as much of it as make test tries.
 fuzz: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/fuzz tests/native/test_hostile.py
+	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.
 # make test takes some of them, and each architecture with one at least.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/native/test_cuda_compile.py \
-	  tests/native/test_cuda_checks.py tests/tl/test_compile.py tests/tl/test_device_compile.py \
-	  tests/tl/test_adamw_compile.py
+	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench

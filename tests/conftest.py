@@ -1,7 +1,10 @@
-"""What holds for every test."""
+"""Settings of every test, and the order in which the workers of pytest-xdist take the files."""
+
+from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Worlds are larger than the machine: one compute thread per rank, in spawned ranks too.
@@ -13,3 +16,32 @@ os.environ["RINGCOMM_TRACE_DIR"] = "off"
 # No test asserts a time, and a failure in CI must be the same failure elsewhere.
 settings.register_profile("ringcomm", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ringcomm")
+
+# A test that compiles may get little of the machine for as long as the others run.
+COMPILES_LIMIT_S = 900
+
+
+def _group(item: pytest.Item) -> str:
+    """The tests of one group run in one worker, in order."""
+    if item.get_closest_marker("deadlines"):
+        return "deadlines"
+    shares = item.get_closest_marker("shares")
+    return shares.args[0] if shares else item.nodeid.partition("::")[0]
+
+
+def _turn(item: pytest.Item) -> int:
+    """Groups are begun in this order: the longest first, so that none is left alone at the end."""
+    if item.get_closest_marker("deadlines"):
+        return 0
+    return 1 if item.get_closest_marker("compiles") else 2
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("compiles") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(COMPILES_LIMIT_S))
+    if hasattr(config, "workerinput"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+        items.sort(key=_turn)

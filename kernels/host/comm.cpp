@@ -157,7 +157,7 @@ void Comm::activate() {
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.
-// model: say_farewell (tests/model/retired.pml)
+// model: say_farewell (tests/proof/model/retired.pml)
 void Comm::say_farewell() {
   for (int p = 0; p < view_.world; ++p) {
     if (p == view_.rank || !connected_) continue;

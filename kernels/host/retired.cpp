@@ -10,7 +10,7 @@ RetiredRegions& RetiredRegions::instance() {
   return *regions;
 }
 
-// model: free_of_peers (tests/model/retired.pml)
+// model: free_of_peers (tests/proof/model/retired.pml)
 bool RetiredRegions::free_of_peers(const Region& region) {
   for (size_t p = 0; p < region.peers.size(); ++p) {
     if (int(p) == region.rank) continue;
@@ -33,7 +33,7 @@ void RetiredRegions::retire(Region region) {
   reclaim();
 }
 
-// model: reclaim (tests/model/retired.pml)
+// model: reclaim (tests/proof/model/retired.pml)
 void RetiredRegions::reclaim() {
   const std::lock_guard lock(mutex_);
   std::erase_if(regions_, [](const Region& region) {

@@ -245,7 +245,7 @@ bool Waiter::yield(uint64_t call_bytes) const {
   return true;
 }
 
-// model: pause (tests/model/sleep.pml)
+// model: pause (tests/proof/model/sleep.pml)
 bool Waiter::pause(const Pause& pause) const {
   const PausePolicy& policy = in_background ? background_policy() : policy_;
   const uint32_t spins = pause.core_shared ? 0 : policy.spins;
@@ -277,7 +277,7 @@ bool Waiter::can_fence_for_all() {
 #endif
 }
 
-// model: fence_as_sleeper (tests/model/sleep.pml)
+// model: fence_as_sleeper (tests/proof/model/sleep.pml)
 void Waiter::fence_as_sleeper() const {
   // A fence in every thread that runs in a registered process, this one among them. Xeon (AVX-512),
   // virtual, 2 ranks: it takes 2 us where the peer runs and a sleep some 10, and without the

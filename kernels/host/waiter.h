@@ -114,7 +114,7 @@ class Waiter {
   std::vector<Process> watched_;  // by peer
 };
 
-// model: fence_as_writer (tests/model/sleep.pml)
+// model: fence_as_writer (tests/proof/model/sleep.pml)
 inline void Waiter::fence_as_writer() const {
   if (fences_for_all_)
     fence_seq_cst_compiler();

@@ -45,7 +45,7 @@ class StandInGpu:
 
 
 class StandInWorld:
-    """What ``ringcomm.local_world`` gives for a GPU: calls on the tensors of all ranks."""
+    """A stand-in for a local world on a GPU: its calls take the tensors of all ranks."""
 
     def __init__(self, n, device, algorithms):
         assert device == "cuda:0"

@@ -15,6 +15,8 @@ from bench.launch import LaunchError, join, run_ranks
 from bench.options import parse
 from tests.bench.programs import run_program
 
+pytestmark = pytest.mark.deadlines
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -149,7 +149,7 @@ def run(backend: str, conditions: str, world_size: int, names: list[str]) -> Out
 
 
 def run_apart(backend: str, one: Pass, names: list[str], log: Path) -> Outcomes:
-    """As :func:`run`, in a process of its own, whose output goes to ``log``."""
+    """Does what :func:`run` does in a process of its own, whose output goes to ``log``."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "outcomes.json"
         command = [sys.executable, "-m", "tests.c10d.conformance", "--backend", backend]

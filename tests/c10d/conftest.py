@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.c10d.emulated import emulated
-from tests.c10d.rank_pool import RankPool
 from tests.support.emulator.library import COMPILER
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ WRAPPERS = (AsyncCollectiveTensor, DTensor)
 
 
 class EmulatedCommunicators(Communicators):
-    """Asks the runtime where a tensor is: those of emulated devices look like the host's."""
+    """Asks the runtime where a tensor is, since emulated devices' look like the host's."""
 
     def of(self, tensors: Sequence[torch.Tensor], operation: str) -> Communicator:
         return self._elsewhere(tensors, operation)
@@ -49,7 +49,7 @@ class InStreamOrderBelowWrappers(InStreamOrder):
 
 @cache
 def runtime() -> EmulatedRuntime:
-    """That of this process; plain tensors of a thread count as device 0's."""
+    """Returns the runtime of this process; plain tensors of a thread count as device 0's."""
     made = EmulatedRuntime(threads=2, memory_bytes=128 << 20)
     cuda.use(made)
     return made

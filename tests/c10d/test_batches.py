@@ -102,7 +102,7 @@ def test_a_failed_batch_leaves_no_bracket_open():
 
 
 def message(op: Callable[..., Any], noted: NotedGroup, tensor: torch.Tensor) -> Any:
-    """What a P2POp has; its own constructor asks for a group that torch knows."""
+    """The fields of a P2POp, whose own constructor asks for a group that torch knows."""
     return SimpleNamespace(op=op, tensor=tensor, group=noted.group, group_peer=0, tag=0)
 
 

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import ReduceOp, distributed_c10d
 
 from ringcomm.errors import ArgumentError, UnsupportedError
-from tests.c10d.rank_pool import default_group
+from tests.support.rank_pool import default_group
 
 SIZES = (1, 7, 1000, 70001)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)

@@ -21,7 +21,7 @@ from ringcomm.c10d.communicators import Communicators
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.optim import AdamW, GradScaler
 from ringcomm.rendezvous import handles
-from tests.c10d.rank_pool import default_group, same
+from tests.support.rank_pool import default_group, same
 
 
 def weights() -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ def forgotten(rank, world_size):
 
 
 def forgotten_before(rank, world_size):
-    """Of the default groups that were destroyed in this process nothing is left."""
+    """Asserts that nothing is left of the default groups that this process has destroyed."""
     gc.collect()
     assert len(comm_argument._built) == 0
     assert find_communicator(None, "test", None).world_size == world_size

@@ -1,4 +1,4 @@
-"""Which communicator a call of a process group goes to, told from what stand-ins are asked."""
+"""The communicator that a process group's call goes to, told from the calls that stand-ins get."""
 
 import datetime
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.c10d.rank_pool import RankPool, default_group
+from tests.support.rank_pool import RankPool, default_group
 
 
 def model() -> nn.Module:

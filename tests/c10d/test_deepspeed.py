@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.c10d.rank_pool import RankPool, same
+from tests.support.rank_pool import RankPool, same
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"

@@ -16,8 +16,8 @@ from ringcomm.errors import ArgumentError, CollectiveTimeout, RingcommError, Uns
 from ringcomm.memory.device_heap import device_heap
 from tests.c10d import test_collectives
 from tests.c10d.emulated import runtime
-from tests.c10d.rank_pool import default_group
 from tests.c10d.test_collectives import numbers, total
+from tests.support.rank_pool import default_group
 
 DEVICE = torch.device("cuda:0")
 SIZES = (1, 1000, 40001)

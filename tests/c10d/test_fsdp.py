@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ringcomm.memory.host_heap import process_heap
-from tests.c10d.rank_pool import default_group
+from tests.support.rank_pool import default_group
 
 
 def model() -> nn.Sequential:

@@ -14,7 +14,7 @@ import ringcomm.c10d
 from ringcomm import CommOptions
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
-from tests.c10d.rank_pool import default_group
+from tests.support.rank_pool import default_group
 
 SHORT = datetime.timedelta(milliseconds=300)
 

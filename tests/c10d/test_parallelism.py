@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.c10d.rank_pool import default_group
+from tests.support.rank_pool import default_group
 
 
 class Block(nn.Module):

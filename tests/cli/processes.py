@@ -1,4 +1,4 @@
-"""What the command tests share: running the command, and looking for processes left behind."""
+"""Runs the command for its tests, and looks for processes that it has left behind."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ranks_of(launcher_pid: int) -> dict[int, int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process lives; one that only waits to be reaped does not."""
+    """Tells whether the process lives; one that only waits to be reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

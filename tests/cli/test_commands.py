@@ -12,7 +12,7 @@ BROKEN = "Failed to initialize NumPy: module compiled against ABI version 0x1000
 
 @pytest.fixture
 def no_numpy(tmp_path):
-    """Where Python looks first: there, NumPy is missing."""
+    """A folder that Python searches first, and in which NumPy is missing."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
     return tmp_path
 

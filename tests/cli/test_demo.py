@@ -185,7 +185,7 @@ def test_wrong_element_in_any_output_is_counted():
 
 
 def sum_of_sources(part):
-    """What a part must hold, when each rank gives index modulo 11, plus twice (its rank + 1)."""
+    """Returns the part to expect where a rank gives index modulo 11, plus twice (its rank + 1)."""
     index = torch.arange(part.begin, part.begin + part.output.numel())
     return sum(index % 11 + 2 * (rank + 1) for rank in part.ranks)
 

@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, on emulated ones and without any."""
+"""The doctor's findings about GPUs, on emulated ones and without any."""
 
 import pytest
 

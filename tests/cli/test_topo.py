@@ -11,7 +11,7 @@ from ringcomm.cli import main
 from ringcomm.cli.topo import visible_devices
 from ringcomm.comm.topology.model import from_json, load
 from tests.cli.processes import run
-from tests.comm.fake_nvml import RECORDINGS, FakeNvml, recorded
+from tests.comm.topology.fake_nvml import RECORDINGS, FakeNvml, recorded
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What ``ringcomm train`` writes: record, trace, memory and picture."""
+"""The files that ``ringcomm train`` writes: record, trace, memory and picture."""
 
 from __future__ import annotations
 

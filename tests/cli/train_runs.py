@@ -65,7 +65,7 @@ def train_all(
 
 
 def without_measurements(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same in every run of the same training."""
+    """Returns the part of a record that is the same in every run of the same training."""
     outcome = dict(record["outcome"])
     del outcome["tokens_per_s"], outcome["memory"]
     return outcome

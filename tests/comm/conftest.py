@@ -19,7 +19,7 @@ Worlds = Callable[..., LocalWorld]
 
 @contextmanager
 def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
-    """What the fixtures ``worlds`` hand out; closes all at the end."""
+    """Gives the function behind the fixtures ``worlds``, and closes its worlds at the end."""
     built: dict[tuple[int, int], LocalWorld] = {}
 
     def get(n: int, segment_bytes: int = usual_segment_bytes) -> LocalWorld:

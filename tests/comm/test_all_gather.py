@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ringcomm import ArgumentError, Communicator
-from tests.support.exact import MOVABLE, pattern, same
+from tests.support.exact import MOVABLE, WORLD_SIZES, pattern, same
 from tests.support.placing import PLACES, put, room
 
 ALGORITHMS = ("direct", "ring")
@@ -42,7 +42,7 @@ def test_every_dtype(worlds, world_size, algorithm):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_world_and_size(worlds, world_size, algorithm, place):
     def body(comm):
         for count in (0, 1, 63, 64, 65, 2222):
@@ -100,7 +100,7 @@ def test_conjugated_input(worlds):
 
 
 def test_a_negated_element_is_refused(worlds):
-    """Of one element such a view is contiguous, but its memory has the other sign."""
+    """A view of one element is contiguous, but its memory has the other sign."""
 
     def body(comm):
         mine = torch.tensor([1 + 2j]).conj().imag

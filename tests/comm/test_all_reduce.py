@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from ringcomm import Communicator, ReduceOp
-from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
+from tests.support.exact import (
+    REDUCIBLE,
+    WORLD_SIZES,
+    equal,
+    op_of,
+    operand,
+    ops_for,
+    reduced,
+    same,
+)
 from tests.support.placing import PLACES, put
 
 ALGORITHMS = ("direct", "ring")
@@ -30,7 +39,7 @@ def test_every_dtype_and_op(worlds, world_size, algorithm):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_world_and_size(worlds, world_size, algorithm, place):
     def body(comm):
         # None; one; fewer than ranks; not divisible; one segment to the byte; many segments.

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.support.exact import MOVABLE, pattern, same
+from tests.support.exact import MOVABLE, WORLD_SIZES, pattern, same
 from tests.support.placing import PLACES, put, room
 
 
@@ -29,7 +29,7 @@ def test_every_dtype(worlds):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_world_and_size(worlds, world_size, place):
     def body(comm):
         for count in (0, 1, 64, 65, 1003):

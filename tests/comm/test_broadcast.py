@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.support.exact import MOVABLE, pattern, same
+from tests.support.exact import MOVABLE, WORLD_SIZES, pattern, same
 from tests.support.placing import PLACES, put
 
 
@@ -19,7 +19,7 @@ def test_every_dtype(worlds):
     worlds(3).run(body)
 
 
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_root_size_and_place(worlds, world_size):
     def body(comm):
         for root in {0, world_size // 2, world_size - 1}:

@@ -1,4 +1,4 @@
-"""Where a call was made: never in the library, however it was imported."""
+"""The place of a call is never in the library, however that was imported."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ LIBRARY = Path(ringcomm.__file__).parent
 
 
 def run(folder: Path, text: str) -> list[str]:
-    """What a program prints that sees the modules of ``folder`` first."""
+    """Returns the output of a program that sees the modules of ``folder`` first."""
     program = folder / "program.py"
     program.write_text(text)
     paths = os.pathsep.join([str(folder), str(LIBRARY.parent)])
@@ -60,7 +60,7 @@ def test_a_context_manager_of_the_library_was_entered_by_the_user():
 
 
 def test_so_many_are_kept_and_no_more(tmp_path):
-    """Those that were known before stay; behind the limit they are unknown."""
+    """Sites that were known before the limit stay known; later ones are unknown."""
     text = """
 from ringcomm import _native
 def called():

@@ -1,4 +1,4 @@
-"""Of several ranks' errors the caller of a local world gets the one that began it.
+"""The caller of a local world gets the first of several ranks' errors.
 
 Peers hear of it before the thread that it hit has ended, so any of them may be recorded first.
 """

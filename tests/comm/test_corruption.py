@@ -1,4 +1,4 @@
-"""What a peer's region holds is damaged: the reader says so, all ranks end, nothing is followed."""
+"""Damage in a peer's region: the reader reports it, all ranks end, nothing of it is followed."""
 
 import random
 import struct
@@ -22,6 +22,8 @@ from tests.support.forgery import (
     publish,
 )
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deadlines
 
 GATHER = _native.COLLECTIVES["all_gather"]
 COUNT = 64

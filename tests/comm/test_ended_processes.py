@@ -16,6 +16,8 @@ from ringcomm import Communicator, PeerLost, _native
 from tests.support.faults import die
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 LONG_S = 60.0
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 

@@ -24,6 +24,8 @@ from tests.support.fault_checks import check_deadline
 from tests.support.faults import die, is_stopped, meet, shared_memory_files, until_stopped
 from tests.support.ranks import Ranks, run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 LONG_S = 60.0
 SHORT_S = 1.0
 

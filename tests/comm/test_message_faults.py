@@ -12,6 +12,8 @@ from ringcomm import CollectiveTimeout, CommOptions, Communicator, PeerLost, Rin
 from tests.support.faults import is_stopped
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.deadlines
+
 LONG_S = 60.0
 SHORT_S = 1.0
 

@@ -91,12 +91,12 @@ Calls = Callable[[Any], object]
 
 
 def site_of(call: Calls) -> str:
-    """Where a function of one line was written, as errors name it."""
+    """Returns the place of a function of one line, as errors name it."""
     return f"{Path(__file__)}:{call.__code__.co_firstlineno}"
 
 
 def errors_of(first: Calls, second: Calls, error: type[BaseException]) -> list[str]:
-    """What two ranks are told that make these calls."""
+    """Returns the errors of two ranks that make these calls."""
     told = ["", ""]
 
     def body(comm: Any) -> None:

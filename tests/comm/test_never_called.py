@@ -11,6 +11,8 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError
 
+pytestmark = pytest.mark.deadlines
+
 T = torch.ones
 
 
@@ -63,7 +65,7 @@ def test_a_rank_that_refused_its_arguments_has_made_no_call():
 
 
 def test_calls_on_different_communicators():
-    """Of one set of ranks: each waits in a call that the other has not made."""
+    """Two communicators of the same ranks: each rank waits in a call that the other never makes."""
     groups: dict[int, list[Any]] = {}
 
     def first(c):

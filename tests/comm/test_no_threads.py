@@ -73,7 +73,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, runs: bool) -> Iterator[None]:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns or raises; fails when it does neither in time."""
+    """Returns what ``call`` returns or raises; fails when it does neither in time."""
     ended: list[Any] = []
 
     def run() -> None:

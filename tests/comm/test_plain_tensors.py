@@ -1,4 +1,4 @@
-"""Which tensors the native module reads by itself; all others go the careful path."""
+"""The tensors that the native module reads by itself; all others are read through torch."""
 
 import pytest
 import torch

@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from ringcomm import ArgumentError, Communicator
-from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
+from tests.support.exact import (
+    REDUCIBLE,
+    WORLD_SIZES,
+    equal,
+    op_of,
+    operand,
+    ops_for,
+    reduced,
+    same,
+)
 from tests.support.placing import PLACES, put, room
 
 ALGORITHMS = ("direct", "ring")
@@ -36,7 +45,7 @@ def test_every_dtype_and_op(worlds, world_size, algorithm):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_world_and_size(worlds, world_size, algorithm, place):
     def body(comm):
         for count in (0, 1, 2, 63, 64, 1111):
@@ -86,7 +95,7 @@ def test_strided_lists(worlds):
 
 
 def test_a_negated_element_is_refused(worlds):
-    """Of one element such a view is contiguous, but its memory has the other sign."""
+    """A view of one element is contiguous, but its memory has the other sign."""
 
     def body(comm):
         mine = torch.tensor([0 + 7j]).conj().imag

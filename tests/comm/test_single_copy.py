@@ -25,6 +25,8 @@ from ringcomm import (
 )
 from tests.support.ranks import Ranks, run_ranks
 
+pytestmark = pytest.mark.deadlines
+
 # Bytes from which on a chunk is shared by single copy, and one of an all-reduce's results is.
 SHARED, REDUCED = 128 << 10, 8 << 20
 TIMEOUT_S = 20.0

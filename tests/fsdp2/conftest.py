@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.c10d.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def losses(lines: list[str]) -> list[float]:
 
 
 def on_gloo(store, rank, world_size, path):
-    """What the example prints with torch's own backend, and FSDP2 as torch has it."""
+    """The output of the example with torch's own backend, and FSDP2 as torch has it."""
 
     def begin(backend, before=dist.init_process_group):
         # No port that another test might take first.
@@ -81,7 +81,7 @@ def on_gloo(store, rank, world_size, path):
 
 
 def by_one_process(store, rank, world_size, path):
-    """What one process prints that means the gradients of the two ranks' batches itself."""
+    """The output of one process that averages the gradients of the two ranks' batches itself."""
     torch.set_num_threads(1)
     example = runpy.run_path(path)
     model = example["make_model"]()

@@ -1,4 +1,4 @@
-"""What plug() and unplug() take, give back and refuse."""
+"""plug() and unplug(): what they accept, return and refuse."""
 
 import gc
 from unittest import mock
@@ -13,13 +13,13 @@ import ringcomm
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError
 from ringcomm.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
-from tests.c10d.rank_pool import default_group
 from tests.fsdp2 import spy
 from tests.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
+from tests.support.rank_pool import default_group
 
 
 def used_bytes() -> int:
-    """Of this rank's heap, once all ranks have dropped what they do not use."""
+    """Returns this rank's used heap bytes, once all ranks have dropped what they do not use."""
     gc.collect()  # FSDP2's modules refer to themselves
     dist.barrier()
     # A communicator that is made or closed frees what earlier ones kept until their peers left.
@@ -76,7 +76,7 @@ def two_models(rank, world_size):
 
 
 def a_part_of_a_model(rank, world_size):
-    """What was built is there until its last module is unplugged."""
+    """A communicator lives until its last module is unplugged."""
     before_bytes = used_bytes()
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)

@@ -91,7 +91,7 @@ def as_without(rank, world_size, **options):
 
 
 def unsharded_ahead(rank, world_size):
-    """Of an asynchronous all-gather FSDP2 waits for the work that it is given."""
+    """FSDP2 waits for the work that an asynchronous all-gather gives it."""
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=whole_numbers.LEARNING_RATE)

@@ -77,7 +77,7 @@ def assert_trained(net: nn.Module, world_size: int, steps: int = 2) -> None:
 
 
 def assert_gradients(net: nn.Module, alone: nn.Module) -> None:
-    """Those of a sharded model equal those of ``alone``."""
+    """Asserts that a sharded model's parameters equal those of ``alone``."""
     for parameter, expected in zip(net.parameters(), alone.parameters(), strict=True):
         assert expected.grad is not None
         assert torch.equal(whole(parameter.grad).double(), expected.grad)

@@ -162,7 +162,7 @@ def inputs_of(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -
 
 
 def gradient(tensor: Tensor) -> Tensor:
-    """What ``backward`` has left there."""
+    """Returns the gradient that ``backward`` has left."""
     assert tensor.grad is not None
     return tensor.grad
 

@@ -1,4 +1,4 @@
-"""What the tests of torch.compile share: compiled against eager, and what is really called."""
+"""Compares compiled functions with eager ones, and records the calls that are really made."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def alone(name: str = "alone") -> Communicator:
 
 
 def record_calls() -> list[tuple[str, str, int]]:
-    """What communicators of this process are asked to do from now on: who, what, how much."""
+    """Records the calls of this process's communicators from now on: which rank, what, how much."""
     calls: list[tuple[str, str, int]] = []
 
     def recording(method: str) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ def closed_over(group: Communicator | None, op: Any) -> Callable[[Tensor], Tenso
 
 
 def unlike_graphs(tensor: Tensor, group: Communicator) -> Tensor:
-    """What the compiler sees differs between the ranks; what they must call does not.
+    """The compiler sees other values on each rank, and the ranks make the same calls all the same.
 
     Products and views only: for those inductor need not call a C++ compiler.
     """
@@ -54,7 +54,7 @@ def unlike_graphs(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def all_sizes(rows: int, rank: int, group: Communicator) -> int:
-    """How many graphs serve tensors of several sizes."""
+    """The number of graphs that serve tensors of several sizes."""
     counter = CompileCounterWithBackend("aot_eager")
     for more in (1, 3, 2):
         check(through_all, more * rows, rank, ReduceOp.AVG, group, backend=counter, dynamic=True)

@@ -125,7 +125,7 @@ def _here() -> Any:
 
 
 def is_busy() -> bool:
-    """Whether the current stream has work to do."""
+    """Tells whether the current stream has work to do."""
     return not _here().query()
 
 
@@ -145,7 +145,7 @@ def keep_busy() -> None:
 
 @contextmanager
 def kept_busy() -> Iterator[None]:
-    """As :func:`keep_busy`; an emulated stream is busy until the end of the block."""
+    """Does as :func:`keep_busy`; an emulated stream is busy until the end of the block."""
     if REAL:
         keep_busy()
         yield

@@ -68,7 +68,7 @@ def gathers(world: Any, count: int, in_heap: bool) -> None:
 
 
 def others(world: Any, count: int, in_heap: bool) -> None:
-    """What ranks call one by one; they meet on the host, and one launch carries both."""
+    """Calls that the ranks make one by one; they meet on the host, and one launch carries both."""
     inputs, wholes = given(count, in_heap), given(count * RANKS, in_heap)
     swapped = [torch.cat([whole.chunk(RANKS)[rank] for whole in wholes]) for rank in range(RANKS)]
 

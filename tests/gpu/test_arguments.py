@@ -1,4 +1,4 @@
-"""What a communicator on a GPU refuses; nothing hangs, and it stays usable."""
+"""Calls that a communicator on a GPU refuses: nothing hangs, and it stays usable."""
 
 import pytest
 import torch

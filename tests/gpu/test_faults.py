@@ -14,6 +14,8 @@ from tests.gpu.worlds import connect, in_process, one_launch_world
 from tests.support.faults import die
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.deadlines
+
 # Much longer than a report may take, so that no deadline stands in for it.
 LONG_S = 60.0
 

@@ -74,7 +74,7 @@ def empty(count):
 
 
 def recorded(cell):
-    """What replays the cell's call."""
+    """Captures the cell's call, and returns the graph that replays it."""
     cell.fill(0)
     cell.call()  # what is made at a first call must not be made in a capture
     synchronize()

@@ -1,13 +1,16 @@
-"""What a call costs the host. Noted in the results of ``make gpu-check``, not asserted."""
+"""The cost of a call on the host: noted in the results of ``make gpu-check``, not asserted."""
 
 import statistics
 import time
 
+import pytest
 import torch
 
 import ringcomm
 from tests.gpu.device import DEVICE, PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world
+
+pytestmark = pytest.mark.deadlines
 
 # An emulated device has no figures: there the calls must go, no more.
 CALLS, ROUNDS = (200, 7) if REAL else (2, 1)

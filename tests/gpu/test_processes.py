@@ -123,7 +123,7 @@ def several_communicators(store, rank, world):
 
 
 def test_communicators_on_several_streams_do_not_deadlock():
-    """Those that the machine cannot run together raise; they never hang."""
+    """Kernels that the machine cannot run together raise; they never hang."""
     try:
         run_ranks(several_communicators, 2, timeout_s=50)
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""How much of this folder runs without a GPU."""
+"""The part of this folder that runs without a GPU."""
 
 import pytest
 

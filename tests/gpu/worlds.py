@@ -55,7 +55,7 @@ def in_process(store: Store, rank: int, world_size: int, fn: Callable[..., T], *
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """As ``tests.support.ranks.run_ranks``, for ranks that use the device."""
+    """Does as ``tests.support.ranks.run_ranks``, for ranks that use the device."""
     return ranks.run_ranks(in_process, world_size, fn, *args, timeout_s=timeout_s)
 
 

@@ -31,7 +31,7 @@ def whole_gradient(shape: Sequence[int], index: int, step: int, rank: int) -> Te
 
 @dataclass
 class Problem:
-    """What is optimized.
+    """A small model and its data, for an optimizer.
 
     Attributes:
         dtype: of the parameters.

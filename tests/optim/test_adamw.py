@@ -50,7 +50,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def check_steps(optimizer: ShardedAdam, before: list[Tensor], results: list[list[Tensor]]) -> None:
-    """That two results of a step are as near as the arithmetic promises (docs/optimizer.md).
+    """Asserts that two steps' results are as near as the arithmetic promises (docs/optimizer.md).
 
     Args:
         optimizer: whose groups say how far parameters decay.

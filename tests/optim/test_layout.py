@@ -1,4 +1,4 @@
-"""Where parameters lie: round trips, alignment, chunks, descriptions, and agreement of ranks."""
+"""The layout of parameters: round trips, alignment, chunks, descriptions, and agreement."""
 
 from __future__ import annotations
 

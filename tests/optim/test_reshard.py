@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def whole_state(layout: ShardLayout) -> list[Tensor]:
-    """For each bucket numbers that tell all places apart, and zeros in the padding."""
+    """Makes numbers for each bucket that tell all places apart, and zeros in the padding."""
     flats, first = [], 1
     for bucket in layout.buckets:
         flat = torch.zeros(bucket.elems)
@@ -28,7 +28,7 @@ def whole_state(layout: ShardLayout) -> list[Tensor]:
 
 
 def shards_of(layout: ShardLayout, world: int) -> list[dict[str, Any]]:
-    """What the ranks of a world save of it."""
+    """Returns the parts that the ranks of a world save."""
     flats = whole_state(layout)
     shards = []
     for rank in range(world):

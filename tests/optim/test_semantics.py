@@ -1,4 +1,4 @@
-"""What a training loop may do with torch's optimizers, it may do with these."""
+"""A training loop may do with these optimizers what it may do with torch's."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.compiles
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_SOURCE = ("*.so", "*.egg-info", "__pycache__", "build", "dist", ".*", "results")
 
@@ -89,7 +91,7 @@ class Workshop:
         out = self.folder / hook
         out.mkdir()
         blocked = str(self.folder / "blocked")
-        # nvcc takes minutes for all kernels; tests/native/test_cuda_compile.py runs that build.
+        # nvcc takes minutes for all kernels; tests/proof/compile runs that build.
         arguments = "-DRINGCOMM_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="
         environment = {"PYTHONPATH": blocked, "CMAKE_ARGS": arguments, "CXX": str(self.compiler)}
         run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, **environment)

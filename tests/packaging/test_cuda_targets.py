@@ -1,6 +1,6 @@
-"""What a build compiles the CUDA kernels for: the GPUs of the machine, or what it is told.
+"""A build compiles the CUDA kernels for the machine's GPUs, or for the targets that it is told.
 
-The compiler and nvidia-smi are stand-ins; tests/native/test_cuda_compile.py has the real compiler.
+The compiler and nvidia-smi are stand-ins; tests/proof/compile has the real compiler.
 """
 
 import json
@@ -82,7 +82,7 @@ class Machine:
         return [line.removeprefix("-- ringcomm: ") for line in lines]
 
     def chosen(self, *options: str) -> str:
-        """As :meth:`configure`, where there is one line."""
+        """Does as :meth:`configure`, and returns the one line."""
         (line,) = self.configure(*options)
         return line
 

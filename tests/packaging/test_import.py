@@ -1,4 +1,4 @@
-"""What `import ringcomm` brings along, in a fresh interpreter."""
+"""The modules that `import ringcomm` loads, in a fresh interpreter."""
 
 import os
 import shutil

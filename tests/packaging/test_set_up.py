@@ -1,4 +1,4 @@
-"""What the make targets' set-up does on machines that lack something."""
+"""The set-up of the make targets, on machines that lack something."""
 
 import ast
 import os

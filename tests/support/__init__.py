@@ -1,1 +1,1 @@
-"""What several test directories share: spawned ranks, exact inputs, fault injection."""
+"""Helpers of several test directories: spawned ranks, exact inputs, fault injection."""

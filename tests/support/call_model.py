@@ -1,4 +1,4 @@
-"""Who waits where when a rank fails: the steps of calls as kernels/include/ringcomm has them.
+"""The place where each rank waits when one fails, from the steps of calls in kernels/include.
 
 Of staged, native calls on the host. No rank's steps depend on who comes first, so where each rank
 comes to a stand follows from the plan alone.
@@ -38,7 +38,7 @@ Steps = Iterator[Step]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank waits: for whom, and at which step of the call."""
+    """The place where a rank waits: for whom, and at which step of the call."""
 
     peer: int
     step: int
@@ -61,7 +61,7 @@ class Rank:
         return [(self.rank + distance) % self.world for distance in range(1, self.world)]
 
     def pieces(self, total_bytes: int, chunk_bytes: int) -> list[int]:
-        """Of each rank's chunk."""
+        """Returns the number of segments of each rank's chunk."""
         sizes = [
             min(max(total_bytes - rank * chunk_bytes, 0), chunk_bytes) for rank in range(self.world)
         ]
@@ -156,7 +156,7 @@ class Rank:
 
 
 def is_modelled(call: Call) -> bool:
-    """Whether :func:`places` knows the steps of a call."""
+    """Tells whether :func:`places` knows the steps of a call."""
     return (
         call.kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
         and call.kernels == "native"
@@ -214,7 +214,7 @@ def _ways(rank: Rank, calls: Sequence[Call]) -> Iterator[tuple[Step, int]]:
 
 
 def places(schedule: Schedule, calls: Sequence[Call], before: int) -> dict[int, Place]:
-    """Where the survivors of a fatal fault come to a stand.
+    """Returns the places where the survivors of a fatal fault stop.
 
     Args:
         schedule: world, segments and the rank that fails.

@@ -1,4 +1,4 @@
-"""What compiled kernels must and must not contain. Each rule returns what violates it, in words."""
+"""Rules for the code of compiled kernels. Each rule returns what violates it, in words."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def launch_bounds(binary: Binary) -> list[str]:
 
 
 def blocks_per_multiprocessor(binary: Binary, name: str) -> int:
-    """How many blocks of a kernel the registers of a multiprocessor suffice for."""
+    """Returns how many blocks of a kernel the registers of a multiprocessor suffice for."""
     threads, registers = binary.thread_bounds[name], binary.resources[name].registers
     assert threads is not None and registers is not None
     # The hardware hands them out to a warp in units of 8 per thread.
@@ -91,7 +91,7 @@ def _wrong_in_sass(kernel: str, instruction: Instruction) -> Iterator[str]:
 
 
 def protocol(binary: Binary, kernel: str) -> list[str]:
-    """What a kernel that publishes and awaits items lacks."""
+    """Returns what a kernel lacks that publishes and awaits items."""
     texts = binary.reachable(kernel)
     text = "\n".join(body for name, body in texts.items() if not GIVING_UP.search(name))
     wanted = ("ld.acquire.sys.global.u32", "st.release.sys.global.u32")
@@ -99,7 +99,7 @@ def protocol(binary: Binary, kernel: str) -> list[str]:
 
 
 def packet_protocol(binary: Binary, kernel: str) -> list[str]:
-    """What a kernel lacks whose flags travel beside the data: each must be one access."""
+    """Returns what a kernel lacks whose flags travel beside the data: each must be one access."""
     text = "\n".join(binary.reachable(kernel).values())
     wanted = ("ld.relaxed.sys.global.v2.u64", "st.relaxed.sys.global.v2.u64")
     found = [f"{kernel}: no {access}" for access in wanted if access not in text]
@@ -112,7 +112,7 @@ def packet_protocol(binary: Binary, kernel: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a loop does with data, packets left aside."""
+    """The accesses of a loop to data, packets left aside."""
 
     in_flight: int  # 16-byte loads issued before the first use of one of them
     stores: int  # of 16 bytes
@@ -179,7 +179,7 @@ def innermost(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def copy_loop(kernel: Kernel) -> list[str]:
-    """What the loop that copies lacks."""
+    """Returns what the loop lacks that copies."""
     found = [traffic(loop) for loop in innermost(data_loops(kernel))]
     if any(each.fast and each.stores >= LOADS_IN_FLIGHT for each in found):
         return []
@@ -187,7 +187,7 @@ def copy_loop(kernel: Kernel) -> list[str]:
 
 
 def reduce_loop(kernel: Kernel) -> list[str]:
-    """What the loop over the sources lacks, or the one around it that stores the results."""
+    """Returns what the loop over the sources lacks, or the one around it, which stores results."""
     loops = data_loops(kernel)
     found = [(loop, traffic(loop)) for loop in innermost(loops)]
     over_sources = [loop for loop, each in found if each.fast and each.computes]
@@ -202,7 +202,7 @@ def reduce_loop(kernel: Kernel) -> list[str]:
 
 
 def update_loop(kernel: Kernel) -> list[str]:
-    """What the loop that updates the optimizer's state lacks: it loads and stores three arrays."""
+    """Returns what the loop lacks that updates the optimizer's state, three arrays."""
     found = [traffic(loop) for loop in data_loops(kernel)]
     if any(each.in_flight >= 7 and each.stores >= 7 and not each.narrow for each in found):
         return []

@@ -49,7 +49,7 @@ def have_tools() -> bool:
 
 
 def output_of(*command: object, cwd: Path | None = None) -> str:
-    """What a command that succeeds says, on either stream."""
+    """Returns the output of a command that succeeds, on both streams."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, text=True, capture_output=True)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
@@ -65,7 +65,7 @@ class Instruction:
 
     @cached_property
     def registers(self) -> frozenset[int]:
-        """Those that it names; of a pair or a quad, the first."""
+        """The registers that it names; of a pair or a quad, the first."""
         return frozenset(int(number) for number in _REGISTER.findall(self.operands))
 
     @cached_property
@@ -123,7 +123,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of one function. ``registers`` is None for functions that kernels call."""
+    """ptxas' figures of one function. ``registers`` is None for functions that kernels call."""
 
     stack_bytes: int
     spill_bytes: int
@@ -214,7 +214,7 @@ def _kernels(sass: str) -> dict[str, Kernel]:
 def compile_text(
     text: str, target: str, headers: Mapping[str, str] | None = None, options: Sequence[str] = ()
 ) -> Binary:
-    """What NVRTC makes of a source for ``target``, such as ``sm_90a``."""
+    """Compiles a source with NVRTC for ``target``, such as ``sm_90a``."""
     headers = headers or {}
     names = [name.encode() for name in headers]
     texts = [header.encode() for header in headers.values()]
@@ -232,7 +232,7 @@ def compile_text(
 
 
 def compile_unit(name: str, target: str) -> Binary:
-    """What NVRTC makes of one unit of the kernels."""
+    """Compiles one unit of the kernels with NVRTC."""
     unit = units.UNITS[name]
     source = units.read_source(units.source_root(), unit)
     macros = [f"-D{macro}" for macro in unit.macros]

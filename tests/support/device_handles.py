@@ -1,4 +1,4 @@
-"""How the ranks of a test tell each other where their device heaps are."""
+"""Lets the ranks of a test tell each other where their device heaps are."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Devices:
     def new_world(
         self, ranks: int, on: Sequence[int] = (0,), options: CommOptions = OPTIONS
     ) -> LocalWorld:
-        """As :meth:`world`, for one test alone, which closes it."""
+        """Builds a world as :meth:`world` does, for one test alone, which closes it."""
         per_device = -(-ranks // len(on))
         devices = [f"cuda:{on[rank // per_device]}" for rank in range(ranks)]
         # Two communicators of 8 ranks must fit on the device side by side.
@@ -182,7 +182,7 @@ def _links(comm: Communicator) -> int:
 
 
 def set_epochs(comm: Communicator, epoch: int) -> None:
-    """As if ``epoch`` items had gone each way between all ranks; between calls, on all ranks."""
+    """Puts the signals where ``epoch`` items each way would have; between calls, on all ranks."""
     links = _links(comm)
     for link in range(links):
         _write(comm, _PAGE_BYTES + link * _LINE_BYTES, epoch, epoch)
@@ -190,7 +190,7 @@ def set_epochs(comm: Communicator, epoch: int) -> None:
 
 
 def set_packet_epoch(comm: Communicator, epoch: int) -> None:
-    """As if ``epoch`` packet calls had been made; between calls, on all ranks."""
+    """Puts the packets where ``epoch`` calls would have; between calls, on all ranks."""
     links = _links(comm)
     for channel in range(links // (_STREAMS * comm.world_size)):
         line = _PAGE_BYTES + (3 * links + channel) * _LINE_BYTES

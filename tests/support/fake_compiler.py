@@ -58,5 +58,5 @@ class FakeCompiler:
 
 
 def builder_for(root: Path, compiler: FakeCompiler, folder: Path | None) -> KernelBuilder:
-    """As a process of its own would have one: nothing but the folder is shared."""
+    """Makes a builder as another process would have one: nothing but the folder is shared."""
     return KernelBuilder(root, None, lambda: compiler, KernelCache(folder))

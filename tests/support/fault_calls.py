@@ -16,7 +16,7 @@ ROOT = 0  # of calls that have one; any rank can be the one that fails
 
 
 def value(count: int, rank: int, turn: int) -> Tensor:
-    """What ``rank`` gives in call ``turn``: small whole numbers, whose sums FP32 holds exactly."""
+    """Returns the input of ``rank`` in call ``turn``: whole numbers with sums exact in FP32."""
     return ((torch.arange(count) * 3 + rank * 7 + turn * 5) % 11 - 5).float()
 
 

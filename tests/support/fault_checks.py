@@ -43,7 +43,7 @@ WAITED = (
 
 @dataclass(frozen=True)
 class Wait:
-    """What an error says of the wait that ended in it."""
+    """The wait that ended in an error, from its text."""
 
     rank: int
     waited_ms: int
@@ -80,7 +80,7 @@ def run_chain(
 
 
 def violations(chain: Chain, outcomes: list[Outcome], folder: Path) -> list[str]:
-    """What the ranks' reports say against the promises."""
+    """Returns what the ranks' reports say against the promises."""
     members = list(range(len(outcomes)))
     found = []
     for number, schedule in enumerate(chain):
@@ -101,7 +101,7 @@ def violations(chain: Chain, outcomes: list[Outcome], folder: Path) -> list[str]
 
 
 def check_report(schedule: Schedule, report: Report) -> Iterator[str]:
-    """What one survivor's report of one schedule says against the promises."""
+    """Returns what one survivor's report of one schedule says against the promises."""
     fault = schedule.fault
     for text in report.leaks:
         yield f"left behind: {text}"
@@ -128,7 +128,7 @@ def check_report(schedule: Schedule, report: Report) -> Iterator[str]:
 
 
 def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
-    """Whether an error is of the right class and names the operation, the lost rank and a step."""
+    """Checks an error's class, and that it names the operation, the lost rank and a step."""
     fault = schedule.fault
     if error.outcome != FIRST_ERROR[fault.action]:
         yield f"expected {FIRST_ERROR[fault.action]}, got {error.outcome}: {error.text}"
@@ -150,7 +150,7 @@ def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
 
 
 def check_deadline(text: str, rank: int, elapsed_s: float, timeout_s: float) -> Iterator[str]:
-    """Whether the timeout that ``rank`` raised, after ``elapsed_s`` in the call, came in time."""
+    """Checks that the timeout of ``rank``, after ``elapsed_s`` in the call, came in time."""
     wait = Wait.of(text)
     if wait is None:
         yield f"the error does not say how long was waited: {text}"

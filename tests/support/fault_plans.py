@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank.
+    """A fault of one rank.
 
     Attributes:
         action: "kill", "stop", "delay" or "slow".
@@ -91,12 +91,12 @@ Chain = tuple[Schedule, ...]
 
 
 def survivors(schedule: Schedule) -> int:
-    """How many ranks are left."""
+    """The number of ranks that are left."""
     return schedule.world_size - schedule.fault.is_fatal
 
 
 def is_chain(chain: Chain) -> bool:
-    """Whether each schedule takes the ranks that the one before it left."""
+    """Tells whether each schedule takes the ranks that the one before it left."""
     return all(after.world_size == survivors(before) for before, after in pairwise(chain))
 
 

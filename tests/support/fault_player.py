@@ -36,7 +36,7 @@ EXACT, WRONG = "exact", "wrong"
 
 @dataclass(frozen=True)
 class Ended:
-    """How one call ended on one rank: EXACT, WRONG, or the class of the error; and its text."""
+    """The end of one call on one rank: EXACT, WRONG, or the class of the error; and its text."""
 
     kind: str
     outcome: str
@@ -49,7 +49,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank tells of one schedule.
+    """The report of one rank about one schedule.
 
     Attributes:
         rank: in the schedule's communicator.
@@ -68,7 +68,7 @@ class Report:
 
 @dataclass
 class Held:
-    """What this process holds that a communicator could leave behind."""
+    """The resources of this process that a communicator could leave behind."""
 
     descriptors: Counter[str] = field(default_factory=Counter)
     threads: int = 0
@@ -92,7 +92,7 @@ class Held:
         return held
 
     def leaks(self, settle_s: float) -> tuple[str, ...]:
-        """What is held beyond this, when all had time to go."""
+        """Returns what is held beyond this, when all had time to go."""
         deadline = time.monotonic() + settle_s
         while (found := self._beyond(Held.now())) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -201,7 +201,7 @@ class Player:
 
 
 def report_path(folder: Path, number: int, rank: int) -> Path:
-    """Where the rank, counted in the first schedule, reports of schedule ``number``."""
+    """Returns the file for a rank's report of a schedule; ranks count in the first one."""
     return folder / f"{number}-{rank}"
 
 

@@ -53,7 +53,7 @@ def draw_training(seed: int) -> TrainingPlan:
 
 
 class TrainingRank:
-    """What a rank does; tests of the checks override it."""
+    """The work of a rank; tests of the checks override it."""
 
     def __init__(self, plan: TrainingPlan, root: Path) -> None:
         self.plan = plan
@@ -74,14 +74,14 @@ class TrainingRank:
                 job.save(self.root)
 
     def resume(self, comm: Communicator) -> tuple[int, State]:
-        """Where a run goes on, and how it ends."""
+        """Returns the step at which a run goes on, and the state at its end."""
         job = self.job(comm)
         begun = job.load(self.root).step
         self.train(job, TURNS, save=False)
         return begun, job.state()
 
     def lose_a_rank(self, comm: Communicator) -> str:
-        """What a survivor is told."""
+        """Loses a rank, and returns the text of the error that a survivor gets."""
         plan, job = self.plan, self.job(comm)
         fails = comm.rank == plan.rank
         # Turns that save, and others, pass as many points as the last one of their kind.

@@ -44,6 +44,9 @@ READ_AT_START = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "RINGCOMM_ISA"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_CPP", "TORCH_DEVICE", "TORCH_LOGS"),
 )
+# But not these: a fork can follow the first, and torch's compiler, when it is imported, sets the
+# second to its default, so that processes would differ by it that do not differ.
+NOT_READ_AT_START = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = "OMP_NUM_THREADS"  # set for every test; torch can still be told when it is loaded
 MAX_FILES = 64
 _LENGTH = struct.Struct("<I")
@@ -70,7 +73,7 @@ class Order:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What follows Python and the one option that a fork can follow."""
+        """The words after Python and the one option that a fork can follow."""
         return self.command[2 if self.is_unbuffered else 1 :]
 
 
@@ -100,7 +103,7 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_AT_START) and name != "PYTHONPATH"
+        if name.startswith(READ_AT_START) and name not in NOT_READ_AT_START
     }
 
 
@@ -132,11 +135,11 @@ class Server:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process can ask it: not the one that a fork has inherited."""
+        """Tells whether this process can ask it; a fork cannot ask the one that it inherits."""
         return self.owner == os.getpid() and self._connection.fileno() != -1
 
     def serves(self, order: Order) -> bool:
-        """Whether the program could not tell a fork from an interpreter of its own."""
+        """Tells whether the program could not tell a fork from an interpreter of its own."""
         what = order.words[0]
         words = order.environment.get("PYTHONPATH", "").split(os.pathsep)
         places = {os.path.abspath(word) for word in words if word}
@@ -168,7 +171,7 @@ _starting = threading.Lock()
 
 
 def server() -> Server:
-    """That of this process; one that has none yet starts it."""
+    """Returns the server of this process, and starts it where there is none."""
     global _server
     with _starting:
         if _server is None or not _server.is_ours:
@@ -184,6 +187,7 @@ def server() -> Server:
                     stdout=subprocess.DEVNULL,
                 ).returncode = 0  # nobody waits for it: it ends when this process does
             _server = Server(ours, environment)
+            atexit.register(_server.close)
         return _server
 
 
@@ -217,7 +221,7 @@ class Popen(_RealPopen):
 
 
 def _is_plain(how: Mapping[str, Any]) -> bool:
-    """Whether nothing is asked for that only a process that begins anew can do."""
+    """Tells whether nothing is asked for that only a new interpreter can do."""
     unusual = ("executable", "preexec_fn", "gid", "gids", "uid")
     return (
         isinstance(how["args"], list | tuple)

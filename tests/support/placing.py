@@ -1,4 +1,4 @@
-"""Where a tensor lies: plain memory or the heap, aligned or not."""
+"""Places for tensors: plain memory or the heap, aligned or not."""
 
 from __future__ import annotations
 

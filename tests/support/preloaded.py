@@ -1,4 +1,4 @@
-"""What a process that forks ranks and programs has imported, so that they need not.
+"""The modules that a process imports before it forks ranks and programs, so that they need not.
 
 An optimizer of torch's imports torch's compiler, which takes as long as torch itself. That imports
 Triton, which must not be there: whether its functions are defined for its interpreter is decided

@@ -27,7 +27,7 @@ POLL_S = 0.01
 
 @dataclass
 class Outcome:
-    """How one rank ended: a value, or an exception with its text, or only an exit code."""
+    """The end of one rank: a value, or an exception with its text, or only an exit code."""
 
     rank: int
     exitcode: int | None = None

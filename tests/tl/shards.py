@@ -29,7 +29,7 @@ HYPER = (
 
 @dataclass(frozen=True)
 class Case:
-    """What a bucket and its kernels are like."""
+    """The form of a bucket and its kernels."""
 
     elems: int
     grad: torch.dtype
@@ -41,7 +41,7 @@ class Case:
 
 
 def make_factors(amsgrad: bool) -> Tensor:
-    """What prepare_adamw() makes of a table of six parameters, one of which takes no step."""
+    """Returns what prepare_adamw() makes of six parameters, one of which takes no step."""
     flags = L2 | MAXIMIZE | (AMSGRAD if amsgrad else 0)
     hyper = [[*row[:-1], row[-1] & flags] for row in HYPER]
 
@@ -125,7 +125,7 @@ class Memory:
         self.results = torch.tensor([self.ptr("out"), self.ptr("words")])
 
     def ptr(self, name: str) -> int:
-        """Where a tensor lies; 0 when there is none."""
+        """Returns a tensor's address, or 0 where there is none."""
         return self.tensors[name].data_ptr() if name in self.tensors else 0
 
     def _shard(self) -> _native.AdamWShard:
@@ -149,7 +149,7 @@ class Memory:
         )
 
     def kind(self, op: str, world: int) -> Any:
-        """What Triton compiles for."""
+        """Returns the kind of shard that Triton compiles the kernel for."""
         from ringcomm._tl.adamw_launch import shard_kind
 
         case = self.case

@@ -138,7 +138,7 @@ def test_collectives_have_the_bits_of_the_native_ones(world):
 
 
 def _early(store, rank, world, waits):
-    """Whether the peer's parameters are there when the call ends, though the peer is slow."""
+    """Tells whether the peer's parameters are there when the call ends, though the peer is slow."""
     with interpreted():
         from ringcomm._tl import buckets
         from ringcomm._tl import reduce_scatter_adamw_all_gather as module

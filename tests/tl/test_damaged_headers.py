@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], type | None]] = {
 
 
 def _reads(store, rank, world):
-    """What rank 0 makes of each, in a communicator of its own."""
+    """Returns rank 0's error for each, in a communicator of its own."""
     ends = {"end": heap_end(), "end - 4": heap_end() - 4}
     found: dict[str, Any] = {}
     for number, (name, (changes, _)) in enumerate(CASES.items()):

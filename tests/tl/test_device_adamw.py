@@ -21,7 +21,7 @@ SHAPES = ((1300,), (3, 5), (40, 41))
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kind(request):
-    """Where the kernels run; those of emulated devices in Triton's interpreter."""
+    """The devices that the kernels run on; emulated ones run them in Triton's interpreter."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return request.param

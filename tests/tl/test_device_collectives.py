@@ -20,7 +20,7 @@ LIMIT_S = 120.0
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kind(request):
-    """Where the kernels run; those of emulated devices in Triton's interpreter."""
+    """The devices that the kernels run on; emulated ones run them in Triton's interpreter."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return request.param
@@ -77,7 +77,7 @@ def _rank(store, rank, world, kind):
 
 
 def _check_records(comm):
-    """Of 18 calls of Triton's kernels and a native one, numbered as the kernels number them."""
+    """Makes 18 calls of Triton's kernels and a native one, numbered as the kernels number them."""
     core = comm._device_core
     comm.finish_host_side()
     ptr = core._ptr + core.native.sequence_offset_bytes

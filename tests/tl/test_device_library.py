@@ -141,7 +141,7 @@ def test_contexts_on_devices_divide_the_multiprocessors_among_ranks():
 
 
 def _without_wait(store, rank, world):
-    """Whether the rounds of a rank with a late peer came out right, with waits and without."""
+    """Tells whether the rounds of a rank with a late peer are right, with waits and without."""
     comm, context, kernels = open_context(store, rank, world)
     from ringcomm._tl import device
 

@@ -88,7 +88,7 @@ def test_all_gather_matmul_is_that_of_torch(world):
 
 
 def _without_arrivals(store, rank, world):
-    """Whether the product was right on a rank with a late peer, with waits and without."""
+    """Tells whether the product was right on a rank with a late peer, with waits and without."""
     comm, context, rc = _open(store, rank, world)
     from ringcomm._tl import all_gather_matmul as module
 
@@ -185,7 +185,7 @@ def test_reduce_scatter_rms_norm_is_that_of_torch(world):
 
 
 def _late_partials(store, rank, world):
-    """Whether the sum was right on a rank with a late peer, with waits and without."""
+    """Tells whether the sum was right on a rank with a late peer, with waits and without."""
     comm, context, rc = _open(store, rank, world)
     from ringcomm._tl import device
 

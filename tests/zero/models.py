@@ -139,7 +139,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[torch.Generator, int], Any]
 
 @dataclass(frozen=True)
 class Run:
-    """How a model is trained.
+    """The settings of a training run.
 
     Attributes:
         model: a key of MODELS.

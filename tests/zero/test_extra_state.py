@@ -1,4 +1,4 @@
-"""What modules return from ``get_extra_state()`` is in checkpoints, unless it would need pickle."""
+"""Modules' extra state is in checkpoints, unless it would need pickle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Counting(nn.Linear):
 
 
 def states(rank: int) -> list[Any]:
-    """Of two modules."""
+    """The extra state of two modules."""
     big = torch.linspace(0, rank, 12, dtype=torch.bfloat16).view(3, 4)
     nested = {
         "scale": 2.0**rank,

@@ -1,4 +1,4 @@
-"""What a rank holds at each stage, counted tensor by tensor, against the closed forms.
+"""The memory of a rank at each stage, counted tensor by tensor, against the closed forms.
 
 Bytes per parameter with Adam (Rajbhandari et al., SC'20, section 3): parameters p, gradients g,
 optimizer state o; P parameters on N ranks:

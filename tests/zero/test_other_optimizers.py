@@ -86,7 +86,7 @@ def test_parameters_of_other_modules_are_nobodys_business(worlds):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As libraries write them."""
+    """An optimizer as libraries write them."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)

@@ -1,4 +1,4 @@
-"""Whether a rank communicates behind its own back, and when the default says that it does."""
+"""Communication in the background, and the default that decides about it."""
 
 import threading
 
@@ -65,7 +65,7 @@ def test_without_it_nobody_gathers_behind_the_back(worlds, overlap):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gathering_alone_needs_no_thread(stage):
-    """Where no thread can be started, training without overlap goes on."""
+    """Training goes on without overlap where no thread can be started."""
     import ringcomm
 
     with ringcomm.local_world(1) as world:

@@ -35,14 +35,14 @@ def step(module: nn.Module, optimizer: AdamW) -> None:
 
 
 def inside(module: nn.Module, stage: int) -> Any:
-    """Where a module may be loaded."""
+    """The points at which a module may be loaded."""
     return zero.gathered(module, write_from=0) if stage == 3 else nullcontext()
 
 
 @pytest.mark.parametrize("options", [SMALL, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_assigned_values_are_taken_over(worlds, stage, options):
-    """As a load in place does: the same parameters train on from them."""
+    """The same parameters train on from the new values, as after a load in place."""
     base = new()
     state = {name: value + 1.0 for name, value in base.state_dict().items()}
 

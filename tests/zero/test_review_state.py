@@ -1,4 +1,4 @@
-"""What is left of gradients, parameters and hooks when users do the unexpected."""
+"""The state of gradients, parameters and hooks when users do the unexpected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(comm, turn: int) -> Tensor:
 
 
 def are_gathered(module: nn.Module) -> bool:
-    """Whether any parameter is here; looks at none by its name, which would gather it."""
+    """Tells whether any parameter is here; looks at none by its name, which would gather it."""
     return not all(isinstance(param, Absent) for param in module.parameters())
 
 

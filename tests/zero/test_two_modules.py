@@ -81,7 +81,7 @@ def one_uses_more(comm, g, d, turn):
 
 
 def _by_turns(comm, g, d, turn):
-    """As adversaries train: the one alone, then both."""
+    """Trains two modules as adversaries do: the one alone, then both."""
     if turn % 2 == 0:
         d(g(_rows(comm, turn)).detach(), comm.rank == turn % 3).sum().backward()
     else:

@@ -1,4 +1,4 @@
-"""What users do with a module beside the plain loop, at every stage."""
+"""Uses of a module beside the plain loop, at every stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ state_of = zero.full_state_dict
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_compiled_modules_train_alike(worlds, stage):
-    """Of one rank, since Dynamo's caches are not made for threads."""
+    """Runs in a world of one rank, since Dynamo's caches are not made for threads."""
     base = new_model("mlp")
 
     def work(comm, wrap):
@@ -154,7 +154,7 @@ def test_gradients_that_the_user_believes_gone_are_warned_of(worlds, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_backward_between_a_step_and_zero_grad_is_not_warned_of(worlds, stage):
-    """As a GAN's discriminator has it, which forgets the generator's backward before its own."""
+    """A GAN's discriminator forgets the generator's backward before its own."""
 
     def work(comm):
         module: Any = zero.shard(new_model("mlp"), stage, comm=comm, options=SMALL)

@@ -36,7 +36,7 @@ def _step(module: Any, optimizer: AdamW) -> None:
 
 
 def _loaded(worlds, stage: int, steps_before: int, master: str = "fp32") -> dict[str, Tensor]:
-    """What the parameters are a step after a load, where steps change nothing."""
+    """Returns the parameters a step after a load, where steps change nothing."""
 
     def work(comm):
         module = zero.shard(_small(), stage, comm=comm, options=BF16)
@@ -90,7 +90,7 @@ def _masters_after_one_write(worlds) -> tuple[Tensor, Tensor]:
 
 
 def _keeps_every_bit(before: Tensor, after: Tensor) -> bool:
-    """Whether the masters have more than 16 bits, and only the one that was written changed."""
+    """Tells whether the masters have more than 16 bits, and only the written one changed."""
     wide = not torch.equal(before, before.bfloat16().float())
     before[3, 5] = 7.0
     return wide and torch.equal(before, after)

@@ -17,7 +17,7 @@ from bench.report import read as read_report
 from . import benches, noting, sanitizer
 from .plan import FAILED, OK, PARTIAL, UNAVAILABLE, Result, Runner
 
-TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/comm/device_faults", "tests/tl")
+TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "tests/tl")
 # What tests have come to, as they end.
 NOTES_NAME = "tests.jsonl"
 SANITIZER_CASES = "tests/gpu/sanitizer_cases.py"

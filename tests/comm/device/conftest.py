@@ -24,14 +24,14 @@ def require(kind: str) -> None:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """For tests that start processes: which devices these shall use."""
+    """The kind of device that the processes of a test shall use."""
     require(request.param)
     return str(request.param)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
-    """Those of this process. At the end of a file everything must have been given back."""
+    """The devices of this process. At the end of a file everything must have been given back."""
     require(request.param)
     made = Devices(request.param)
     yield made

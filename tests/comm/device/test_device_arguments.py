@@ -1,4 +1,4 @@
-"""What a call on a device refuses; no peer is disturbed, and the communicator stays usable."""
+"""Calls that a device refuses: no peer is disturbed, and the communicator stays usable."""
 
 import mmap
 

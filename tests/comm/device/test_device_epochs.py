@@ -36,7 +36,7 @@ def _packets(comm, count):
 
 
 def _skip_to(devices, comm, epoch):
-    """As if small calls had been made up to ``epoch``."""
+    """Puts a world where it would be after small calls up to ``epoch``."""
     comm.barrier()
     devices.runtime.synchronize(0)
     set_packet_epoch(comm, epoch)
@@ -54,7 +54,7 @@ def test_packets_across_a_clearing(devices):
 
 
 def test_packets_wrap_around(devices):
-    """Of 2^32 calls, those around the last two clearings."""
+    """Makes those of 2^32 calls that lie around the last two clearings."""
 
     def body(comm):
         for clearing in (WRAP - CLEARING, WRAP):
@@ -68,7 +68,7 @@ def test_packets_wrap_around(devices):
 
 @pytest.mark.parametrize("clearing", [CLEARING, WRAP])
 def test_a_clearing_leaves_no_old_packet_in_either_set(devices, clearing):
-    """Where only large messages come, flags would else wait 2^32 calls to be taken for new."""
+    """Old flags are not taken for new ones 2^32 calls later where only large messages come."""
 
     def body(comm):
         for _ in range(2):

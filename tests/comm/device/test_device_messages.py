@@ -82,7 +82,7 @@ def test_everybody_to_everybody(devices, world_size):
 
 
 def test_many_messages_beside_another_communicator(devices):
-    """Those that follow each other on a stream take the room of one."""
+    """Launches that follow each other on a stream take the room of one."""
 
     def body(comm):
         peer = 1 - comm.rank

@@ -33,7 +33,7 @@ def emulated():
 
 
 def _errors(ranks, options=OPTIONS, devices=None, heap_bytes=None):
-    """What every rank's rendezvous raises."""
+    """Returns the error that each rank's rendezvous raises."""
     store, errors = HashStore(), [RingcommError("nothing was raised")] * ranks
 
     def build(rank):

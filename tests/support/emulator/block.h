@@ -67,7 +67,7 @@ struct EmulatedTeam {
 };
 
 // Threads of a block that are emulated: enough for lanes to race and to wait for several peers at
-// once. (tests/native runs the same bodies with more, under ThreadSanitizer.)
+// once. (tests/proof/races runs the same bodies with more, under ThreadSanitizer.)
 constexpr int kMostLanes = 2;
 
 // Runs body(team, params, rank in launch, workspace) on every lane of every block.

@@ -58,7 +58,7 @@ class EmulatedEvent:
 
 
 class EmulatedGraph:
-    """What a capture recorded; ``handle`` is 0 until the capture has ended."""
+    """The graph of a capture; ``handle`` is 0 until the capture has ended."""
 
     def __init__(self) -> None:
         self.handle = 0

@@ -7,7 +7,7 @@
 namespace {
 
 // Registers per thread on sm_90a, by how a kernel's name begins: the most of those that
-// tests/native/test_cuda_compile.py compiles, where it is held against them.
+// tests/proof/compile/test_cuda_compile.py compiles, where it is held against them.
 struct Family {
   std::string_view begin;
   int registers;

@@ -8,8 +8,8 @@ import pytest
 from ringcomm.zero.checkpoint import Checkpoints
 from ringcomm.zero.checkpoint.save_load import CommRanks
 from tests.c10d.conftest import two_ranks
-from tests.c10d.rank_pool import RankPool
 from tests.comm import conftest
+from tests.support.rank_pool import RankPool
 from tests.zero.checkpoint.states import in_world, save_step
 
 __all__ = ["folder", "three_ranks", "two_ranks", "worlds"]

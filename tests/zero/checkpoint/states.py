@@ -24,7 +24,7 @@ MANIFEST = "checkpoint.json"
 
 
 def values(name: str, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What tensor ``name`` holds at a step; no two elements of it are equal, nor two steps'."""
+    """Makes tensor ``name`` of a step: no two elements of it are equal, nor two steps'."""
     elems = prod(SHAPES[name])
     return (torch.arange(elems) + step * 1000 + len(name)).to(dtype)
 
@@ -90,7 +90,7 @@ def load_all(folder: Path, verify: bool = True) -> list[Any]:
 
 
 def in_world(worlds: Worlds, world_size: int, work: Callable[[CommRanks], Any]) -> list[Any]:
-    """What ``work`` returns on each of ``world_size`` rank threads."""
+    """Returns the results of ``work`` on each of ``world_size`` rank threads."""
     return list(worlds(world_size).run(lambda comm: work(CommRanks(comm))))
 
 

@@ -35,7 +35,7 @@ def interposed(before: Before) -> Iterator[None]:
 
 
 def count_calls(work: Callable[[], Any]) -> int:
-    """How many changing calls ``work`` makes."""
+    """Returns how many changing calls ``work`` makes."""
     numbers = [-1]
     with interposed(lambda number, name, args: numbers.append(number)):
         work()

@@ -220,7 +220,7 @@ def test_a_file_that_cannot_grow_is_told_to_all_ranks(tmp_path):
 
 
 class Disk:
-    """What a power cut would leave: a file's bytes when it was last synced, a folder's names."""
+    """The files that a power cut would leave: a file's bytes of the last sync, a folder's names."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

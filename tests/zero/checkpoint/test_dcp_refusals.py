@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint cannot save or load here is an error, and leaves nothing."""
+"""Saves and loads that torch.distributed.checkpoint cannot do are errors, and leave nothing."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ FLAT = torch.arange(1000.0)
 
 
 def visible(folder) -> list[str]:
-    """What is in a folder and not hidden."""
+    """Returns the names in a folder that are not hidden."""
     return sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
 
 
 def refused(raised) -> list[BaseException]:
-    """What the ranks raised, out of torch's exception."""
+    """Returns the ranks' errors, out of torch's exception."""
     return [error for error, _ in raised.value.failures.values()]
 
 

@@ -1,4 +1,4 @@
-"""Where boxes lie in a flat tensor, and whether pieces fill one."""
+"""The places of boxes in a flat tensor, and pieces that fill one or do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What any ranks save, cut in any way, any other ranks read, cut in any other way."""
+"""Any ranks read what any other ranks have saved, however each cuts it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_RANKS = 4
 
 
 def cuts_of(elems: int, most: int = MAX_RANKS) -> st.SearchStrategy[list[int]]:
-    """Where the parts of 1 to ``most`` ranks end; parts may be empty."""
+    """Draws the ends of the parts of 1 to ``most`` ranks; parts may be empty."""
     return st.lists(st.integers(0, elems), max_size=most - 1).map(sorted)
 
 

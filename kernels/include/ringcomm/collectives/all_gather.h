@@ -14,7 +14,7 @@ RINGCOMM_NAMESPACE_BEGIN
 // Copies piece `j` of what each sender of the group shares to its place in dst_of(sender);
 // peer_reads: that place was a peer's source a moment ago. A sender without a piece `j`, or with
 // shares(sender) false, is passed over.
-// model: collect_piece (tests/model/direct.pml)
+// model: collect_piece (tests/proof/model/direct.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
                                 bool peer_reads) {
@@ -43,7 +43,7 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
 }
 
 // stays: waits for all readers. Always: commits the epochs of the shared stream.
-// model: finish_sharing (tests/model/direct.pml)
+// model: finish_sharing (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
   if (stays)
@@ -91,7 +91,7 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& plan, Span input, Span own_ou
 
 // root < 0: every rank shares `input`; rank p's lands in out.get(p).
 // root >= 0: only root shares; `out` is read at root's index alone.
-// model: share_direct (tests/model/direct.pml)
+// model: share_direct (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int root) {
   const bool i_share = root < 0 || root == e.rank();
@@ -126,7 +126,7 @@ RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int ro
   return finish_sharing(e, plan.stays, plan.items);
 }
 
-// model: all_gather_ring (tests/model/ring.pml)
+// model: all_gather_ring (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
   const int world = e.world(), position = e.v.position_in_ring();

@@ -15,7 +15,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// model: all_reduce_one_hop (tests/model/direct.pml)
+// model: all_reduce_one_hop (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   char* slot = nullptr;
@@ -47,7 +47,7 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
 
 // Reduces piece `i` of my chunk and shares the result with every peer. stays: they read it where it
 // lies.
-// model: reduce_and_share (tests/model/direct.pml)
+// model: reduce_and_share (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uint32_t i) {
   const uint64_t begin = uint64_t(i) * e.segment_bytes();
@@ -65,7 +65,7 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
 
 // In place is safe without a copy: rank r overwrites its chunk p only with rank p's published
 // result, and rank p published it after it had read r's version of that piece.
-// model: all_reduce_two_hops (tests/model/direct.pml)
+// model: all_reduce_two_hops (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
   const Peers all{1, e.world()};

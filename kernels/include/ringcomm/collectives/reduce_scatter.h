@@ -15,7 +15,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 
 // Waits for bytes [begin, begin + bytes) of every rank's version of my chunk. Fills sources().
-// model: receive_sources (tests/model/direct.pml)
+// model: receive_sources (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t bytes) {
   if (e.team.lane() == 0) {
@@ -28,7 +28,7 @@ RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t byte
 }
 
 // After the reduction of [.., end): the peers' slots (or buffers) are free again.
-// model: release_sources (tests/model/direct.pml)
+// model: release_sources (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
   e.team.sync();
@@ -47,7 +47,7 @@ RC_TEAM_FN Status send_chunks(E& e, const Chunks& in, int only_root, uint32_t j)
   return Status::kOk;
 }
 
-// model: drain_chunks (tests/model/direct.pml)
+// model: drain_chunks (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
   return e.wait_by_lanes({1, e.world()}, [&](int r) {
@@ -61,7 +61,7 @@ RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
 }
 
 // only_root >= 0: only that rank receives (the collective is then a reduce).
-// model: reduce_scatter_direct (tests/model/direct.pml)
+// model: reduce_scatter_direct (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int only_root = -1) {
   const bool receives = only_root < 0 || only_root == e.rank();
@@ -107,7 +107,7 @@ RC_TEAM_FN void reduce_hop(E& e, char* dst, const char* partial, const char* own
                {e.sources(), e.factors(), partial == nullptr ? 1 : 2}, bytes, finish_world);
 }
 
-// model: reduce_scatter_ring (tests/model/ring.pml)
+// model: reduce_scatter_ring (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
   const int world = e.world(), position = e.v.position_in_ring();

@@ -16,7 +16,7 @@ RC_TEAM_FN Neighbours neighbours(const View& v) {
 }
 
 // A slot for item `item` to the successor, with the header if it is the first.
-// model: ring_slot (tests/model/ring.pml)
+// model: ring_slot (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes, char** data) {
   RC_RETURN_IF_FAILED(e.await_slot(next, item));
@@ -28,7 +28,7 @@ RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes
 }
 
 // Lane 0: the ring's streams are done.
-// model: commit_ring (tests/model/ring.pml)
+// model: commit_ring (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN void commit_ring(E& e, const Neighbours& at, uint32_t items) {
   if (e.team.lane() == 0) {

@@ -111,7 +111,7 @@ RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
-// model: fence_seq_cst_sys (tests/model/lend.pml, sleep.pml)
+// model: fence_seq_cst_sys (tests/proof/model/lend.pml, sleep.pml)
 RC_FN void fence_seq_cst_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // The compiler's half of a fence, whose other half another thread has the machine do.

@@ -1,5 +1,5 @@
 // The arithmetic of the schedules: which chunk, which peer, which step, which tail. Pure and
-// constexpr; tests/native/schedule_test.cpp proves it for worlds 1..16 at compile time.
+// constexpr; tests/proof/races/schedule_test.cpp proves it for worlds 1..16 at compile time.
 #pragma once
 
 #include "ringcomm/core/platform.h"

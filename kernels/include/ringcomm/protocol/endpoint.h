@@ -155,7 +155,7 @@ struct Endpoint {
   // ---- sending ------------------------------------------------------------------------------
 
   // One lane: waits until `reader` has read the item that used the slot of my item `item` before.
-  // model: slot_is_free (tests/model/signal.pml)
+  // model: slot_is_free (tests/proof/model/signal.pml)
   RC_TEAM_FN Status slot_is_free(Stream s, int reader, uint32_t item) const {
     const uint32_t epoch = sent(s, reader) + 1 + item;
     return await_alone(team, v, Site{s, reader, true, item}, v.layout.held_before(epoch));
@@ -179,7 +179,7 @@ struct Endpoint {
 
   // Item `item` of span_for(reader) to each reader of the group that gets_item(reader): the header
   // with the first, the bytes unless zero copy.
-  // model: send (tests/model/endpoint.pml)
+  // model: send (tests/proof/model/endpoint.pml)
   template <class SpanFor, class GetsItem>
   RC_TEAM_FN Status send(Peers readers, uint32_t item, SpanFor span_for, GetsItem gets_item) {
     RC_RETURN_IF_FAILED(wait_by_lanes(readers, [&](int reader) {
@@ -215,14 +215,14 @@ struct Endpoint {
     return team.share(status);
   }
 
-  // model: publish_item (tests/model/ring.pml)
+  // model: publish_item (tests/proof/model/ring.pml)
   RC_TEAM_FN void publish_item(int reader, uint32_t item) {
     team.sync();
     if (team.lane() == 0) publish(team, v, pairs, reader, sent(pairs, reader) + 1 + item);
   }
 
   // The shared slot for item `item`, once every peer has read what it held; the caller fills it.
-  // model: acquire_shared (tests/model/endpoint.pml)
+  // model: acquire_shared (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status acquire_shared(uint32_t item, char** data) {
     RC_RETURN_IF_FAILED(wait_by_lanes(
         {1, world()}, [&](int peer) { return slot_is_free(Stream::kShared, peer, item); }));
@@ -232,7 +232,7 @@ struct Endpoint {
   }
 
   // `span` is what this call shares, cut into items of `item_bytes`.
-  // model: publish_shared (tests/model/endpoint.pml)
+  // model: publish_shared (tests/proof/model/endpoint.pml)
   RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool stays,
                                  uint64_t item_bytes) {
     if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, stays, item_bytes);
@@ -243,14 +243,14 @@ struct Endpoint {
   }
 
   // Zero copy, one lane: waits until `reader` no longer reads my buffer.
-  // model: drained (tests/model/lend.pml, signal.pml)
+  // model: drained (tests/proof/model/lend.pml, signal.pml)
   RC_TEAM_FN Status drained(Stream s, int reader, uint32_t items_sent) const {
     const uint32_t epoch = sent(s, reader) + items_sent;
     return await_alone(team, v, Site{s, reader, true, items_sent}, epoch);
   }
 
   // One lane, after the last use of sent() for this reader.
-  // model: commit_sent (tests/model/signal.pml)
+  // model: commit_sent (tests/proof/model/signal.pml)
   RC_TEAM_FN void commit_sent(Stream s, int reader, uint32_t items_sent) const {
     v.epochs(s, team.channel(), reader)->sent += items_sent;
   }
@@ -297,7 +297,7 @@ struct Endpoint {
 
   // One lane: waits for bytes [begin, begin + bytes) of what `sender` sends me and says where they
   // lie.
-  // model: arrive (tests/model/endpoint.pml)
+  // model: arrive (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status arrive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
                            uint64_t bytes, const void** data) {
     PeerState& st = in(s, sender);
@@ -315,7 +315,7 @@ struct Endpoint {
   }
 
   // All lanes: bytes [begin, begin + bytes) of one sender's stream; they lie at sources()[sender].
-  // model: receive (tests/model/ring.pml)
+  // model: receive (tests/proof/model/ring.pml)
   RC_TEAM_FN Status receive(Stream s, int sender, uint64_t expected_bytes, uint64_t begin,
                             uint64_t bytes) {
     Status status = Status::kOk;
@@ -360,7 +360,7 @@ struct Endpoint {
   }
 
   // One lane, after a team.sync(): everything before `end` of the sender's stream has been read.
-  // model: release (tests/model/endpoint.pml, ring.pml)
+  // model: release (tests/proof/model/endpoint.pml, ring.pml)
   RC_TEAM_FN void release(Stream s, int sender, uint64_t expected_bytes, uint64_t end) const {
     PeerState& st = in(s, sender);
     const uint32_t done = end >= expected_bytes ? st.items : uint32_t(end / st.item_bytes);
@@ -370,7 +370,7 @@ struct Endpoint {
   }
 
   // One lane, after the last receive from this sender.
-  // model: commit_seen (tests/model/signal.pml)
+  // model: commit_seen (tests/proof/model/signal.pml)
   RC_TEAM_FN void commit_seen(Stream s, int sender) const {
     v.epochs(s, team.channel(), sender)->seen = in(s, sender).base + in(s, sender).items;
   }
@@ -379,7 +379,7 @@ struct Endpoint {
 
   // What a peer published in an earlier call and I did not read shows that we made different calls
   // then, in which neither waited for the other (two ranks that both broadcast).
-  // model: verify_streams (tests/model/endpoint.pml)
+  // model: verify_streams (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status verify_streams() {
     return wait_by_lanes({1, world()}, [&](int peer) {
       const CallHeader* theirs = other_call_seen(v, team.channel(), peer);
@@ -390,7 +390,7 @@ struct Endpoint {
   // After the call succeeded: what was read in peers' buffers is what they meant to send. A sender
   // that gave up may use its buffer again, but it raises its abort word before it returns; so if
   // its word is not up after the last read, its buffer did not change before it.
-  // model: verify_peer_buffers (tests/model/endpoint.pml, lend.pml)
+  // model: verify_peer_buffers (tests/proof/model/endpoint.pml, lend.pml)
   RC_TEAM_FN Status verify_peer_buffers() {
     if (reads_peer_buffers)
       fence_seq_cst_sys();  // the reads of data come before those of the words

@@ -67,7 +67,7 @@ RC_TEAM_FN void store_payload(char* to, uint64_t word, uint64_t bytes) {
   for (int i = 0; i < 8 && uint64_t(i) < bytes; ++i) to[i] = char(word >> (8 * i));
 }
 
-// model: packet_arrived (tests/model/packet.pml)
+// model: packet_arrived (tests/proof/model/packet.pml)
 RC_TEAM_FN bool packet_arrived(const Packet& p, uint32_t flag) {
   return p.first_flag == flag && p.second_flag == flag;
 }
@@ -97,7 +97,7 @@ RC_TEAM_FN Packet* payload_packets(const E& e, const PacketCall& call, int sende
 }
 
 // One lane: until the packet is there.
-// model: await_packet_slowly (tests/model/packet.pml)
+// model: await_packet_slowly (tests/proof/model/packet.pml)
 template <class Team>
 RC_COLD Status await_packet_slowly(Team team, const View& v, const Packet* packet, uint32_t flag,
                                    int sender) {
@@ -142,7 +142,7 @@ RC_COLD Status packet_mismatch(Team team, const View& v, const Packet* header, u
 }
 
 // Advances the count of packet calls; all lanes get it.
-// model: begin_packets (tests/model/packet.pml)
+// model: begin_packets (tests/proof/model/packet.pml)
 template <class E>
 RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
   ChannelLine* line = e.v.channel_line(e.team.channel());
@@ -199,7 +199,7 @@ RC_TEAM_FN Status check_headers(E& e, const PacketCall& call) {
 }
 
 // My payload at `from` (this channel's part of it) to one reader.
-// model: send_payload (tests/model/packet.pml)
+// model: send_payload (tests/proof/model/packet.pml)
 template <class E>
 RC_TEAM_FN void send_payload(E& e, const PacketCall& call, const char* from, int reader) {
   Packet* to = payload_packets(e, call, e.rank(), reader);
@@ -212,7 +212,7 @@ RC_TEAM_FN void send_payload(E& e, const PacketCall& call, const char* from, int
 }
 
 // One lane: 8 bytes of payload from `sender`, whose packet was seen as `seen`.
-// model: take_payload (tests/model/packet.pml)
+// model: take_payload (tests/proof/model/packet.pml)
 template <class E>
 RC_TEAM_FN Status take_payload(E& e, const PacketCall& call, const Packet* from, Packet seen,
                                int sender, uint64_t* word) {

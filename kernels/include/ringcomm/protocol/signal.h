@@ -42,7 +42,7 @@ RC_FN uint32_t* sleep_flag_at(const View& v, int channel, const Site& site) {
 // This rank's fault record, for the one lane or thread that may fill it. Null when it is taken. It
 // never waits: whoever has the record may be a lane of the caller's own warp, which a GPU may leave
 // where it is for as long as another lane of the warp spins.
-// model: claim_fault (tests/model/lend.pml)
+// model: claim_fault (tests/proof/model/lend.pml)
 RC_TEAM_FN Fault* claim_fault(const View& v) {
   ControlPage* mine = v.control(v.rank);
   // Lanes, channels and threads of one rank race for the record (collectives and send/recv have
@@ -53,7 +53,7 @@ RC_TEAM_FN Fault* claim_fault(const View& v) {
 // One lane, once all lanes of its team know that the call has failed (a share() stands between):
 // the abort word is up when it returns, so that the call may return a buffer that it has lent.
 // Whoever has the record is then past it, or is of another team or thread and waits for nobody.
-// model: await_raised (tests/model/lend.pml)
+// model: await_raised (tests/proof/model/lend.pml)
 RC_TEAM_FN void await_raised(const View& v) {
   // Pairs with the release in raise_fault().
   while (load_acquire_sys(&v.control(v.rank)->aborted) == 0) {
@@ -62,7 +62,7 @@ RC_TEAM_FN void await_raised(const View& v) {
 }
 
 // After the record was filled.
-// model: raise_fault (tests/model/lend.pml, signal.pml)
+// model: raise_fault (tests/proof/model/lend.pml, signal.pml)
 template <class Team>
 RC_TEAM_FN void raise_fault(Team& team, const View& v) {
   // Pairs with the acquire in abort_seen() on every other rank: the record is whole when the word
@@ -102,7 +102,7 @@ RC_TEAM_FN bool aborted(const View& v, int rank) {
   return load_acquire_sys(&v.control(rank)->aborted) != 0;
 }
 
-// model: abort_seen (tests/model/signal.pml)
+// model: abort_seen (tests/proof/model/signal.pml)
 RC_TEAM_FN bool abort_seen(const View& v) {
   for (int r = 0; r < v.world; ++r)
     if (aborted(v, r)) return true;
@@ -110,14 +110,14 @@ RC_TEAM_FN bool abort_seen(const View& v) {
 }
 
 // The peer closed the communicator: it will publish and acknowledge nothing more.
-// model: farewell_seen (tests/model/signal.pml)
+// model: farewell_seen (tests/proof/model/signal.pml)
 RC_TEAM_FN bool farewell_seen(const View& v, int peer) {
   // Pairs with the release with which the peer says farewell (kernels/host/comm.cpp).
   return load_acquire_sys(&v.signals(v.rank, Stream::kPair, 0, peer)->farewell) != 0;
 }
 
 // Why a wait for `peer` that began `waited_ns` ago must end, or kOk.
-// model: reason_to_give_up (tests/model/signal.pml)
+// model: reason_to_give_up (tests/proof/model/signal.pml)
 template <class Team>
 RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns) {
   if (abort_seen(v)) return Status::kAborted;
@@ -169,7 +169,7 @@ RC_TEAM_FN int end_of_waiting(const Team& team, const View& v, int peer) {
   return peer;
 }
 
-// model: give_up (tests/model/lend.pml, signal.pml)
+// model: give_up (tests/proof/model/lend.pml, signal.pml)
 template <class Team>
 RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint32_t want,
                        uint32_t seen, uint64_t waited_ns, const CallHeader* theirs) {
@@ -188,7 +188,7 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
   return status;
 }
 
-// model: await_slowly (tests/model/sleep.pml)
+// model: await_slowly (tests/proof/model/sleep.pml)
 template <class Team>
 RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) {
   const uint32_t* word = word_at(v, team.channel(), site);
@@ -223,7 +223,7 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
 }
 
 // One lane waits until the word at `site` reaches `want`.
-// model: await_alone (tests/model/signal.pml)
+// model: await_alone (tests/proof/model/signal.pml)
 template <class Team>
 RC_TEAM_FN Status await_alone(Team& team, const View& v, const Site& site, uint32_t want) {
   team.passing(Point::kAwait, v, site.stream);
@@ -241,7 +241,7 @@ RC_TEAM_FN Status await(Team& team, const View& v, const Site& site, uint32_t wa
 }
 
 // Wakes the reader if it sleeps on `word`. Called after the store to `word`.
-// model: wake (tests/model/sleep.pml)
+// model: wake (tests/proof/model/sleep.pml)
 template <class Team>
 RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
   if constexpr (Team::kSleeps) {  // else nobody needs the fence
@@ -252,7 +252,7 @@ RC_TEAM_FN void wake(Team& team, uint32_t* word, const uint32_t* sleeping) {
 }
 
 // One lane, after a team.sync(): item `epoch` of mine is complete.
-// model: publish (tests/model/signal.pml, sleep.pml)
+// model: publish (tests/proof/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_t epoch) {
   team.passing(Point::kPublish, v, s);
@@ -262,7 +262,7 @@ RC_TEAM_FN void publish(Team& team, const View& v, Stream s, int reader, uint32_
 }
 
 // One lane, after a team.sync(): I have read the sender's items up to `epoch` to the end.
-// model: acknowledge (tests/model/signal.pml, sleep.pml)
+// model: acknowledge (tests/proof/model/signal.pml, sleep.pml)
 template <class Team>
 RC_TEAM_FN void acknowledge(Team& team, const View& v, Stream s, int sender, uint32_t epoch) {
   team.passing(Point::kAcknowledge, v, s);

@@ -1,0 +1,279 @@
+"""Plans for the recorded machines, and what holds for every machine."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ringcomm.comm.topology.model import Gpu, NvLinks, Pair, Topology
+from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
+from ringcomm.errors import ArgumentError
+from tests.comm.topology.fake_nvml import ELSEWHERE, recorded
+
+
+def one_per_gpu(topology):
+    return [gpu.uuid for gpu in topology.gpus]
+
+
+def check_rings(topology, placements, chosen):
+    """Every ring is an order of all ranks from 0 on; several together take no NVLink twice."""
+    world = len(placements)
+    taken: Counter[tuple[str, str]] = Counter()
+    for ring in chosen.rings:
+        assert sorted(ring) == list(range(world))
+        assert ring[0] == 0
+        for place, rank in enumerate(ring):
+            taken[placements[ring[place - 1]], placements[rank]] += 1
+    if len(chosen.rings) > 1:
+        for (sender, receiver), times in taken.items():
+            if sender != receiver:
+                one, other = topology.find(sender), topology.find(receiver)
+                assert times <= topology.pair(one, other).nvlinks.count
+
+
+def socket_crossings(topology, placements, ring):
+    nodes = [topology.find(placements[rank]).numa_node for rank in ring]
+    return sum(nodes[place - 1] != node for place, node in enumerate(nodes))
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "rings", "gbps", "says"),
+    [
+        ("dgx_h100", "direct", 1, 450.0, "NVSwitch (450 GB/s per direction)"),
+        ("dgx_1v", "ring", 6, 150.0, "not all pairs of GPUs have NVLink"),
+        ("hgx_a100_4", "direct", 6, 300.0, "4 NVLinks (100 GB/s per direction)"),
+        ("pcie_two_sockets", "ring", 1, None, "between NUMA nodes (SYS)"),
+        ("pcie_pair", "direct", 1, None, "host bridges of one NUMA node (NODE)"),
+        ("one_gpu", "direct", 1, None, "no peer"),
+    ],
+)
+def test_one_rank_per_gpu(name, algorithm, rings, gbps, says):
+    topology = recorded(name)
+    placements = one_per_gpu(topology)
+    chosen = plan(topology, placements)
+    assert (chosen.algorithm, len(chosen.rings)) == (algorithm, rings)
+    assert says in chosen.reason
+    check_rings(topology, placements, chosen)
+    assert rings_gbps(topology, placements, chosen.rings) == gbps
+
+
+def test_rings_of_the_dgx_1_leave_no_link_idle():
+    topology = recorded("dgx_1v")
+    placements = one_per_gpu(topology)
+    used: Counter[frozenset[int]] = Counter()
+    for ring in plan(topology, placements).rings:
+        used.update(frozenset((ring[place - 1], rank)) for place, rank in enumerate(ring))
+    gpus = topology.gpus
+    # Each link carries one ring each way.
+    assert used == Counter(
+        {
+            frozenset((a, b)): 2 * topology.pair(gpus[a], gpus[b]).nvlinks.count
+            for a in range(8)
+            for b in range(a)
+            if topology.pair(gpus[a], gpus[b]).nvlinks.count
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "algorithm", "gbps"),
+    [
+        # 9 links among them: rings of 4 links, so that 2 fit each way.
+        ([0, 1, 2, 3], "ring", 100.0),
+        # 0-1, 0-2 single, 1-2 double.
+        ([0, 1, 2], "ring", 50.0),
+        ([0, 3], "direct", 50.0),
+        ([0, 1], "direct", 25.0),
+        # No NVLink between 0 and 5.
+        ([0, 5], "direct", None),
+        # 0-4 double, and no ring without SYS.
+        ([0, 4, 1], "ring", None),
+        # The square of doubles 0-3, 3-2 (double), 2-1 (double), 1-0 (single): as above, reordered.
+        ([3, 0, 2, 1], "ring", 100.0),
+    ],
+)
+def test_parts_of_the_dgx_1(gpus, algorithm, gbps):
+    topology = recorded("dgx_1v")
+    placements = [topology.gpus[index].uuid for index in gpus]
+    chosen = plan(topology, placements)
+    assert chosen.algorithm == algorithm
+    check_rings(topology, placements, chosen)
+    assert rings_gbps(topology, placements, chosen.rings) == gbps
+
+
+@pytest.mark.parametrize("name", ["pcie_two_sockets", "dgx_h100"])
+def test_sockets_are_crossed_twice_whatever_the_ranks(name):
+    topology = recorded(name)
+    for seed in range(20):
+        placements = one_per_gpu(topology)
+        random.Random(seed).shuffle(placements)
+        (ring,) = plan(topology, placements).rings
+        assert socket_crossings(topology, placements, ring) == 2
+
+
+def test_ranks_of_one_gpu_stay_together():
+    topology = recorded("dgx_1v")
+    uuids = one_per_gpu(topology)
+    placements = [uuids[rank % 8] for rank in range(16)]
+    chosen = plan(topology, placements)
+    assert len(chosen.rings) == 6
+    check_rings(topology, placements, chosen)
+    for ring in chosen.rings:
+        changes = sum(placements[ring[p - 1]] != placements[r] for p, r in enumerate(ring))
+        assert changes == 8
+    assert rings_gbps(topology, placements, chosen.rings) == 150.0
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("name", ["one_gpu", "no_nvml"])
+def test_ranks_that_share_one_gpu(name, world):
+    chosen = plan(recorded(name), [ELSEWHERE if name == "no_nvml" else "0000:65:00.0"] * world)
+    assert chosen.algorithm == "direct"
+    assert chosen.rings == (tuple(range(world)),)
+    assert f"all {world} ranks share" in chosen.reason
+
+
+def test_ranks_that_share_both_gpus():
+    topology = recorded("pcie_pair")
+    placements = [gpu.pci_bus_id for gpu in topology.gpus] * 2
+    assert plan(topology, placements) == TopologyPlan(
+        "ring",
+        ((0, 2, 1, 3),),
+        "not all pairs of GPUs have NVLink: ranks 0 and 1 have PCIe through several host bridges "
+        "of one NUMA node (NODE)",
+    )
+
+
+def test_names_of_a_gpu_are_one_gpu():
+    topology = recorded("dgx_1v")
+    uuid, bus_id = topology.gpus[3].uuid, topology.gpus[3].pci_bus_id
+    names = [uuid, uuid.removeprefix("GPU-"), bus_id, f"0000{bus_id}".upper()]
+    assert "all 4 ranks share" in plan(topology, names).reason
+
+
+@pytest.mark.parametrize("placements", [[None] * 4, ["GPU-a", "GPU-b", "GPU-a", "GPU-c"]])
+def test_without_nvml_there_is_a_plan_that_says_so(placements):
+    chosen = plan(recorded("no_nvml"), placements)
+    assert chosen.algorithm == "ring"
+    assert "NVML Shared Library Not Found" in chosen.reason
+    # Equal names are still one GPU.
+    assert chosen.rings == (((0, 1, 2, 3) if None in placements else (0, 2, 1, 3)),)
+
+
+def test_an_unknown_gpu_is_named_and_given_no_link():
+    topology = recorded("dgx_h100")
+    placements = [ELSEWHERE, *one_per_gpu(topology)[:3]]
+    chosen = plan(topology, placements)
+    assert chosen.algorithm == "ring"
+    assert "the GPU of rank 0 is not in the topology" in chosen.reason
+    assert chosen.rings == ((0, 1, 2, 3),)
+    assert rings_gbps(topology, placements, chosen.rings) is None
+
+
+def test_mig_instances_are_apart():
+    topology = recorded("mig")
+    first, second = topology.gpus[0].mig_instances
+    assert "all 3 ranks share an instance of" in plan(topology, [first] * 3).reason
+    whole = topology.gpus[1].uuid
+    for placements in ([first, second], [first, second, first], [first, whole]):
+        chosen = plan(topology, placements)
+        assert "different MIG instances, which share no memory" in chosen.reason
+        assert chosen.algorithm == ("direct" if len(placements) == 2 else "ring")
+        assert rings_gbps(topology, placements, chosen.rings) is None
+
+
+def test_instances_have_no_link_even_where_mig_is_not_told():
+    known = recorded("mig")
+    topology = replace(known, gpus=(replace(known.gpus[0], mig=None), known.gpus[1]))
+    placements = [*known.gpus[0].mig_instances, known.gpus[0].mig_instances[0]]
+    assert plan(topology, placements).algorithm == "ring"
+    assert rings_gbps(topology, placements, ((0, 1, 2),)) is None
+
+
+def test_refused_access_is_told():
+    known = recorded("pcie_two_sockets")
+    pairs = (replace(known.pairs[0], peer_access=False), *known.pairs[1:])
+    chosen = plan(replace(known, pairs=pairs), one_per_gpu(known))
+    assert "the driver gives ranks 0 and 1 no access to each other's memory" in chosen.reason
+    # The ring goes round the pair that cannot.
+    assert chosen.rings == ((0, 2, 1, 3),)
+
+
+def test_a_mesh_with_a_missing_link_is_no_mesh():
+    known = recorded("hgx_a100_4")
+    pairs = (replace(known.pairs[0], nvlinks=NvLinks(3, "3.0", 25.0)), *known.pairs[1:])
+    topology = replace(known, pairs=pairs)
+    chosen = plan(topology, one_per_gpu(known))
+    assert chosen.algorithm == "ring"
+    assert "different NVLinks, 3 to 4" in chosen.reason
+    check_rings(topology, one_per_gpu(known), chosen)
+    # GPUs 0 and 1 have 11 links each; of the three cycles of four GPUs, those with 0-1 fit three
+    # times each way, the third twice.
+    assert rings_gbps(topology, one_per_gpu(known), chosen.rings) == 250.0
+
+
+def mesh(count, gbps):
+    """GPUs with one NVLink between every two; `gbps` of each pair by its ends."""
+    gpus = tuple(Gpu(f"GPU-{n}", f"0000:{n + 1:02x}:00.0") for n in range(count))
+    pairs = tuple(
+        Pair(gpus[a].pci_bus_id, gpus[b].pci_bus_id, NvLinks(1, None, gbps(a, b)), peer_access=True)
+        for a in range(count)
+        for b in range(a + 1, count)
+    )
+    return Topology(gpus=gpus, pairs=pairs)
+
+
+@pytest.mark.parametrize(("slow", "rings", "total"), [(20.0, 4, 80.0), (5.0, 2, 50.0)])
+def test_slow_links_are_used_only_if_they_help(slow, rings, total):
+    # The fast links are one ring of five GPUs, the slow ones another.
+    topology = mesh(5, lambda a, b: 25.0 if (b - a) % 5 in (1, 4) else slow)
+    placements = one_per_gpu(topology)
+    chosen = plan(topology, placements)
+    assert len(chosen.rings) == rings
+    assert rings_gbps(topology, placements, chosen.rings) == total
+
+
+def test_links_of_unknown_speed_count_as_equal():
+    topology = mesh(5, lambda a, b: 25.0 if a else None)
+    chosen = plan(topology, one_per_gpu(topology))
+    assert len(chosen.rings) == 4
+    assert rings_gbps(topology, one_per_gpu(topology), chosen.rings) is None
+
+
+def test_many_gpus_are_ordered_by_numa_node():
+    gpus = tuple(Gpu(f"GPU-{n:02d}", f"0000:{n:02x}:00.0", numa_node=n % 2) for n in range(1, 17))
+    chosen = plan(Topology(gpus=gpus), [gpu.uuid for gpu in gpus])
+    # Rank 0 is on node 1, the nodes follow one another, and within them the bus ids.
+    assert chosen.rings == ((*range(0, 16, 2), *range(1, 16, 2)),)
+
+
+def test_sixteen_gpus_on_a_switch():
+    switch = NvLinks(6, "2.0", 25.0)
+    gpus = tuple(Gpu(f"GPU-{n}", f"0000:{n:02x}:00.0", switch=switch) for n in range(16))
+    topology = Topology(gpus=gpus)
+    chosen = plan(topology, [gpu.uuid for gpu in gpus])
+    assert (chosen.algorithm, chosen.rings) == ("direct", (tuple(range(16)),))
+    assert rings_gbps(topology, [gpu.uuid for gpu in gpus], chosen.rings) == 150.0
+    # Two rings share what the switch has for each GPU, though they have no hop in common.
+    both_ways = (*chosen.rings, tuple(range(0, -16, -1)))
+    both_ways = tuple(tuple(rank % 16 for rank in ring) for ring in both_ways)
+    assert rings_gbps(topology, [gpu.uuid for gpu in gpus], both_ways) == 150.0
+
+
+def test_one_gpu_off_the_switch_makes_a_ring():
+    known = recorded("dgx_h100")
+    gpus = (replace(known.gpus[0], switch=NvLinks()), *known.gpus[1:])
+    assert plan(replace(known, gpus=gpus), one_per_gpu(known)).algorithm == "ring"
+
+
+def test_ranks_on_cpus():
+    chosen = host_plan(3)
+    assert (chosen.algorithm, chosen.rings) == ("direct", ((0, 1, 2),))
+
+
+def test_no_rank_is_an_error():
+    with pytest.raises(ArgumentError, match="at least one rank"):
+        plan(recorded("one_gpu"), [])

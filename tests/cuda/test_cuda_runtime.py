@@ -1,0 +1,429 @@
+"""CudaRuntime on stand-ins for CuPy and torch that record its calls and answer as they do.
+
+That the calls are the right ones only a GPU can show; here is what ringcomm decides by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm.cuda import build, cupy_runtime
+from ringcomm.cuda.cupy_runtime import CudaDriver, CudaRuntime
+from ringcomm.errors import RingcommError, UnsupportedError
+from tests.support.emulator.library import COMPILER
+
+UUID = "1b2c0000-0000-0000-0000-00000000beef"
+
+
+class CudaError(RuntimeError):
+    """An error such as CuPy's runtime raises: the number is in ``status``."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError{status}: what it means")
+        self.status = status
+
+
+class CUDADriverError(RuntimeError):
+    """An error such as CuPy's driver raises."""
+
+    def __init__(self, text: str, status: int = 500) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Library:
+    """Answers to calls by name: a value, an exception to raise, or a function; default 0."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[tuple[Any, ...]] = []
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, *arguments))
+            answer = self.answers.get(name, 0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer(*arguments) if callable(answer) else answer
+
+        return call
+
+
+class Driver:
+    """In the place of libcuda."""
+
+    def __init__(self) -> None:
+        self.relaxed = 0
+        self.made: list[int] = []
+        self.loaded: list[int] = []
+        self.passed: set[int] = set()
+        self.inside = False
+
+    @contextmanager
+    def outside_captures(self) -> Any:
+        self.relaxed += 1
+        before, self.inside = self.inside, True
+        yield
+        self.inside = before
+
+    def has_passed(self, event: int) -> bool:
+        assert self.inside
+        return event in self.passed
+
+    def make_stream(self, priority: int) -> int:
+        self.made.append(priority)
+        return 1000 + len(self.made)
+
+    def load_function(self, function: int) -> None:
+        self.loaded.append(function)
+
+
+class Stack(SimpleNamespace):
+    cuda: Library
+    modules: Any
+    driver: Driver
+    runtime: CudaRuntime
+
+
+def _wrapped(handle: int) -> Any:
+    return SimpleNamespace(cuda_stream=handle)
+
+
+@pytest.fixture
+def stack(monkeypatch) -> Stack:
+    properties = SimpleNamespace(
+        uuid=UUID, name="A GPU", major=9, minor=0, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=70 + index)
+    )
+    # As torch has them: handle 0 makes the one a new stream of torch's pool, and the other the
+    # default stream (https://github.com/pytorch/pytorch/issues/182960).
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: _wrapped(handle or 33))
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, _: _wrapped(handle))
+    cuda, modules = Library(deviceGetPCIBusId="0000:1B:00.0"), Library()
+    driver = Driver()
+    modules.CUDADriverError = CUDADriverError  # type: ignore[attr-defined]
+    runtime = CudaRuntime(cuda, modules, driver)  # type: ignore[arg-type]
+    return Stack(cuda=cuda, modules=modules, driver=driver, runtime=runtime)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_memory_is_plain_and_zeroed_on_a_stream_of_our_own(stack):
+    stack.cuda.answers["malloc"] = 0x7000
+    assert stack.runtime.allocate(1, 4096) == 0x7000
+    assert stack.cuda.calls[0] == ("setDevice", 1)
+    assert stack.cuda.named("memsetAsync") == [(0x7000, 0, 4096, 1001)]
+    assert stack.cuda.named("streamSynchronize") == [(1001,)]
+    assert stack.driver.relaxed > 0
+
+
+def test_only_want_of_memory_is_a_memory_error(stack):
+    stack.cuda.answers["malloc"] = stack.cuda.answers["hostAlloc"] = CudaError(2)
+    with pytest.raises(MemoryError, match="cudaError2"):
+        stack.runtime.allocate(0, 4096)
+    with pytest.raises(MemoryError, match="cudaError2"):
+        stack.runtime.allocate_pinned(4096)
+    stack.cuda.answers["malloc"] = stack.cuda.answers["hostAlloc"] = CudaError(700)
+    for call in (
+        lambda: stack.runtime.allocate(0, 4096),
+        lambda: stack.runtime.allocate_pinned(64),
+    ):
+        with pytest.raises(CudaError):
+            call()
+
+
+def test_small_copies_do_not_use_the_default_stream(stack):
+    def copy(to: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
+        assert stream == 1001
+        if kind == 2:
+            ctypes.memmove(to, b"\x01\x00\x02", size_bytes)
+        else:
+            assert ctypes.string_at(source, size_bytes) == b"a\x00b"
+
+    stack.cuda.answers["memcpyAsync"] = copy
+    assert stack.runtime.read(0, 0x7000, 3) == b"\x01\x00\x02"
+    stack.runtime.write(0, 0x7000, b"a\x00b")
+    assert [call[2:4] for call in stack.cuda.named("memcpyAsync")] == [(3, 2), (3, 1)]
+    assert stack.cuda.named("streamSynchronize") == [(1001,), (1001,)]
+
+
+def test_a_tensor_is_made_of_the_memory_s_own_description(stack, monkeypatch):
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: given.append((memory, device)))
+    owner = object()
+    stack.runtime.tensor(1, 0x7000, 4096, owner)
+    ((memory, device),) = given
+    assert device == torch.device("cuda", 1)
+    assert memory.owner is owner
+    described = memory.__cuda_array_interface__
+    assert (described["data"], described["shape"]) == ((0x7000, False), (4096,))
+    assert (described["typestr"], described["strides"]) == ("|u1", None)
+
+
+def test_pinned_pages_are_mapped_zeroed_and_freed_once(stack):
+    memory = ctypes.create_string_buffer(b"\xff" * 64, 64)
+    address = ctypes.addressof(memory)
+    stack.cuda.answers["hostAlloc"] = address
+    stack.cuda.answers["pointerGetAttributes"] = SimpleNamespace(devicePointer=0x9000)
+    stack.cuda.answers["freeHost"] = lambda ptr: inside.append(stack.driver.inside)
+    inside: list[bool] = []
+    page = stack.runtime.allocate_pinned(64)
+    assert (page.host_ptr, page.device_ptr, page.size_bytes) == (address, 0x9000, 64)
+    assert stack.cuda.named("hostAlloc") == [(64, 3)]  # portable and mapped
+    assert memory.raw == bytes(64)
+    page.free()
+    page.free()
+    assert stack.cuda.named("freeHost") == [(address,)]
+    assert inside == [True]  # it may be a garbage collection, while a thread captures
+
+
+def test_a_device_is_waited_for_beside_captures(stack, monkeypatch):
+    inside: list[bool] = []
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: inside.append(stack.driver.inside)
+    )
+    stack.runtime.synchronize(1)
+    assert inside == [True]
+
+
+def test_identity_is_torch_s_uuid(stack):
+    identity = stack.runtime.identity(0)
+    assert identity.uuid == f"GPU-{UUID}"
+    assert identity.pci_bus_id == "0000:1b:00.0"
+    assert (identity.capability, identity.multiprocessors) == ((9, 0), 132)
+    assert stack.runtime.identity(0) is identity
+
+
+# ---- other processes and devices -----------------------------------------------------------------
+
+
+def test_a_handle_is_not_opened_where_it_was_made(stack):
+    stack.cuda.answers |= {"ipcGetMemHandle": b"h" * 64, "ipcOpenMemHandle": 0x8000}
+    handle = stack.runtime.export_handle(0, 0x7000)
+    with pytest.raises(UnsupportedError, match="in the process that made it"):
+        stack.runtime.open_handle(0, handle)
+    assert stack.cuda.named("ipcOpenMemHandle") == []
+    assert stack.runtime.open_handle(0, b"x" * 64) == 0x8000
+    assert stack.cuda.named("ipcOpenMemHandle") == [(b"x" * 64, 1)]
+
+
+def test_what_the_driver_says_to_ipc_is_passed_on(stack):
+    stack.cuda.answers |= {"ipcGetMemHandle": CudaError(801), "ipcOpenMemHandle": CudaError(217)}
+    with pytest.raises(UnsupportedError, match=r"shares no memory of device 1.*cudaError801"):
+        stack.runtime.export_handle(1, 0x7000)
+    with pytest.raises(UnsupportedError, match=r"does not map .* into device 1.*cudaError217"):
+        stack.runtime.open_handle(1, b"x" * 64)
+
+
+def test_peer_access(stack):
+    with pytest.raises(UnsupportedError, match="device 0 has no peer access to device 1"):
+        stack.runtime.enable_peer(0, 1)
+    assert stack.cuda.named("deviceEnablePeerAccess") == []
+    stack.cuda.answers["deviceCanAccessPeer"] = 1
+    stack.runtime.enable_peer(0, 1)
+    stack.cuda.answers["deviceEnablePeerAccess"] = CudaError(704)  # already
+    stack.runtime.enable_peer(0, 1)
+    stack.cuda.answers["deviceEnablePeerAccess"] = CudaError(711)
+    with pytest.raises(UnsupportedError, match=r"gets no peer access to device 1: .*cudaError711"):
+        stack.runtime.enable_peer(0, 1)
+
+
+# ---- streams and events --------------------------------------------------------------------------
+
+
+def test_streams_are_our_own_and_are_used_again(stack):
+    one = stack.runtime.make_stream(0)
+    urgent = stack.runtime.make_stream(0, high_priority=True)
+    assert stack.driver.made == [0, -1]
+    assert one.handle != urgent.handle
+    assert one.torch_stream.cuda_stream == one.handle
+    handle = one.handle
+    del one
+    assert stack.runtime.make_stream(1).handle != handle
+    assert stack.runtime.make_stream(0).handle == handle
+
+
+@pytest.mark.parametrize("handle", [0, 2, 0x7F0000000001])
+def test_a_call_goes_to_the_stream_of_its_handle(stack, monkeypatch, handle):
+    """The default stream, the one of each thread (cudaStreamPerThread), and any other."""
+    current: list[int] = []
+
+    @contextmanager
+    def stream(given: Any) -> Any:
+        current.append(given.cuda_stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    seen: list[list[int]] = []
+    stack.runtime.call_on_stream(1, handle, lambda: seen.append(list(current)))
+    assert seen == [[handle]]
+    assert stack.cuda.named("setDevice") == [(1,)]
+
+
+def test_events(stack):
+    stack.cuda.answers["eventCreateWithFlags"] = 55
+    event = stack.runtime.record_event(0, 1001)
+    assert stack.cuda.named("eventCreateWithFlags") == [(2,)]
+    assert stack.cuda.named("eventRecord") == [(55, 1001)]
+    assert event.query() is False
+    stack.driver.passed.add(55)
+    assert event.query() is True
+    # The runtime's own query would leave "not ready" behind for torch's next check of a launch.
+    assert stack.cuda.named("eventQuery") == []
+    stack.runtime.wait_event(1, 1002, event)
+    assert stack.cuda.named("streamWaitEvent") == [(1002, 55)]
+    del event
+    assert stack.runtime.record_event(0, 1003).handle == 55
+    assert len(stack.cuda.named("eventCreateWithFlags")) == 1
+    assert stack.cuda.named("eventDestroy") == []
+
+
+def test_a_stream_whose_state_cannot_be_asked_counts_as_capturing(stack):
+    assert stack.runtime.is_capturing(0) is False
+    assert stack.cuda.named("streamIsCapturing") == [(70,)]
+    stack.cuda.answers["streamIsCapturing"] = True
+    assert stack.runtime.is_capturing(0, 1001) is True
+    stack.cuda.answers["streamIsCapturing"] = CudaError(906)
+    assert stack.runtime.is_capturing(0, 0) is True
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
+    units: list[tuple[str, tuple[int, int]]] = []
+
+    def load_unit(unit: str, capability: tuple[int, int]) -> bytes:
+        units.append((unit, capability))
+        return b"image"
+
+    monkeypatch.setattr(build, "load_unit", load_unit)
+    stack.modules.answers |= {
+        "moduleLoadData": 5,
+        "moduleGetFunction": 6,
+        "funcGetAttribute": 512,
+        "occupancyMaxActiveBlocksPerMultiprocessor": 3,
+    }
+    kernel = stack.runtime.find_kernel(1, "move", "rc_move")
+    assert (kernel.handle, kernel.threads, kernel.blocks_per_multiprocessor) == (6, 512, 3)
+    assert stack.driver.loaded == [6]
+    assert stack.modules.named("funcGetAttribute") == [(0, 6)]
+    assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
+    stack.runtime.find_kernel(1, "move", "rc_packet_move")
+    assert stack.modules.named("moduleLoadData") == [(b"image",)]
+    stack.runtime.find_kernel(0, "move", "rc_move")
+    assert units == [("move", (9, 0))] * 2  # a module belongs to a device
+
+    stack.modules.answers["moduleGetFunction"] = CUDADriverError("not found")
+    with pytest.raises(
+        UnsupportedError, match=r"kernel rc_x of unit move .* device 1: .*not found"
+    ):
+        stack.runtime.find_kernel(1, "move", "rc_x")
+
+
+def refuse_prebuilt(stack: Stack, monkeypatch, status: int, maker: str | None) -> list[bool]:
+    """Has the driver refuse what came with the package; returns how units are then asked for."""
+    asked: list[bool] = []
+
+    def load_unit(unit: str, capability: tuple[int, int], prebuilt: bool = True) -> bytes:
+        asked.append(prebuilt)
+        return b"of nvcc" if prebuilt else b"of NVRTC"
+
+    def module(image: bytes) -> int:
+        if image == b"of nvcc":
+            raise CUDADriverError("CUDA_ERROR_X: what it means", status)
+        return 5
+
+    monkeypatch.setattr(build, "load_unit", load_unit)
+    monkeypatch.setattr(build, "prebuilt_by", lambda unit, capability: maker)
+    stack.modules.answers |= {
+        "moduleLoadData": module,
+        "moduleGetFunction": 6,
+        "funcGetAttribute": 256,
+        "occupancyMaxActiveBlocksPerMultiprocessor": 1,
+    }
+    return asked
+
+
+@pytest.mark.parametrize("status", [200, 209, 218, 221, 222, 223, 300])
+def test_what_an_older_driver_refuses_is_compiled_and_this_is_said(stack, monkeypatch, status):
+    asked = refuse_prebuilt(stack, monkeypatch, status, "nvcc 13.0")
+    said = r"driver refuses the kernels that nvcc 13.0 .*CUDA_ERROR_X.*by NVRTC"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert stack.runtime.find_kernel(0, "move", "rc_move").handle == 6
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(("status", "maker"), [(2, "nvcc 13.0"), (222, None)])
+def test_no_other_failure_is_taken_for_an_older_driver(stack, monkeypatch, status, maker):
+    asked = refuse_prebuilt(stack, monkeypatch, status, maker)
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded on device 0.*CUDA_ERROR_X"):
+        stack.runtime.find_kernel(0, "move", "rc_move")
+    assert asked == [True]
+
+
+LIBCUDA = """
+static int mode = 0;
+extern "C" {
+int test_mode() { return mode; }
+int cuGetErrorString(int error, const char** text) { *text = "what it means"; return 0; }
+int cuThreadExchangeStreamCaptureMode(int* other) {
+  const int before = mode; mode = *other; *other = before; return 0;
+}
+int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  if (flags != 1) return 1;
+  *stream = reinterpret_cast<void*>(0x7f0000000000 - priority);
+  return 0;
+}
+int cuEventQuery(void* event) {
+  const auto handle = reinterpret_cast<unsigned long long>(event);
+  return handle == 0x7f0000000055 ? 0 : handle == 0x7f0000000056 ? 600 : 907;
+}
+#ifdef LOADS
+int cuFuncLoad(void* function) {
+  return function == reinterpret_cast<void*>(0x7f0000000006) ? 0 : 400;
+}
+#endif
+}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("loads", [True, False])
+def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, monkeypatch, loads):
+    source, library = tmp_path / "cuda.cpp", tmp_path / f"libcuda{loads}.so"
+    source.write_text(LIBCUDA)
+    options = ["-shared", "-fPIC", *(["-DLOADS"] if loads else [])]
+    subprocess.run([str(COMPILER), *options, str(source), "-o", str(library)], check=True)
+    monkeypatch.setattr(cupy_runtime, "DRIVER_LIBRARY", str(library))
+    driver, mode = CudaDriver(), ctypes.CDLL(str(library)).test_mode
+    with driver.outside_captures():
+        assert mode() == 2  # relaxed
+    assert mode() == 0
+    assert driver.make_stream(-1) == 0x7F0000000001
+    assert driver.has_passed(0x7F0000000055) is True
+    assert driver.has_passed(0x7F0000000056) is False
+    with pytest.raises(RingcommError, match="cuEventQuery: CUDA error 907: what it means"):
+        driver.has_passed(0x7F0000000057)
+    driver.load_function(0x7F0000000006)
+    if loads:
+        with pytest.raises(RingcommError, match="cuFuncLoad: CUDA error 400: what it means"):
+            driver.load_function(7)

@@ -1,0 +1,133 @@
+"""The optimizer's Triton kernels compile for real architectures, to the operations meant."""
+
+import os
+import re
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("triton")
+
+from ringcomm import _native
+from ringcomm._tl.adamw_launch import (
+    plan_adamw_all_gather,
+    plan_one_pass,
+    plan_reduce_scatter_norm,
+    shard_kind,
+)
+from ringcomm._tl.adamw_shard import TURN, adamw_shard_kernel
+from ringcomm._tl.hooks import IS_INTERPRETED
+from ringcomm._tl.moving import NUM_WARPS
+from tests.proof.compile.compiled import (
+    ACQUIRE_SYS,
+    RELEASE_SYS,
+    TARGETS,
+    WARP,
+    compile_kernel,
+    compile_plan,
+    hot_loops,
+    opcodes,
+)
+from tests.proof.compile.ptx_order import misplaced
+from tests.support.cuda_code import have_tools
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
+]
+
+DIRECT, RING = _native.ALGORITHMS["direct"], _native.ALGORITHMS["ring"]
+ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+BUCKET = 1 << 20
+# Each element's: two for the gradient and the second moment, two ends of the first's lerp.
+FUSED_PER_ELEM = 4
+# A lane has so many elements in the turn of whole vectors, and as many in the one of single ones.
+ELEMS_PER_LANE = TURN.value // (NUM_WARPS * WARP)
+
+
+def _kind(param, master, *, world=1, op="SUM", grad=None, amsgrad=False, stochastic=False):
+    return shard_kind(
+        grad or param, param, op, world, master=master, keeps_max=amsgrad, stochastic=stochastic
+    )
+
+
+# Kind, and how many arrays of FP32 a turn loads and stores.
+SHARDS = {
+    "float32": (_kind("float32", "own"), 4, 3),
+    "bfloat16 with master": (_kind("bfloat16", "fp32"), 3, 3),
+    "bfloat16 with remainder": (_kind("bfloat16", "remainder"), 2, 2),
+    "stochastic, amsgrad": (_kind("float16", "none", amsgrad=True, stochastic=True), 3, 3),
+}
+# World and plan of each.
+PLANS = {
+    "one pass": (
+        2,
+        plan_one_pass(BUCKET, _kind("bfloat16", "fp32", world=2, op="AVG"), "AVG", DIRECT),
+    ),
+    "norm": (2, plan_reduce_scatter_norm(BUCKET, "bfloat16", "AVG", 0, False, DIRECT, 2)),
+    "update": (
+        4,
+        plan_adamw_all_gather(BUCKET, _kind("bfloat16", "fp32", grad="float32"), DIRECT),
+    ),
+    "norm, ring": (2, plan_reduce_scatter_norm(BUCKET, "float32", "SUM", 0, True, RING, 2)),
+    "one pass, ring": (2, plan_one_pass(BUCKET, _kind("bfloat16", "fp32"), "SUM", RING)),
+    "update, ring": (
+        2,
+        plan_adamw_all_gather(BUCKET, _kind("bfloat16", "fp32", grad="float32"), RING),
+    ),
+}
+SHARD_CASES = [(n, t) for n in SHARDS for t in TARGETS if ALL or t == 90 or n == "float32"]
+PLAN_CASES = [
+    (name, target)
+    for name in PLANS
+    for target in TARGETS
+    if ALL or (target == 90 and name in ("norm", "update")) or name == "one pass"
+]
+
+
+def _check_arithmetic(ptx, updates):
+    """Nothing approximate, and nothing that could be contracted further down."""
+    assert not re.search(r"\b(?:mul|add|sub)\.f32(?:x2)?\b", ptx)
+    assert not re.search(r"\.(?:approx|full)\b|\.ftz\b", ptx)
+    counts = Counter(re.findall(r"\b(fma|sqrt|div)\.rn\.f32\b", ptx))
+    counts["fma"] += 2 * len(re.findall(r"\bfma\.rn\.f32x2\b", ptx))  # from sm_100 on
+    if updates:
+        elems = 2 * ELEMS_PER_LANE  # in turns of vectors, and of single elements
+        assert (counts["fma"], counts["sqrt"]) == (FUSED_PER_ELEM * elems, elems)
+        assert counts["div"] >= 2 * elems
+    assert ".local" not in ptx
+
+
+@pytest.mark.parametrize(("name", "target"), SHARD_CASES)
+def test_a_shard_moves_vectors_and_rounds_as_meant(name, target):
+    kind, loads, stores = SHARDS[name]
+    signature = dict.fromkeys(("shard", "grad", "elems"), "i64")
+    binary = compile_kernel(adamw_shard_kernel, signature, target, KIND=kind)
+    _check_arithmetic(binary.ptx, True)
+    if not have_tools():
+        return
+    (loop,) = hot_loops(binary.kernels["adamw_shard_kernel"])
+    codes = opcodes(loop)
+    assert not [code for code in codes if code.startswith(("LDL", "STL", "BAR", "STS", "LDS"))]
+    assert len([c for c in codes if c.startswith("LDG") and ".128" in c]) == loads
+    assert len([c for c in codes if c.startswith("STG") and ".128" in c]) == stores
+    narrow = [c for c in codes if c.startswith(("LDG", "STG")) and ".128" not in c]
+    assert all(".64" in code for code in narrow), "16-bit elements move 8 bytes at a time"
+
+
+@pytest.mark.parametrize(("name", "target"), PLAN_CASES)
+def test_collectives_order_and_move_as_meant(name, target):
+    world, plan = PLANS[name]
+    binary = compile_plan(plan, world, target)
+    assert ACQUIRE_SYS.search(binary.ptx), "no wait acquires at system scope"
+    assert RELEASE_SYS.search(binary.ptx), "nothing is published with release at system scope"
+    assert misplaced(binary.functions) == []
+    _check_arithmetic(binary.ptx, not name.startswith("norm"))
+    if not have_tools():
+        return
+    loops = hot_loops(binary.kernels[plan.kernel.__name__])
+    assert loops, "no loop loads 16 bytes at a time"
+    for loop in loops:
+        codes = opcodes(loop)
+        assert not [code for code in codes if code.startswith(("LDL", "STL"))]
+        assert any(code.startswith("STG") and ".128" in code for code in codes)

@@ -1,0 +1,171 @@
+"""Every CUDA kernel compiles, and its machine code is what the design asks for. No GPU is needed.
+
+``make cuda-compile`` compiles every unit for every architecture, and with nvcc too where there is
+one: a quarter of an hour. ``make test`` takes a subset, since all units of a kind are one template.
+"""
+
+import os
+import shutil
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from ringcomm.cuda import units
+from ringcomm.cuda.units import UNITS
+from ringcomm.errors import UnsupportedError
+from tests.support import cuda_checks as checks
+from tests.support import cuda_code
+from tests.support.cuda_code import compile_unit, output_of, tool
+from tests.support.emulator import EmulatedRuntime
+
+pytestmark = pytest.mark.compiles
+
+ROOT = Path(__file__).resolve().parents[3]
+EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
+# One that moves; of those that reduce, the one with the most registers and instructions, where
+# spills and narrow accesses show first; one optimizer. What an architecture can change of the
+# protocol, the widths and the orders, shows in the one that moves.
+REPRESENTATIVES = ("move", "reduce_float16", "adamw_bfloat16")
+MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
+for target in OTHER_TARGETS:
+    MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else ["move"])]
+# The longest first, so that none is left alone at the end.
+MATRIX.sort(key=lambda each: each[0] == "move")
+
+needs_tools = pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS)
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """All under way at once; each test waits for its own only.
+
+    Processes: NVRTC compiles one program of a process at a time.
+    """
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        yield {each: pool.submit(compile_unit, *each) for each in MATRIX}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module", params=MATRIX, ids=["-".join(each) for each in MATRIX])
+def binary(request, compilations):
+    # Taken out, so that its memory is free when the next one is looked at.
+    return compilations.pop(request.param).result()
+
+
+def moves(kernel: str) -> bool:
+    return kernel.endswith("_move")
+
+
+def sends_packets(kernel: str) -> bool:
+    return "_packet_" in kernel
+
+
+def is_alone(kernel: str) -> bool:
+    """The optimizer's that have no peers."""
+    return kernel in ("rc_adamw_prepare", "rc_grad_norm") or "_shard_" in kernel
+
+
+def updates(kernel: str) -> bool:
+    return kernel.startswith(("rc_adamw_shard_", "rc_adamw_step_"))
+
+
+@needs_tools
+@pytest.mark.timeout(600)  # what a test waits for may be a minute's work on a busy machine
+class TestUnits:
+    def test_kernels(self, binary, request):
+        (unit, _), found = request.node.callspec.params["binary"], set(binary.kernels)
+        assert found == set(binary.thread_bounds) == set(UNITS[unit].kernels)
+
+    def test_nothing_lives_in_local_memory(self, binary):
+        assert checks.local_memory(binary) == []
+
+    def test_the_launch_bounds_hold(self, binary):
+        assert checks.launch_bounds(binary) == []
+
+    def test_the_emulator_runs_no_more_of_them_at_once_than_a_gpu(self, binary, request):
+        unit, target = request.node.callspec.params["binary"]
+        if target != MAIN_TARGET:
+            return
+        runtime = EmulatedRuntime()
+        for name in binary.thread_bounds:
+            try:
+                emulated = runtime.find_kernel(0, unit, name)
+            except UnsupportedError:  # it has not all operations of all dtypes
+                continue
+            real = checks.blocks_per_multiprocessor(binary, name)
+            assert emulated.blocks_per_multiprocessor <= real, name
+
+    def test_orders_are_of_system_scope(self, binary):
+        assert checks.memory_orders(binary) == []
+
+    def test_items_are_acquired_and_released(self, binary):
+        for name in binary.kernels:
+            if not sends_packets(name) and not is_alone(name):
+                assert checks.protocol(binary, name) == []
+
+    def test_a_packet_is_one_access(self, binary):
+        for name in binary.kernels:
+            if sends_packets(name):
+                assert checks.packet_protocol(binary, name) == []
+
+    def test_data_move_16_bytes_at_a_time(self, binary):
+        for name, kernel in binary.kernels.items():
+            if updates(name):
+                assert checks.update_loop(kernel) == []
+            if sends_packets(name) or is_alone(name):
+                continue
+            # The norm is a reduce-scatter alone: it copies nothing.
+            assert name.endswith("_norm") or checks.copy_loop(kernel) == []
+            assert moves(name) or checks.reduce_loop(kernel) == []
+
+
+def test_every_header_is_compiled():
+    source = units.read_source(units.source_root(), UNITS["move"])
+    folder = ROOT / "kernels/include"
+    headers = {str(path.relative_to(folder)) for path in folder.rglob("*.h")}
+    assert headers <= source.headers.keys()
+
+
+def configure(folder: Path, *options: str) -> str:
+    """Makes a build folder of the CUDA part alone, and returns what CMake said."""
+    tools = Path(sys.executable).parent
+    names = [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
+    what = ["-DRINGCOMM_PYTHON=OFF", *options]
+    return output_of(tools / "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *names, *what)
+
+
+def nvcc_units():
+    return list(UNITS) if EVERYTHING else ["move"]
+
+
+def nvcc_targets():
+    """Machine code for one architecture, and the PTX, show that nvcc takes the sources."""
+    return [t for t in units.PREBUILT if EVERYTHING or t.ptx or str(t) == MAIN_TARGET]
+
+
+@needs_nvcc
+@needs_tools
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("unit", nvcc_units())
+def test_nvcc_makes_what_a_wheel_carries(tmp_path, unit):
+    folder = tmp_path / "build"
+    configure(folder, f"-DRINGCOMM_CUDA={';'.join(map(str, nvcc_targets()))}")
+    fatbin = folder / "kernels" / "cuda" / f"{unit}.fatbin"
+    output_of(Path(sys.executable).parent / "cmake", "--build", folder, "--target", fatbin)
+    output_of(tool("cuobjdump"), "-xelf", "all", fatbin, cwd=tmp_path)
+    output_of(tool("cuobjdump"), "-xptx", "all", fatbin, cwd=tmp_path)
+    made = {str(path).split(".")[-2]: path for path in tmp_path.glob("*.*.cubin")}
+    assert set(made) == {str(target) for target in nvcc_targets() if not target.ptx}
+    (ptx,) = tmp_path.glob("*.ptx")
+    assert ".target sm_100\n" in ptx.read_text()
+    for path in made.values():
+        usage = output_of(tool("cuobjdump"), "-res-usage", path)
+        binary = cuda_code.Binary(path.read_bytes(), ptx.read_text(), usage)
+        assert set(binary.kernels) == set(UNITS[unit].kernels)
+        assert checks.local_memory(binary) == []
+        assert checks.memory_orders(binary) == []

@@ -1,0 +1,68 @@
+"""The Triton kernels compile for real architectures, to the accesses that the protocol wants."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+
+from ringcomm import _native
+from ringcomm._tl.hooks import IS_INTERPRETED
+from ringcomm._tl.launch import plan_all_gather, plan_all_reduce, plan_reduce_scatter
+from tests.proof.compile.compiled import (
+    ACQUIRE_SYS,
+    RELEASE_SYS,
+    TARGETS,
+    compile_plan,
+    hot_loops,
+    opcodes,
+)
+from tests.proof.compile.ptx_order import misplaced
+from tests.support.cuda_code import have_tools
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
+]
+
+DIRECT, RING = _native.ALGORITHMS["direct"], _native.ALGORITHMS["ring"]
+INT16 = _native.DTYPES["int16"]
+# World and plan of each.
+PLANS = {
+    "reduce-scatter direct": (2, plan_reduce_scatter(1 << 20, "bfloat16", "AVG", DIRECT, 2)),
+    "all-gather ring": (2, plan_all_gather(1 << 20, INT16, 2, RING, 2)),
+    "reduce-scatter direct of 8": (8, plan_reduce_scatter(1 << 20, "float32", "SUM", DIRECT, 8)),
+    "all-gather direct of 4": (4, plan_all_gather(1 << 20, INT16, 2, DIRECT, 4)),
+    "all-reduce ring of 4": (4, plan_all_reduce(1 << 20, "float16", "SUM", RING, 4)),
+    "all-reduce direct": (2, plan_all_reduce(1 << 20, "float32", "SUM", DIRECT, 2)),
+}
+# A kernel takes up to 10 s. ``make cuda-compile`` makes all of them for all architectures. Else
+# there are both families, of which the all-reduce has both parts of the direct one, and for the
+# other architectures a kernel that loads, sums and stores.
+SOME = {80: ["reduce-scatter direct"], 90: ["all-gather ring", "all-reduce direct"]}
+SOME[100] = SOME[80]
+ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
+CASES = [(name, target) for name in PLANS for target in TARGETS if ALL or name in SOME[target]]
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_orders_widths_and_no_local_memory(name, target):
+    world, plan = PLANS[name]
+    binary = compile_plan(plan, world, target)
+    assert ACQUIRE_SYS.search(binary.ptx), "no wait acquires at system scope"
+    assert RELEASE_SYS.search(binary.ptx), "nothing is published with release at system scope"
+    assert misplaced(binary.functions) == []
+    assert ".local" not in binary.ptx
+    assert f".maxntid {8 * 32}" in binary.ptx or f".reqntid {8 * 32}" in binary.ptx
+    if not have_tools():
+        return
+    loops = hot_loops(binary.kernels[plan.kernel.__name__])
+    assert loops, "no loop loads 16 bytes at a time"
+    for loop in loops:
+        codes = opcodes(loop)
+        # What spans a call of the slow path of a wait may lie on the stack, but nothing here.
+        assert not [code for code in codes if code.startswith(("LDL", "STL"))]
+        assert any(code.startswith("STG") and ".128" in code for code in codes)
+        wide = [code for code in codes if code.startswith("LDG") and ".128" in code]
+        assert len(wide) >= 2, "a turn keeps several loads in flight"
+        assert not [c for c in codes if c.startswith("LDG") and c.endswith((".U8", ".U16"))]

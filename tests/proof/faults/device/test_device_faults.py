@@ -1,0 +1,462 @@
+"""Ranks of one process that fail each other: all of them learn it, by rank, and in time."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm import (
+    AbortedError,
+    CollectiveTimeout,
+    CommOptions,
+    MismatchError,
+    PeerLost,
+    ReduceOp,
+    RingcommError,
+)
+from tests.proof.faults.device.conftest import Places
+from tests.proof.faults.device.places import SOON_S, Gate, Place, error_of, first_error, until
+
+pytestmark = pytest.mark.deadlines
+
+SHORT_S = 0.5
+COUNT = 5000
+# More channels than places for packets with the header of a message of another size.
+WIDE = CommOptions(segment_bytes=4096, channels=4, packet_bytes=4096)
+
+
+def outcomes(place: Place, world: Any, body: Any) -> list[Any]:
+    """Returns what ``body(comm)`` raised or returned on each rank."""
+
+    def caught(comm: Any) -> Any:
+        with place.ordered():
+            try:
+                return body(comm)
+            except RingcommError as error:
+                return error
+
+    started = time.monotonic()
+    results: list[Any] = world.run(caught)
+    assert time.monotonic() - started < SOON_S
+    return results
+
+
+def works(place: Place, n: int = 2) -> None:
+    """A new world of the same process is whole."""
+    world = place.world(n)
+    results = outcomes(place, world, lambda comm: sum_of_ones(place, comm))
+    assert results == [n * 5000.0] * n
+    world.close()
+
+
+def sum_of_ones(place: Place, comm: Any) -> float:
+    tensor = place.full(5000, 1.0)
+    comm.all_reduce(tensor)
+    return float(tensor.sum().item())
+
+
+def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatch: Any) -> None:
+    """A copy may fail, or be queued behind a kernel that only the abort ends."""
+    place = emulated()
+    world = place.world(2)
+    core = world[0]._device_core
+    asked = ctypes.c_uint32.from_address(core._page.host_ptr)  # HostPage.abort_requested
+    seen: list[int] = []
+
+    def refused(device: int, ptr: int, data: bytes) -> None:
+        seen.append(asked.value)
+        raise RuntimeError("the device takes no copies any more")
+
+    world[0].irecv(place.full(COUNT, 0.0), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(place.runtime, "write", refused)
+        with pytest.raises(RuntimeError, match="takes no copies"):
+            world[0].abort("for a reason")
+    assert seen == [1]
+    until(lambda: core.native.raised)  # long before the deadline
+
+
+def test_a_peer_hears_the_reason_though_kernels_are_quicker(
+    emulated: Places, monkeypatch: Any
+) -> None:
+    place = emulated()
+    world = place.world(2)
+    write = place.runtime.write
+    peer_knows = threading.Event()
+
+    def late(device: int, ptr: int, data: bytes) -> None:
+        peer_knows.wait(SOON_S)
+        time.sleep(0.1)
+        write(device, ptr, data)
+
+    for rank in range(2):
+        world[rank].irecv(place.full(COUNT, 0.0), 1 - rank)
+    with monkeypatch.context() as patch:
+        patch.setattr(place.runtime, "write", late)
+        abort = threading.Thread(target=world[0].abort, args=("for this reason",))
+        abort.start()
+        until(lambda: world[1]._device_core.native.raised)
+        peer_knows.set()
+        error = error_of(world[1].barrier)
+        abort.join()
+    assert "for this reason" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
+    world = place.world(3, timeout=SHORT_S)
+
+    def body(comm: Any) -> None:
+        if comm.rank != 1:
+            comm.all_reduce(place.full(10, 1.0))
+
+    late, absent, other = outcomes(place, world, body)
+    assert absent is None
+    errors = sorted((late, other), key=lambda error: isinstance(error, AbortedError))
+    assert isinstance(errors[0], CollectiveTimeout)
+    assert isinstance(errors[1], CollectiveTimeout | AbortedError)
+    for error in errors:
+        assert "waited 500 ms" in str(error)
+        assert "for rank 1 to make the same call (step 0" in str(error)
+    # On all ranks, also on the one that did not come.
+    again = outcomes(place, world, lambda comm: comm.barrier())
+    assert all(isinstance(error, AbortedError) for error in again), again
+    assert all("for rank 1" in str(error) for error in again)
+    world.close()
+    works(place, 3)
+
+
+def test_a_call_that_was_given_up_is_never_launched(place: Place) -> None:
+    """A rank that comes too late would otherwise launch it, on memory that was given back."""
+    world = place.world(2, timeout=SHORT_S)
+    tensors = [place.full(10, 1.0), place.full(10, 2.0)]
+    late = threading.Event()
+
+    def body(comm: Any) -> Any:
+        if comm.rank == 1:
+            late.wait()
+        try:
+            comm.all_reduce(tensors[comm.rank])
+        finally:
+            late.set()
+
+    errors = outcomes(place, world, body)
+    assert isinstance(errors[0], CollectiveTimeout)
+    assert isinstance(errors[1], RingcommError)
+    place.synchronize()
+    assert torch.equal(tensors[0], place.full(10, 1.0))
+    assert torch.equal(tensors[1], place.full(10, 2.0))
+
+
+def test_a_rank_that_raises_wakes_the_others(place: Place) -> None:
+    world = place.world(2)
+
+    def body(comm: Any) -> None:
+        if comm.rank == 0:
+            raise KeyError("mine")
+        with place.ordered():
+            comm.all_reduce(place.full(10, 1.0))
+
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="mine"):
+        world.run(body)
+    assert time.monotonic() - started < SOON_S
+    error = error_of(world[1].barrier)
+    assert isinstance(error, AbortedError)
+    assert "rank 0 aborted the communicator: KeyError: 'mine'" in str(error)
+
+
+def test_a_rank_that_closes_is_lost(place: Place) -> None:
+    world = place.world(2)
+
+    def body(comm: Any) -> None:
+        if comm.rank == 0:
+            comm.close()
+        else:
+            comm.all_reduce(place.full(10, 1.0))
+
+    _, error = outcomes(place, world, body)
+    assert isinstance(error, PeerLost)
+    assert "all_reduce on rank 1 of 2" in str(error)
+    assert "rank 0" in str(error) and "has closed the communicator" in str(error)
+    assert isinstance(error_of(world[1].barrier), AbortedError)
+
+
+def reduce_of(count: int, algorithm: str = "direct", op: Any = ReduceOp.SUM) -> Any:
+    def call(place: Place, comm: Any) -> None:
+        comm.all_reduce(place.full(count, 1.0), op, algorithm=algorithm)
+
+    return call
+
+
+def gather_of(count: int, algorithm: str = "direct") -> Any:
+    def call(place: Place, comm: Any) -> None:
+        comm.all_gather_into_tensor(
+            place.full(count * comm.world_size, 0.0), place.full(count, 1.0), algorithm=algorithm
+        )
+
+    return call
+
+
+def scatter_of(count: int, algorithm: str = "direct") -> Any:
+    def call(place: Place, comm: Any) -> None:
+        comm.reduce_scatter_tensor(
+            place.full(count, 0.0), place.full(count * comm.world_size, 1.0), algorithm=algorithm
+        )
+
+    return call
+
+
+def integers_of(algorithm: str) -> Any:
+    def call(place: Place, comm: Any) -> None:
+        comm.all_reduce(place.full(100, 1, torch.int32), algorithm=algorithm)
+
+    return call
+
+
+def barrier(place: Place, comm: Any) -> None:
+    comm.barrier()
+
+
+ALL = ("direct", "ring", "packet")
+# Calls of rank 0 and rank 1, and what the message must say of each.
+MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
+    **{
+        f"sizes, {how}": (
+            reduce_of(100, how),
+            reduce_of(200, how),
+            f"400 bytes, {how}",
+            f"800 bytes, {how}",
+        )
+        for how in ALL
+    },
+    **{
+        f"dtypes, {how}": (
+            integers_of(how),
+            reduce_of(100, how),
+            f"int32, SUM, 400 bytes, {how}",
+            f"float32, SUM, 400 bytes, {how}",
+        )
+        for how in ALL
+    },
+    **{
+        f"ops, {how}": (
+            reduce_of(100, how),
+            reduce_of(100, how, ReduceOp.MAX),
+            f"SUM, 400 bytes, {how}",
+            f"MAX, 400 bytes, {how}",
+        )
+        for how in ALL
+    },
+    **{
+        f"collectives, {how}": (
+            scatter_of(100, how),
+            gather_of(100, how),
+            "reduce_scatter(",
+            "all_gather(",
+        )
+        for how in ALL
+    },
+    "direct and ring": (reduce_of(100), reduce_of(100, "ring"), "direct", "ring"),
+    "packet and direct": (reduce_of(100, "packet"), reduce_of(100), "packet", "direct"),
+    "ring and packet": (reduce_of(100, "ring"), reduce_of(100, "packet"), "ring", "packet"),
+    "numbers of blocks": (reduce_of(100), reduce_of(100_000), "400 bytes", "400000 bytes"),
+    "barrier": (barrier, reduce_of(5000), "barrier(", "all_reduce("),
+}
+
+
+@pytest.mark.parametrize("name", ["broadcast", "reduce"])
+def test_two_roots_are_found_out_by_the_next_call(place: Place, name: str) -> None:
+    """Neither reads in its own call what the other sent."""
+    world = place.world(2)
+
+    def body(comm: Any) -> None:
+        root = comm.rank if name == "broadcast" else 1 - comm.rank
+        raise first_error(place, comm, lambda: getattr(comm, name)(place.full(100, 1.0), root))
+
+    results = outcomes(place, world, body)
+    assert all(isinstance(error, MismatchError | AbortedError) for error in results), results
+    for error in results:
+        assert f"called {name}(float32, " in str(error)
+        assert "root" in str(error)
+    world.close()
+
+
+def test_ranks_that_reduce_to_themselves_wait_for_the_deadline(place: Place) -> None:
+    """Neither publishes anything, so neither can see the other's call."""
+    world = place.world(2, timeout=SHORT_S)
+
+    def body(comm: Any) -> None:
+        raise first_error(place, comm, lambda: comm.reduce(place.full(100, 1.0), comm.rank))
+
+    results = outcomes(place, world, body)
+    assert all(isinstance(error, CollectiveTimeout | AbortedError) for error in results), results
+    assert any(isinstance(error, CollectiveTimeout) for error in results)
+    world.close()
+
+
+def check_mismatch(results: list[Any], first: str, second: str) -> None:
+    assert all(isinstance(error, MismatchError | AbortedError) for error in results), results
+    named = [error for error in results if isinstance(error, MismatchError)]
+    assert named
+    for error in named:
+        text = str(error)
+        calls = {rank: text.split(f"ank {rank} called ")[1].split(")")[0] for rank in (0, 1)}
+        assert first in calls[0] and second in calls[1], text
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_different_calls_are_named(place: Place, name: str) -> None:
+    *calls, first, second = MISMATCHES[name]
+    world = place.world(2)
+
+    def body(comm: Any) -> None:
+        raise first_error(place, comm, lambda: calls[comm.rank](place, comm))
+
+    check_mismatch(outcomes(place, world, body), first, second)
+    again = outcomes(place, world, lambda comm: comm.barrier())
+    assert all(isinstance(error, AbortedError) for error in again)
+    world.close()
+
+
+def test_packets_of_different_sizes_are_never_taken_for_headers(place: Place) -> None:
+    """The report is the same, whatever channel is first to see that the calls differ."""
+    for count in range(64, 1024, 96):
+        world = place.world(2, options=WIDE)
+
+        def body(comm: Any, count: int = count) -> None:
+            size = count if comm.rank == 0 else 1024
+            raise first_error(place, comm, lambda: reduce_of(size, "packet")(place, comm))
+
+        check_mismatch(outcomes(place, world, body), f" {4 * count} bytes", " 4096 bytes")
+        world.close()
+
+
+def test_an_abort_ends_a_kernel_that_waits(place: Place) -> None:
+    """Whoever waits for a message waits alone, in a kernel."""
+    world = place.world(2)
+    tensor = place.full(10, 0.0)
+    work = world[0].irecv(tensor, 1)
+    timer = threading.Timer(0.1, world[0].abort, ["changed my mind"])
+    timer.start()
+    until(work.is_completed)
+    timer.join()
+    error = error_of(work.wait)
+    assert isinstance(error, AbortedError)
+    assert "changed my mind" in str(error)
+    assert not work.is_success()
+    assert isinstance(work.exception(), AbortedError)
+    # The peer, which made no call, hears of it in its next one; with the cause, and by rank.
+    error = error_of(world[1].barrier)
+    assert isinstance(error, AbortedError)
+    assert "rank 0 aborted the communicator: changed my mind" in str(error)
+    world.close()
+    works(place)
+
+
+def test_an_abort_while_nothing_runs(place: Place) -> None:
+    world = place.world(2)
+    world[1].abort()
+    world[1].abort("a second one changes nothing")
+    assert world[1].aborted
+    for comm in world:
+        error = error_of(partial(comm.all_reduce, place.full(10, 1.0)))
+        assert isinstance(error, AbortedError)
+        assert "Communicator.abort() was called" in str(error)
+    world.close()
+
+
+def test_an_abort_before_a_queued_call_begins(emulated: Places) -> None:
+    """The call must not run, and must not wait for its deadline."""
+    place = emulated()
+    world = place.world(2)
+    stream = place.runtime.make_stream(0)
+    gate = Gate(place, stream.handle)
+    tensor = place.full(10, 5.0)
+    with place.runtime.on_stream(stream):
+        work = world[0].irecv(tensor, 1)
+    world[0].abort("too late")
+    assert not work.is_completed()
+    gate.open()
+    until(work.is_completed)
+    assert "too late" in str(error_of(work.wait))
+    world.close()
+
+
+def waits_in_vain(place: Place) -> tuple[Any, Any]:
+    """A world in which a kernel has given up, and its Work; nobody has been told."""
+    world = place.world(2, timeout=0.2)
+    work = world[0].irecv(place.full(10, 0.0), 1)
+    until(work.is_completed)
+    return world, work
+
+
+def check_timeout(error: RingcommError, operation: str) -> None:
+    assert isinstance(error, CollectiveTimeout), error
+    text = str(error)
+    assert text.startswith(f"{operation} on rank 0 of 2: rank 0 in ")
+    assert "until its timeout ended, for rank 1 (step 0, epoch wanted 1, seen 0)" in text
+
+
+def test_a_fault_is_raised_by_the_next_call(place: Place) -> None:
+    world, work = waits_in_vain(place)
+    check_timeout(error_of(lambda: world[0].all_reduce(place.full(10, 1.0))), "all_reduce")
+    error = error_of(work.wait)
+    assert isinstance(error, AbortedError)
+    assert "unusable since an earlier fault. First fault: CollectiveTimeout" in str(error)
+    world.close()
+
+
+def test_a_fault_is_raised_by_wait(place: Place) -> None:
+    world, work = waits_in_vain(place)
+    check_timeout(error_of(work.wait), "irecv")
+    assert isinstance(error_of(world[0].barrier), AbortedError)
+    world.close()
+
+
+def test_a_fault_is_raised_by_close_if_nobody_was_told(place: Place) -> None:
+    world, work = waits_in_vain(place)
+    check_timeout(error_of(world[0].close), "close")
+    assert not work.is_success()
+    assert "CollectiveTimeout" in str(error_of(work.wait))
+    world[0].close()
+    assert isinstance(error_of(world[0].barrier), AbortedError)
+    world[1].close()
+    works(place)
+
+
+def test_a_world_closes_all_ranks_even_if_one_raises(place: Place) -> None:
+    world, _ = waits_in_vain(place)
+    check_timeout(error_of(world.close), "close")
+    world.close()
+    assert all(each._closed for each in world)
+
+
+def test_a_refused_launch_makes_the_communicator_unusable(emulated: Places) -> None:
+    """Peers would take this rank's next call for the one that it did not launch."""
+    place = emulated(block_slots=1)
+    world = place.world(1)
+    error = error_of(lambda: world[0].all_reduce(place.full(100_000, 1.0)))
+    assert type(error) is RingcommError
+    assert "all_reduce on rank 0 of 1" in str(error) and "too many blocks" in str(error)
+    assert isinstance(error_of(world[0].barrier), AbortedError)
+    world.close()
+
+
+def test_bad_arguments_disturb_nobody(place: Place) -> None:
+    """Found on all ranks of a launch, when it is too late to find it in one."""
+    options = CommOptions(segment_bytes=4096, channels=1, packet_bytes=1024)
+    world = place.world(2, options=options)
+
+    def body(comm: Any) -> Any:
+        error = error_of(lambda: comm.all_reduce(place.full(1000, 1.0), algorithm="packet"))
+        assert "packet" in str(error)
+        return sum_of_ones(place, comm)
+
+    assert outcomes(place, world, body) == [10000.0] * 2
+    world.close()

@@ -1,0 +1,365 @@
+"""Collectives in graphs: captured once, replayed often, among other calls, and past a fault."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError
+from tests.proof.faults.device.conftest import Places
+from tests.proof.faults.device.places import LONG_S, Gate, Place, error_of, until
+from tests.support.emulator import DriverError
+from tests.support.faults import die
+from tests.support.ranks import Ranks, run_ranks
+
+# On an emulated device a replay takes 20 ms; this many use every slot again dozens of times.
+REPLAYS = {"emulated": 150, "cuda": 1000}
+GRACE_S = 0.05
+UNJOINED = 904
+# Elements: a small message, and one of several segments.
+SMALL, LARGE = 60, 3001
+
+
+class Chain:
+    """All collectives that a graph holds, on static tensors of all ranks."""
+
+    def __init__(self, place: Place, world: Any, large: int = LARGE) -> None:
+        self.place, self.world, self.n = place, world, len(world)
+        self.inputs = {how: self._tensors(count) for how, count in self._counts(large).items()}
+        self.scattered = self._tensors(SMALL)
+        self.gathered = self._tensors(SMALL * self.n)
+
+    def _counts(self, large: int) -> dict[str, int]:
+        return {"packet": SMALL, "direct": large, "ring": large, "scatter": SMALL * self.n}
+
+    def _tensors(self, count: int) -> list[torch.Tensor]:
+        return [self.place.full(count, 0.0) for _ in range(self.n)]
+
+    def call(self) -> None:
+        for how in ("packet", "direct", "ring"):
+            self.world.all_reduce(self.inputs[how], algorithm=how)
+        self.world.reduce_scatter_tensor(self.scattered, self.inputs["scatter"], algorithm="ring")
+        self.world.all_gather_into_tensor(self.gathered, self.scattered, algorithm="direct")
+
+    def fill(self, turn: int) -> None:
+        for k, tensors in enumerate(self.inputs.values()):
+            for rank, tensor in enumerate(tensors):
+                tensor.fill_(turn % 13 + rank + k)
+        for tensor in (*self.scattered, *self.gathered):
+            tensor.fill_(-9)
+
+    def check(self, turn: int) -> None:
+        others = sum(range(self.n))
+        for k, (how, tensors) in enumerate(self.inputs.items()):
+            total = self.n * (turn % 13 + k) + others
+            outputs = [*self.scattered, *self.gathered] if how == "scatter" else tensors
+            for tensor in outputs:
+                assert int((tensor != total).sum()) == 0, (how, turn, tensor, total)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_many_replays(place: Place, n: int) -> None:
+    world = place.world(n)
+    with place.ordered():
+        chain = Chain(place, world, large=LARGE if n == 2 else SMALL)
+        chain.call()
+        place.synchronize()
+        with place.capture() as replay:
+            chain.call()
+        for turn in range(REPLAYS[place.kind] if n == 2 else 20):
+            chain.fill(turn)
+            replay()
+            chain.check(turn)
+
+
+def test_other_calls_before_between_and_after_replays(place: Place) -> None:
+    """Eager ones from one thread and from the ranks' threads, in a second graph, and replays."""
+    world = place.world(2)
+    with place.ordered():
+        chain, other = Chain(place, world), Chain(place, world)
+        chain.fill(0)
+        chain.call()
+        chain.check(0)
+        with place.capture() as replay:
+            chain.call()
+        with place.capture() as replay_other:
+            other.call()
+        for turn in range(40):
+            for each, again in ((chain, replay), (other, replay_other)):
+                each.fill(turn)
+                if turn % 3 == 0:
+                    each.call()
+                else:
+                    again()
+                each.check(turn)
+            if turn % 5 == 0:
+                place.synchronize()
+                assert world.run(lambda comm: eager_sum(place, comm)) == [2.0, 2.0]
+                place.synchronize()
+
+
+def eager_sum(place: Place, comm: Any) -> float:
+    with place.ordered():
+        tensor = place.full(LARGE, 1.0)
+        comm.all_reduce(tensor, async_op=True).wait()
+        return float(tensor.mean().item())
+
+
+def replays_alone(store: Any, rank: int, n: int, kind: str, replays: int) -> float:
+    place = Place(kind)
+    comm = place.connect(store, rank, n)
+    counts = (SMALL, LARGE, LARGE, LARGE, LARGE * n)
+    with place.ordered():
+        tensors = [place.full(count, 0.0) for count in counts]
+        eager = place.full(SMALL, 1.0)
+        comm.all_reduce(eager)
+        replay = record_steps(place, comm, tensors)
+        others = sum(range(n))
+        for turn in range(replays):
+            for tensor in tensors:
+                tensor.fill_(turn + rank)
+            replay()
+            total = n * turn + others
+            *sums, _, whole = tensors
+            for tensor in sums:
+                assert int((tensor != total).sum()) == 0, (turn, tensor, total)
+            wanted = torch.arange(turn, turn + n).repeat_interleave(LARGE).to(whole)
+            assert int((whole != wanted).sum()) == 0
+            if turn % 10 == 0:
+                eager.fill_(turn)
+                comm.all_reduce(eager, async_op=turn % 20 == 0)
+                comm.barrier()
+                assert int((eager != n * turn).sum()) == 0
+        mean = float(eager.mean().item())
+    comm.close()
+    place.close()
+    return mean
+
+
+def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
+    """A graph of a rank's own: packets, a joined asynchronous call, a ring, a gather of copies."""
+    small, beside, ring, part, whole = tensors
+    with place.capture() as replay:
+        comm.all_reduce(small, algorithm="packet")
+        work = comm.all_reduce(beside, algorithm="direct", async_op=True)
+        comm.all_reduce(ring, algorithm="ring")
+        work.wait()
+        comm.all_gather_into_tensor(whole, part, algorithm="copy")
+    return replay
+
+
+def test_every_process_captures_its_own_part(kind: str) -> None:
+    turns = 100
+    assert run_ranks(replays_alone, 2, kind, turns) == [2.0 * (turns - 10)] * 2
+
+
+def test_an_asynchronous_call_must_be_joined(emulated: Places) -> None:
+    place = emulated()
+    comm = place.world(1)[0]
+    tensor = place.full(SMALL, 1.0)
+    with pytest.raises(DriverError) as caught, place.capture():
+        work = comm.all_reduce(tensor, async_op=True)
+    assert caught.value.code == UNJOINED
+    del work
+    with place.capture() as replay:
+        comm.all_reduce(tensor, async_op=True).wait()
+    replay()
+    place.synchronize()
+
+
+def test_calls_of_one_capture_follow_each_other(emulated: Places) -> None:
+    """On whatever of its streams they are made."""
+    place = emulated()
+    comm, runtime = place.world(1)[0], place.runtime
+    tensor, order = place.full(SMALL, 1.0), []
+    other = runtime.make_stream(0)
+
+    def first() -> None:
+        time.sleep(GRACE_S)
+        order.append("first")
+
+    with place.capture() as replay:
+        main = runtime.current_stream(0)
+        runtime.wait_event(0, other.handle, runtime.record_event(0, main))
+        runtime.run_on_stream(0, main, first)
+        comm.all_reduce(tensor)
+        with runtime.on_stream(other):
+            comm.all_reduce(tensor)
+        runtime.run_on_stream(0, other.handle, lambda: order.append("second"))
+        runtime.wait_event(0, main, runtime.record_event(0, other.handle))
+    for _ in range(2):
+        replay()
+        place.synchronize()
+    assert order == ["first", "second"] * 2
+
+
+def test_a_capture_between_does_not_loosen_the_order(emulated: Places) -> None:
+    place = emulated()
+    comm, runtime = place.world(1)[0], place.runtime
+    tensor = place.full(SMALL, 1.0)
+    streams = [runtime.make_stream(0) for _ in range(2)]
+    gate = Gate(place, streams[0].handle)
+    with runtime.on_stream(streams[0]):
+        comm.all_reduce(tensor)
+    with place.capture():
+        comm.all_reduce(tensor)
+    with runtime.on_stream(streams[1]):
+        comm.all_reduce(tensor)
+    done = runtime.record_event(0, streams[1].handle)
+    time.sleep(GRACE_S)
+    assert not done.query()
+    gate.open()
+    until(done.query)
+
+
+def test_tensors_of_a_capture_live_as_long_as_it(emulated: Places) -> None:
+    """Their memory would be handed out to a later part of the same graph."""
+    place = emulated()
+    comm = place.world(1)[0]
+    with place.capture():
+        tensor = place.full(SMALL, 1.0)
+        ref = weakref.ref(tensor)
+        comm.all_reduce(tensor, async_op=True).wait()
+        del tensor
+        assert ref() is not None
+    comm.barrier(async_op=True)
+    assert ref() is None
+
+
+def test_copies_of_all_ranks_from_one_thread_are_refused(place: Place) -> None:
+    world = place.world(2)
+    inputs = [place.full(SMALL, 1.0) for _ in world]
+    outputs = [place.full(2 * SMALL, 1.0) for _ in world]
+    with pytest.raises(ArgumentError, match='expected any but "copy"'):
+        world.all_gather_into_tensor(outputs, inputs, algorithm="copy")
+
+
+def test_replays_of_an_aborted_communicator_do_nothing(place: Place) -> None:
+    world = place.world(2)
+    with place.ordered():
+        chain = Chain(place, world)
+        chain.call()
+        with place.capture() as replay:
+            chain.call()
+        chain.fill(1)
+        world[0].abort("no more")
+        replay()
+        replay()
+        place.synchronize()
+        error = error_of(chain.call)
+    assert isinstance(error, AbortedError)
+    assert "no more" in str(error)
+
+
+def one_replays(store: Any, rank: int, n: int, kind: str, end: str) -> tuple[Any, str]:
+    """The last rank does not come to the third replay."""
+    place = Place(kind)
+    comm = place.connect(store, rank, n)
+    with place.ordered():
+        tensor = place.full(LARGE, 0.0)
+        comm.all_reduce(tensor)
+        place.synchronize()
+        if end == "stop":
+            comm.timeout = 2.0
+        with place.capture() as replay:
+            comm.all_reduce(tensor)
+        for _ in range(2):
+            replay()
+        place.synchronize()
+        if rank == n - 1:
+            if end == "die":
+                die()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        replay()
+        place.synchronize()
+        error = error_of(comm.barrier)
+        replay()  # returns at once
+        place.synchronize()
+    comm.close()
+    place.close()
+    return type(error), str(error)
+
+
+@pytest.mark.parametrize(("end", "expected"), [("die", PeerLost), ("stop", CollectiveTimeout)])
+def test_a_fault_in_a_replay_is_reported(kind: str, end: str, expected: type) -> None:
+    with Ranks(one_replays, 3, kind, end) as ranks:
+        outcomes = ranks.wait(2 * LONG_S, [0, 1])
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+        error, text = outcome.value
+        assert error is expected, text
+        assert "rank 2" in text
+
+
+def test_close_waits_for_replays_under_way(emulated: Places) -> None:
+    """They are on a stream that the communicator was never told of."""
+    place = emulated()
+    world = place.world(2)
+    chain = Chain(place, world)
+    chain.fill(3)
+    chain.call()
+    place.synchronize()
+    with place.capture() as replay:
+        chain.call()
+    chain.fill(3)
+    stream = place.runtime.make_stream(0)
+    gate = Gate(place, stream.handle)
+    with place.runtime.on_stream(stream):
+        for _ in range(3):
+            replay()
+    closing = threading.Thread(target=world.close)
+    closing.start()
+    time.sleep(GRACE_S)
+    assert closing.is_alive()
+    chain.fill(3)
+    gate.open()
+    closing.join(LONG_S)
+    assert not closing.is_alive()
+    # Three times the sum of what the ranks have, of what they then have alike, and so on.
+    total = 2 * 2 * (2 * 3 + 1)
+    assert all(torch.equal(each, place.full(SMALL, total)) for each in chain.inputs["packet"])
+
+
+def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Places) -> None:
+    """Unless they are closed: what its calls work on is not given back."""
+    place = emulated()
+    world = place.world(2)
+    place.forget()
+    with place.ordered():
+        chain = Chain(place, world)
+        chain.call()
+        place.synchronize()
+        with place.capture() as replay:
+            chain.call()
+        refs = [weakref.ref(comm) for comm in world]
+        del world
+        chain.world = ()
+        gc.collect()
+        assert [ref() for ref in refs] == [None, None]
+        for turn in range(5):
+            chain.fill(turn)
+            replay()
+            chain.check(turn)
+    assert place.used_bytes() > 256
+
+
+def test_threads_cannot_capture_a_launch_that_they_share(place: Place) -> None:
+    """They are told before any of them waits for the others; no harm is done."""
+    world = place.world(2)
+    with place.ordered():
+        chain = Chain(place, world)
+        chain.call()
+        place.synchronize()
+        with place.capture(), pytest.raises(UnsupportedError, match="from one thread"):
+            world[0].all_reduce(chain.inputs["direct"][0])
+        chain.fill(2)
+        chain.call()
+        chain.check(2)

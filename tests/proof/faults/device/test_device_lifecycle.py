@@ -1,0 +1,393 @@
+"""Ends of communicators on devices: in any order, with anything under way, or forgotten."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import ringcomm
+from ringcomm import AbortedError, CommOptions, Communicator, MismatchError, RingcommError
+from ringcomm.comm import engine
+from ringcomm.comm.device import core, lifecycle, meeting
+from ringcomm.comm.device.core import DeviceCore
+from ringcomm.memory.device_heap import close_heaps, device_heap
+from ringcomm.rendezvous import handles
+from tests.proof.faults.device.conftest import Places
+from tests.proof.faults.device.places import (
+    DEVICE,
+    HEAP_BYTES,
+    LONG_S,
+    Gate,
+    Place,
+    error_of,
+    until,
+)
+from tests.support.emulator.library import COMPILER
+from tests.support.faults import until_rank_threads_have_ended
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[4]
+COUNT = 3000
+# The first words of the heap are never free.
+EMPTY_HEAP_BYTES = 256
+GRACE_S = 0.05
+
+
+def in_use(place: Place) -> int:
+    """Once the device is idle: until then space is kept for the streams that might use it."""
+    place.synchronize()
+    return kept_bytes(place)
+
+
+def kept_bytes(place: Place) -> int:
+    """While something runs."""
+    lifecycle.reclaim()
+    return place.used_bytes()
+
+
+def sum_up(place: Place, comm: Any, async_op: bool = False) -> float:
+    with place.ordered():
+        tensor = place.full(COUNT, 1.0)
+        work = comm.all_reduce(tensor, async_op=async_op)
+        if work is not None:
+            work.wait()
+        return float(tensor.sum().item()) / COUNT
+
+
+def test_many_communicators_leave_nothing(place: Place) -> None:
+    """Neither memory, nor threads, nor descriptors, nor streams."""
+
+    def once() -> None:
+        world = place.world(2)
+        place.forget()
+        assert world.run(lambda comm: sum_up(place, comm, async_op=True)) == [2.0, 2.0]
+        world.close()
+
+    once()
+    gc.collect()
+    counts = []
+    for _ in range(20):
+        once()
+        gc.collect()
+        assert in_use(place) == EMPTY_HEAP_BYTES
+        counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
+    assert counts[-1][0] <= counts[0][0] + 1
+    assert counts[-1][1] <= counts[0][1]
+    assert all(page.host_ptr == 0 for page in place.pages)
+
+
+def test_a_region_stays_until_its_peers_have_left(place: Place) -> None:
+    world = place.world(3)
+    regions = in_use(place)
+    world[1].close()
+    world[1].close()
+    assert in_use(place) == regions
+    assert isinstance(error_of(world[1].barrier), AbortedError)
+    world[0].close()
+    assert in_use(place) == regions
+    world[2].close()
+    assert in_use(place) == EMPTY_HEAP_BYTES
+
+
+def test_a_closed_communicator_says_so(place: Place) -> None:
+    world = place.world(1)
+    comm = world[0]
+    comm.close()
+    calls = [
+        lambda: comm.all_reduce(place.full(COUNT, 1.0)),
+        lambda: comm.barrier(async_op=True),
+        lambda: comm.submit(list, "mine"),
+        lambda: comm.exchange_messages([], []),
+    ]
+    for call in calls:
+        error = error_of(call)
+        assert isinstance(error, AbortedError)
+        assert "communicator 'local' was closed; build a new one" in str(error)
+    assert comm.aborted
+
+
+def test_an_abort_after_the_end_touches_nobody_elses_memory(place: Place) -> None:
+    world = place.world(2)
+    world.close()
+    later = ringcomm.zeros(HEAP_BYTES // 8, device=DEVICE)
+    for comm in world:
+        comm.abort("too late")
+        comm._core.abort("too late")
+    assert int((later != 0).sum()) == 0
+
+
+def test_close_waits_for_work_under_way(emulated: Places) -> None:
+    place = emulated()
+    world = place.world(2)
+    tensors = [place.full(COUNT, 1.0) for _ in world]
+    stream = place.runtime.make_stream(0)
+    gate = Gate(place, stream.handle)
+    with place.runtime.on_stream(stream):
+        world.all_reduce(tensors)
+    closing = threading.Thread(target=world.close)
+    closing.start()
+    time.sleep(GRACE_S)
+    assert closing.is_alive()
+    gate.open()
+    closing.join(LONG_S)
+    assert not closing.is_alive()
+    for tensor in tensors:
+        assert torch.equal(tensor, place.full(COUNT, 2.0))
+
+
+def test_work_is_done_after_the_end(place: Place) -> None:
+    """Work that had ended well stays so, as on the host."""
+    world = place.world(2)
+    tensors = [place.full(COUNT, 1.0) for _ in world]
+
+    def body(comm: Any) -> Any:
+        return comm.all_reduce(tensors[comm.rank], async_op=True)
+
+    works = world.run(body)
+    world.close()
+    for work in works:
+        assert work.wait() is True
+        assert work.is_completed() and work.is_success() and work.exception() is None
+    place.synchronize()
+    assert torch.equal(tensors[0], place.full(COUNT, 2.0))
+
+
+def test_what_never_ends_is_left_alone(emulated: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may still use everything; once it has ended, all is given back."""
+    place = emulated()
+    monkeypatch.setattr(core, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(engine, "EXIT_GRACE_S", 0.1)
+    world = place.world(1, timeout=0.1)
+    stream = place.runtime.make_stream(0)
+    tensor = place.full(COUNT, 7.0)
+    gate = Gate(place, stream.handle)
+    with place.runtime.on_stream(stream):
+        work = world[0].all_reduce(tensor, async_op=True)
+    world[0].close()
+    assert kept_bytes(place) > EMPTY_HEAP_BYTES
+    assert isinstance(error_of(world[0].barrier), AbortedError)
+    gate.open()
+    until(work.is_completed)
+    assert "closed with a call under way" in str(error_of(world[0].close))
+    assert "closed with a call under way" in str(error_of(work.wait))
+    assert in_use(place) == EMPTY_HEAP_BYTES
+
+
+def test_threads_that_call_while_another_closes(place: Place) -> None:
+    """Each call runs or is refused; none finds half a communicator."""
+    for _ in range(5):
+        world = place.world(1)
+        begun = threading.Event()
+        told: list[str] = []
+
+        def call(comm: Any = world[0], begun: Any = begun, told: Any = told) -> None:
+            tensor = place.full(64, 1.0)
+            try:
+                while True:
+                    comm.all_reduce(tensor)
+                    comm.barrier(async_op=True).wait()
+                    begun.set()
+            except RingcommError as error:
+                told.append(str(error))
+            place.synchronize()
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        threads += [threading.Thread(target=world.close) for _ in range(2)]
+        for thread in threads[:3]:
+            thread.start()
+        assert begun.wait(LONG_S)
+        for thread in threads[3:]:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG_S)
+            assert not thread.is_alive()
+        assert len(told) == 3
+        assert all("was closed; build a new one" in text for text in told), told
+
+
+@pytest.mark.parametrize("parent_first", [False, True])
+def test_groups_and_their_parents(place: Place, parent_first: bool) -> None:
+    world = place.world(4)
+    empty = place.used_bytes()
+
+    def body(comm: Any) -> list[float]:
+        pair = comm.new_group([0, 1] if comm.rank < 2 else [2, 3])
+        half = comm.split(comm.rank % 2)
+        groups = [comm, pair, half]
+        sums = [sum_up(place, each) for each in groups]
+        for k, each in enumerate(groups if parent_first else reversed(groups)):
+            each.close()
+            rest = groups[k + 1 :] if parent_first else groups[: 2 - k]
+            sums += [sum_up(place, other) for other in rest]
+        return sums
+
+    left = [2.0, 2.0, 2.0] if parent_first else [4.0, 2.0, 4.0]
+    assert world.run(body) == [[4.0, 2.0, 2.0, *left]] * 4
+    assert empty > in_use(place) == EMPTY_HEAP_BYTES
+
+
+def test_forgotten_communicators(place: Place) -> None:
+    world = place.world(2)
+    place.forget()
+    assert world.run(lambda comm: sum_up(place, comm)) == [2.0, 2.0]
+    place.synchronize()
+    refs = [weakref.ref(comm) for comm in world]
+    del world
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+    assert in_use(place) == EMPTY_HEAP_BYTES
+
+
+def test_forgotten_communicators_end_their_calls_first(emulated: Places) -> None:
+    place = emulated()
+    world = place.world(2)
+    place.forget()
+    stream = place.runtime.make_stream(0)
+    tensors = [place.full(COUNT, 1.0) for _ in world]
+    gate = Gate(place, stream.handle)
+    with place.runtime.on_stream(stream):
+        world.all_reduce(tensors)
+    del world
+    gc.collect()
+    assert kept_bytes(place) > EMPTY_HEAP_BYTES
+    gate.open()
+    assert in_use(place) == EMPTY_HEAP_BYTES
+    assert torch.equal(tensors[0], place.full(COUNT, 2.0))
+
+
+def forgets(store: Any, rank: int, n: int, kind: str) -> str:
+    place = Place(kind)
+    comm = place.connect(store, rank, n)
+    sum_up(place, comm)
+    place.synchronize()
+    if rank == 1:
+        del comm
+        gc.collect()
+        place.close()
+        return ""
+    text = ""
+    with place.ordered():
+        tensor = place.full(COUNT, 1.0)
+        try:
+            while True:
+                comm.all_reduce(tensor)
+                place.synchronize()
+        except RingcommError as error:
+            text = str(error)
+    comm.close()
+    place.close()
+    return text
+
+
+def test_peers_hear_of_a_forgotten_communicator(kind: str) -> None:
+    assert "rank 1" in run_ranks(forgets, 2, kind)[0]
+
+
+def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks disagree on options: all of them find out, and none is left with a region."""
+    store = HashStore()
+    results: list[int] = []
+    all_have_read = threading.Barrier(2)
+    check = handles.check_agreement
+
+    def checks(meeting: Any, mine: Any, theirs: Any, rank: int) -> None:
+        if rank == 0:
+            all_have_read.wait(LONG_S)
+        check(meeting, mine, theirs, rank)
+
+    monkeypatch.setattr(meeting, "check_agreement", checks)
+
+    def body(rank: int) -> None:
+        options = CommOptions(segment_bytes=4096 if rank else 8192, channels=2)
+        with pytest.raises(MismatchError):
+            Communicator.from_store(
+                store, rank, 2, options=options, device=DEVICE, heap_bytes=HEAP_BYTES
+            )
+        results.append(rank)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert sorted(results) == [0, 1]
+    assert in_use(place) == EMPTY_HEAP_BYTES
+
+
+def test_a_rank_that_fails_after_all_have_met(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers keep their regions until it says that it will not write there.
+
+    And its own error is raised, though its peers have heard of it and raised before it did.
+    """
+    connect, fail = DeviceCore.connect, handles.Rendezvous.fail
+
+    def fails(core: Any, rings: Any) -> None:
+        if core.rank == 1:
+            raise MemoryError("no more")
+        connect(core, rings)
+
+    def tells(meeting: Any, error: BaseException) -> None:
+        fail(meeting, error)
+        if isinstance(error, MemoryError):
+            until_rank_threads_have_ended(0, 2)
+
+    monkeypatch.setattr(DeviceCore, "connect", fails)
+    monkeypatch.setattr(handles.Rendezvous, "fail", tells)
+    with pytest.raises(MemoryError, match="no more"):
+        place.world(3)
+    gc.collect()
+    assert in_use(place) == EMPTY_HEAP_BYTES
+
+
+def test_regions_of_a_closed_heap_are_forgotten(emulated: Places) -> None:
+    """Asking whether their peers have left would read memory that is gone."""
+    place = emulated()
+    block = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
+    place.runtime.write(0, block.ptr, bytes(4))
+    stay = lifecycle.begin_stay()
+    lifecycle.retire(block, [block.ptr], [lifecycle.Peer(None, stay)])
+    del block
+    assert in_use(place) == 2 * EMPTY_HEAP_BYTES
+    close_heaps()
+    assert place.world(2).run(lambda comm: sum_up(place, comm)) == [2.0, 2.0]
+
+
+PENDING = """
+import sys
+sys.path[:0] = {paths!r}
+from tests.proof.faults.device.places import Place
+place = Place("emulated")
+world = place.world(2, timeout=600)
+tensor = place.full(10, 0.0)
+work = world[0].irecv(tensor, 1)
+"""
+FORGOTTEN = (
+    PENDING
+    + """
+place.forget()
+del world, work
+"""
+)
+
+
+@pytest.mark.parametrize("script", [PENDING, FORGOTTEN], ids=["pending", "forgotten"])
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_the_interpreter_ends_while_a_work_is_pending(script: str) -> None:
+    text = script.format(paths=[str(ROOT), *filter(None, sys.path)])
+    run = [sys.executable, "-W", "ignore", "-c", text]
+    done = subprocess.run(run, capture_output=True, check=False, text=True, timeout=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,142 @@
+"""A launch is put behind others, so that the blocks of all that run fit on the device."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from ringcomm import UnsupportedError
+from ringcomm.comm.device.sharing import Blocks, DeviceOrder, order_of
+from ringcomm.cuda.runtime import DeviceRuntime
+
+CAPACITY = 10
+OWNERS = {name: object() for name in "abc"}
+# Owner, blocks, stream.
+Launch = tuple[str, int, int]
+
+
+class Passing:
+    """An event that has passed when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+class Noting:
+    """Notes the events that streams are made to wait for."""
+
+    def __init__(self) -> None:
+        self.capturing: set[int] = set()
+        self.waits: list[tuple[int, Passing]] = []
+
+    def is_capturing(self, device: int, stream: int) -> bool:
+        return stream in self.capturing
+
+    def record_event(self, device: int, stream: int) -> Passing:
+        return Passing()
+
+    def wait_event(self, device: int, stream: int, event: Passing) -> None:
+        self.waits.append((stream, event))
+
+
+class Launches:
+    """Launches under way, in the order in which they were made."""
+
+    def __init__(self, *launches: Launch) -> None:
+        self.runtime: Any = Noting()
+        self.order = DeviceOrder(cast(DeviceRuntime, self.runtime), 0)
+        for owner in OWNERS.values():
+            self.order.join(owner, Blocks(1, 3), CAPACITY, "test")
+        for owner, blocks, stream in launches:
+            self.order.after(OWNERS[owner], blocks, stream)
+        self.events: list[Any] = [each.done for each in self.order._under_way]
+
+    def behind(self, launch: Launch) -> list[int]:
+        """The numbers of those that one more is put behind."""
+        owner, blocks, stream = launch
+        self.runtime.waits.clear()
+        self.order.before(OWNERS[owner], blocks, stream)
+        assert all(waiting == stream for waiting, _ in self.runtime.waits)
+        return [self.events.index(event) for _, event in self.runtime.waits]
+
+
+@pytest.mark.parametrize(
+    ("under_way", "launch", "behind"),
+    [
+        pytest.param([], ("a", 10, 1), [], id="alone"),
+        pytest.param([("b", 4, 2), ("c", 4, 3)], ("a", 2, 1), [], id="beside all"),
+        pytest.param([("b", 4, 2), ("c", 4, 3)], ("a", 6, 1), [0], id="the oldest"),
+        pytest.param([("b", 4, 2), ("c", 4, 3)], ("a", 7, 1), [0, 1], id="all of them"),
+        pytest.param([("b", 2, 2)] * 9, ("a", 8, 1), [], id="a stream's launches take turns"),
+        pytest.param([("b", 2, 2)] * 9, ("a", 9, 1), [8], id="behind the last of a stream"),
+        pytest.param([("b", 8, 2), ("b", 2, 2)], ("a", 8, 1), [0], id="behind the largest"),
+        pytest.param([("b", 8, 2), ("b", 2, 2)], ("a", 9, 1), [0, 1], id="behind both"),
+        pytest.param([("b", 2, 2), ("b", 8, 2)], ("a", 8, 1), [1], id="behind the later, larger"),
+        pytest.param(
+            [("b", 2, 2), ("c", 6, 3), ("b", 2, 2)], ("a", 6, 1), [1], id="not where it frees none"
+        ),
+        pytest.param([("b", 8, 1), ("c", 4, 3)], ("a", 6, 1), [], id="its own stream has an order"),
+        pytest.param([("a", 8, 2), ("b", 4, 3)], ("a", 6, 1), [], id="its own communicator, too"),
+    ],
+)
+def test_a_launch_waits_for_what_makes_room(
+    under_way: list[Launch], launch: Launch, behind: list[int]
+) -> None:
+    assert Launches(*under_way).behind(launch) == behind
+
+
+def test_what_has_ended_takes_no_room() -> None:
+    launches = Launches(("b", 10, 2), ("c", 10, 3))
+    launches.events[0].passed = True
+    assert launches.behind(("a", 10, 1)) == [1]
+    launches.events[1].passed = True
+    assert launches.behind(("a", 10, 1)) == []
+
+
+def test_room_is_kept_for_messages_from_the_first_on() -> None:
+    launches = Launches(("b", 4, 2), ("c", 4, 3))
+    assert launches.behind(("a", 2, 1)) == []
+    launches.order.sends(OWNERS["b"], "op")
+    assert launches.behind(("a", 2, 1)) == [0]
+    launches.order.sends(OWNERS["b"], "op")  # once for all its messages
+    launches.order.join(OWNERS["b"], Blocks(1, 3), CAPACITY, "another rank of it")
+    assert launches.behind(("a", 3, 1)) == [0]
+    launches.order.sends(OWNERS["a"], "op")
+    assert launches.behind(("a", 3, 1)) == [0, 1]
+    launches.order.leave(OWNERS["b"])
+    launches.order.sends(OWNERS["b"], "op")  # of a rank that others have left
+    assert launches.behind(("a", 3, 1)) == [0]
+
+
+def test_messages_that_never_fit_are_refused() -> None:
+    order = order_of(cast(DeviceRuntime, Noting()), 4)
+    order.join(OWNERS["a"], Blocks(8, 3), 10, "op")
+    with pytest.raises(UnsupportedError, match=r"op: .* 3 blocks beside the 8 .* 4 runs 10"):
+        order.sends(OWNERS["a"], "op")
+
+
+def test_a_capture_neither_waits_nor_is_waited_for() -> None:
+    launches = Launches(("b", 10, 2))
+    launches.runtime.capturing.add(1)
+    assert launches.behind(("a", 10, 1)) == []
+    launches.order.after(OWNERS["a"], 10, 1)
+    assert launches.behind(("c", 10, 3)) == [0]
+
+
+def test_one_communicator_alone_is_not_counted() -> None:
+    launches = Launches()
+    for name in "bc":
+        launches.order.leave(OWNERS[name])
+    launches.order.after(OWNERS["a"], 10, 1)
+    assert launches.behind(("a", 10, 2)) == []
+    assert not launches.order._under_way
+
+
+def test_a_launch_that_never_fits_is_refused() -> None:
+    order = order_of(cast(DeviceRuntime, Noting()), 3)
+    with pytest.raises(UnsupportedError, match=r"op: needs 11 .* device 3 runs 10 of them"):
+        order.join(OWNERS["a"], Blocks(11, 0), 10, "op")

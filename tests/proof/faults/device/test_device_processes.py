@@ -1,0 +1,336 @@
+"""Ranks that are processes of their own: killed, stopped, aborted, forked, gone without a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import FileStore
+
+import ringcomm
+from ringcomm import AbortedError, CollectiveTimeout, ForkError, MismatchError, PeerLost
+from ringcomm.comm.device import lifecycle
+from tests.proof.faults.device.places import LONG_S, SOON_S, Place, error_of, first_error, until
+from tests.proof.faults.device.test_device_faults import MISMATCHES
+from tests.support.faults import die, is_stopped
+from tests.support.ranks import Ranks, run_ranks
+
+pytestmark = pytest.mark.deadlines
+
+Call = Callable[[Place, Any], Any]
+
+# What the survivors wait in when the fault happens.
+WAITS: dict[str, Call] = {
+    "direct": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="direct"),
+    "ring": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="ring"),
+    "packet": lambda place, comm: comm.all_reduce(place.full(100, 1.0), algorithm="packet"),
+    "gathered packets": lambda place, comm: comm.all_gather_into_tensor(
+        place.full(100 * comm.world_size, 0.0), place.full(100, 1.0), algorithm="packet"
+    ),
+    "copy": lambda place, comm: comm.all_gather_into_tensor(
+        place.full(5000 * comm.world_size, 0.0), place.full(5000, 1.0), algorithm="copy"
+    ),
+    "heap": lambda place, comm: comm.all_reduce(ringcomm.zeros(20_000, device="cuda:0")),
+    "async": lambda place, comm: comm.all_reduce(place.full(10, 1.0), async_op=True).wait(),
+    "barrier": lambda place, comm: comm.barrier(),
+    "recv": lambda place, comm: comm.recv(place.full(10, 1.0), comm.world_size - 1),
+    "large send": lambda place, comm: comm.send(place.full(200_000, 1.0), comm.world_size - 1),
+}
+# A rank that a busy machine keeps from running for so long would be taken for the stopped one.
+STOPPED_S = 2.5
+# The first words of the heap are never free.
+EMPTY_HEAP_BYTES = 256
+
+
+def fresh_total(place: Place, store: Any, rank: int, n: int) -> float:
+    """Returns the sum of ``n`` ranks of the same processes on a new communicator."""
+    comm = place.connect(store, rank, n, name="fresh")
+    tensor = place.full(5000, 1.0)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    comm.close()
+    return float(tensor[4999].item())
+
+
+def meet(store: Any, name: str, n: int) -> None:
+    """Returns in ``n`` processes at about the same time, whatever the machine's load."""
+    store.add(f"met/{name}", 1)
+    until(lambda: int(store.add(f"met/{name}", 0)) >= n, LONG_S)
+
+
+def is_given_back(place: Place) -> bool:
+    lifecycle.reclaim()
+    return place.used_bytes() == EMPTY_HEAP_BYTES
+
+
+def waits_for_the_last(
+    store: Any, rank: int, n: int, kind: str, end: str, names: list[str]
+) -> tuple[dict[str, tuple[Any, ...]], float]:
+    """The last rank ends as ``end`` says; each wait is on a communicator of its own."""
+    place = Place(kind)
+    comms = {name: place.connect(store, rank, n, name=name.replace(" ", "-")) for name in names}
+    for comm in comms.values():
+        comm.barrier()
+    place.synchronize()
+    if rank == n - 1:
+        if end == "die":
+            die()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    told: dict[str, tuple[Any, ...]] = {}
+    for name, comm in comms.items():
+        comm.timeout = LONG_S if end == "die" else STOPPED_S
+        # Else one that is late by its timeout is taken for the one that is stopped.
+        meet(store, name, n - 1)
+        started = time.monotonic()
+        error = first_error(place, comm, partial(WAITS[name], place, comm))
+        told[name] = type(error), str(error), time.monotonic() - started
+        assert str(error)[:60] in str(error_of(comm.barrier))
+        comm.close()
+    if end == "die":
+        # What the dead rank could have written into is free again.
+        until(partial(is_given_back, place))
+    else:
+        assert place.used_bytes() > EMPTY_HEAP_BYTES
+    total = fresh_total(place, store, rank, n - 1)
+    place.close()
+    return told, total
+
+
+def survivors(n: int, *args: Any) -> list[Any]:
+    with Ranks(waits_for_the_last, n, *args) as ranks:
+        outcomes = ranks.wait(2 * LONG_S, list(range(n - 1)))
+        if args[1] == "stop":
+            assert is_stopped(ranks.pids[n - 1])
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_killed_process_is_reported(kind: str, n: int) -> None:
+    for told, total in survivors(n, kind, "die", list(WAITS)):
+        for name, (error, text, seconds) in told.items():
+            assert error is PeerLost, (name, text)
+            assert f"rank {n - 1}" in text, (name, text)
+            assert "process has ended" in text, (name, text)
+            assert seconds < SOON_S
+        assert total == n - 1
+
+
+def test_a_stopped_process_is_a_timeout(kind: str) -> None:
+    names = ["direct", "ring", "packet", "recv"]
+    for told, total in survivors(3, kind, "stop", names):
+        for name, (error, text, _) in told.items():
+            assert error is CollectiveTimeout, (name, text)
+            assert "rank 2" in text and "waited" in text and "step" in text, (name, text)
+        assert total == 2
+
+
+def crosses_calls(store: Any, rank: int, n: int, kind: str) -> dict[str, tuple[Any, str]]:
+    place = Place(kind)
+    told: dict[str, tuple[Any, str]] = {}
+    for number, (name, (*calls, _, _)) in enumerate(MISMATCHES.items()):
+        comm = place.connect(store, rank, n, name=f"number-{number}")
+        error = first_error(place, comm, partial(calls[rank], place, comm))
+        told[name] = type(error), str(error)
+        assert isinstance(error_of(comm.barrier), AbortedError)
+        comm.close()
+    total = fresh_total(place, store, rank, n)
+    assert total == n
+    place.close()
+    return told
+
+
+def test_processes_that_call_differently_are_named(kind: str) -> None:
+    results = run_ranks(crosses_calls, 2, kind)
+    for name, (*_, first, second) in MISMATCHES.items():
+        for told in results:
+            error, text = told[name]
+            assert error is MismatchError, (name, text)
+            calls = {rank: text.split(f"ank {rank} called ")[1].split(")")[0] for rank in (0, 1)}
+            assert first in calls[0] and second in calls[1], text
+
+
+def aborts(store: Any, rank: int, n: int, kind: str) -> list[str]:
+    """Rank 0 aborts, in different moments."""
+    place = Place(kind)
+    told = []
+    waiting = place.connect(store, rank, n, name="its-own-kernel-waits")
+    if rank == 0:
+        timer = threading.Timer(0.2, waiting.abort, ["from another thread"])
+        timer.start()
+        told.append(
+            str(first_error(place, waiting, lambda: waiting.all_reduce(place.full(10, 1.0))))
+        )
+        timer.join()
+    else:
+        until(lambda: waiting._core.any_aborted())
+        told.append(str(first_error(place, waiting, waiting.barrier)))
+    idle = place.connect(store, rank, n, name="its-peers-kernel-waits")
+    if rank == 0:
+        time.sleep(0.2)
+        idle.abort("while nothing ran")
+        told.append(str(error_of(idle.barrier)))
+    else:
+        told.append(str(first_error(place, idle, lambda: idle.all_reduce(place.full(5000, 1.0)))))
+    for comm in (waiting, idle):
+        comm.close()
+    assert fresh_total(place, store, rank, n) == n
+    place.close()
+    return told
+
+
+def test_an_abort_reaches_other_processes(kind: str) -> None:
+    for told in run_ranks(aborts, 3, kind):
+        assert "from another thread" in told[0]
+        assert "while nothing ran" in told[1]
+
+
+def test_an_abort_is_told_by_rank(kind: str) -> None:
+    for told in run_ranks(aborts, 2, kind)[1:]:
+        assert "rank 0 aborted the communicator: from another thread" in told[0]
+        assert "rank 0 aborted the communicator: while nothing ran" in told[1]
+
+
+def leaves(store: Any, rank: int, n: int, kind: str) -> tuple[Any, str]:
+    place = Place(kind)
+    comm = place.connect(store, rank, n)
+    comm.barrier()
+    place.synchronize()
+    if rank == 1:
+        return None, "left"  # without close()
+    error = first_error(place, comm, lambda: comm.all_reduce(place.full(5000, 1.0)))
+    comm.close()
+    place.close()
+    return type(error), str(error)
+
+
+def test_a_process_that_leaves_is_lost(kind: str) -> None:
+    error, text = run_ranks(leaves, 2, kind)[0]
+    assert error is PeerLost
+    assert "rank 1" in text
+
+
+def leaves_work_behind(store: Any, rank: int, n: int, kind: str) -> float:
+    place = Place(kind)
+    comm = place.connect(store, rank, n)
+    tensor = place.full(5000, 1.0)
+    if rank == 0:
+        comm.all_reduce(tensor, async_op=True)
+        return 2.0  # the process ends while its kernel waits
+    time.sleep(0.3)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    comm.close()
+    return float(tensor[0].item())
+
+
+def test_exit_ends_the_calls_under_way_first(kind: str) -> None:
+    assert run_ranks(leaves_work_behind, 2, kind) == [2.0, 2.0]
+
+
+def forks(store: Any, rank: int, n: int) -> str:
+    place = Place("emulated")
+    comm = place.connect(store, rank, n)
+    work = comm.all_reduce(place.full(10, 1.0), async_op=True)
+    place.synchronize()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "nothing"
+        try:
+            calls: list[Callable[[], Any]] = [
+                lambda: comm.all_reduce(torch.ones(4)),
+                lambda: comm.barrier(async_op=True),
+                lambda: comm.send(torch.ones(1), 1 - rank),
+                lambda: comm.submit(list, "mine"),
+                lambda: comm.new_group([0, 1]),
+                lambda: ringcomm.zeros(10, device="cuda:0"),
+            ]
+            for call in calls:
+                text = "usable"
+                try:
+                    call()
+                except ForkError as error:
+                    text = str(error)
+                else:
+                    break
+            comm.abort("must not reach the parent")
+            comm.close()
+            lifecycle.reclaim()
+        finally:
+            os.write(writer, text.encode())
+            os._exit(0)
+    os.close(writer)
+    text = os.read(reader, 1000).decode()
+    os.close(reader)
+    os.waitpid(child, 0)
+    work.wait()
+    tensor = place.full(5000, 1.0)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    assert float(tensor[0].item()) == n
+    comm.close()
+    place.close()
+    return text
+
+
+def test_a_forked_child_touches_nothing() -> None:
+    for text in run_ranks(forks, 2):
+        assert "was forked from one that uses its devices" in text
+
+
+def in_threads(n: int, body: Callable[[int], Any]) -> list[Any]:
+    results: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda k=k: results.__setitem__(k, body(k))) for k in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[k] for k in range(n)]
+
+
+def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: str) -> list[Any]:
+    """Ranks of one process share a launch, and their launches meet those of the other process."""
+    place = Place(kind)
+    n = 2 * processes
+    placed = threading.Barrier(2)
+
+    def body(local: int) -> Any:
+        rank = 2 * process + local
+        comm = place.connect(FileStore(path, n), rank, n)
+        with place.runtime.on_stream(place.runtime.make_stream(0)), place.ordered():
+            totals = []
+            for algorithm, count in (("packet", 100), ("direct", 5000), ("ring", 5000)):
+                tensor = place.full(count, float(rank))
+                comm.all_reduce(tensor, algorithm=algorithm)
+                totals.append((float(tensor.min().item()), float(tensor.max().item())))
+            placed.wait()
+            if process == 1:
+                die()
+            error = first_error(place, comm, lambda: comm.all_reduce(place.full(5000, 1.0)))
+        comm.close()
+        return totals, type(error), str(error)
+
+    results = in_threads(2, body)
+    place.close()
+    return results
+
+
+def test_processes_of_several_ranks(kind: str, tmp_path: Any) -> None:
+    with Ranks(two_ranks_each, 2, kind, str(tmp_path / "threads")) as ranks:
+        (outcome,) = ranks.wait(LONG_S, [0])
+    assert outcome.ok, outcome.describe()
+    for totals, error, text in outcome.value:
+        assert totals == [(6.0, 6.0)] * 3
+        assert error is PeerLost, text
+        assert "rank 2" in text or "rank 3" in text

@@ -1,0 +1,142 @@
+"""Jobs that torchrun starts again go on from their last checkpoint, to the same bits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ringcomm import CollectiveTimeout, Communicator, RendezvousError
+from ringcomm.c10d.process_group import MonitoredBarrier
+from tests.cli.processes import clean_environment
+from tests.support import fork_server
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "docs" / "examples" / "elastic.py"
+RANKS, LIMIT_S = 2, 300
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
+# The example after a meeting of another kind, with rank 1 killed: in the first attempt before it
+# meets the others, in the second at a step of its communication. Without a step, it says how many
+# steps there are.
+PROGRAM = f"""
+import os, runpy, signal, sys
+from ringcomm import Communicator, _native
+from ringcomm.c10d import register
+register()  # torch knows an installed ringcomm only
+step = int(sys.argv.pop(1))
+attempt = int(os.environ["{ATTEMPT}"]) if os.environ["RANK"] == "1" else -1
+if step and attempt == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+with Communicator.from_env(timeout=60) as comm:
+    comm.barrier()
+_native.arm_fault("kill" if step and attempt == 1 else "none", max(step, 1))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+print("steps", sum(_native.fault_passages().values()), flush=True)
+"""
+
+
+def torchrun(folder: Path, step: int, *options: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={RANKS}", "--max-restarts=3", str(program), str(step)]
+    return fork_server.run(
+        [*command, str(EXAMPLE), str(folder / "saved"), *options],
+        LIMIT_S,
+        cwd=folder,
+        env={**clean_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(folder / "saved" / "final.pt")
+    return state
+
+
+def test_a_restarted_job_ends_as_if_nothing_had_happened(tmp_path):
+    """It is restarted twice, and each attempt meets in both ways in the store of the first."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = torchrun(whole, 0)
+    assert done.returncode == 0, done.stderr
+    assert "begins at step 0" in done.stdout
+    steps = int(re.findall(r"steps (\d+)", done.stdout)[0])
+    done = torchrun(broken, steps * 3 // 5, "--group")
+    assert done.returncode == 0, done.stderr
+    begun = re.findall(r"rank 1 begins at step (\d+)", done.stdout)
+    assert begun == ["0", "4"], done.stdout
+    state, wanted = final(broken), final(whole)
+    assert "loss" in state
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def _meet(store, rank, timeout):
+    with Communicator.from_store(store, rank, RANKS, timeout=timeout) as comm:
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        return total.tolist()
+
+
+def _all_meet(store):
+    """Two ranks as threads."""
+    other = threading.Thread(target=_meet, args=(store, 1, 60.0))
+    other.start()
+    try:
+        return _meet(store, 0, 20.0)
+    finally:
+        other.join()
+
+
+def test_ranks_meet_in_a_store_where_an_attempt_before_has_failed(monkeypatch):
+    """Rank 1 died before it came: the ranks have not come there equally often."""
+    store = HashStore()
+    monkeypatch.setenv(ATTEMPT, "0")
+    with pytest.raises(RendezvousError, match="rank 1, which did not come"):
+        _meet(store, 0, 0.05)
+    monkeypatch.setenv(ATTEMPT, "1")
+    assert _all_meet(store) == [2.0] * 3
+
+
+def test_attempts_are_what_tells_them_apart(monkeypatch):
+    """The negative control of the test above: the same attempt again."""
+    store = HashStore()
+    monkeypatch.setenv(ATTEMPT, "1")
+    with pytest.raises(RendezvousError):
+        _meet(store, 0, 0.05)
+    with pytest.raises(RendezvousError, match="rank 1, which did not come"):
+        _meet(store, 0, 0.05)
+    monkeypatch.delenv(ATTEMPT)
+    assert _all_meet(store) == [2.0] * 3
+
+
+@pytest.mark.parametrize("attempt", ["0", "1"])
+def test_a_rank_of_an_attempt_before_has_not_come_to_a_monitored_barrier(monkeypatch, attempt):
+    store = HashStore()
+    short = timedelta(milliseconds=50)
+
+    def report():
+        MonitoredBarrier(store, 1, RANKS)(timedelta(seconds=60), False)
+
+    monkeypatch.setenv(ATTEMPT, "0")
+    other = threading.Thread(target=report)
+    other.start()
+    MonitoredBarrier(store, 0, RANKS)(timedelta(seconds=60), False)
+    other.join()
+    monkeypatch.setenv(ATTEMPT, attempt)
+    again = MonitoredBarrier(store, 0, RANKS)
+    if attempt == "0":
+        again(short, False)  # what that rank left counts as its coming
+    else:
+        with pytest.raises(CollectiveTimeout, match="Rank 1 failed"):
+            again(short, False)

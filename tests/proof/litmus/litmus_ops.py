@@ -1,0 +1,93 @@
+"""The operations of litmus tests, named as in kernels/include/ringcomm/core/atomics.h.
+
+Waits block, so no program needs to loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Location = str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a program; see the functions that make them."""
+
+    kind: str
+    location: Location = ""
+    value: int = 0
+    order: str = "relaxed"
+    register: str = ""
+
+
+def load_acquire_sys(register: str, location: Location) -> Op:
+    return Op("load", location, order="acquire", register=register)
+
+
+def load_relaxed_sys(register: str, location: Location) -> Op:
+    return Op("load", location, register=register)
+
+
+def store_release_sys(location: Location, value: int) -> Op:
+    return Op("store", location, value, "release")
+
+
+def store_relaxed_sys(location: Location, value: int) -> Op:
+    return Op("store", location, value)
+
+
+def exchange_acq_rel_sys(register: str, location: Location, value: int) -> Op:
+    return Op("exchange", location, value, "acq_rel", register)
+
+
+def exchange_relaxed(register: str, location: Location, value: int) -> Op:
+    """Operations that no header has, for mutants."""
+    return Op("exchange", location, value, "relaxed", register)
+
+
+def fence_seq_cst_sys() -> Op:
+    return Op("fence", order="seq_cst")
+
+
+def fence_acq_rel_sys() -> Op:
+    return Op("fence", order="acq_rel")
+
+
+def await_acquire(location: Location, at_least: int) -> Op:
+    """Polls with acquire until the word has reached ``at_least``."""
+    return Op("wait", location, at_least, "acquire")
+
+
+def await_relaxed(location: Location, at_least: int) -> Op:
+    """Polls without order until the word has reached ``at_least``."""
+    return Op("wait", location, at_least)
+
+
+def read(register: str, location: Location) -> Op:
+    """A plain load of data."""
+    return Op("read", location, register=register)
+
+
+def write(location: Location, value: int) -> Op:
+    """A plain store of data."""
+    return Op("write", location, value)
+
+
+def peek(register: str, location: Location) -> Op:
+    """A load of data that may change under it, as a reader that checks afterwards makes it."""
+    return load_relaxed_sys(register, location)
+
+
+def futex_wait(location: Location, seen: int) -> Op:
+    """Sleeps until woken, unless the word is not ``seen``; the kernel looks under a lock."""
+    return Op("sleep", location, seen)
+
+
+def futex_wake(location: Location) -> Op:
+    return Op("wake", location)
+
+
+def only_if(register: str, value: int) -> Op:
+    """Ends the program here unless the register holds ``value``."""
+    return Op("only_if", value=value, register=register)

@@ -1,0 +1,184 @@
+"""The litmus tests are about the code as it is.
+
+outlines.txt has what each function does to memory that others see (source_outline.py), and must
+agree with the sources: where this fails, look at the litmus tests of the function (litmus_cases.py)
+and at its model (tests/proof/model) again, and then write its new outline there. The programs of
+the litmus tests must be found in the outlines of the functions for which they stand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.proof.litmus.litmus_cases import CASES, Litmus, Program
+from tests.proof.litmus.litmus_ops import Op
+from tests.proof.litmus.outline_changes import CHANGES, SIGNAL, Change
+from tests.proof.litmus.source_outline import code_of, outline, outline_of_triton
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = ROOT / "kernels"
+Place = tuple[str, str]  # file below kernels/, and function
+
+
+def read_outlines() -> dict[Place, list[str]]:
+    sections = (Path(__file__).parent / "outlines.txt").read_text().removeprefix("== ")
+    found = {}
+    for section in sections.split("\n== "):
+        title, *lines = section.rstrip("\n").split("\n")
+        file, _, function = title.partition(": ")
+        found[file, function] = lines
+    return found
+
+
+OUTLINES = read_outlines()
+
+
+def outline_in(file: str, source: str, function: str) -> list[str]:
+    return (outline_of_triton if file.endswith(".py") else outline)(source, function)
+
+
+@pytest.mark.parametrize("place", OUTLINES, ids=": ".join)
+def test_a_function_does_what_its_outline_says(place):
+    file, function = place
+    assert outline_in(file, (KERNELS / file).read_text(), function) == OUTLINES[place]
+
+
+def changed_outline(change: Change) -> list[str]:
+    source = (KERNELS / change.file).read_text()
+    assert source.count(change.text) == 1, f"{change.file}: {change.text!r}, to be changed"
+    changed = source.replace(change.text, change.replacement)
+    return outline_in(change.file, changed, change.function)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_operation_is_noticed(name):
+    change = CHANGES[name]
+    assert changed_outline(change) != OUTLINES[change.file, change.function]
+
+
+def test_a_changed_comment_is_not():
+    place = SIGNAL, "wake"
+    source = (KERNELS / SIGNAL).read_text().replace("// Store the epoch, then", "// Store; }\n  //")
+    assert outline_in(*place[:1], source, place[1]) == OUTLINES[place]
+
+
+# ---- the programs of the litmus tests ----------------------------------------------------------
+
+OPERATION = re.compile(r"\b(\w+_sys)(?=\()|\b(FUTEX_WA(?:IT|KE))\b|\b([\w:.]+)(?=\()")
+# How calls lead on where the name is not that of the outline.
+LEADS_TO = {
+    "team.wake": "Waiter::wake",
+    "progress": "Messenger::progress_receives",
+    "fence_as_sleeper": "Waiter::fence_as_sleeper",
+    ".fence_as_sleeper": "Waiter::fence_as_sleeper",
+    "team.fence_as_writer": "Waiter::fence_as_writer",
+}
+# These lead on to the end of a wait without success, which is no part of a program.
+ASIDE = {"await_slowly", "give_up", "fail"}
+WORDS_BY_NAME = {"ready", "consumed", "aborted", "claimed", "farewell", "sleeping"}
+# What a user or a kernel's end does, and the data themselves.
+NOT_OURS = {"buffer", "slot", "data", "record", "region"}
+Step = tuple[str, str]  # operation, and its word where the text says it
+Outlines = Mapping[Place, Sequence[str]]
+
+
+def word_of(argument: str, lines: Sequence[str]) -> str:
+    """The member that a pointer points to, or the empty text."""
+    if re.fullmatch(r"\w+", argument):
+        given = [line for line in lines if re.search(rf"\* ?(?:const )?{argument} = ", line)]
+        argument = given[0] if given else argument
+    name = re.findall(r"\w+", argument)[-1]
+    return name if name in WORDS_BY_NAME else ""
+
+
+def steps_of(function: str, outlines: Outlines) -> Iterator[Step]:
+    """Every operation of a function in C++, those of what it calls in their places."""
+    by_name = {name: lines for (file, name), lines in outlines.items() if file[:2] != "tl"}
+    members = {name.partition("::")[2]: name for name in by_name if "Messenger::" in name}
+    lines = by_name[function]
+    for line in lines:
+        for found in OPERATION.finditer(line):
+            name = found[1] or found[2] or found[3]
+            last = re.split(r"[.:]+", name)[-1]
+            callee = LEADS_TO.get(name, members.get(last, last))
+            if found[1]:
+                argument = re.match(r"\(([^,()]*(?:\([^()]*\)[^,()]*)*)", line[found.end() :])
+                yield name, word_of(argument[1], lines) if argument and argument[1] else ""
+            elif found[2] or last in ("sync", "share"):
+                yield name if found[2] else "sync", ""
+            elif callee in by_name and callee not in ASIDE | {function}:
+                yield from steps_of(callee, outlines)
+
+
+def steps_like(op: Op) -> tuple[set[str], str]:
+    """The names that an operation of a program has in the sources, and its word."""
+    word = op.location.split(" ")[0]
+    if op.location.endswith("team's sync"):
+        return {"sync"}, ""
+    kind = {"wait": "load", "sleep": "FUTEX_WAIT", "wake": "FUTEX_WAKE"}.get(op.kind, op.kind)
+    if kind.startswith("FUTEX"):
+        return {kind}, ""
+    names = {f"{kind}_{op.order}_sys"}
+    if op.order == "relaxed":  # what holds without order holds with it
+        names |= {f"{kind}_packet_sys", f"{kind}_acquire_sys", f"{kind}_release_sys"}
+    return names, word if word in WORDS_BY_NAME else ""
+
+
+def stands_for(program: Program, functions: Sequence[str], outlines: Outlines) -> bool:
+    """Tells whether functions make the program's operations in order; others may lie between."""
+    steps = iter([step for name in functions for step in steps_of(name, outlines)])
+    for op in program:
+        is_data = op.location in NOT_OURS or op.kind in ("read", "write", "only_if")
+        if is_data or (op.kind, op.order) == ("fence", "acq_rel"):  # the end of a kernel
+            continue
+        names, word = steps_like(op)
+        if not any(name in names and (not word or at in ("", word)) for name, at in steps):
+            return False
+    return True
+
+
+def holds(case: Litmus, outlines: Outlines) -> bool:
+    return all(
+        stands_for(program, functions, outlines)
+        for program, functions in zip(case.programs, case.code, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sources_do_what_the_programs_do(name):
+    assert holds(CASES[name], OUTLINES)
+
+
+@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if change.case])
+def test_changed_sources_do_not(name):
+    change = CHANGES[name]
+    changed = {**OUTLINES, (change.file, change.function): changed_outline(change)}
+    assert not holds(CASES[change.case], changed)
+
+
+# ---- nothing is left out -----------------------------------------------------------------------
+
+ORDERED = re.compile(r"\b(?:load_acquire|store_release|exchange_\w+|fence_\w+)_sys\(|FUTEX_WA\w+\b")
+
+
+def left_out(outlines: Outlines) -> dict[str, int]:
+    """By file of the host or the templates: ordered operations that stand in no outline."""
+    missing = {}
+    for path in [*(KERNELS / "include").rglob("*.h"), *(KERNELS / "host").glob("*.*")]:
+        file = str(path.relative_to(KERNELS))
+        outlined = "\n".join(
+            line for (where, _), lines in outlines.items() if where == file for line in lines
+        )
+        count = len(ORDERED.findall(code_of(path.read_text()))) - len(ORDERED.findall(outlined))
+        if count != 0 and path.name != "atomics.h":
+            missing[file] = count
+    return missing
+
+
+def test_every_ordered_operation_stands_in_an_outline():
+    assert left_out(OUTLINES) == {}
+    assert left_out({**OUTLINES, (SIGNAL, "publish"): []}) == {SIGNAL: 1}

@@ -1,0 +1,150 @@
+"""The bounds of each model's exploration, and the mistakes that must be found, where they show."""
+
+from __future__ import annotations
+
+from tests.proof.model.spin import Model
+
+
+def model(source: str, world: int, defines: str, epochs: int = 4) -> Model:
+    return Model(source, world, tuple(defines.split()), epochs)
+
+
+EVERY_KIND = "KINDS=127"  # of direct.pml
+RIGHT: dict[str, Model] = {
+    "direct, three calls": model("direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=3 {EVERY_KIND}"),
+    "direct, zero copy": model("direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=2 {EVERY_KIND} LEND"),
+    "direct, three ranks": model("direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND"),
+    "direct, faults": model(
+        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
+    ),
+    "direct, three ranks, faults": model(
+        "direct.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=3 LEND FAULTS=1"
+    ),
+    "two communicators": model(
+        "direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=17 COMMUNICATORS=2"
+    ),
+    "ring, three ranks": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=3"),
+    "ring, four ranks": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2"),
+    "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=2 FAULTS=2"),
+    "packets": model("packet.pml", 2, "START=0 CALLS=18 FAULTS=1"),
+    "packets, three ranks": model("packet.pml", 3, "START=0 CALLS=8"),
+    "sleep": model("sleep.pml", 2, "START=2 ITEMS=5"),
+    "sleep, fences for all": model("sleep.pml", 2, "START=2 ITEMS=5 FENCES_FOR_ALL"),
+    "lent buffers": model("lend.pml", 2, ""),
+    "regions": model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=2"),
+    "regions, three ranks": model("retired.pml", 3, "COMMUNICATORS=2 FAULTS=1"),
+}
+LARGE: dict[str, Model] = {
+    "direct, three calls of two segments": model(
+        "direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=3 {EVERY_KIND}"
+    ),
+    "direct, three segments": model(
+        "direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=3 {EVERY_KIND} LEND"
+    ),
+    "direct, four calls": model("direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=4 {EVERY_KIND}"),
+    "direct, three ranks, two segments": model(
+        "direct.pml", 3, f"START=2 SEGMENTS=2 CALLS=1 {EVERY_KIND} LEND"
+    ),
+    "direct, three ranks, two calls": model(
+        "direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=2 {EVERY_KIND}"
+    ),
+    "direct, two faults": model(
+        "direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
+    ),
+    "direct, three ranks, every fault": model(
+        "direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND FAULTS=1"
+    ),
+    "direct, four ranks, every kind": model(
+        "direct.pml", 4, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND}"
+    ),
+    "two communicators, every kind": model(
+        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} COMMUNICATORS=2"
+    ),
+    "ring, four ranks, three calls": model("ring.pml", 4, "START=2 SEGMENTS=3 CALLS=3"),
+    "ring, four ranks, faults": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2 FAULTS=1"),
+    "packets, three ranks, faults": model("packet.pml", 3, "START=0 CALLS=9 FAULTS=1"),
+    "packets, four ranks": model("packet.pml", 4, "START=0 CALLS=3"),
+    "regions, three communicators": model("retired.pml", 3, "COMMUNICATORS=3 FAULTS=1"),
+    "regions, four ranks": model("retired.pml", 4, "COMMUNICATORS=2"),
+}
+# The smallest bounds that show a mistake. With 4 epochs a sender that does not wait comes around.
+PAIR = model("direct.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=1", epochs=8)
+LENT = model("direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=3 LEND")
+IN_PLACE = model("direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=4 LEND")
+FAULTY = model("direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=1 LEND FAULTS=1")
+# A broadcast before or behind an all-reduce in one hop, on the same stream.
+ONE_HOP = model("direct.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=80", epochs=8)
+SHARED = model("direct.pml", 3, "START=6 SEGMENTS=3 CALLS=1 KINDS=2", epochs=8)
+RING = model("ring.pml", 3, "START=6 SEGMENTS=2 CALLS=2", epochs=8)
+RING_FAULTY = model("ring.pml", 3, "START=2 SEGMENTS=1 CALLS=1 FAULTS=1")
+PACKETS = model("packet.pml", 2, "START=0 CALLS=10")
+PACKETS_FAULTY = model("packet.pml", 2, "START=0 CALLS=2 FAULTS=1")
+SLEEP = model("sleep.pml", 2, "START=2 ITEMS=3")
+SLEEP_FOR_ALL = model("sleep.pml", 2, "START=2 ITEMS=3 FENCES_FOR_ALL")
+LEND = model("lend.pml", 2, "")
+REGIONS = model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=1")
+
+# What is wrong, where it shows, and the error that it must be.
+MUTANTS: list[tuple[Model, str, str]] = [
+    (PAIR, "MUTANT_READY_NOT_AWAITED", "assertion"),
+    (PAIR, "MUTANT_WRONG_EPOCH", "assertion"),
+    (PAIR, "MUTANT_CONSUMED_NOT_AWAITED", "assertion"),
+    (PAIR, "MUTANT_SLOT_REUSED_EARLY", "assertion"),
+    (PAIR, "MUTANT_SLOT_AWAITED_LONGER", "deadlock"),
+    (PAIR, "MUTANT_PUBLISHED_BEFORE_WRITTEN", "assertion"),
+    (PAIR, "MUTANT_ACKNOWLEDGED_BEFORE_READ", "assertion"),
+    (PAIR, "MUTANT_FAREWELL_COUNTS_MORE", "assertion"),
+    (PAIR, "LOOKAHEAD=2", "deadlock"),
+    (model("direct.pml", 2, "START=0 SEGMENTS=3 CALLS=1 KINDS=1", epochs=2), "", "deadlock"),
+    (SHARED, "MUTANT_ONE_READER_AWAITED", "assertion"),
+    (ONE_HOP, "MUTANT_ACKNOWLEDGED_BEFORE_REDUCED", "assertion"),
+    (ONE_HOP, "MUTANT_SLOT_FILLED_UNASKED", "assertion"),
+    (ONE_HOP, "MUTANT_REDUCED_WITHOUT_ARRIVAL", "assertion"),
+    (LENT, "MUTANT_BUFFER_RETURNED_EARLY", "assertion"),
+    (IN_PLACE, "MUTANT_SHARED_BEFORE_REDUCED", "assertion"),
+    (FAULTY, "MUTANT_NO_LOOK_AFTER_THE_LAST_READ", "assertion"),
+    (FAULTY, "MUTANT_NO_ABORT_RAISED", "assertion"),
+    (
+        model("direct.pml", 2, "START=2 SEGMENTS=3 CALLS=1 KINDS=1 FAULTS=1"),
+        "MUTANT_NO_LOOK_AT_ABORT_WORDS",
+        "deadlock",
+    ),
+    (
+        model("direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"),
+        "MUTANT_ONE_REGION",
+        "assertion",
+    ),
+    (RING, "MUTANT_READY_NOT_AWAITED", "assertion"),
+    (RING, "MUTANT_WRONG_EPOCH", "assertion"),
+    (RING, "MUTANT_SLOT_REUSED_EARLY", "assertion"),
+    (RING, "MUTANT_SLOT_AWAITED_LONGER", "deadlock"),
+    (RING, "MUTANT_RELEASED_BEFORE_REDUCED", "assertion"),
+    (PACKETS, "MUTANT_ONE_SET", "deadlock"),
+    (PACKETS, "MUTANT_FLAG_ZERO_USED", "assertion"),
+    (PACKETS, "MUTANT_NOT_CLEARED", "assertion"),
+    (PACKETS, "MUTANT_OWN_SET_CLEARED", "deadlock"),
+    (PACKETS, "MUTANT_PACKETS_NOT_AWAITED", "assertion"),
+    (model("packet.pml", 3, "START=0 CALLS=4"), "MUTANT_ONE_PEER_AWAITED", "deadlock"),
+    (SLEEP, "MUTANT_NO_FENCE_OF_THE_WRITER", "deadlock"),
+    (SLEEP, "MUTANT_NO_FENCE_OF_THE_SLEEPER", "deadlock"),
+    (SLEEP_FOR_ALL, "MUTANT_FENCES_FOR_ITSELF", "deadlock"),
+    (SLEEP, "MUTANT_NO_FLAG_RAISED", "deadlock"),
+    (SLEEP, "MUTANT_SLEEPS_WITHOUT_COMPARING", "deadlock"),
+    (SLEEP, "MUTANT_LOADED_ONCE", "cycle"),
+    (LEND, "MUTANT_NO_FENCE_AFTER_THE_WORD", "assertion"),
+    (LEND, "MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED", "assertion"),
+    (LEND, "MUTANT_CLOSED_WITHOUT_A_WORD", "assertion"),
+    (LEND, "MUTANT_LOOKED_BEFORE_THE_LAST_READ", "assertion"),
+    (REGIONS, "MUTANT_REUSED_WITHOUT_FAREWELL", "assertion"),
+    (REGIONS, "MUTANT_WRITTEN_BEFORE_ALL_CONNECTED", "assertion"),
+    (model("retired.pml", 3, "COMMUNICATORS=3"), "MUTANT_ONE_FAREWELL_IS_ENOUGH", "assertion"),
+    *(
+        (right, mutant, "deadlock")
+        for right in (FAULTY, RING_FAULTY, PACKETS_FAULTY)
+        for mutant in (
+            "MUTANT_NO_DEADLINE",
+            "MUTANT_NO_LOOK_AT_FAREWELLS",
+            "MUTANT_NO_LOOK_AT_PROCESSES",
+        )
+    ),
+]

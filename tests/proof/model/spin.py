@@ -1,0 +1,186 @@
+"""Runs SPIN on the models of this folder: generates their tables, compiles, explores.
+
+SPIN: Holzmann, The SPIN Model Checker, 2003; https://spinroot.com.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(__file__).resolve().parent
+INCLUDE = ROOT / "kernels/include"
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+LACKING = [
+    name
+    for name, path in (("spin", shutil.which("spin")), ("cc", COMPILER), ("c++", CXX))
+    if not path
+]
+
+CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None  # as .ci/run asks
+
+# How many flags the packet model has, and how many epochs the others: each a power of two.
+FLAGS = 8
+EPOCHS = 4
+
+# What pan says of its first error, by the kind that a test expects.
+ERRORS = {
+    "assertion": "assertion violated",
+    "deadlock": "invalid end state",
+    "cycle": "non-progress cycle",
+}
+MEMORY_MB = 1900
+DEPTH = 1_000_000
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its bounds.
+
+    ``world`` picks the tables, ``epochs`` how many epochs there are before they come around, and
+    ``defines`` are further macros (``"SEGMENTS=2"``).
+    """
+
+    source: str
+    world: int = 2
+    defines: tuple[str, ...] = ()
+    epochs: int = EPOCHS
+
+    def macros(self) -> list[str]:
+        return [f"-D{each}" for each in (f"WORLD={self.world}", *self.defines)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of an exploration: the error's kind ("" for none) and the number of states."""
+
+    error: str
+    states: int
+    complete: bool
+    output: str
+
+
+def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:
+    """Tells whether a missing tool is a failure: with CI=true, where it could be installed."""
+    return environment.get("CI") == "true" and can_install
+
+
+def run(command: Sequence[str | Path], folder: Path, *, limit_s: float = 600) -> str:
+    done = subprocess.run(
+        [str(each) for each in command],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def packet_flags(include: Path) -> str:
+    """The flag arithmetic of packet.h, its text, over a type of FLAGS values in place of 2^32."""
+    header = (include / "ringcomm/protocol/packet.h").read_text()
+    functions = re.findall(
+        r"^RC_FN constexpr \w+ (?:next_flag|clears_other_set)\(.*?\}$", header, re.M | re.S
+    )
+    assert len(functions) == 2, "next_flag() and clears_other_set() are not where they were"
+    text = "\n".join(functions).replace("uint32_t", "Flag")
+    return f"""\
+#pragma once
+namespace ringcomm {{
+constexpr unsigned kCallsPerClearing = {FLAGS};
+struct Flag {{
+  unsigned value;
+  constexpr Flag(unsigned v) : value(v % {FLAGS}) {{}}
+}};
+constexpr Flag operator+(Flag a, unsigned b) {{ return Flag(a.value + b); }}
+constexpr bool operator==(Flag a, unsigned b) {{ return a.value == b; }}
+constexpr unsigned operator%(Flag a, unsigned b) {{ return a.value % b; }}
+{text}
+}}
+"""
+
+
+def tables(folder: Path, include: Path, world: int, epochs: int) -> str:
+    """The text of schedule.pml for a world, from the functions of the headers below ``include``."""
+    (folder / "packet_flags.h").write_text(packet_flags(include))
+    program = folder / f"schedule_tables_{world}_{epochs}"
+    options = ["-std=c++20", "-O0", f"-DWORLD={world}", f"-DEPOCHS={epochs}", f"-DFLAGS={FLAGS}"]
+    paths = [f"-I{include}", f"-I{folder}"]
+    source = FOLDER / "schedule_tables.cpp"
+    run([str(CXX), *options, *paths, source, "-o", program], folder)
+    return run([program], folder)
+
+
+class Checker:
+    """Explores models in a folder of its own; a world's tables are computed once.
+
+    ``include``: the headers that the tables come from.
+    """
+
+    def __init__(self, folder: Path, include: Path = INCLUDE) -> None:
+        self.folder, self.include = folder, include
+        self._tables: dict[tuple[int, int], str] = {}
+        self._runs = 0
+
+    def check(
+        self,
+        model: Model,
+        mutant: str = "",
+        *,
+        cycles: bool = False,
+        optimize: bool = True,
+        depth: int = DEPTH,
+    ) -> Result:
+        """Explores all states of the model, up to the first error.
+
+        Args:
+            model: what to explore.
+            mutant: a further macro, that makes a mistake.
+            cycles: look for cycles without progress, in place of assertions and deadlocks.
+            optimize: for explorations that take longer than a compilation.
+            depth: steps of the longest path.
+        """
+        key = (model.world, model.epochs)
+        if key not in self._tables:
+            self._tables[key] = tables(self.folder, self.include, *key)
+        self._runs += 1
+        folder = self.folder / f"run_{self._runs}"
+        folder.mkdir()
+        macros = [*model.macros(), *([f"-D{mutant}"] if mutant else [])]
+        for source in FOLDER.glob("*.pml"):
+            shutil.copy(source, folder)
+        (folder / "schedule.pml").write_text(self._tables[key])
+        run(["spin", f"-P{COMPILER} -E -x c", *macros, "-a", model.source], folder)
+        kind = ["-DNP"] if cycles else ["-DSAFETY"]
+        options = ["-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}", "-w", "-O1" if optimize else "-O0"]
+        run([str(COMPILER), *options, *kind, "-o", "pan", "pan.c"], folder)
+        flags = ["-l", "-E"] if cycles else []  # -E: a deadlock is not asked for
+        output = run(
+            [folder / "pan", *flags, f"-m{depth}", "-w22" if optimize else "-w16"],
+            folder,
+            limit_s=1200,
+        )
+        return read_result(output)
+
+
+def read_result(output: str) -> Result:
+    """Reads pan's report."""
+    errors = re.search(r"errors: (\d+)", output)
+    states = re.search(r"(\d+)(?:\.\d+)?(?:e\+\d+)? states, stored", output)
+    assert errors and states, output[-2000:]
+    first = re.search(r"^pan:1: (.*)$", output, re.M)
+    found = [kind for kind, text in ERRORS.items() if first and first.group(1).startswith(text)]
+    limits = ("out of memory", "max search depth too small", "search interrupted", "not completed")
+    complete = not any(text in output.lower() for text in limits)
+    error = "" if errors.group(1) == "0" else (found or ["unknown"])[0]
+    return Result(error, int(states.group(1)), complete, output)

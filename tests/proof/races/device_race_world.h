@@ -1,0 +1,225 @@
+// The memory of the ranks of device_race_test.cpp: regions as the host lays them out, buffers in
+// the heap and outside, and the arguments of each launch.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "tests/proof/races/device_race_cases.h"
+#include "tests/support/emulator/block.h"
+
+namespace races {
+
+using namespace ringcomm::device;
+
+struct Setting {
+  int world, channels, lanes;
+  uint64_t rounds;
+  uint32_t first;  // calls and items so far, as the words say
+  uint64_t timeout_ms;
+};
+
+struct Buffers {
+  std::vector<float> plain_in, plain_out;
+  float *heap_in, *heap_out;
+};
+
+// One rank's stream: at most one kernel runs at a time.
+struct Queue {
+  LaunchParams params;
+  Case running;
+  Buffers buffers;
+  std::unique_ptr<host::LaneGroup> threads;  // all that take part in its kernels
+  std::vector<Workspace> workspaces;         // by block, as the next two
+  std::vector<std::unique_ptr<host::LaneGroup>> blocks;
+};
+
+struct World {
+  Setting s;
+  Layout layout;
+  std::vector<char> arena;
+  std::vector<char*> regions;
+  std::vector<std::unique_ptr<HostPage>> hosts;
+  std::vector<std::vector<Queue>> queues;  // [stream][rank]
+
+  explicit World(const Setting& setting)
+      : s(setting),
+        layout{s.world, s.channels, kSlots, kSegmentBytes, kPacketBytes, 0},
+        queues(kStreams) {
+    const uint64_t table = layout.whole_pages(sizeof(RankTable) + 2 * kMaxWorld * sizeof(int32_t)),
+                   buffer = layout.whole_pages(buffer_elems() * sizeof(float)),
+                   share = layout.region_bytes() + table + 2 * kStreams * buffer;
+    arena.resize(share * uint64_t(s.world) + kPageBytes);
+    char* const base =
+        arena.data() + (-reinterpret_cast<uintptr_t>(arena.data()) & (kPageBytes - 1));
+    for (int r = 0; r < s.world; ++r) {
+      regions.push_back(base + share * uint64_t(r));
+      hosts.push_back(std::make_unique<HostPage>());
+    }
+    for (int r = 0; r < s.world; ++r) {
+      write_table(r, base);
+      write_words(r);
+      char* at = regions[size_t(r)] + layout.region_bytes() + table;
+      for (int stream = 0; stream < kStreams; ++stream, at += 2 * buffer)
+        queues[size_t(stream)].push_back(make_queue(at, at + buffer));
+    }
+  }
+
+  // The last element is for inputs that begin at an odd one.
+  uint64_t buffer_elems() const { return heap_elems(s.channels) * uint64_t(s.world) + 1; }
+  RankTable* table(int rank) const {
+    return reinterpret_cast<RankTable*>(regions[size_t(rank)] + layout.region_bytes());
+  }
+  ControlPage* control(int rank) const {
+    return reinterpret_cast<ControlPage*>(regions[size_t(rank)]);
+  }
+
+ private:
+  // Two rings: the ranks in order, and the odd ones backwards after the even ones.
+  void write_table(int rank, char* heap) {
+    RankTable* t = table(rank);
+    t->rank = rank;
+    t->world = s.world;
+    t->rings = 2;
+    t->layout = layout;
+    t->host = hosts[size_t(rank)].get();
+    auto* order = const_cast<int32_t*>(rings_of(t));
+    for (int p = 0; p < s.world; ++p) {
+      t->regions[p] = regions[size_t(p)];
+      t->heaps[p] = heap;
+      t->heap_bytes[p] = arena.size() - kPageBytes;
+      const int evens = (s.world + 1) / 2;
+      order[p] = p;
+      order[s.world + p] = p < evens ? 2 * p : 2 * (s.world - 1 - p) + 1;
+    }
+  }
+
+  // As if `first` items and packet calls had been; and where those of the last time around left
+  // packets whose flags are about to come again, if nobody clears them.
+  void write_words(int rank) {
+    char* const region = regions[size_t(rank)];
+    for (int i = 0; i < int(Stream::kCount); ++i)
+      for (int c = 0; c < s.channels; ++c)
+        for (int p = 0; p < s.world; ++p) {
+          const Stream stream = Stream(i);
+          *reinterpret_cast<SignalLine*>(region + layout.signal_offset(stream, c, p)) = {
+              s.first, s.first, 0};
+          *reinterpret_cast<EpochLine*>(region + layout.epoch_offset(stream, c, p)) = {s.first,
+                                                                                       s.first};
+        }
+    for (int c = 0; c < s.channels; ++c)
+      *reinterpret_cast<ChannelLine*>(region + layout.channel_offset(c)) = {0, s.first};
+    if (s.first == 0) return;
+    uint32_t flag = s.first;
+    for (int calls = 0; calls < 6; ++calls) flag = next_flag(flag);
+    for (int turn = 0; turn < 2; ++turn) {
+      flag = next_flag(flag);
+      auto* packet = reinterpret_cast<Packet*>(region + layout.packet_offset(flag & 1, 0));
+      const uint64_t count = layout.packet_set_bytes() / sizeof(Packet) * uint64_t(s.world);
+      std::fill(packet, packet + count, Packet{1, flag, 1, flag});
+    }
+  }
+
+  Queue make_queue(char* in, char* out) {
+    Queue q{};
+    q.buffers = {std::vector<float>(buffer_elems()), std::vector<float>(buffer_elems()),
+                 reinterpret_cast<float*>(in), reinterpret_cast<float*>(out)};
+    q.threads = std::make_unique<host::LaneGroup>(s.channels * s.lanes);
+    q.workspaces.resize(size_t(s.channels));
+    for (int c = 0; c < s.channels; ++c)
+      q.blocks.push_back(std::make_unique<host::LaneGroup>(s.lanes));
+    return q;
+  }
+};
+
+inline float* input_of(Queue& q) {
+  if (q.running.place != Place::kPlain) return q.buffers.heap_in;
+  return q.buffers.plain_in.data() + q.running.step % 2;  // not aligned as the output
+}
+
+inline float* output_of(Queue& q) {
+  const Case& c = q.running;
+  if (c.place == Place::kInPlace) return q.buffers.heap_in;
+  return c.place == Place::kHeap ? q.buffers.heap_out : q.buffers.plain_out.data();
+}
+
+// The lists of a call, behind each other in the launch: inputs by reader, outputs by sender.
+inline void write_lists(const World& w, Queue& q, int rank, CallArgs& args) {
+  const Case& c = q.running;
+  const int world = w.s.world;
+  Span* const in = q.params.spans;
+  Span* const out = in + world;
+  const auto at = [&](float* base, uint64_t elem) { return reinterpret_cast<char*>(base + elem); };
+  for (int p = 0; p < world; ++p) {
+    const uint64_t begin = uint64_t(p) * c.elems;
+    in[p] = {at(input_of(q), begin), pair_elems(c, world, rank, p) * sizeof(float)};
+    out[p] = {at(output_of(q), begin), pair_elems(c, world, p, rank) * sizeof(float)};
+    if (c.collective == Collective::kReduce)
+      in[p] = {at(input_of(q), 0), p == c.root ? c.elems * sizeof(float) : 0};
+    if (c.collective == Collective::kBroadcast)
+      out[p] = {at(output_of(q), 0), c.elems * sizeof(float)};
+    if (c.collective == Collective::kSend) {
+      args.my_readers |= uint64_t(talks(c, world, rank, p)) << p;
+      args.my_senders |= uint64_t(talks(c, world, p, rank)) << p;
+    }
+  }
+  args.in_spans = 0;
+  args.out_spans = world;
+}
+
+// The user's kernel before the call: fills the input. Then the launch's arguments.
+inline void prepare(World& w, Queue& q, StreamKind stream, int rank, const Case& c) {
+  q.running = c;
+  const uint64_t capacity = w.buffer_elems() - 1, bytes = c.elems * sizeof(float);
+  float *in = input_of(q), *out = output_of(q);
+  std::fill(out, out + std::min(capacity, c.elems * uint64_t(w.s.world)), kUntouched);
+  const bool fills = c.collective != Collective::kBroadcast || rank == c.root;
+  const bool chunks = c.collective != Collective::kAllReduce && c.collective != Collective::kReduce;
+  const uint64_t filled = chunks ? c.elems * uint64_t(w.s.world) : c.elems;
+  for (uint64_t i = 0; fills && i < filled; ++i) in[i] = value(c, rank, i);
+
+  CallArgs& args = q.params.calls[rank % kMaxRanksPerLaunch];
+  args = CallArgs{};
+  args.table = w.table(rank);
+  args.in = reinterpret_cast<char*>(in);
+  args.out = reinterpret_cast<char*>(out);
+  const bool whole = c.collective == Collective::kAllReduce;
+  args.total_bytes = whole ? bytes : bytes * uint64_t(w.s.world);
+  args.chunk_bytes = whole ? balanced_chunk_bytes(bytes, w.s.world) : bytes;
+  const bool sized = c.collective != Collective::kAllToAll && c.collective != Collective::kSend &&
+                     c.collective != Collective::kBarrier;
+  args.match_bytes = sized ? args.total_bytes : 0;  // that all ranks agree on
+  args.one_hop_bytes = kSegmentBytes;
+  args.timeout_ns = w.s.timeout_ms * 1'000'000;
+  args.my_readers = args.my_senders = c.collective == Collective::kSend ? 0 : ~uint64_t(0);
+  args.factor = factor_of(c, rank);
+  args.collective = c.collective;
+  args.algorithm = c.algorithm;
+  args.redop = int32_t(c.op);
+  args.root = c.root;
+  args.in_spans = args.out_spans = -1;
+  const bool even = c.algorithm != kDirect || whole || c.collective == Collective::kReduceScatter;
+  if (!even) write_lists(w, q, rank, args);
+  if (!receives(stream, rank)) args.my_senders = 0;
+  if (stream == kReceives) args.my_readers = 0;
+  if (stream == kReceives && both_ways(rank)) q.running.blocks = 0;
+}
+
+// The user's kernel after the call: reads the output, and uses the input for something else.
+inline bool check(World& w, Queue& q, StreamKind stream, int rank) {
+  const Case& c = q.running;
+  const float* out = output_of(q);
+  const uint64_t elems = std::min(w.buffer_elems() - 1, c.elems * uint64_t(w.s.world));
+  bool ok = true;
+  for (uint64_t i = 0; receives(stream, rank) && i < elems; ++i) {
+    const bool beyond = c.place == Place::kInPlace && i >= c.elems;
+    ok &= beyond || out[i] == expected(c, w.s.world, rank, i);
+  }
+  std::fill(input_of(q), input_of(q) + elems, -1.0f);
+  return ok;
+}
+
+}  // namespace races

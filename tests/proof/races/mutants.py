@@ -1,0 +1,92 @@
+"""Mistakes in the templates that a race test must find.
+
+All mutants of a test are compiled into one program, which is told by its environment which of them
+to be: one compilation instead of dozens.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.compiler import ROOT
+
+VARIABLE = "CHOSEN_MUTANT"
+
+# What `race_test` or `device_race_test` is run with.
+Team = tuple[int, ...]
+
+PACKET, ENDPOINT = "include/ringcomm/protocol/packet.h", "include/ringcomm/protocol/endpoint.h"
+ATOMICS, SIGNAL = "include/ringcomm/core/atomics.h", "include/ringcomm/protocol/signal.h"
+SCATTER, GATHER = (
+    "include/ringcomm/collectives/reduce_scatter.h",
+    "include/ringcomm/collectives/all_gather.h",
+)
+SYNC = "e.team.sync();"
+LOAD, STORE = "__atomic_load_n(word, __ATOMIC_", "__atomic_store_n(word, value, __ATOMIC_"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`text` of a header below kernels/ becomes `replacement`, where CHOSEN: it is this mutant.
+
+    `teams` are those that show it; none: the test's usual ones.
+    """
+
+    header: str
+    text: str
+    replacement: str
+    teams: tuple[Team, ...] = ()
+
+
+def without(header: str, sync: str, around: str, *teams: Team) -> Mutant:
+    """The mutant in which `sync` of `around` is missing."""
+    assert around.count(sync) == 1, around
+    return Mutant(header, around, around.replace(sync, f"if (!CHOSEN) {sync}"), teams)
+
+
+# Those that both tests must find, on host threads and in the kernels' blocks.
+EVERYWHERE = {
+    "acquire loads relaxed": Mutant(
+        ATOMICS, f"return {LOAD}ACQUIRE", f"return CHOSEN ? {LOAD}RELAXED) : {LOAD}ACQUIRE"
+    ),
+    "release stores relaxed": Mutant(
+        ATOMICS, f"{STORE}RELEASE", f"CHOSEN ? {STORE}RELAXED) : {STORE}RELEASE"
+    ),
+    "sent before the team is done": without(
+        ENDPOINT, "team.sync();", "team.sync();\n    each_by_lanes(readers"
+    ),
+    "acknowledged before all has been reduced": without(
+        SCATTER, SYNC, f"{SYNC}\n  e.each_by_lanes({{1, e.world()}}, [&](int p) {{ e.release("
+    ),
+    "slot reused before it was read": Mutant(
+        ENDPOINT, "v.layout.held_before(epoch))", "v.layout.held_before(epoch - (CHOSEN ? 64 : 0)))"
+    ),
+    "returned while peers read the buffer": Mutant(
+        ENDPOINT, "sent(s, reader) + items_sent;", "sent(s, reader) + (CHOSEN ? 0 : items_sent);"
+    ),
+}
+
+
+def write_sources(root: Path, mutants: Mapping[str, Mutant], always: Iterable[Mutant] = ()) -> None:
+    """The kernels' folder below ``root`` with all mutants in it; chosen.h goes before all else.
+
+    Args:
+        root: a new folder.
+        mutants: numbered from 1; with 0 in the environment, none is chosen.
+        always: changes that are no mistakes and do not wait to be chosen.
+    """
+    for part in ("include", "host", "cuda"):
+        shutil.copytree(ROOT / "kernels" / part, root / "kernels" / part)
+    for number, mutant in [(0, each) for each in always] + list(enumerate(mutants.values(), 1)):
+        header = root / "kernels" / mutant.header
+        source = header.read_text()
+        assert source.count(mutant.text) == 1, f"{header.name}: {mutant.text!r}, to be mutated"
+        replacement = mutant.replacement.replace("CHOSEN", f"(chosen_mutant == {number})")
+        header.write_text(source.replace(mutant.text, replacement))
+    (root / "chosen.h").write_text(
+        "#include <sched.h>\n#include <stdlib.h>\n#include <unistd.h>\n"
+        f'inline const int chosen_mutant = atoi(getenv("{VARIABLE}"));\n'
+    )

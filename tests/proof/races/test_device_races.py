@@ -1,0 +1,276 @@
+"""The CUDA kernels' bodies on host threads: under ThreadSanitizer, without it, and as mutants."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.proof.races.mutants import (
+    ATOMICS,
+    ENDPOINT,
+    EVERYWHERE,
+    GATHER,
+    PACKET,
+    SCATTER,
+    SIGNAL,
+    SYNC,
+    VARIABLE,
+    Mutant,
+    Team,
+    without,
+    write_sources,
+)
+from tests.support.compiler import (
+    LOW_PRIORITY,
+    NEEDS_COMPILER,
+    PLAIN,
+    ROOT,
+    compile_to,
+    skip_without_sanitizer,
+)
+
+SOURCE = str(ROOT / "tests/proof/races/device_race_test.cpp")
+NEAR_CLEARING = (1 << 24) - 6  # calls before the packets' flags are next cleared
+NEAR_WRAP = (1 << 32) - 6  # calls before they come around
+
+# world, channels, lanes per block, rounds, calls so far
+TEAMS: list[Team] = [
+    (2, 1, 1, 2, 0),
+    (2, 1, 4, 1, NEAR_CLEARING),
+    (2, 2, 3, 2, NEAR_WRAP),
+    (3, 2, 2, 2, NEAR_CLEARING),
+    (4, 4, 1, 1, NEAR_WRAP),
+    (7, 1, 1, 1, NEAR_CLEARING),
+    (8, 1, 2, 1, 0),
+]
+# Rounds 0: each kernel once, with a rank that does something else.
+FAULT_TEAMS: list[Team] = [(2, 1, 3, 0, 0), (3, 2, 2, 0, NEAR_WRAP), (4, 1, 4, 0, 0)]
+# Without the sanitizer, which slows threads down and keeps them from meeting.
+LONG_TEAMS: list[Team] = [
+    (2, 1, 1, 40, 0),
+    (2, 4, 2, 10, NEAR_WRAP),
+    (3, 1, 4, 15, 0),
+    (4, 2, 2, 10, NEAR_CLEARING),
+    (7, 3, 1, 5, 0),
+    (8, 1, 1, 5, NEAR_WRAP),
+]
+SMALL: Team = (2, 1, 2, 4, 0)
+RINGS: Team = (3, 2, 2, 4, 0)
+
+BODY, RING = "cuda/body.h", "include/ringcomm/collectives/ring.h"
+
+MUTANTS = {
+    **EVERYWHERE,
+    "packets of the call before last": Mutant(
+        PACKET,
+        "return p.first_flag == flag &&",
+        "if (CHOSEN) return p.first_flag + 2 >= flag;\n  return p.first_flag == flag &&",
+    ),
+    "packets in one set of buffers": Mutant(
+        PACKET, "packet_offset(call.flag & 1,", "packet_offset(CHOSEN ? 0 : call.flag & 1,"
+    ),
+    "payload taken without its flag": Mutant(
+        PACKET,
+        "if (!packet_arrived(seen, call.flag)) {",
+        "if (!CHOSEN && !packet_arrived(seen, call.flag)) {",
+    ),
+    "flags stored before the payload": Mutant(
+        ATOMICS,
+        "uint64_t* halves = reinterpret_cast<uint64_t*>(to);",
+        "uint64_t* halves = reinterpret_cast<uint64_t*>(to);\n"
+        "  if (CHOSEN) __atomic_store_n(&to->first_flag, flag, __ATOMIC_RELAXED);\n"
+        "  if (CHOSEN) __atomic_store_n(&to->second_flag, flag, __ATOMIC_RELAXED);\n"
+        "  if (CHOSEN) sched_yield();",
+    ),
+    "packet calls not counted": Mutant(
+        PACKET,
+        "if (e.team.lane() == 0) line->packet_epoch",
+        "if (!CHOSEN && e.team.lane() == 0) line->packet_epoch",
+    ),
+    "packets never cleared": Mutant(
+        PACKET,
+        "if (!clears_other_set(call.flag)) return",
+        "if (CHOSEN || !clears_other_set(call.flag)) return",
+        ((2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)),
+    ),
+    "packets of one set never cleared": Mutant(
+        PACKET,
+        "kCallsPerClearing - 2;",
+        "kCallsPerClearing - 2 && !(CHOSEN && flag % 2 != 0);",
+        ((2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)),
+    ),
+    "a call with the flag of cleared packets": Mutant(
+        PACKET,
+        "last + 1 == 0 ?",
+        "last + 1 == 0 && !CHOSEN ?",
+        ((2, 1, 2, 1, NEAR_WRAP),),
+    ),
+    "packet count changed while lanes read it": without(
+        PACKET, SYNC, f"{SYNC}  // all lanes have read"
+    ),
+    "factors of packets read too early": Mutant(
+        PACKET,
+        "header, call.flag, sender);\n  }\n  return e.team.share(status);",
+        "header, call.flag, sender);\n  }\n  return CHOSEN ? status : e.team.share(status);",
+    ),
+    "shared before the team is done": without(
+        ENDPOINT, "team.sync();", "team.sync();\n    each_by_lanes({1, world()}"
+    ),
+    "passed on before the team is done": without(
+        ENDPOINT, "team.sync();", "team.sync();\n    if (team.lane() == 0) publish("
+    ),
+    "acknowledged before all has been collected": without(
+        GATHER, SYNC, f"{SYNC}\n  e.each_by_lanes(senders"
+    ),
+    "acknowledged before all has been exchanged": without(
+        "include/ringcomm/collectives/exchange.h", SYNC, f"{SYNC}\n  e.each_by_lanes(senders"
+    ),
+    "acknowledged before all went around": without(
+        GATHER, SYNC, f"{SYNC}\n      if (e.team.lane() == 0) e.release(", RINGS
+    ),
+    "sources changed while lanes read them": without(SCATTER, SYNC, f"{SYNC}  // reduce_hop()"),
+    "workspace read while it is filled": without(
+        BODY, "team.sync();", "team.sync();\n  if (team.lane() == 0)\n    w.view ="
+    ),
+    "call read while it is filled": Mutant(
+        BODY,
+        "return team.share(status);",
+        "return CHOSEN ? status : team.share(status);",
+        (RINGS,),
+    ),
+    "wrong successor in the ring": Mutant(
+        RING,
+        "{v.ring_rank(ring_next(position",
+        "{v.ring_rank((CHOSEN ? ring_prev : ring_next)(position",
+        (RINGS,),
+    ),
+    "rank taken for its place in the ring": Mutant(
+        "include/ringcomm/protocol/view.h",
+        "return ring == nullptr ? rank : ring_position;",
+        "return ring == nullptr || CHOSEN ? rank : ring_position;",
+        (RINGS,),
+    ),
+    "a lane that waits for its warp": Mutant(
+        SIGNAL,
+        "  return exchange_acq_rel_sys(&mine->claimed, 1) == 0 ? &mine->fault : nullptr;",
+        "  if (exchange_acq_rel_sys(&mine->claimed, 1) == 0) return &mine->fault;\n"
+        "  for (int i = 0; CHOSEN && load_acquire_sys(&mine->aborted) == 0; ++i)\n"
+        "    if (i == 1000000) _exit(1);\n"
+        "  return nullptr;",
+        ((2, 1, 2, 0, 0),),
+    ),
+    "ended before the word of another kernel": Mutant(
+        BODY,
+        "if (status != Status::kOk && team.lane() == 0)",
+        "if (!CHOSEN && status != Status::kOk && team.lane() == 0)",
+        ((2, 1, 2, 0, 0),),
+    ),
+    "messages look at collectives": Mutant(
+        SIGNAL,
+        "if (mine.collective == Collective::kSend ||",
+        "if (!CHOSEN && mine.collective == Collective::kSend ||",
+        ((4, 1, 1, 20, 0), (2, 1, 2, 20, 0)),
+    ),
+}
+
+# Chosen instead of a mutant: the right program, whose ranks dawdle as those of mutants do.
+NO_MUTANT = -1
+# Unless number 0 is chosen, a rank dawdles before it sends its payload, so that nobody gets that by
+# chance (for longer where packets of the last time around lie), and at some calls another one
+# before it reads, so that the first is soon a call ahead. Messages look at the clock at each poll,
+# and dawdle before they read what is not theirs to read.
+DAWDLING = [
+    Mutant(
+        PACKET,
+        "Packet* to = payload_packets(e, call, e.rank(), reader);",
+        "if (!CHOSEN && e.rank() == 0 && call.flag % 8 != 7)\n"
+        "      usleep(call.flag < kCallsPerClearing / 2 ? 3000 : 30000);\n"
+        "  Packet* to = payload_packets(e, call, e.rank(), reader);",
+    ),
+    Mutant(
+        PACKET,
+        "if (e.team.lane() == 0) e.factors()",
+        "if (!CHOSEN && e.rank() == 1 && call.flag % 8 == 7) usleep(10000);\n"
+        "  if (e.team.lane() == 0) e.factors()",
+    ),
+    Mutant(
+        SIGNAL,
+        "if (!team.pause(pause)) continue;",
+        "if (!team.pause(pause) && (CHOSEN || v.mine->id.collective != Collective::kSend))\n"
+        "      continue;",
+    ),
+    Mutant(
+        SIGNAL,
+        "const auto* theirs =",
+        "if (!CHOSEN && mine.collective == Collective::kSend) usleep(2000);\n"
+        "    const auto* theirs =",
+    ),
+]
+
+pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The program of all mutants, and the right one without the sanitizer, as futures by name."""
+    folder = tmp_path_factory.mktemp("device_races")
+    skip_without_sanitizer(folder)
+    write_sources(folder, MUTANTS, DAWDLING)
+    chosen = (f"-I{folder}", "-include", str(folder / "chosen.h"))
+    mutated, right = folder / "kernels/include", ROOT / "kernels/include"
+    fast = (*PLAIN, "-O2")
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            "mutated": pool.submit(compile_to, folder / "mutated", mutated, SOURCE, extra=chosen),
+            "fast": pool.submit(compile_to, folder / "fast", right, SOURCE, flags=fast),
+        }
+
+
+def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
+    """With time for a busy machine, except where ranks may wait in vain."""
+    timeout_ms = 3000 if mutant > 0 else 300 if team[3] == 0 else 120000
+    environment = {
+        **os.environ,
+        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        VARIABLE: str(mutant),
+    }
+    command = [*LOW_PRIORITY, str(program), *map(str, team), str(timeout_ms)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+
+
+def assert_right(program: Path, teams: Sequence[Team], mutant: int = 0) -> None:
+    for team in teams:
+        done = run(program, team, mutant)
+        assert (done.returncode, done.stdout) == (0, "ok\n"), f"{team}: {done.stderr[:4000]}"
+
+
+def test_no_race_and_right_results(programs):
+    program = programs["mutated"].result()
+    assert_right(program, TEAMS)
+    assert_right(program, FAULT_TEAMS)
+
+
+def test_mutants_are_rejected(programs):
+    program = programs["mutated"].result()
+    assert_right(
+        program,
+        [FAULT_TEAMS[0], SMALL, RINGS, (2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)],
+        NO_MUTANT,
+    )
+
+    def survives(number: int) -> bool:
+        teams = list(MUTANTS.values())[number - 1].teams or (SMALL,)
+        return all(run(program, team, number).returncode == 0 for team in teams)
+
+    with ThreadPoolExecutor(2) as pool:
+        alive = list(pool.map(survives, range(1, len(MUTANTS) + 1)))
+    assert [name for name, lives in zip(MUTANTS, alive, strict=True) if lives] == []
+
+
+def test_right_results_at_full_speed(programs):
+    assert_right(programs["fast"].result(), LONG_TEAMS)

@@ -1,0 +1,207 @@
+"""The rank of a process, by launcher; and real launches of torchrun and mpirun."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from ringcomm import ArgumentError, Communicator, RendezvousError, UnsupportedError
+from ringcomm.rendezvous import environment
+from ringcomm.rendezvous.environment import read_environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60
+
+SCRIPT = """
+import sys, torch, ringcomm
+comm = ringcomm.Communicator.from_env(timeout=60)
+tensor = torch.full((1000,), comm.rank + 1.0)
+comm.all_reduce(tensor)
+again = ringcomm.Communicator.from_env(timeout=60)
+again.barrier()
+group = comm.new_group(range(comm.world_size))
+group.barrier()
+ringcomm.init_process_group(timeout=60)
+ringcomm.barrier()
+sys.stdout.write(f"rank {comm.rank} of {comm.world_size}: {tensor[999].item()}\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}),
+        ("torchrun", {"RANK": "2", "WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "1"}),
+        ("MPICH", {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}),
+        ("MPICH", {"PMI_RANK": "2", "PMI_SIZE": "4", "RANK": "1"}),
+        (
+            "Open MPI",
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            },
+        ),
+        ("Slurm", {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_NNODES": "1"}),
+    ],
+)
+def test_launchers(launcher, variables):
+    placement = read_environment(variables)
+    assert placement.launcher == launcher
+    assert (placement.rank, placement.world_size, placement.local_world_size) == (2, 4, 4)
+    assert not placement.has_master
+    with_master = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert read_environment(with_master).has_master
+
+
+def test_no_launcher_is_a_world_of_one(monkeypatch):
+    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with Communicator.from_env() as comm:
+        assert (comm.rank, comm.world_size) == (0, 1)
+        comm.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "one", "WORLD_SIZE": "2"},
+        {"PMI_RANK": "-1", "PMI_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+    ],
+)
+def test_contradictory_variables(variables):
+    with pytest.raises(ArgumentError, match="RANK: expected"):
+        read_environment(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
+    ],
+)
+def test_several_machines_are_refused(variables):
+    with pytest.raises(UnsupportedError, match="rank 1 of 4: all ranks must run on one machine"):
+        read_environment(variables).store(1.0)
+
+
+def test_no_store_at_the_master_address(monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RendezvousError, match=f"MASTER_PORT={port} within 1 s"):
+        Communicator.from_env(timeout=1)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def _check_launch(command: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [*command, str(script)],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2: 3.0" in done.stdout
+
+
+def test_torchrun(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    _check_launch(launcher, tmp_path)
+
+
+def test_mpirun(tmp_path):
+    mpirun = Path(sys.executable).with_name("mpirun")
+    found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("there is no mpirun on this machine")
+    root = ["--allow-run-as-root"] if _is_open_mpi(found) and os.geteuid() == 0 else []
+    _check_launch([found, *root, "-n", "2", sys.executable], tmp_path)
+    sockets = Path("/proc/net/unix").read_text()
+    assert "ringcomm-" not in sockets
+
+
+def _is_open_mpi(mpirun: str) -> bool:
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in version.stdout
+
+
+def test_meeting_on_a_node_without_rank_0():
+    with pytest.raises(RendezvousError, match=r"rank 1 of 2: waited 0\.3 s for rank 0"):
+        environment.meet_on_node(1, 2, 0.3)
+
+
+def _listens_at(port: int) -> set[str]:
+    """The addresses, in hexadecimal digits, at which this machine listens on a port."""
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    texts = [each.read_text() for each in tables if each.exists()]
+    lines = [line.split() for text in texts for line in text.splitlines()[1:]]
+    listening = [line[1] for line in lines if line[3] == "0A"]
+    return {place.split(":")[0] for place in listening if int(place.split(":")[1], 16) == port}
+
+
+def test_the_store_of_a_node_listens_on_loopback_only():
+    store = environment.meet_on_node(0, 1, 10.0)
+    assert isinstance(store, TCPStore)
+    loopback = int.from_bytes(socket.inet_aton("127.0.0.1"), sys.byteorder)
+    assert _listens_at(store.port) == {f"{loopback:08X}"}
+
+
+def test_a_store_that_listens_everywhere_is_noticed():
+    """torch's own store listens on every address, even one that is made for 127.0.0.1."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = _listens_at(store.port)
+    assert found and all(set(address) == {"0"} for address in found)
+
+
+def test_another_users_process_learns_no_port(monkeypatch):
+    """Both sides ask the kernel who is at the other end."""
+    address = "\0ringcomm-test-of-credentials"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    monkeypatch.setattr(environment, "_peer_uid", lambda connection: os.getuid() + 1)
+    server = threading.Thread(
+        target=environment._hand_out, args=(listener, 1234, 1, time.monotonic() + 1.0)
+    )
+    server.start()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(address)
+        assert stranger.recv(2) == b""
+    server.join()
+    with pytest.raises(RendezvousError, match="did not come"):
+        environment._ask_port(address, time.monotonic() + 0.2, "test", 0.2)
+
+
+def test_slurm_ranks_meet_by_their_job():
+    """The ranks meet, whatever process started each of them."""
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
+    assert read_environment(slurm).job == "slurm-77-3"
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    assert read_environment({**slurm, **torchrun}).job == ""

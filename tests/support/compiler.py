@@ -1,0 +1,57 @@
+"""Compiles the C++ programs of tests, at low priority: other tests have deadlines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+LOW_PRIORITY = ("nice", "-n", "10")
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+# -g1 has the lines that reports name; more takes a fifth of the compilation.
+_USUAL = ("-std=c++20", "-g1", "-ffp-contract=off", "-pthread", f"-I{ROOT}")
+PLAIN = (*_USUAL, "-O1")
+THREAD_SANITIZER = (*PLAIN, "-fsanitize=thread", "-Wno-tsan")
+ADDRESS_SANITIZER = (
+    *_USUAL,
+    *("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+)
+
+
+def compile_to(
+    output: Path,
+    include: Path,
+    *sources: object,
+    flags: Sequence[str] = THREAD_SANITIZER,
+    extra: Sequence[str] = (),
+) -> Path:
+    """Compiles and links the sources, or with ``-c`` among the ``extra`` flags only compiles.
+
+    Args:
+        output: the file to make.
+        include: the folder of ringcomm's headers.
+        sources: C++ files, and objects to link.
+        flags: of all programs of a kind.
+        extra: flags that go before those, such as other places to find headers in first.
+    """
+    words = [*extra, *flags, f"-I{include}", *sources, "-o", output]
+    command = [*LOW_PRIORITY, str(COMPILER), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+    return output
+
+
+def skip_without_sanitizer(folder: Path, flags: Sequence[str] = THREAD_SANITIZER) -> None:
+    """Skips the test where a program that is compiled so does not run."""
+    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+    include = ROOT / "kernels/include"
+    probe = compile_to(folder / "probe", include, folder / "probe.cpp", flags=flags)
+    if subprocess.run([str(probe)], capture_output=True, check=False).returncode != 0:
+        pytest.skip("the sanitizer does not run on this machine")

@@ -1,0 +1,180 @@
+"""Processes that stay up and run one check after another as ranks of a fresh group.
+
+Importing torch costs seconds per process, a new group costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+import ringcomm.c10d
+from tests.support.ranks import PRELOADED
+
+Check = Callable[[int, int], Any]
+Surround = Callable[[str], AbstractContextManager[object]]
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+ANSWER_TIMEOUT_S = 120.0
+# After one rank has failed, the others are most likely stuck in a collective.
+GRACE_S = 3.0
+
+
+def default_group() -> Any:
+    """The default group of this rank, of which each backend has methods of its own."""
+    return dist.group.WORLD
+
+
+def same(ours: Any, reference: Any) -> None:
+    """Asserts that two results are equal to the bit, tensor by tensor."""
+    our_leaves, our_spec = pytree.tree_flatten(ours)
+    leaves, spec = pytree.tree_flatten(reference)
+    assert our_spec == spec, f"{our_spec} != {spec}"
+    for index, (one, other) in enumerate(zip(our_leaves, leaves, strict=True)):
+        if isinstance(other, torch.Tensor):
+            assert one.dtype == other.dtype, f"leaf {index}: {one.dtype} != {other.dtype}"
+            assert torch.equal(one, other), f"leaf {index}: {one} != {other}"
+        else:
+            assert one == other, f"leaf {index}: {one!r} != {other!r}"
+
+
+# Gloo ends its threads when a group is freed. What a callback holds is freed on such a thread, and
+# if that is the last reference to the group, the thread joins itself and the process aborts. So
+# each group is kept until the next one is there.
+_latest: list[Any] = []
+
+
+def in_group(backend: str, check: Check, rank: int, world_size: int, rendezvous: str) -> Any:
+    """Runs ``check`` in a new default group of this rank and returns its result."""
+    store = dist.FileStore(f"{rendezvous}.{backend}", world_size)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+    )
+    _latest[:] = [default_group()]
+    try:
+        torch.manual_seed(0)
+        return check(rank, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) -> None:
+    """Body of one process: takes (backends, check, rendezvous), answers None or a traceback."""
+    torch.set_num_threads(1)
+    ringcomm.c10d.register()
+    while True:
+        try:
+            backends, check, rendezvous = pipe.recv()
+        except EOFError:
+            return
+        try:
+            results = []
+            for backend in backends:
+                with surround(backend):
+                    results.append(in_group(backend, check, rank, world_size, rendezvous))
+            for other in results[1:]:
+                same(results[0], other)
+            answer = None
+        except BaseException:
+            answer = traceback.format_exc()
+        pipe.send(answer)
+
+
+class RankPool:
+    """``world_size`` processes; a check that leaves them stuck costs only itself.
+
+    Args:
+        world_size: how many.
+        surround: entered in each process around a group of the backend that it is given.
+    """
+
+    def __init__(self, world_size: int, surround: Surround = contextlib.nullcontext) -> None:
+        self.world_size = world_size
+        self._surround = surround
+        self._folder = tempfile.TemporaryDirectory(prefix="ringcomm-c10d-")
+        self._runs = 0
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, check: Check, backend: str = "ringcomm") -> None:
+        """Runs ``check(rank, world_size)`` on all ranks, in a default group of ``backend``."""
+        self._run((backend,), check)
+
+    def compare(self, check: Check) -> None:
+        """Runs ``check`` on ringcomm and on Gloo; its results must be equal to the bit."""
+        self._run(("ringcomm", "gloo"), check)
+
+    def _run(self, backends: tuple[str, ...], check: Check) -> None:
+        if not all(process.is_alive() for process, _ in self._ranks):
+            self._stop()
+        if not self._ranks:
+            self._start()
+        self._runs += 1
+        rendezvous = str(Path(self._folder.name) / str(self._runs))
+        for _, pipe in self._ranks:
+            pipe.send((backends, check, rendezvous))
+        failures = self._failures()
+        if failures:
+            self._stop()
+            raise AssertionError("\n".join(f"rank {r}: {text}" for r, text in failures.items()))
+
+    def _failures(self) -> dict[int, str]:
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        waiting = dict(enumerate(pipe for _, pipe in self._ranks))
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting.values()), max(left, 0))
+            if not ready:
+                return failures | dict.fromkeys(waiting, "did not answer in time")
+            for rank, pipe in list(waiting.items()):
+                if pipe not in ready:
+                    continue
+                del waiting[rank]
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    answer = "the process died"
+                if answer is not None:
+                    failures[rank] = answer
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return failures
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "tests.support.rank_pool"])
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=rank_loop,
+                args=(theirs, rank, self.world_size, self._surround),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+        for process, _ in self._ranks:
+            process.join()
+        self._ranks = []
+
+    def close(self) -> None:
+        self._stop()
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()

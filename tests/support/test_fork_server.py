@@ -1,0 +1,146 @@
+"""A program in a fork finds what one in an interpreter of its own finds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import fork_server
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What a program can see of how it was started.
+SHOWS = """
+import json, os, signal, sys
+seen = {
+    "arguments": sys.argv, "original": sys.orig_argv, "folder": os.getcwd(), "path": sys.path,
+    "name": __name__, "parent": os.getppid(), "session": os.getsid(0) == os.getpid(),
+    "variables": sorted(os.environ.items()), "input": sys.stdin.read(),
+    "files": sorted(map(int, os.listdir("/proc/self/fd"))),
+    "threads": len(os.listdir("/proc/self/task")), "frames": sys._getframe().f_code.co_filename,
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "pipe": signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN,
+}
+print(json.dumps(seen))
+print("also here", file=sys.stderr)
+sys.exit(int(sys.argv[-1]))
+"""
+ENDS = {
+    "by itself": "print(1)",
+    "status": "import sys; sys.exit(7)",
+    "words": "import sys; sys.exit('no')",
+    "signal": "import os; os.kill(os.getpid(), 9)",
+    "atexit": "import atexit; atexit.register(print, 'at the end'); print('before')",
+    "thread": "import threading, time; t = threading.Timer(0.1, print, ['late']); t.start()",
+    "unflushed": "import sys; sys.stdout.write('no line')",
+}
+ASKS = f"""
+import os, subprocess, sys
+from tests.support.fork_server import Popen
+assert subprocess.Popen is Popen
+show = "import os, sys; print(os.getppid(), 'torch' in sys.modules); sys.exit(3)"
+print(os.getpid(), flush=True)
+sys.exit(subprocess.run([sys.executable, "-c", show], cwd={str(ROOT)!r}).returncode)
+"""
+HAS_TORCH = "import sys; print('torch' in sys.modules)"
+
+
+def environment(**variables):
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def both(command, **how):
+    """Runs a command in a fork and in an interpreter of its own."""
+    return [fork_server.run(command, anew=anew, **how) for anew in (False, True)]
+
+
+@pytest.mark.parametrize("kind", ["-c", "-m", "-u", "script"])
+@pytest.mark.parametrize("new_session", [False, True])
+def test_it_begins_like_an_interpreter(tmp_path, kind, new_session):
+    program = tmp_path / "shows_how.py"
+    program.write_text(SHOWS)
+    words = {"-c": ["-c", SHOWS], "-m": ["-m", "shows_how"], "-u": ["-u", str(program)]}
+    command = [sys.executable, *words.get(kind, [str(program)]), "some", "words", "5"]
+    seen = []
+    (tmp_path / "input").write_text("given")
+    for anew in (False, True):
+        with (tmp_path / "input").open() as given, (tmp_path / "passed").open("w") as passed:
+            done = fork_server.run(
+                command,
+                anew=anew,
+                cwd=tmp_path,
+                env=environment(SAID="yes"),
+                stdin=given,
+                pass_fds=[passed.fileno()],
+                start_new_session=new_session,
+            )
+        assert (done.returncode, done.stderr) == (5, "also here\n")
+        seen.append(json.loads(done.stdout))
+    # The fork has one file more, which leads to a server of its own.
+    assert set(seen[1].pop("files")) <= set(seen[0].pop("files"))
+    assert seen[0] == seen[1]
+    assert seen[0]["parent"] == os.getpid() and seen[0]["input"] == "given"
+
+
+@pytest.mark.parametrize("program", ENDS.values(), ids=ENDS)
+def test_it_ends_like_an_interpreter(program):
+    command = [sys.executable, "-c", program]
+    fork, interpreter = both(command, env=environment())
+    assert vars(fork) == vars(interpreter)
+
+
+def test_an_error_is_shown():
+    command = [sys.executable, "-c", "raise ValueError('on purpose')"]
+    for each in both(command, env=environment()):
+        assert each.returncode == 1 and each.stderr.endswith("ValueError: on purpose\n")
+
+
+def test_its_programs_are_its_children_and_forks_too():
+    done = fork_server.run([sys.executable, "-c", ASKS], env=environment())
+    assert done.returncode == 3, done.stderr
+    own, parent, has_torch = done.stdout.split()
+    assert (parent, has_torch) == (own, "True")
+
+
+def test_a_killed_fork_is_seen_and_takes_its_server_along():
+    wait = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", wait]
+    with fork_server.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+        assert int(process.stdout.readline()) == process.pid
+        process.send_signal(signal.SIGKILL)
+        # It would last until its server, which has its output closed, has ended too.
+        assert process.communicate()[0] == b""
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_server_that_was_lost_is_replaced():
+    command = [sys.executable, "-c", HAS_TORCH]
+    lost = fork_server.server()
+    lost.close()
+    assert fork_server.run(command, env=environment()).stdout == "True\n"
+    assert fork_server.server() is not lost
+
+
+def test_forks_have_torch_and_interpreters_have_not():
+    command = [sys.executable, "-c", HAS_TORCH]
+    assert [each.stdout for each in both(command, env=environment())] == ["True\n", "False\n"]
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        (["-B", "-c", HAS_TORCH], {}),
+        (["-c", HAS_TORCH], {"env": {"PYTHONPATH": "/elsewhere"}}),
+        (["-c", HAS_TORCH], {"env": {"PYTHONHASHSEED": "5"}}),
+        (["-c", HAS_TORCH], {"env": {"LD_BIND_NOW": "1"}}),
+        (["-c", HAS_TORCH], {"preexec_fn": os.getpid}),
+    ],
+)
+def test_who_could_tell_gets_an_interpreter(command, how):
+    chosen = {**how, "env": environment(**how.get("env", {}))}
+    done = fork_server.run([sys.executable, *command], **chosen)
+    assert (done.stdout, done.stderr) == ("False\n", "")

@@ -1,0 +1,247 @@
+"""The goals for a GPU, judged from rows, and the files that ``make gpu-check`` leaves."""
+
+import json
+from typing import Any
+
+import pytest
+
+from bench.report import Report, Row, read
+from bench.timing import Timing
+from bench.training import rows_of
+from bench.training_systems import PLAIN, Shape
+from tools.gpu_check.goals import evaluate
+from tools.gpu_check.plan import FAILED, OK, Result
+from tools.gpu_check.record import Record, base_name, write
+
+FACTS = {"gpu": "NVIDIA H999 80GB (test)", "NCCL": "2.28.3", "commit": "abc", "date": "2031-02-03"}
+COPY_GBPS = 1000.0
+
+
+def row(system, size_bytes, time_us, collective="reduce_scatter", **changes):
+    facts: dict[str, Any] = {
+        "count": size_bytes // 4,
+        "dtype": "float",
+        "op": "sum",
+        "root": -1,
+        "ranks": 2,
+        "placement": "in" if collective == "all_reduce" else "out",
+        "mode": "one-launch",
+        "wrong": 0,
+        **changes,
+    }
+    return Row(collective, size_bytes, system=system, time_us=time_us, **facts)
+
+
+def report_of(*rows):
+    return Report({"copy GB/s": str(COPY_GBPS), "command": "ringcomm bench", "cpu": "x"}, [*rows])
+
+
+def goal(number, *rows):
+    return evaluate([report_of(), report_of(*rows)])[number]
+
+
+SIZE = 64 << 20
+
+
+@pytest.mark.parametrize("slower", [0.999, 1.001])
+@pytest.mark.parametrize(
+    ("number", "system", "collective", "ranks", "moved_sizes", "share"),
+    [
+        # reduce_scatter of W ranks: W inputs and one output of all chunks.
+        (0, "ringcomm:direct", "reduce_scatter", 4, 5, 0.85),
+        (0, "ringcomm:direct", "all_gather", 4, 8, 0.85),
+        (1, "ringcomm:ring", "reduce_scatter", 8, 23, 0.70),
+        (1, "ringcomm:ring", "all_gather", 2, 5, 0.70),
+    ],
+)
+def test_shares_of_the_copy(number, system, collective, ranks, moved_sizes, share, slower):
+    just_us = moved_sizes * SIZE / (share * COPY_GBPS * 1e9) * 1e6
+    cells = (
+        row(system, SIZE, just_us * slower, collective, ranks=ranks),
+        row(system, 4 * SIZE, just_us, collective, ranks=ranks),  # far beyond
+        row(system, SIZE // 4, just_us * 100, collective, ranks=ranks),  # too small to count
+        row(system, SIZE, just_us * 9, collective, ranks=ranks, mode="processes-on-one-gpu"),
+        row("ringcomm", SIZE, just_us * 9, collective, ranks=ranks),
+    )
+    found = goal(number, *cells)
+    assert found.reached is (slower < 1) and len(found.cells) == 2
+    assert found.worst is not None
+    assert found.worst.label == f"{collective}, {ranks} ranks, 64 MiB"
+    assert found.worst.measured == pytest.approx(share / slower)
+    assert ("counted once for all ranks" in found.worst.remark) == (
+        system == "ringcomm:direct" and collective == "all_gather"
+    )
+
+
+@pytest.mark.parametrize(("ratio", "answer"), [(1.01, "yes"), (1.0, "no"), (0.9, "no")])
+def test_ahead_of_torch_means_at_every_size(ratio, answer):
+    cells = (
+        row("torch", 1 << 20, 5.0, ratio=ratio),
+        row("torch", 4 << 20, 9.0, "all_gather", ratio=1.5),
+        row("torch", 1 << 19, 5.0, ratio=0.1),
+        row("copy", 1 << 20, 5.0, ratio=0.1),
+        row("torch", 1 << 20, 5.0, ratio=0.1, mode="processes-on-one-gpu"),
+    )
+    found = goal(2, *cells)
+    assert (found.answer, len(found.cells)) == (answer, 2)
+
+
+@pytest.mark.parametrize(("time_us", "answer"), [(5.9, "yes"), (6.1, "no")])
+def test_small_all_reduces_in_a_graph(time_us, answer):
+    cells = (
+        row("ringcomm", 32 << 10, time_us, "all_reduce", graph_calls=20),
+        row("ringcomm", 4 << 10, 3.0, "all_reduce", graph_calls=20),
+        row("ringcomm", 4 << 10, 30.0, "all_reduce"),
+        row("ringcomm", 64 << 10, 30.0, "all_reduce", graph_calls=20),
+        row("ringcomm", 4 << 10, 30.0, "all_reduce", graph_calls=20, ranks=4),
+        row("ringcomm:direct", 4 << 10, 30.0, "all_reduce", graph_calls=20),
+    )
+    found = goal(3, *cells)
+    assert (found.answer, len(found.cells)) == (answer, 2)
+
+
+def test_nccl_is_compared_where_it_ran_and_otherwise_the_reason_is_given():
+    where = {"mode": "processes-on-one-gpu"}
+    assert goal(4, row("nccl", 4096, 9.0, ratio=2.0, **where)).answer == "yes"
+    assert goal(4, row("nccl", 4096, 9.0, ratio=0.5, **where)).answer == "no"
+    refused = goal(4, row("nccl", 4096, None, note="NCCL 2.28 refuses", **where))
+    assert refused.reached is None
+    assert refused.answer == "not measured: NCCL 2.28 refuses"
+
+
+@pytest.mark.parametrize(("ratio", "answer"), [(1.09, "yes"), (1.11, "no")])
+def test_triton_is_held_against_the_cuda_kernels(ratio, answer):
+    cells = (
+        row("triton:direct", 16 << 20, 9.0, ratio=ratio),
+        row("triton:direct", 64 << 20, 9.0, "all_gather", ratio=0.9),
+        row("triton:direct", 4 << 20, 9.0, ratio=3.0),
+        row("ringcomm:ring", 64 << 20, 9.0, ratio=3.0),
+    )
+    found = goal(5, *cells)
+    assert (found.answer, len(found.cells)) == (answer, 2)
+
+
+SHARD_BYTES = 512 << 20  # 256 Mi bfloat16 parameters
+
+
+def optimizer_row(system, ratio, collective="adamw_shard", ranks=1, **changes):
+    changes = {"count": 256 << 20, "dtype": "bfloat16", "algbw_gbps": 900.0, **changes}
+    return row(
+        system, SHARD_BYTES, 9.0, collective, ranks=ranks, ratio=ratio, placement="in", **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "system", "ratio", "answer"),
+    [
+        (6, "copy", 0.921, "yes"),
+        (6, "copy", 0.919, "no"),
+        (7, "torch fused", 1.01, "yes"),
+        (7, "torch fused", 1.0, "no"),
+    ],
+)
+def test_the_update_of_a_shard(number, system, ratio, answer):
+    cells = (
+        optimizer_row("ringcomm", 1.0, algbw_gbps=950.0),
+        optimizer_row(system, ratio, note="3 turns"),
+        optimizer_row(system, 0.1, count=64 << 20),  # too few parameters
+        optimizer_row(system, 0.1, dtype="float32"),
+        optimizer_row(system, 0.1, "adamw_step", 2),
+        optimizer_row("two passes", 0.1),
+    )
+    found = goal(number, *cells)
+    assert (found.answer, len(found.cells)) == (answer, 1)
+    assert found.worst is not None and found.worst.measured == ratio
+    assert found.worst.label == "adamw_shard, 1 ranks, 256 Mi parameters"
+    assert found.worst.remark == f"950 GB/s, {system} 900 GB/s; 3 turns"
+
+
+@pytest.mark.parametrize("slower", [0.99, 1.0])
+@pytest.mark.parametrize(
+    ("number", "system", "least"), [(8, "separate kernels", 1.3), (9, "torch fused", 1.5)]
+)
+def test_one_pass_is_ahead_in_every_world(number, system, least, slower):
+    cells = [
+        optimizer_row(system, least * factor, "adamw_step", ranks)
+        for ranks, factor in ((2, 2.0), (4, slower), (8, 1.1))
+    ]
+    cells += [optimizer_row("two passes", 0.1, "adamw_step", 2), optimizer_row(system, 0.1)]
+    found = goal(number, *cells)
+    assert found.reached is (slower == 1.0) and len(found.cells) == 3
+    assert found.worst is not None
+    assert found.worst.label == "adamw_step, 4 ranks, 256 Mi parameters"
+
+
+@pytest.mark.parametrize("slower", [1.03, 1.031])
+def test_sharding_costs_little_over_torch_alone(slower):
+    shape = Shape(64, 2, 4, 1, 16)
+    times = {"stage 0": 2.0, "stage 1": 1.0, "stage 2": slower, "stage 3": 0.9, PLAIN: 1.0}
+    timings = {name: Timing((1000.0 * time,) * 3, 1) for name, time in times.items()}
+    found = goal(10, *rows_of(shape, 2, timings))
+    assert found.reached is (slower == 1.03) and len(found.cells) == 3
+    assert found.worst is not None and found.worst.measured == pytest.approx(slower)
+    assert found.worst.label == "stage 2, 2 ranks, 64x2, 1x16 bytes a rank"
+
+
+def test_goals_of_collectives_are_none_of_the_optimizers():
+    found = evaluate([report_of(optimizer_row("torch fused", 0.1), optimizer_row("copy", 0.1))])
+    assert [each.reached for each in found] == [None] * 6 + [False] * 2 + [None] * 3
+
+
+def test_a_run_without_figures_reaches_nothing():
+    assert [goal.answer for goal in evaluate([])] == ["not measured"] * 11
+
+
+@pytest.fixture
+def record():
+    reports = [
+        report_of(row("ringcomm:direct", SIZE, 250.0), row("torch", SIZE, 400.0, ratio=1.6)),
+        report_of(row("ringcomm", 4096, 3.0, "all_reduce", graph_calls=20)),
+    ]
+    results = [
+        Result("build", OK, "14 kernel units by nvcc", seconds=71.0),
+        Result("test", FAILED, "1 | 2", data={"failed": ["a::b"], "figures": {"us": "4.5"}}),
+        Result("bench", OK, "2 runs", data={"reports": reports}),
+    ]
+    return Record(FACTS, results, evaluate(reports), reports)
+
+
+def test_what_is_written(record, tmp_path):
+    log = tmp_path / "gpu-check.log"
+    log.write_text("all of it")
+    files = write(record, tmp_path / "results", tmp_path / "out", log)
+    base = base_name(FACTS)
+    assert base == "gpu-nvidia-h999-80gb-test-2031-02-03"
+    assert [file.name for file in files] == [f"{base}{end}" for end in (".json", ".csv", ".md")]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        *(file.name for file in files),
+        "gpu-check.log",
+    }
+    for file in files[:2]:
+        report = read(file)
+        assert report.rows == record.rows
+        assert report.provenance["gpu"] == FACTS["gpu"] and report.provenance["commit"] == "abc"
+    document = json.loads(files[0].read_text())
+    assert [stage["verdict"] for stage in document["stages"]] == [OK, FAILED, OK]
+    assert document["stages"][1]["failed"] == ["a::b"]
+    assert [entry["reached"] for entry in document["goals"]] == [
+        False,
+        None,
+        True,
+        True,
+        None,
+        None,
+        *[None] * 5,
+    ]
+
+
+def test_the_report_for_readers(record, tmp_path):
+    (tmp_path / "log").touch()
+    text = write(record, tmp_path, None, tmp_path / "log")[2].read_text()
+    assert f"# {FACTS['gpu']}, 2031-02-03" in text
+    # 3 x 64 MiB in 250 us are 805 GB/s of 1000.
+    assert "| reduce_scatter, 2 ranks, 64 MiB | 0.81 of the copy | no |" in text
+    assert "805 of 1000 GB/s" in text
+    assert "| test | failed | 0 | 1 / 2 |" in text and "| us | 4.5 |" in text
+    assert "## all_reduce, 2 ranks, mode one-launch, graphs of 20 calls" in text
+    assert "| 64 MiB | 250.00 | 400.00 |" in text

@@ -1,0 +1,98 @@
+"""Estimates against what sharded training holds, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.zero.buckets import ShardedBucket
+from ringcomm.zero.estimate import STAGES, BytesPerElement, ModelElems, model_state, working_buffers
+from ringcomm.zero.options import Precision, ZeroOptions
+from ringcomm.zero.sharding import engine_of, shard
+
+WORLD_SIZE = 2
+
+
+class Net(nn.Module):
+    """Sizes need no padding: a unit's trained and frozen parts are multiples of 1024 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 32, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.layers.append(nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, False)))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps x [batch, 64] to [batch, 32]."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def storage_bytes(bucket):
+    """Returns the bytes that a rank has of a bucket's parameters now, gathered ones included."""
+    if isinstance(bucket, ShardedBucket):
+        return bucket.own.nbytes, bucket.flat.untyped_storage().nbytes()
+    return bucket.flat.nbytes, 0
+
+
+def train(comm, stage, options, master):
+    """Three steps; the parts of the model state, and the most that was gathered at a time."""
+    torch.manual_seed(0)
+    net = shard(Net(), stage, comm=comm, options=options)
+    engine = engine_of(net, "test")
+    rounding = "stochastic" if master == "none" else "nearest"
+    optimizer = AdamW(net.parameters(), options=AdamWOptions(master=master, rounding=rounding))
+    buckets = [*engine.stored, *engine.parts.stored_frozen]
+    gathered = []
+    for layer in net.layers:
+        layer.register_forward_pre_hook(
+            lambda *_: gathered.append(sum(storage_bytes(bucket)[1] for bucket in buckets))
+        )
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(2, 64)).float().square().mean().backward()
+        optimizer.step()
+    whole = [p for p in net.parameters() if not p.requires_grad and stage < 3]
+    kept = [bucket.values() for bucket in optimizer.state_dict()["state"]["buckets"]]
+    return {
+        "params": sum(storage_bytes(b)[0] for b in buckets) + sum(p.nbytes for p in whole),
+        "grads": sum(
+            each.shard.nbytes for each in (engine.reduction.buckets if engine.reduction else ())
+        ),
+        "state": sum(tensor.nbytes for tensors in kept for tensor in tensors),
+        "gathered": max(gathered),
+    }
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [*((stage, True) for stage in STAGES), (3, False)])
+@pytest.mark.parametrize(
+    ("precision", "master"),
+    [
+        (Precision(), "fp32"),
+        (Precision(param=torch.bfloat16), "fp32"),
+        (Precision(param=torch.bfloat16, reduce=torch.bfloat16), "fp32"),
+        (Precision(param=torch.bfloat16), "remainder"),
+        (Precision(param=torch.bfloat16), "none"),
+    ],
+)
+def test_model_state_is_what_training_holds(stage, precision, master, overlap):
+    options = ZeroOptions(precision=precision, bucket_elems=2048, overlap=overlap)
+    dtype = precision.param or torch.float32
+    each = BytesPerElement.of(dtype, precision.reduce or torch.float32, master)
+    model = ModelElems.of_module(Net())
+    told = model_state(model, stage, WORLD_SIZE, each)
+    with ringcomm.local_world(WORLD_SIZE) as world:
+        for held in world.run(train, stage, options, master):
+            assert held["params"] == told.params
+            assert held["state"] == told.state
+            if stage >= 2:
+                assert held["grads"] == told.grads
+            assert (
+                held["gathered"] == working_buffers(model, stage, WORLD_SIZE, each, options).units
+            )
