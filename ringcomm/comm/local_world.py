@@ -99,7 +99,7 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
                     launch(prepared, stream)
         except BaseException:
             for engine, _ in group[: len(prepared)]:
-                engine._device_core.native.withdraw()
+                engine._withdraw()
             raise
 
 

@@ -274,6 +274,10 @@ class DeviceCallEngine(CallEngine):
         assert prepared is not None
         return prepared
 
+    def _withdraw(self) -> None:
+        """The launch that :meth:`_prepare` returned is not made."""
+        self._device_core.native.withdraw()
+
     def _submit(self, prepared: Prepared) -> None:
         """Launches a call that is ready."""
         if self._collecting:

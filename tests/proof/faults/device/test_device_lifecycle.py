@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 import ringcomm
 from ringcomm import AbortedError, CommOptions, Communicator, MismatchError, RingcommError
 from ringcomm.comm import engine
-from ringcomm.comm.device import core, lifecycle, meeting
+from ringcomm.comm.device import launch, lifecycle, meeting
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.memory.device_heap import close_heaps, device_heap
 from ringcomm.rendezvous import handles
@@ -166,7 +166,7 @@ def test_work_is_done_after_the_end(place: Place) -> None:
 def test_what_never_ends_is_left_alone(emulated: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel may still use everything; once it has ended, all is given back."""
     place = emulated()
-    monkeypatch.setattr(core, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(launch, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(engine, "EXIT_GRACE_S", 0.1)
     world = place.world(1, timeout=0.1)
     stream = place.runtime.make_stream(0)
