@@ -15,10 +15,9 @@ from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, wher
 from ringcomm.optim import kernels
 from ringcomm.optim.buckets import BucketDevice, Buckets
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
-from ringcomm.optim.kernels import Kernels, StepTable
+from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
-from ringcomm.optim.native_kernels import DeviceKernels, HostKernels
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     Placement,
