@@ -26,6 +26,8 @@ from ringcomm.rendezvous.environment import available_cores
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SELF_TEST_S = 60.0
+SELF_TEST_ELEMS = 100_003  # several segments and a tail
+RANK_TIMEOUT_S = 30.0
 # torch, staging and tensors of a small run; below this a training process is likely to be killed.
 LITTLE_MEMORY_BYTES = 2 << 30
 LARGE_TENSOR_BYTES = 32 << 20
@@ -198,12 +200,41 @@ def check_single_copy() -> Finding:
     return Finding("single copy", NOTE, f"process_vm_readv is refused: {reason}", advice)
 
 
+def _run_rank(store_path: str, rank: int) -> None:
+    """One rank of the self-test: ``python -m ringcomm.cli.doctor STORE RANK``.
+
+    Raises:
+        RuntimeError: a result is wrong.
+        RingcommError: a call failed.
+    """
+    from torch.distributed import FileStore
+
+    import ringcomm
+
+    world, count = 2, SELF_TEST_ELEMS
+    store = FileStore(store_path, world)
+    with ringcomm.Communicator.from_store(store, rank, world, timeout=RANK_TIMEOUT_S) as comm:
+        for allocate in (torch.empty, ringcomm.empty):
+            data = allocate(count * world, dtype=torch.float32)
+            shard = allocate(count, dtype=torch.float32)
+            index = torch.arange(count * world).remainder(97).float()
+            data.copy_(index + rank)
+            comm.reduce_scatter_tensor(shard, data)
+            comm.all_reduce(data)
+            expected = world * index + world * (world - 1) // 2
+            if not torch.equal(data, expected):
+                raise RuntimeError("all_reduce returned a wrong result")
+            if not torch.equal(shard, expected[rank * count : (rank + 1) * count]):
+                raise RuntimeError("reduce_scatter_tensor returned a wrong result")
+        comm.barrier()
+
+
 def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
     """Two ranks, one all-reduce and one reduce-scatter each on plain and heap tensors."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-doctor-") as directory:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "ringcomm.cli.doctor_rank", f"{directory}/store", str(rank)],
+                [sys.executable, "-m", "ringcomm.cli.doctor", f"{directory}/store", str(rank)],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -341,3 +372,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
         if finding.advice:
             out.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
     return out
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1], int(sys.argv[2]))

@@ -12,7 +12,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim import kernels, state, torch_state
+from ringcomm.optim import kernels, state
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.layout import DTYPE_NAMES, DTYPES, check_local
 from ringcomm.optim.loss_scaler import LossScaler
@@ -401,7 +401,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Args:
             dst: the rank that gets it, while others get an empty dict; None gives it to all.
         """
-        return torch_state.gather(self.sharded_step(), dst)
+        return state.gather_torch(self.sharded_step(), dst)
 
     @torch.no_grad()
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -412,7 +412,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Raises:
             CheckpointError: it does not fit the parameters; nothing was changed.
         """
-        torch_state.load(self.sharded_step(), state_dict)
+        state.load_torch(self.sharded_step(), state_dict)
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(

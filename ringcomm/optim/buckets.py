@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -269,7 +269,7 @@ def make_bucket(
     return Bucket(number, layout, chunk, memory, options.master)
 
 
-class Buckets:
+class Buckets(list[Bucket]):
     """All buckets of a layout on one rank, and where each parameter lies in them.
 
     Attributes:
@@ -278,10 +278,10 @@ class Buckets:
     """
 
     def __init__(self, layout: ShardLayout, buckets: Sequence[Bucket]) -> None:
-        self._buckets = list(buckets)
+        super().__init__(buckets)
         self.params: dict[int, Tensor] = {}
         self.grads: dict[int, Tensor] = {}
-        for bucket in self._buckets:
+        for bucket in self:
             if bucket.has_all_params:
                 self.params.update(layout.views(bucket.number, bucket.params))
             if bucket.has_grads:
@@ -304,12 +304,6 @@ class Buckets:
                 for number, bucket in enumerate(layout.buckets)
             ],
         )
-
-    def __iter__(self) -> Iterator[Bucket]:
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
     def adopt(self, params: list[Tensor]) -> None:
         """Moves parameters into their buckets: each becomes a view, its value kept."""

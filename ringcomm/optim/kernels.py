@@ -273,7 +273,6 @@ def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native
 # The native kernels on the CPU.
 
 
-
 class HostKernels(Kernels):
     """Alone they run on the caller's thread; else in the communicator's order of calls."""
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.zero.contexts import full_state_dict, gathered, no_sync, traced, unshard
 from ringcomm.zero.options import Precision, ZeroOptions
 from ringcomm.zero.profile import Trace
-from ringcomm.zero.sharding import shard
+from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, shard, traced, unshard
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors

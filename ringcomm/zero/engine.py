@@ -262,11 +262,6 @@ class ShardEngine:
             self.gatherer.held = False
         self.free_all()
 
-    def check(self) -> None:
-        """Raises ArgumentError when parameters were moved or changed behind the engine's back."""
-        for bucket in (*self.stored, *self.parts.stored_frozen):
-            bucket.check()
-
     # ---- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:

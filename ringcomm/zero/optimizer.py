@@ -387,10 +387,12 @@ class ModulePlacement(Placement):
         return native if dtype is torch.float32 else RoundedKernels(native, reducer, dtype)
 
     def check(self) -> None:
-        self._engine.slots.check()
-        # Of whole buckets the gradients look at the same addresses.
-        if self._engine.reduction is not None:
-            self._engine.check()
+        engine = self._engine
+        engine.slots.check()
+        # Of replicated buckets the gradients look at the same addresses.
+        if engine.reduction is not None:
+            for bucket in (*engine.stored, *engine.parts.stored_frozen):
+                bucket.check()
 
     def forget_gradients(self, set_to_none: bool) -> None:
         self._engine.forget_gradients(set_to_none)

@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from ringcomm.cli.demo import QUICK
+from ringcomm.cli.demo import QUICK, Findings, record, stages_head, stages_line, summary
 from ringcomm.cli.demo_collectives import COLLECTIVES, Cell, Place, fill, wrong_elems
-from ringcomm.cli.demo_report import Findings, record, stages_head, stages_line, summary
 from ringcomm.cli.demo_training import Result, Standing
 from ringcomm.examples.gpt.config import STAGES, ModelConfig, TrainConfig
 from ringcomm.launch import World

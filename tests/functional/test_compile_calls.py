@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from ringcomm import Communicator
 from ringcomm import functional as F
-from ringcomm.functional.ops import OPERATORS
+from ringcomm.functional.collectives import OPERATORS
 from tests.functional.compiling import alone, check, evaluate, record_calls
 from tests.support.exact import equal
 from tests.support.ranks import run_ranks

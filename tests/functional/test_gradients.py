@@ -13,8 +13,8 @@ from torch.autograd.gradcheck import GradcheckError
 
 from ringcomm import ReduceOp
 from ringcomm import functional as F
-from ringcomm.functional import ops
-from ringcomm.functional.ops import OPERATORS
+from ringcomm.functional import collectives as ops
+from ringcomm.functional.collectives import OPERATORS
 from tests.functional.cases import CASES, Case, expected, gradient, inputs_of
 from tests.functional.lock_step import on_all_ranks
 from tests.functional.test_values import check
