@@ -295,4 +295,4 @@ def _master_store(placement: Placement, timeout_s: float) -> Store:
             f"{placement.world_size}: no store at MASTER_ADDR={os.environ['MASTER_ADDR']} "
             f"MASTER_PORT={os.environ['MASTER_PORT']} within {timeout_s:g} s: {error}"
         ) from error
-    return cast(Store, store)
+    return cast("Store", store)
