@@ -4,13 +4,11 @@ import os
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
