@@ -6,6 +6,9 @@ TORCH_SPEC ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy;
+# tests/conftest.py decides which of them runs a file, and when.
+WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
@@ -16,13 +19,11 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 demo: $(VENV)/.native
 	$(BIN)/ringcomm demo
 
-# Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy; which of
-# them runs a file, and when, tests/conftest.py decides.
 test: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest $(WORKERS)
 
 check: lint
-	$(BIN)/python -m pytest --ignore=tests/test_style.py
+	$(BIN)/python -m pytest $(WORKERS) --ignore=tests/test_style.py
 
 # ruff, clang-format and mypy --strict: the commands stand in the test, since CI runs it.
 lint: $(VENV)/.native $(VENV)/.tools

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.support.rank_pool import RankPool
 
 # Worlds are larger than the machine: one compute thread per rank, in spawned ranks too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,3 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
         items.sort(key=_turn)
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """``rank_pools(n)`` is n processes, kept for the whole run, that run checks as ranks."""
+    from tests.support.rank_pool import RankPool
+
+    with ExitStack() as stack:
+
+        @cache
+        def pool(world_size: int) -> RankPool:
+            made = RankPool(world_size)
+            stack.callback(made.close)
+            return made
+
+        yield pool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
 
 # What each part of ringcomm may import from ringcomm, apart from itself. "" is the package itself:
 # importing it from inside would hide an upward import behind the public names.

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 SHIPPED = ("ringcomm", "kernels", "bench", "tools", "setup.py")
 
 # Whole modules that read objects, or send them.

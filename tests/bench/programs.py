@@ -2,11 +2,9 @@
 
 import os
 import sys
-from pathlib import Path
 
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
 
 

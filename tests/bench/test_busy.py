@@ -14,10 +14,9 @@ from bench.busy import busy_loops
 from bench.launch import LaunchError, join, run_ranks
 from bench.options import parse
 from tests.bench.programs import run_program
+from tests.support import ROOT
 
 pytestmark = pytest.mark.deadlines
-
-ROOT = Path(__file__).parents[2]
 
 
 def cpu_ticks(pid):

@@ -1,6 +1,6 @@
-"""Worlds of processes, kept for the whole run."""
+"""Pools of ranks by size, and one whose ranks share an emulated device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,10 +10,13 @@ from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(4)
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +25,5 @@ def two_devices() -> Iterator[RankPool]:
     if COMPILER is None:
         pytest.skip("no C++ compiler to build the emulated driver")
     pool = RankPool(2, emulated)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[RankPool]:
-    pool = RankPool(4)
     yield pool
     pool.close()

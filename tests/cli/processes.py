@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
 
 

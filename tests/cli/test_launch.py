@@ -10,7 +10,8 @@ import pytest
 
 from ringcomm import launch as launcher
 from ringcomm.launch import LaunchPlan, launch, threads_per_rank
-from tests.cli.processes import ROOT, is_running, ranks_of, start, wait_until
+from tests.cli.processes import is_running, ranks_of, start, wait_until
+from tests.support import ROOT
 
 MODULE = "tests.cli.scripted_rank"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from ringcomm import ArgumentError, ForkError, UnsupportedError, cuda
 from ringcomm.cuda import cupy_runtime, find_device
 from ringcomm.cuda.cupy_runtime import make_cuda_runtime
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support import ROOT
 
 ABSENT = """
 import importlib.abc, sys

@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,10 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 # Nothing may be downloaded.
 OFFLINE = {"HF_HUB_OFFLINE": "1"}

@@ -181,26 +181,26 @@ def on_several_machines(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_unplug(ranks, world_size):
-    ranks(world_size).run(unplugged, "gloo")
+def test_unplug(rank_pools, world_size):
+    rank_pools(world_size).run(unplugged, "gloo")
 
 
 @pytest.mark.parametrize(
     "check",
     [dropped, two_models, a_part_of_a_model, with_options, refusals, on_several_machines],
 )
-def test_on_gloo(ranks, check):
-    ranks(2).run(check, "gloo")
+def test_on_gloo(rank_pools, check):
+    rank_pools(2).run(check, "gloo")
 
 
-def test_a_group_of_ringcomm(ranks):
-    ranks(2).run(on_a_group_of_ringcomm)
+def test_a_group_of_ringcomm(rank_pools):
+    rank_pools(2).run(on_a_group_of_ringcomm)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_fifty_steps_take_no_more_memory_than_two(ranks, world_size, backend):
-    ranks(world_size).run(no_growth, backend)
+def test_fifty_steps_take_no_more_memory_than_two(rank_pools, world_size, backend):
+    rank_pools(world_size).run(no_growth, backend)
 
 
 def test_a_model_that_is_not_sharded():

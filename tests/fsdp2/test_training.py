@@ -119,8 +119,8 @@ def scattered_in_a_group_of_its_own(rank, world_size):
 
 @pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_as_one_process(ranks, world_size, backend):
-    ranks(world_size).run(exact, backend)
+def test_as_one_process(rank_pools, world_size, backend):
+    rank_pools(world_size).run(exact, backend)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,17 @@ def test_as_one_process(ranks, world_size, backend):
     ],
     ids=["kept after forward", "gathered in part", "bfloat16", "replicated"],
 )
-def test_options_of_four_ranks(ranks, options):
-    ranks(4).run(partial(exact, **options), "gloo")
+def test_options_of_four_ranks(rank_pools, options):
+    rank_pools(4).run(partial(exact, **options), "gloo")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_accumulation(ranks, world_size):
-    ranks(world_size).run(accumulated, "gloo")
+def test_accumulation(rank_pools, world_size):
+    rank_pools(world_size).run(accumulated, "gloo")
 
 
-def test_divide_factors(ranks):
-    ranks(4).run(divided, "gloo")
+def test_divide_factors(rank_pools):
+    rank_pools(4).run(divided, "gloo")
 
 
 @pytest.mark.parametrize(
@@ -152,18 +152,18 @@ def test_divide_factors(ranks):
     ids=["nested", "bfloat16", "kept after forward"],
 )
 @pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
-def test_as_without(ranks, backend, options):
-    ranks(2).run(partial(as_without, **options), backend)
+def test_as_without(rank_pools, backend, options):
+    rank_pools(2).run(partial(as_without, **options), backend)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
-def test_an_asynchronous_gather(ranks, backend):
-    ranks(2).run(unsharded_ahead, backend)
+def test_an_asynchronous_gather(rank_pools, backend):
+    rank_pools(2).run(unsharded_ahead, backend)
 
 
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13"
 )
 @pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
-def test_a_group_that_is_made_later(ranks, backend):
-    ranks(2).run(scattered_in_a_group_of_its_own, backend)
+def test_a_group_that_is_made_later(rank_pools, backend):
+    rank_pools(2).run(scattered_in_a_group_of_its_own, backend)

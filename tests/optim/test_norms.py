@@ -2,7 +2,8 @@
 
 import subprocess
 
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
 
 pytestmark = NEEDS_COMPILER
 HEADER = "kernels/cuda/warp_sum.h"

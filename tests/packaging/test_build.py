@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
+from tests.support.compiler import LOW_PRIORITY
+
 pytestmark = pytest.mark.compiles
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_SOURCE = ("*.so", "*.egg-info", "__pycache__", "build", "dist", ".*", "results")
 
 # Called in the source tree by the interpreter under test: a PEP 517 hook and its output folder.
@@ -63,7 +65,7 @@ print(root, units.SOURCE, *names)
 def run(*command: object, cwd: Path, **environment: str) -> str:
     """Standard output of a command that succeeds, run outside the source tree's reach."""
     inherited = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "CMAKE_ARGS"}}
-    words = [str(word) for word in command]
+    words = [*LOW_PRIORITY, *(str(word) for word in command)]
     merged = {**inherited, **environment}
     done = subprocess.run(words, cwd=cwd, env=merged, text=True, capture_output=True)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"

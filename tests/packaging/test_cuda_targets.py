@@ -15,8 +15,8 @@ import ninja
 import pytest
 
 from ringcomm.cuda.units import PREBUILT, UNITS
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CMAKE = Path(cmake.CMAKE_BIN_DIR, "cmake")
 EVERYTHING = [str(target) for target in PREBUILT]
 # Under these, CMake finds no program.

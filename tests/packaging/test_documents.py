@@ -4,13 +4,11 @@ import os
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support import ROOT
 
 # What a machine without a GPU, or without NumPy, does not have.
 ABSENT = ["numpy", "cupy", "triton", "pynvml", "mpi4py", "matplotlib"]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support import ROOT
+
 MAKE_VENV = ROOT / "tools" / "make_venv.sh"
 
 

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 from ringcomm import ArgumentError, Communicator, RendezvousError, UnsupportedError
 from ringcomm.rendezvous import environment
 from ringcomm.rendezvous.environment import read_environment
+from tests.support import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60
 
 SCRIPT = """
@@ -112,7 +112,7 @@ def test_no_store_at_the_master_address(monkeypatch):
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def _check_launch(command: list[str], tmp_path: Path) -> None:

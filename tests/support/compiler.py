@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
+
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 LOW_PRIORITY = ("nice", "-n", "10")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -38,7 +38,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
+
 # Variables that are read when Python or a library is loaded begin with one of these.
 READ_AT_START = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "RINGCOMM_ISA"),

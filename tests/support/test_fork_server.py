@@ -5,13 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, fork_server
 
 # What a program can see of how it was started.
 SHOWS = """

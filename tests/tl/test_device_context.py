@@ -9,19 +9,18 @@ import sys
 import time
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from tests.support import ROOT
 from tests.support.ranks import Ranks, RanksFailed, run_ranks
 from tests.tl.device_ranks import open_context, run_kernel
 
 # Not importorskip(): ranks load this module too, before they say how Triton is to be loaded.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 60.0
 
 

@@ -15,7 +15,8 @@ import torch
 from bench import device_steps, training
 from bench.options import parse
 from bench.report import Row
-from tests.bench.programs import ROOT, run_program
+from tests.bench.programs import run_program
+from tests.support import ROOT
 from tools.gpu_check import __main__ as gpu_check
 from tools.gpu_check import benches, noting, sanitizer, stages
 from tools.gpu_check.__main__ import Saver, run_stages, summary

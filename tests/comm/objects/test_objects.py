@@ -125,7 +125,7 @@ class Other:
 ODD = (Other(), Other, len, range(3))
 
 
-@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("value", ODD, ids=["object", "class", "function", "range"])
 def test_what_is_not_plain_is_named(value):
     with pytest.raises(UnsupportedError, match=r"the object\[0\].*CommOptions\(objects="):
         pack([value], "op")

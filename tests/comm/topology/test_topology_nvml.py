@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +21,7 @@ from tests.comm.topology.fake_nvml import (
     NVMLError_Unknown,
     recorded,
 )
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)

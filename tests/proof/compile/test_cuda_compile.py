@@ -16,14 +16,13 @@ import pytest
 from ringcomm.cuda import units
 from ringcomm.cuda.units import UNITS
 from ringcomm.errors import UnsupportedError
+from tests.support import ROOT, cuda_code
 from tests.support import cuda_checks as checks
-from tests.support import cuda_code
 from tests.support.cuda_code import compile_unit, output_of, tool
 from tests.support.emulator import EmulatedRuntime
 
 pytestmark = pytest.mark.compiles
 
-ROOT = Path(__file__).resolve().parents[3]
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
 # One that moves; of those that reduce, the one with the most registers and instructions, where
@@ -46,7 +45,8 @@ def compilations():
 
     Processes: NVRTC compiles one program of a process at a time.
     """
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context, os.nice, (10,)) as pool:
         yield {each: pool.submit(compile_unit, *each) for each in MATRIX}
         pool.shutdown(cancel_futures=True)
 

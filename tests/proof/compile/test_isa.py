@@ -2,15 +2,15 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 import ringcomm
 from ringcomm import _native
+from tests.support import ROOT
+from tests.support.compiler import LOW_PRIORITY
 
-ROOT = Path(__file__).resolve().parents[3]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Not the Python module, whose headers the cross compiler lacks, nor the x86-64 instruction sets.
 ARM_SOURCES = sorted(
@@ -111,7 +111,8 @@ def test_large_results_past_the_caches():
 )
 @pytest.mark.parametrize("source", ARM_SOURCES)
 def test_compiles_for_arm(source, tmp_path):
-    command = ["aarch64-linux-gnu-g++", "-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-c"]
+    command = [*LOW_PRIORITY, "aarch64-linux-gnu-g++", "-std=c++20", "-O0", "-c"]
+    command += ["-Wall", "-Wextra", "-Werror"]
     paths = [f"-I{ROOT}", f"-I{ROOT}/kernels/include", str(ROOT / "kernels/host" / source)]
     done = subprocess.run(
         [*command, *paths, "-o", str(tmp_path / "out.o")],

@@ -16,9 +16,8 @@ from torch.distributed import HashStore
 from ringcomm import CollectiveTimeout, Communicator, RendezvousError
 from ringcomm.c10d.process_group import MonitoredBarrier
 from tests.cli.processes import clean_environment
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 
-ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "docs" / "examples" / "elastic.py"
 RANKS, LIMIT_S = 2, 300
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"

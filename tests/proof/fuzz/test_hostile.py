@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races.mutants import ENDPOINT, VARIABLE, Mutant, write_sources
+from tests.support import ROOT
 from tests.support.compiler import (
     ADDRESS_SANITIZER,
     LOW_PRIORITY,
     NEEDS_COMPILER,
-    ROOT,
     compile_to,
     skip_without_sanitizer,
 )

@@ -18,8 +18,8 @@ from tests.proof.litmus.litmus_cases import CASES, Litmus, Program
 from tests.proof.litmus.litmus_ops import Op
 from tests.proof.litmus.outline_changes import CHANGES, SIGNAL, Change
 from tests.proof.litmus.source_outline import code_of, outline, outline_of_triton
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
 Place = tuple[str, str]  # file below kernels/, and function
 

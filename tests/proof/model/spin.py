@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support import ROOT
+from tests.support.compiler import LOW_PRIORITY
+
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = ROOT / "kernels/include"
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
@@ -74,7 +76,7 @@ def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:
 
 def run(command: Sequence[str | Path], folder: Path, *, limit_s: float = 600) -> str:
     done = subprocess.run(
-        [str(each) for each in command],
+        [*LOW_PRIORITY, *(str(each) for each in command)],
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,

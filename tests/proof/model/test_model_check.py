@@ -16,11 +16,11 @@ from tests.proof.model.spin import (
     FOLDER,
     INCLUDE,
     LACKING,
-    ROOT,
     Checker,
     Model,
     must_not_skip,
 )
+from tests.support import ROOT
 
 pytestmark = pytest.mark.compiles
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.compiler import ROOT, compile_to, skip_without_sanitizer
+from tests.support import ROOT
+from tests.support.compiler import compile_to, skip_without_sanitizer
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.compiler import ROOT
+from tests.support import ROOT
 
 VARIABLE = "CHOSEN_MUTANT"
 

@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from tests.proof.races.mutants import VARIABLE, Mutant, write_sources
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
 
 MUTANTS = {
     "a spinner keeps the core from its peer": Mutant(

@@ -7,7 +7,8 @@ import pytest
 
 from tests.proof.races.mutants import Mutant, write_sources
 from tests.proof.races.test_races import run
-from tests.support.compiler import NEEDS_COMPILER, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, compile_to
 
 # World, generations, rounds; the first shows the mutants.
 SHOWING = (2, 20, 12)

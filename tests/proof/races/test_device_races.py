@@ -23,11 +23,11 @@ from tests.proof.races.mutants import (
     without,
     write_sources,
 )
+from tests.support import ROOT
 from tests.support.compiler import (
     LOW_PRIORITY,
     NEEDS_COMPILER,
     PLAIN,
-    ROOT,
     compile_to,
     skip_without_sanitizer,
 )

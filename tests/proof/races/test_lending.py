@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races.mutants import ENDPOINT, EVERYWHERE, VARIABLE, Mutant, write_sources
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
 
 DEADLINE_S = 60.0
 # Stops of the reader until it ends undisturbed: all its steps and copies, each once.

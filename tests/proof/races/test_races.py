@@ -19,7 +19,8 @@ from tests.proof.races.mutants import (
     Team,
     write_sources,
 )
-from tests.support.compiler import COMPILER, LOW_PRIORITY, NEEDS_COMPILER, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import COMPILER, LOW_PRIORITY, NEEDS_COMPILER, compile_to
 
 # World, channels, lanes per team, rounds. Other worlds have no other code: schedule_test.cpp proves
 # the arithmetic of 1 to 16.

@@ -4,7 +4,8 @@ import pytest
 
 from tests.proof.races.mutants import Mutant, write_sources
 from tests.proof.races.test_races import run
-from tests.support.compiler import NEEDS_COMPILER, ROOT, compile_to, skip_without_sanitizer
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, compile_to, skip_without_sanitizer
 
 TURNS_HEADER = ROOT / "tests/proof/races/recorder_turns.h"
 RECORDER = "host/recorder.cpp"

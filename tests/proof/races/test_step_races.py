@@ -7,7 +7,8 @@ import pytest
 
 from tests.proof.races import test_races as races
 from tests.proof.races.mutants import SIGNAL, Mutant, without, write_sources
-from tests.support.compiler import NEEDS_COMPILER, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, compile_to
 
 TEAMS = [(1, 1, 2, 4), (2, 1, 1, 8), (2, 2, 3, 4), (3, 1, 2, 8), (4, 2, 1, 4), (8, 1, 1, 4)]
 SHOWING = [(2, 1, 2, 20), (4, 1, 2, 12)]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races.mutants import SIGNAL, VARIABLE, Mutant, write_sources
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, ROOT, compile_to
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
 
 WAITER = "host/waiter.cpp"
 AN_HOUR = Mutant(WAITER, "kSleepNs = 10'000'000;", "kSleepNs = 3'600'000'000'000;")

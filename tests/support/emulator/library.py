@@ -13,7 +13,8 @@ from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint, c_uint64, c_void
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support import ROOT
+
 FOLDER = Path(__file__).resolve().parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 OPTIONS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off"]

@@ -1,6 +1,6 @@
 """Worlds that save together: rank threads, and processes of any backend."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,10 +23,8 @@ def worlds() -> Iterator[conftest.Worlds]:
 
 
 @pytest.fixture(scope="session")
-def three_ranks() -> Iterator[RankPool]:
-    pool = RankPool(3)
-    yield pool
-    pool.close()
+def three_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(3)
 
 
 @pytest.fixture

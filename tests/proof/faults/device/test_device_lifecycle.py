@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,11 +32,11 @@ from tests.proof.faults.device.places import (
     error_of,
     until,
 )
+from tests.support import ROOT
 from tests.support.emulator.library import COMPILER
 from tests.support.faults import until_rank_threads_have_ended
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[4]
 COUNT = 3000
 # The first words of the heap are never free.
 EMPTY_HEAP_BYTES = 256
