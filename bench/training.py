@@ -32,7 +32,16 @@ from .report import Report, Row, write_csv, write_json
 from .session import quartiles
 from .steps import HostClock
 from .timing import Call, Clock, Entrant, Pace, Timing, measure, ratios
-from .training_systems import DDP, FSDP2, FSDP2_HERE, PLAIN, TRAINING, Shape, entrants, traced_steps
+from .training_systems import (
+    DDP,
+    FSDP2,
+    FSDP2_HERE,
+    PLAIN,
+    TRAINING,
+    Shape,
+    entrants,
+    profiled_steps,
+)
 
 _RANK, _WORLD, _STORE = (f"RINGCOMM_TRAINING_{name}" for name in ("RANK", "WORLD", "STORE"))
 _RIVALS = (DDP, FSDP2, FSDP2_HERE, PLAIN)
@@ -115,9 +124,9 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
         calls = {name: Entrant([step]) for name, step in entrants(shape, comm).items()}
         rows += rows_of(shape, world, measure(board, calls, pace, clock))
         del calls
-    for shape in shapes if asked.trace else []:
+    for shape in shapes if asked.profile else []:
         for stage in (2, 3):
-            _trace(shape, stage, comm, asked.trace)
+            _profile(shape, stage, comm, asked.profile)
     board.barrier()
     if rank == 0:
         _write(rows, asked, _without_files(words))
@@ -125,11 +134,13 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
     dist.destroy_process_group()
 
 
-def _trace(shape: Shape, stage: int, comm: ringcomm.Communicator, file: Path) -> None:
+def _profile(shape: Shape, stage: int, comm: ringcomm.Communicator, file: Path) -> None:
     """Prints how much of the communication nobody waited for, and writes this rank's spans."""
-    trace = traced_steps(shape, stage, comm)
-    trace.write(file.with_name(f"{file.stem}-stage{stage}-rank{comm.rank}{file.suffix}"), comm.rank)
-    share = torch.tensor([trace.hidden_share()], dtype=torch.float64)
+    profile = profiled_steps(shape, stage, comm)
+    profile.write(
+        file.with_name(f"{file.stem}-stage{stage}-rank{comm.rank}{file.suffix}"), comm.rank
+    )
+    share = torch.tensor([profile.hidden_share()], dtype=torch.float64)
     comm.all_reduce(share)
     if comm.rank == 0:
         mean = share.item() / comm.world_size
@@ -152,7 +163,7 @@ def _without_files(words: list[str]) -> list[str]:
     """Where results went changes no figure."""
     kept, rest = [], iter(words)
     for word in rest:
-        if word in ("--json", "--csv", "--trace"):
+        if word in ("--json", "--csv", "--profile"):
             next(rest, None)
         else:
             kept.append(word)
@@ -172,7 +183,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--busy", type=int, default=0, help="processes that compute beside the ranks"
     )
-    parser.add_argument("--trace", type=Path, help="also write Chrome traces of stages 2 and 3")
+    parser.add_argument("--profile", type=Path, help="also write Chrome traces of stages 2 and 3")
     parser.add_argument("--json", type=Path, help="a file of rows and where they come from")
     parser.add_argument("--csv", type=Path, help="the same as CSV")
     return parser.parse_args(arguments)

@@ -112,17 +112,19 @@ def _zero(shape: Shape, stage: int, comm: ringcomm.Communicator, batch: Tensor) 
     return _step(module, ringcomm.optim.AdamW(module.parameters(), lr=1e-4), batch)
 
 
-def traced_steps(shape: Shape, stage: int, comm: ringcomm.Communicator) -> ringcomm.zero.Trace:
+def profiled_steps(
+    shape: Shape, stage: int, comm: ringcomm.Communicator
+) -> ringcomm.zero.StepProfile:
     """When a stage that overlaps communicates in a few steps, and when it waits for that."""
     batch = batch_of(shape, comm)
     options = ringcomm.zero.ZeroOptions(overlap=True)
     module = ringcomm.zero.shard(_model(shape, comm.device), stage, comm=comm, options=options)
     step = _step(module, ringcomm.optim.AdamW(module.parameters(), lr=1e-4), batch)
-    with ringcomm.zero.traced(module) as trace:
+    with ringcomm.zero.profiled(module) as profile:
         for _ in range(TRACED_STEPS):
-            with trace.span("step", kind="compute"):
+            with profile.span("step", kind="compute"):
                 step()
-    return trace
+    return profile
 
 
 def batch_of(shape: Shape, comm: ringcomm.Communicator) -> Tensor:

@@ -130,7 +130,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
     add("--plot", metavar="FILE", help="draw loss and memory: png, svg or pdf (needs matplotlib)")
     add("--memory", action="store_true", help="say what each rank held; makes steps slower")
-    add("--trace", metavar="FILE", help="record what steps do, for Perfetto or chrome://tracing")
+    add("--profile", metavar="FILE", help="record what steps do, for Perfetto or chrome://tracing")
     add("--json", metavar="FILE", help="also write options, losses, memory and speed to FILE")
 
 
@@ -169,17 +169,17 @@ def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
         args.device,
         args.checkpoint_activations,
     )
-    for option in ("save", "trace"):
+    for option in ("save", "profile"):
         if getattr(args, option) is not None and engine.name != "zero":
             raise ArgumentError(
                 f"--{option}: --engine {engine.name} has none; drop it, or take --engine zero"
             )
     find_source(args.data, min_corpus_bytes(model.context))
-    for option in ("json", "plot", "trace"):
+    for option in ("json", "plot", "profile"):
         path = getattr(args, option)
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ArgumentError(f"--{option} {path}: its folder does not exist")
-    settings = {name: getattr(args, name) for name in ("data", "json", "plot", "trace", "memory")}
+    settings = {name: getattr(args, name) for name in ("data", "json", "plot", "profile", "memory")}
     settings["saving"] = _saving(args)
     return config, {**settings, "engine": asdict(engine), "config": asdict(config)}
 

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.zero.options import Precision, ZeroOptions
-from ringcomm.zero.profile import Trace
-from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, shard, traced, unshard
+from ringcomm.zero.profile import StepProfile
+from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Loaded",
     "Precision",
-    "Trace",
+    "StepProfile",
     "TrainState",
     "ZeroOptions",
     "export_safetensors",
@@ -42,8 +42,8 @@ __all__ = [
     "gathered",
     "load",
     "no_sync",
+    "profiled",
     "save",
     "shard",
-    "traced",
     "unshard",
 ]

@@ -22,7 +22,7 @@ from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket, Slots
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
-from ringcomm.zero.profile import Trace
+from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.reduce import Reduction
 from ringcomm.zero.units import Unit
 
@@ -65,7 +65,7 @@ class ShardEngine:
         parts: what it is made of.
         reduction: stages 2 and 3: the gradients.
         gatherer: stage 3: the parameters.
-        trace: when it communicates.
+        profile: when it communicates.
         number: of the module among those that its communicator reduces for.
         order: whose turn it is to be reduced; of the communicator.
         slots: where the module has its parameters.
@@ -80,7 +80,7 @@ class ShardEngine:
         self.plan, self.stored = parts.plan, parts.stored
         self.number = parts.number
         self.order = module_order(self.comm)
-        self.trace = Trace()
+        self.profile = StepProfile()
         self.reduction = self._make_reduction() if self.stage > 1 else None
         self.gatherer = self._make_gatherer() if self.stage == 3 else None
         self._handles: list[RemovableHandle] = []
@@ -106,7 +106,7 @@ class ShardEngine:
         exact = self.options.precision.reduced_dtype is torch.float32
         one_pass = self.stage == 2 and exact and not self.comm.launches
         return Reduction(
-            self.stored, self.comm, self.options, self.trace, self.number, keeps=one_pass
+            self.stored, self.comm, self.options, self.profile, self.number, keeps=one_pass
         )
 
     def _make_gatherer(self) -> Gatherer:
@@ -119,7 +119,7 @@ class ShardEngine:
                 assert isinstance(bucket, ShardedBucket)
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
-        return Gatherer(units, self.comm, self.options, self.trace)
+        return Gatherer(units, self.comm, self.options, self.profile)
 
     def keep(self, handle: RemovableHandle) -> None:
         """A hook that ends with the engine."""

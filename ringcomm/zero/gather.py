@@ -15,7 +15,7 @@ from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, no_thread
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import ZeroOptions
-from ringcomm.zero.profile import Trace
+from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.units import Unit
 
 
@@ -38,8 +38,8 @@ class Copier(ABC):
 class HostCopier(Copier):
     """In a thread."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, profile: StepProfile) -> None:
+        self._profile = profile
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ringcomm-gather")
         try:
             self._pool.submit(int).result()
@@ -51,11 +51,11 @@ class HostCopier(Copier):
         bucket.coming = self._pool.submit(self._fill, bucket)
 
     def _fill(self, bucket: ShardedBucket) -> None:
-        with self._trace.span("gather", bucket.flat.numel() * bucket.flat.element_size()):
+        with self._profile.span("gather", bucket.flat.numel() * bucket.flat.element_size()):
             bucket.fill()
 
     def end(self, bucket: ShardedBucket) -> None:
-        with self._trace.waiting("gather"):
+        with self._profile.waiting("gather"):
             if bucket.coming is None:
                 self._fill(bucket)  # Ctrl-C came before it was known to come
             else:
@@ -69,15 +69,15 @@ class HostCopier(Copier):
 class HereCopier(Copier):
     """By the caller, when it needs them."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, profile: StepProfile) -> None:
+        self._profile = profile
 
     def begin(self, bucket: ShardedBucket) -> None:
         return
 
     def end(self, bucket: ShardedBucket) -> None:
         size_bytes = bucket.flat.numel() * bucket.flat.element_size()
-        with self._trace.waiting("gather"), self._trace.span("gather", size_bytes):
+        with self._profile.waiting("gather"), self._profile.span("gather", size_bytes):
             bucket.fill()
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Gatherer:
         units: Sequence[tuple[Unit, Sequence[ShardedBucket]]],
         comm: Communicator,
         options: ZeroOptions,
-        trace: Trace,
+        profile: StepProfile,
     ) -> None:
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
         self._prefetch = options.prefetch if options.overlap else 0
@@ -137,7 +137,7 @@ class Gatherer:
         if isinstance(comm, DeviceCallEngine):
             self._copier = DeviceCopier(comm)
         else:
-            self._copier = HostCopier(trace) if options.overlap else HereCopier(trace)
+            self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
         self._coming: set[ShardedBucket] = set()
         # In order of arrival, so that of several errors the same is raised each time.
         self._here: dict[ShardedBucket, None] = {}

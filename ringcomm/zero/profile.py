@@ -30,7 +30,7 @@ class Span:
     size_bytes: int = 0
 
 
-class Trace:
+class StepProfile:
     """Records spans while it is on; costs nothing otherwise."""
 
     def __init__(self) -> None:

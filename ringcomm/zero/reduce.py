@@ -34,7 +34,7 @@ from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import BucketOrder, any_of
-from ringcomm.zero.profile import Trace
+from ringcomm.zero.profile import StepProfile
 
 # One bucket of gradients on its way to a shard, and the buffers that buckets are filled in.
 
@@ -175,7 +175,7 @@ class Reduction:
         stored: Sequence[ParamBucket],
         comm: Communicator,
         options: ZeroOptions,
-        trace: Trace,
+        profile: StepProfile,
         number: int,
         keeps: bool = False,
     ) -> None:
@@ -183,7 +183,7 @@ class Reduction:
         self._number = number
         self._backwards = 0
         self._options = options
-        self._trace = trace
+        self._profile = profile
         step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
         self.reducer = make_reducer(comm, options, step_bytes)
         dtype = options.precision.reduced_dtype
@@ -318,12 +318,12 @@ class Reduction:
         into = Into(bucket.shard, "l2", words, bucket.holds, tag)
 
         def run() -> list[Tensor]:
-            with self._trace.span("reduce_scatter", buffer.nbytes):
+            with self._profile.span("reduce_scatter", buffer.nbytes):
                 self._reduce_now(buffer, into)
             return [into.out]
 
         if not self._options.overlap:
-            with self._trace.waiting("reduce_scatter"):
+            with self._profile.waiting("reduce_scatter"):
                 run()
         elif not self._comm.launches:
             return self._comm.submit(run, "reduce_scatter_norm")
@@ -363,7 +363,7 @@ class Reduction:
         """Waits for the oldest reduction."""
         bucket, buffer, work = self._flying.popleft()
         if work is not None:
-            with self._trace.span("wait for reduce_scatter", kind="wait"):
+            with self._profile.span("wait for reduce_scatter", kind="wait"):
                 work.wait()
         bucket.version = bucket.shard._version
         self._buffers.give(buffer)

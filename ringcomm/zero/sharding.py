@@ -41,7 +41,7 @@ from ringcomm.zero.prepare import (
     move_in,
     settle_rest,
 )
-from ringcomm.zero.profile import Trace
+from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.units import find_units
 
 # Has glibc keep the memory that backward frees.
@@ -290,22 +290,22 @@ def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]
 
 
 @contextmanager
-def traced(module: nn.Module) -> Iterator[Trace]:
+def profiled(module: nn.Module) -> Iterator[StepProfile]:
     """Inside, the engine records when it communicates, and when it waits for that.
 
     Yields:
-        the trace, empty at first; :meth:`Trace.write` makes a file that Chrome and Perfetto show.
+        the profile, empty at first; :meth:`StepProfile.write` makes a file that Chrome and Perfetto show.
 
     Raises:
         ArgumentError: the module is not sharded.
     """
-    trace = engine_of(module, "traced").trace
-    trace.spans.clear()
-    trace.on = True
+    profile = engine_of(module, "profiled").profile
+    profile.spans.clear()
+    profile.on = True
     try:
-        yield trace
+        yield profile
     finally:
-        trace.on = False
+        profile.on = False
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The files that ``ringcomm train`` writes: record, trace, memory and picture."""
+"""The files that ``ringcomm train`` writes: record, profile, memory and picture."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def assert_memory_is(record, done, expected_bytes):
 
 def test_all_outputs_of_a_split_model(tmp_path, text):
     pytest.importorskip("matplotlib")
-    picture, trace = tmp_path / "x.png", tmp_path / "trace.json"
+    picture, profile = tmp_path / "x.png", tmp_path / "profile.json"
     record, done = trained(
-        tmp_path, text, "--stage", 3, "--plot", picture, "--trace", trace, "--accum", 2
+        tmp_path, text, "--stage", 3, "--plot", picture, "--profile", profile, "--accum", 2
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"picture       {picture}\n" in done.stdout
@@ -72,7 +72,7 @@ def test_all_outputs_of_a_split_model(tmp_path, text):
     buffers = 2 * 4 * 12 * 256 * 256  # two buckets in flight, each of a layer's gradients
     assert_memory_is(record, done, 16 * PARAMETERS / RANKS + buffers)
     assert "closed form   51.4 MB of model state, 6.3 MB of buffers for gradients" in done.stdout
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(profile.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(RANKS))
     calls = {
         name: sum(event["name"] == name for event in events) for name in ("forward", "backward")
@@ -81,7 +81,7 @@ def test_all_outputs_of_a_split_model(tmp_path, text):
     assert sum(event["name"] == "step" for event in events) == RANKS * STEPS
     assert {"gather", "reduce_scatter"} <= {event["name"] for event in events}
     assert "of rank 0's communication was hidden behind computation" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "trace.json", "x.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "profile.json", "x.png"}
 
 
 def test_without_matplotlib_the_picture_is_text_and_training_goes_well(

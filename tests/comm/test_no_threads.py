@@ -19,7 +19,7 @@ from ringcomm.comm.device import lifecycle
 from ringcomm.comm.engine import CallQueue
 from ringcomm.rendezvous import environment
 from ringcomm.zero.gather import HostCopier
-from ringcomm.zero.profile import Trace
+from ringcomm.zero.profile import StepProfile
 from tests.support.ranks import Ranks
 
 T = torch.ones
@@ -279,7 +279,7 @@ def test_a_local_world_with_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_stage_3_without_a_thread() -> None:
     with no_threads(), pytest.raises(RingcommError, match="zero: expected to start a thread"):
-        HostCopier(Trace())
+        HostCopier(StepProfile())
 
 
 def test_what_ctrl_c_kept_from_being_gathered_is_gathered_by_who_needs_it(
@@ -293,7 +293,7 @@ def test_what_ctrl_c_kept_from_being_gathered_is_gathered_by_who_needs_it(
         def fill(self) -> None:
             self.filled = True
 
-    copier, bucket = HostCopier(Trace()), Bucket()
+    copier, bucket = HostCopier(StepProfile()), Bucket()
     taken: Any = bucket
     with monkeypatch.context() as patch:
         patch.setattr(copier._pool, "submit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

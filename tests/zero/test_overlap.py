@@ -40,23 +40,23 @@ def test_shard_looks_at_the_cores_that_this_process_may_use(monkeypatch, worlds,
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_without_it_nobody_gathers_behind_the_back(worlds, overlap):
-    """And the trace says that a rank waits for what it does itself."""
+    """And the profile says that a rank waits for what it does itself."""
 
     def body(comm):
         options = zero.ZeroOptions(overlap=overlap, bucket_elems=512)
         layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         module = zero.shard(layers, 3, comm=comm, options=options)
         optimizer = AdamW(module.parameters())
-        with zero.traced(module) as trace:
+        with zero.profiled(module) as profile:
             for _ in range(3):
                 module(torch.ones(2, 16)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         mine = threading.get_ident()
-        moved = [span for span in trace.spans if span.kind == "communication"]
+        moved = [span for span in profile.spans if span.kind == "communication"]
         elsewhere = sum(span.thread != mine for span in moved)
         zero.unshard(module)
-        return len(moved), elsewhere, trace.hidden_share()
+        return len(moved), elsewhere, profile.hidden_share()
 
     for moved, elsewhere, hidden in worlds(2).run(body):
         assert elsewhere == (moved if overlap else 0)

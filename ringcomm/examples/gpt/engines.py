@@ -23,7 +23,7 @@ from ringcomm.examples.gpt.corpus import Corpus, Source, load
 from ringcomm.examples.gpt.model import GPT
 from ringcomm.launch import World
 from ringcomm.optim import AdamW, LossScaleOptions, LossScaler
-from ringcomm.zero import Trace
+from ringcomm.zero import StepProfile
 
 # What shares a training step among the ranks: ringcomm.zero, or torch's DDP or FSDP2.
 
@@ -228,7 +228,7 @@ class Trainer:
     Attributes:
         config: of the run.
         engine: with the model.
-        trace: where the parts of a step are recorded; None records none.
+        profile: where the parts of a step are recorded; None records none.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.engine = engine
-        self.trace: Trace | None = None
+        self.profile: StepProfile | None = None
         self._corpus = corpus
         self._world = world
         self._micro_rows = config.micro_sequences(world.size)
@@ -299,7 +299,7 @@ class Trainer:
             yield tokens, targets
 
     def _span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.trace is None else self.trace.span(name, kind="compute")
+        return nullcontext() if self.profile is None else self.profile.span(name, kind="compute")
 
     def _set_learning_rate(self, index: int) -> None:
         for group in self.engine.optimizer.param_groups:

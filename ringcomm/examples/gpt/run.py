@@ -369,13 +369,13 @@ def _train_and_report(settings: Mapping[str, Any], world: World) -> None:
             print(f"done          all {config.steps} steps were done before", flush=True)
         return
     run = Run(trainer, start, meter, before_bytes, saving, speaks)
-    outcome, hidden = _train(run, world, settings["trace"])
+    outcome, hidden = _train(run, world, settings["profile"])
     if speaks:
         print(report.summary(outcome), flush=True)
         if settings["memory"]:
             print(report.memory_table(outcome), flush=True)
-        if settings["trace"] is not None:
-            print(f"trace         {settings['trace']}: {hidden}", flush=True)
+        if settings["profile"] is not None:
+            print(f"profile       {settings['profile']}: {hidden}", flush=True)
         write_files(report, outcome, settings)
 
 
@@ -390,29 +390,29 @@ def _closed_form(
 
 
 def _train(run: Run, world: World, path: str | None) -> tuple[Outcome, str]:
-    """Trains, and writes the trace of all ranks to ``path``; says what was hidden."""
+    """Trains, and writes the profile of all ranks to ``path``; says what was hidden."""
     if path is None:
         return run.train(), ""
     with ExitStack() as stack:
-        trace = stack.enter_context(zero.traced(run.trainer.engine.module))
-        run.trainer.trace = trace
+        profile = stack.enter_context(zero.profiled(run.trainer.engine.module))
+        run.trainer.profile = profile
         outcome = run.train()
-    write_trace(trace, Path(path), world)
-    share = trace.hidden_share()
+    write_profile(profile, Path(path), world)
+    share = profile.hidden_share()
     if math.isnan(share):
         return outcome, "all communication was in the optimizer's step"
     return outcome, f"{share:.0%} of rank 0's communication was hidden behind computation"
 
 
-def write_trace(trace: zero.Trace, path: Path, world: World) -> None:
+def write_profile(profile: zero.StepProfile, path: Path, world: World) -> None:
     """Writes one file with the spans of all ranks, whose clock is one; collective."""
     part = Path(f"{path}.rank{world.rank}")
-    trace.write(part, world.rank)
+    profile.write(part, world.rank)
     dist.barrier()
     if world.rank == 0:
         parts = [Path(f"{path}.rank{rank}") for rank in range(world.size)]
-        traces = [json.loads(each.read_text()) for each in parts]
-        events = [event for each in traces for event in each["traceEvents"]]
-        path.write_text(json.dumps({**traces[0], "traceEvents": events}))
+        profiles = [json.loads(each.read_text()) for each in parts]
+        events = [event for each in profiles for event in each["traceEvents"]]
+        path.write_text(json.dumps({**profiles[0], "traceEvents": events}))
         for each in parts:
             each.unlink()
