@@ -115,7 +115,7 @@ def _zero(shape: Shape, stage: int, comm: ringcomm.Communicator, batch: Tensor) 
 def profiled_steps(
     shape: Shape, stage: int, comm: ringcomm.Communicator
 ) -> ringcomm.zero.StepProfile:
-    """When a stage that overlaps communicates in a few steps, and when it waits for that."""
+    """Profiles a few steps of a stage that overlaps: its communication, and waits for that."""
     batch = batch_of(shape, comm)
     options = ringcomm.zero.ZeroOptions(overlap=True)
     module = ringcomm.zero.shard(_model(shape, comm.device), stage, comm=comm, options=options)

@@ -294,7 +294,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
     """Inside, the engine records when it communicates, and when it waits for that.
 
     Yields:
-        the profile, empty at first; :meth:`StepProfile.write` makes a file that Chrome and Perfetto show.
+        the profile, empty at first; :meth:`StepProfile.write` makes a file for Chrome and Perfetto.
 
     Raises:
         ArgumentError: the module is not sharded.

@@ -145,7 +145,7 @@ def test_killed_rank_ends_the_run(text):
         (("--plot", "/no/such/place/x.png"), "--plot /no/such/place/x.png: its folder does not"),
         (
             ("--profile", "/no/such/place/x.json"),
-            "--profile /no/such/place/x.json: its folder does",
+            "--profile /no/such/place/x.json: its folder",
         ),
         (("--save", "{small}"), "small: expected a folder, or nothing yet, got a file"),
         (("--resume",), "--resume: expected --save FOLDER beside it"),
