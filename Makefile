@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy;
 # tests/conftest.py decides which of them runs a file, and when.
-WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 

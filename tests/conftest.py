@@ -28,29 +28,18 @@ settings.load_profile("ringcomm")
 COMPILES_LIMIT_S = 900
 
 
-def _group(item: pytest.Item) -> str:
-    """The tests of one group run in one worker, in order."""
-    if item.get_closest_marker("deadlines"):
-        return "deadlines"
-    shares = item.get_closest_marker("shares")
-    return shares.args[0] if shares else item.nodeid.partition("::")[0]
-
-
 def _turn(item: pytest.Item) -> int:
-    """Groups are begun in this order: the longest first, so that none is left alone at the end."""
+    """Files are begun in this order: the longest first, so that none is left alone at the end."""
     if item.get_closest_marker("deadlines"):
         return 0
     return 1 if item.get_closest_marker("compiles") else 2
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("compiles") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(COMPILES_LIMIT_S))
     if hasattr(config, "workerinput"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
         items.sort(key=_turn)
 
 

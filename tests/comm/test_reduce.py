@@ -28,7 +28,8 @@ def test_every_dtype_and_op(worlds):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 16])
 def test_every_root_size_and_place(worlds, world_size):
     def body(comm):
-        for root in range(world_size):
+        roots = range(world_size) if world_size <= 5 else (0, world_size // 2, world_size - 1)
+        for root in roots:
             for place in PLACES:
                 for count in (0, 1, 65, 1003):
                     _check(comm, count, torch.float32, "SUM", place, root)

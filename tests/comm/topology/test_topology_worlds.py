@@ -46,9 +46,15 @@ def worlds(draw):
 
 @settings(max_examples=150)
 @given(worlds(), st.randoms(use_true_random=False))
-def test_every_world_has_one_plan(world, shuffler):
+def test_every_world_has_one_plan_and_no_more_links_than_there_are(world, shuffler):
     topology, placements = world
     chosen = plan(topology, placements)
+    check_one_plan(topology, placements, chosen, shuffler)
+    check_no_link_is_invented(topology, placements, chosen)
+    check_rings_share_no_link(topology, placements, chosen)
+
+
+def check_one_plan(topology, placements, chosen, shuffler):
     assert chosen.rings
     for ring in chosen.rings:
         assert sorted(ring) == list(range(len(placements)))
@@ -60,11 +66,7 @@ def test_every_world_has_one_plan(world, shuffler):
     assert plan(again, placements) == chosen
 
 
-@settings(max_examples=150)
-@given(worlds())
-def test_no_link_is_invented(world):
-    topology, placements = world
-    chosen = plan(topology, placements)
+def check_no_link_is_invented(topology, placements, chosen):
     places = [topology.find(name) if name else None for name in placements]
     linked = [
         one is not None
@@ -78,11 +80,7 @@ def test_no_link_is_invented(world):
         assert chosen.algorithm == "ring"
 
 
-@settings(max_examples=150)
-@given(worlds())
-def test_several_rings_take_no_link_twice(world):
-    topology, placements = world
-    chosen = plan(topology, placements)
+def check_rings_share_no_link(topology, placements, chosen):
     if len(chosen.rings) > 1:
         places = [topology.find(name) for name in placements]
         taken = Counter(

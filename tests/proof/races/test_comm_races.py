@@ -68,7 +68,6 @@ MUTANTS = {
 
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.shares("sanitized"),
     NEEDS_COMPILER,
 ]
 

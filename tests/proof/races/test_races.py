@@ -64,7 +64,6 @@ SHOWING: list[Team] = [(2, 1, 2, 20), (4, 1, 2, 10)]
 
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.shares("sanitized"),
     NEEDS_COMPILER,
 ]
 

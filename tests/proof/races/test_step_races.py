@@ -35,7 +35,6 @@ MUTANTS = {
 
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.shares("sanitized"),
     NEEDS_COMPILER,
 ]
 
