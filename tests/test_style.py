@@ -42,3 +42,14 @@ def test_a_checker_has_nothing_to_say(name):
 
 def test_the_c_formatter_is_given_the_sources():
     assert any(path.endswith("platform.h") for path in cpp_sources())
+
+
+def test_no_line_of_c_is_too_long():
+    """The formatter leaves comments as they are, so that it does not break tables in them."""
+    long = [
+        f"{path}:{number}"
+        for path in cpp_sources()
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert long == []

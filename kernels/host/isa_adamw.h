@@ -78,8 +78,8 @@ template <class Path>
 inline void update_run(float* RC_RESTRICT p, const float* RC_RESTRICT g, float* RC_RESTRICT m,
                        float* RC_RESTRICT v, float* RC_RESTRICT v_max, const AdamWFactors& factors,
                        uint64_t n) {
-  const AdamWFactors f = factors;  // the stores below could not change it, but the compiler must
-                                   // know
+  // A copy, so that the compiler sees that the stores below cannot change it.
+  const AdamWFactors f = factors;
   for (uint64_t i = 0; i < n; ++i) {
     float unused = 0.0f;
     adamw_element<Path>(p[i], adamw_gradient(g[i], f), m[i], v[i], Path::kMax ? v_max[i] : unused,

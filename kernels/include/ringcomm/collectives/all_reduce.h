@@ -2,11 +2,11 @@
 //
 // B bytes, W ranks.
 //
-//   direct   2 hops, 2(W-1)/W * B bytes: a reduce-scatter whose pieces are shared as soon as they
-//   are
+//   direct   2 hops, 2(W-1)/W * B bytes: a reduce-scatter that shares each piece as soon as it is
 //            reduced, so that the all-gather of one piece runs beside the reduction of the next.
 //            Up to one_hop_bytes: 1 hop, (W-1) * B bytes; every rank shares its whole buffer and
 //            reduces all of them. Both sum in rank order with one rounding: the same bits.
+//            (Elsewhere: one-shot and two-shot, or all-pairs.)
 //   ring     2(W-1) hops, 2(W-1)/W * B bytes: ring reduce-scatter, then ring all-gather.
 #pragma once
 

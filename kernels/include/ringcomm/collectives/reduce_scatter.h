@@ -2,10 +2,10 @@
 //
 // B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank.
 //
-//   direct   1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else
-//   in
-//            pair slots, segment by segment) and reduces the W versions of its own chunk in rank
-//            order, with one rounding: bitwise equal to a sequential sum in the accumulator's type.
+//   direct   1 hop. Each rank offers chunk r to rank r: in place if it lies in the heap (zero
+//            copy), else through pair slots, segment by segment. Each rank reduces the W versions
+//            of its own chunk in rank order, with one rounding: bitwise equal to a sequential sum
+//            in the accumulator's type.
 //   ring     W-1 hops of partial sums around the ring, rounded to the element type at each hop:
 //            bitwise equal from run to run, though not to the sequential sum.
 #pragma once

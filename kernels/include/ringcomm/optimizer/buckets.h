@@ -1,14 +1,13 @@
-// What the optimizer's collectives share. They work on buckets (adamw.h) that lie in the heap, so
-// every rank reads its chunk of the peers' gradients where they are, and stores its new parameters
-// where they belong, in its own bucket and in the peers'.
+// The parts that the optimizer's collectives share. They work on buckets (adamw.h) that lie in the
+// heap, so every rank reads its chunk of the peers' gradients in place, and stores its new
+// parameters into its own bucket and into the peers'.
 //
 //   offer    one item to each peer: "my gradients of your chunk lie here, and you may store your
 //            results there". It is also the leave to write: a rank that has offered no longer reads
 //            the parameters that its peers will now replace.
-//   return   the acknowledgement of the offer, once all is read and stored: "your gradients are
-//   yours
-//            again, and my chunk of your parameters is new". A rank is done when all its offers
-//            have come back, so no barrier ends the call.
+//   return   the acknowledgement of an offer, once all is read and stored: "your gradients are
+//            yours again, and my chunk of your parameters is new". A rank is done when all its
+//            offers have come back, so no barrier ends the call.
 //
 // 2 hops of words; W ranks, B bytes of gradients and P of parameters: each rank reads (W-1)/W * B
 // and stores (W-1)/W * P bytes in its peers' memory. Nothing is staged.

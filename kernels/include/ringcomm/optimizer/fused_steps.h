@@ -7,9 +7,8 @@
 // reduce_scatter_norm: gradients into FP32 shards, with the norm of the result on the way out.
 //
 // - direct: 1 hop, as reduce_scatter_direct: the sum in rank order in FP32, and not rounded again.
-// - ring: W-1 hops, as reduce_scatter_ring, with partial sums in the gradients' type; the last
-// hop's
-//   sum stays in FP32.
+// - ring: W-1 hops, as reduce_scatter_ring, with partial sums in the gradients' type; the sum of
+//   the last hop stays in FP32.
 //
 // adamw_all_gather: each rank updates its shard, and the new parameters go straight to every rank's
 // bucket.
@@ -23,10 +22,9 @@
 // the same bits.
 //
 // - direct: each rank reads its chunk of all ranks' gradients, updates, and stores the parameters
-// in
-//   all ranks' buckets. 2 hops of words; (W-1)/W * B bytes read and (W-1)/W * P stored in peers'
-//   memory. Three calls in its place move as much between ranks, and write and read a gradient
-//   shard of 4 bytes per element on top.
+//   in all ranks' buckets. 2 hops of words; (W-1)/W * B bytes are read and (W-1)/W * P bytes stored
+//   in peers' memory. Three calls in its place move as much between ranks, and also write and read
+//   a gradient shard of 4 bytes per element.
 // - ring: partial sums go around the ring; the owner's last hop updates; ring all-gather.
 //
 // What the Ops' consume() does is the difference between them: it stores the sum and adds its norm

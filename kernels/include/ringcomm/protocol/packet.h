@@ -1,5 +1,5 @@
 // Packet forms of all-reduce, reduce-scatter and all-gather: small messages whose flag travels with
-// the data, so that one trip carries both and no fence stands between.
+// the data, so that one trip carries both and no fence stands between (NCCL's LL protocol).
 //
 // A packet is 8 bytes of payload and two copies of its flag (atomics.h). B bytes, W ranks, one hop:
 // all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B (every rank
