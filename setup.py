@@ -1,4 +1,4 @@
-"""Builds the native module with CMake and maps the source tree onto the installed packages.
+"""Builds the native module with CMake.
 
 Everything else about the package stands in pyproject.toml.
 """
@@ -28,18 +28,6 @@ NINJA = str(Path(ninja.BIN_DIR, "ninja"))
 
 # nanobind keeps to the stable ABI from CPython 3.12 on, so one wheel serves all later versions.
 STABLE_ABI = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
-
-# Packages that live outside ringcomm/ in the source tree.
-MAPPED = {"ringcomm._bench": "bench"}
-
-
-def all_packages() -> list[str]:
-    """Dotted names of all packages to install."""
-    names = find_packages(str(ROOT), include=["ringcomm", "ringcomm.*"])
-    for package, folder in MAPPED.items():
-        names.append(package)
-        names += [f"{package}.{name}" for name in find_packages(str(ROOT / folder))]
-    return names
 
 
 class CMakeBuild(build_ext):
@@ -89,8 +77,8 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=all_packages(),
-    package_dir={"ringcomm": "ringcomm", **MAPPED},
+    # ringcomm/_tl and ringcomm/bench are links to kernels/tl and bench, which are followed.
+    packages=find_packages(str(ROOT), include=["ringcomm", "ringcomm.*"]),
     ext_modules=[Extension("ringcomm._native", sources=[], py_limited_api=STABLE_ABI)],
     options={"bdist_wheel": {"py_limited_api": "cp312"}} if STABLE_ABI else {},
     cmdclass={"build_ext": CMakeBuild},

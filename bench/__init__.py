@@ -1,7 +1,7 @@
 """The benchmark harness: ringcomm and other libraries, timed in turn in the same processes.
 
-Installed as ``ringcomm._bench`` (``ringcomm bench`` starts it) and runnable in a source tree
-as ``python -m bench.collectives``.
+``ringcomm bench`` starts ``ringcomm.bench.collectives``. In the source tree ``ringcomm/bench`` is a
+link to this folder; a wheel carries its files.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""The harness's entry: ``ringcomm bench``, or ``python -m bench.collectives`` in a source tree.
+"""The entry of the harness: ``ringcomm bench``, or ``python -m ringcomm.bench.collectives``.
 
 In the process that a user starts it starts the ranks; in a rank it measures.
 """

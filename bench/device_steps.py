@@ -1,6 +1,8 @@
-"""``python -m bench.device_steps``: the optimizer's step on one GPU, against torch's and a copy.
+"""The optimizer's step on one GPU, against torch's and a copy.
 
-What is timed, each in one run and interleaved (see :mod:`bench.timing`):
+``python -m ringcomm.bench.device_steps`` runs it.
+
+What is timed, each in one run and interleaved (see :mod:`.timing`):
 
 shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a plain copy of as many
             bytes as the update must move. With bfloat16 parameters and FP32 masters, which torch
@@ -147,7 +149,9 @@ def _line(row: Row) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line: ``what``, ``ranks``, ``millions``, ``dtype``, ``rounds`` and files."""
-    parser = argparse.ArgumentParser(prog="python -m bench.device_steps", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ringcomm.bench.device_steps", description=__doc__
+    )
     parser.add_argument("what", choices=tuple(_WHAT))
     parser.add_argument("-n", "--ranks", type=int, default=2, choices=(2, 4, 8), help="of a step")
     parser.add_argument(
@@ -178,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     versions = {SUBJECT: ringcomm.__version__}
     collected = provenance.collect(words, versions, {**facts, "mode": ONE_LAUNCH})
     collected["command"] = collected["command"].replace(
-        "ringcomm bench", "python -m bench.device_steps"
+        "ringcomm bench", "python -m ringcomm.bench.device_steps"
     )
     report = Report(collected, run_case(case, gpu, SleepingClock(), asked.rounds))
     print("\n".join(map(_line, report.rows)))

@@ -1,4 +1,4 @@
-"""The systems that :mod:`bench.device_steps` times: the optimizer's step, ours and torch's."""
+"""The systems that :mod:`.device_steps` times: the optimizer's step, ours and torch's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bandwidth over message size, a panel per collective and a line per system.
 
-``python -m bench.plot RESULTS... -o PICTURE`` draws from files that the harness wrote.
+``python -m ringcomm.bench.plot RESULTS... -o PICTURE`` draws from files that the harness wrote.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def _title(report: Report, rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.plot", description="Draws results of the harness.")
+    parser = argparse.ArgumentParser(
+        prog="ringcomm.bench.plot", description="Draws results of the harness."
+    )
     parser.add_argument("results", nargs="+", help="JSON or CSV files; their rows are put together")
     parser.add_argument("-o", "--output", required=True, help="PNG, SVG or PDF to write")
     args = parser.parse_args(argv)

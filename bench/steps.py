@@ -1,6 +1,8 @@
-"""``python -m bench.steps``: the optimizer's step against torch's, DeepSpeed's and its own parts.
+"""The optimizer's step against torch's, DeepSpeed's and its own parts.
 
-What is timed, each in one run and interleaved (see :mod:`bench.timing`):
+``python -m ringcomm.bench.steps`` runs it.
+
+What is timed, each in one run and interleaved (see :mod:`.timing`):
 
 shard       one core's update of a shard: ringcomm, torch's fused AdamW, DeepSpeed's CPUAdam where
             it is installed. FP32; and bfloat16 parameters with FP32 master copies, which torch does
@@ -218,7 +220,7 @@ def _run_rank(cases: list[StepCase], pace: Pace, output: Path | None, arguments:
 
 def _write(rows: list[dict[str, str]], output: Path | None, arguments: list[str]) -> None:
     facts = provenance.collect(arguments, {SUBJECT: ringcomm.__version__}, {})
-    facts["command"] = " ".join(["python -m bench.steps", *arguments])
+    facts["command"] = " ".join(["python -m ringcomm.bench.steps", *arguments])
     for row in rows:
         print("  ".join(f"{value:>12}" for value in row.values()))
     if output is None:
@@ -231,7 +233,7 @@ def _write(rows: list[dict[str, str]], output: Path | None, arguments: list[str]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.steps", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.steps", description=__doc__)
     parser.add_argument("what", choices=("shard", "step"))
     parser.add_argument("-n", "--ranks", type=int, default=2, help="of a step (default 2)")
     parser.add_argument("-m", "--millions", type=float, help="Mi parameters (default 16, step 64)")
@@ -255,7 +257,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ringcomm-steps-") as folder:
         shared = {**os.environ, _WORLD: str(world), _STORE: f"{folder}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "bench.steps", *arguments]
+        command = [sys.executable, "-m", "ringcomm.bench.steps", *arguments]
         ranks = [
             subprocess.Popen(command, env={**shared, _RANK: str(rank)}) for rank in range(world)
         ]

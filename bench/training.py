@@ -1,8 +1,10 @@
-"""``python -m bench.training``: a training step at each ZeRO stage, against DDP and FSDP2 on Gloo.
+"""A training step at each ZeRO stage, against DDP and FSDP2 on Gloo.
+
+``python -m ringcomm.bench.training`` runs it.
 
 With ``--device cuda`` all ranks share one GPU, and the rival is torch's fused AdamW on each rank
 alone, with no communication at all. All systems train one GPT of the same size on the ranks of one
-machine, each on its own copy, in one run and interleaved (see :mod:`bench.timing`). A step is
+machine, each on its own copy, in one run and interleaved (see :mod:`.timing`). A step is
 forward, backward, update and zero_grad.
 """
 
@@ -150,7 +152,7 @@ def _profile(shape: Shape, stage: int, comm: ringcomm.Communicator, file: Path) 
 def _write(rows: list[Row], asked: argparse.Namespace, words: list[str]) -> None:
     facts = Gpu(0).facts() if asked.device == "cuda" else {}
     collected = provenance.collect(words, {"ringcomm": ringcomm.__version__}, facts)
-    collected["command"] = " ".join(["python -m bench.training", *words])
+    collected["command"] = " ".join(["python -m ringcomm.bench.training", *words])
     report = Report(collected, rows)
     print("\n".join(map(_line, rows)))
     if asked.json:
@@ -171,7 +173,7 @@ def _without_files(words: list[str]) -> list[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.training", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
@@ -203,7 +205,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ringcomm-training-") as folder:
         shared = {**os.environ, _WORLD: str(asked.ranks), _STORE: f"{folder}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "bench.training", *arguments]
+        command = [sys.executable, "-m", "ringcomm.bench.training", *arguments]
         with busy_loops(asked.busy):
             ranks = [
                 subprocess.Popen(command, env={**shared, _RANK: str(rank)})

@@ -1,4 +1,4 @@
-"""The systems that :mod:`bench.training` times: one GPT, trained by each of them."""
+"""The systems that :mod:`.training` times: one GPT, trained by each of them."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from bench.timing import host_elapsed_us
+from ringcomm.bench.timing import host_elapsed_us
 
 _FOLDS: dict[object, Any] = {ReduceOp.SUM: torch.sum, ReduceOp.MAX: torch.amax}
 
 
 class StandInGpu:
-    """Takes the place of ``bench.devices.Gpu``; counts what is asked of it."""
+    """Takes the place of ``ringcomm.bench.devices.Gpu``; counts what is asked of it."""
 
     name = "cuda:0"
     tensors = "cpu"

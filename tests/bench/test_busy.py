@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.board import Board
-from bench.busy import busy_loops
-from bench.launch import LaunchError, join, run_ranks
-from bench.options import parse
+from ringcomm.bench.board import Board
+from ringcomm.bench.busy import busy_loops
+from ringcomm.bench.launch import LaunchError, join, run_ranks
+from ringcomm.bench.options import parse
 from tests.bench.programs import run_program
 from tests.support import ROOT
 
@@ -36,7 +36,7 @@ def test_loops_compute_and_end_with_the_block():
 def test_loops_end_with_a_process_that_is_killed():
     script = (
         "import os, signal\n"
-        "from bench.busy import busy_loops\n"
+        "from ringcomm.bench.busy import busy_loops\n"
         "with busy_loops(1) as loops:\n"
         "    print(loops[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -52,7 +52,7 @@ def test_loops_end_with_a_process_that_is_killed():
 def test_a_rank_leads_a_session():
     script = (
         "import os\n"
-        "from bench.busy import lead_session\n"
+        "from ringcomm.bench.busy import lead_session\n"
         "lead_session()\n"
         "print(os.getsid(0) == os.getpid())\n"
     )
@@ -71,7 +71,7 @@ def test_ranks_run_beside_a_loop(tmp_path):
     path = tmp_path / "r.json"
     small = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--batch", "2", "--placement", "usual")
     how = ("--subject", "gloo", "--peers", "", "--busy", "1", "--json", str(path))
-    done = run_program("bench.collectives", "all_reduce", *small, *how)
+    done = run_program("ringcomm.bench.collectives", "all_reduce", *small, *how)
     assert done.returncode == 0, done.stderr
     assert '"command": "ringcomm bench all_reduce' in path.read_text()
     assert "--busy 1" in path.read_text()

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from bench.board import Board
-from bench.cases import (
+from ringcomm.bench.board import Board
+from ringcomm.bench.cases import (
     COLLECTIVES,
     DTYPES,
     MOST_RANKS_CHECKED,
@@ -17,9 +17,9 @@ from bench.cases import (
     expected_values,
     input_values,
 )
-from bench.devices import Host
-from bench.peers import Buffers, Prepared
-from bench.verify import wrong_elements
+from ringcomm.bench.devices import Host
+from ringcomm.bench.peers import Buffers, Prepared
+from ringcomm.bench.verify import wrong_elements
 
 
 def make_case(name, world=2, rank=0, **changes):

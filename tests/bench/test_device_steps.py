@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.device_steps import fitting, main, rows_of, run_case
-from bench.device_systems import (
+from ringcomm.bench.device_steps import fitting, main, rows_of, run_case
+from ringcomm.bench.device_systems import (
     COPY,
     SEPARATE,
     SHARD,
@@ -15,8 +15,8 @@ from bench.device_systems import (
     KernelCase,
     Systems,
 )
-from bench.devices import Host
-from bench.timing import Timing
+from ringcomm.bench.devices import Host
+from ringcomm.bench.timing import Timing
 
 ELEMS = 8192
 STEPS = 3

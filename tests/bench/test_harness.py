@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import read
+from ringcomm.bench.report import read
 from tests.bench.programs import run_program
 
 SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-n", "2", "-w", "1", "--batch", "2")
@@ -17,7 +17,7 @@ HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("c++")
 
 
 def run_bench(*arguments, **how):
-    return run_program("bench.collectives", *SMALL, *arguments, **how)
+    return run_program("ringcomm.bench.collectives", *SMALL, *arguments, **how)
 
 
 def check_rows(path, systems, names):
@@ -67,7 +67,14 @@ def test_ringcomm_and_the_bare_loop(tmp_path):
 
 def test_torchrun_starts_the_ranks_and_the_backend_is_called(tmp_path):
     path = str(tmp_path / "r.json")
-    command = ("torch.distributed.run", "--nproc-per-node", "3", "-m", "bench.collectives", *SMALL)
+    command = (
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "3",
+        "-m",
+        "ringcomm.bench.collectives",
+        *SMALL,
+    )
     how = ("--peers", "gloo", "--api", "dist", "--json", path)
     done = run_program(*command, "all_gather", "all_reduce", *how)
     assert done.returncode == 0, done.stderr

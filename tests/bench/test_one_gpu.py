@@ -5,19 +5,19 @@ import torch
 from torch.distributed import HashStore
 
 import ringcomm
-from bench.cases import DTYPES, OPS
-from bench.collectives import heap_bytes, main, run_rank
-from bench.launch import Placing
-from bench.modes import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
-from bench.options import parse
-from bench.peers import PeerSetup, Unavailable, open_system
-from bench.peers.nccl import why_not
-from bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
-from bench.provenance import commit
-from bench.report import read
-from bench.session import buffer_sets
-from bench.traffic import COUNTED, distinct_bytes, needed_bytes, ring_bytes
-from bench.verify import wrong_elements
+from ringcomm.bench.cases import DTYPES, OPS
+from ringcomm.bench.collectives import heap_bytes, main, run_rank
+from ringcomm.bench.launch import Placing
+from ringcomm.bench.modes import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
+from ringcomm.bench.options import parse
+from ringcomm.bench.peers import PeerSetup, Unavailable, open_system
+from ringcomm.bench.peers.nccl import why_not
+from ringcomm.bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
+from ringcomm.bench.provenance import commit
+from ringcomm.bench.report import read
+from ringcomm.bench.session import buffer_sets
+from ringcomm.bench.traffic import COUNTED, distinct_bytes, needed_bytes, ring_bytes
+from ringcomm.bench.verify import wrong_elements
 from tests.bench.stand_ins import StandInGpu, StandInWorld
 from tests.bench.test_cases import OneRankBoard, make_case
 
@@ -273,14 +273,14 @@ def test_the_heap_holds_a_case_of_every_ringcomm():
 
 
 def test_a_tree_without_history_is_told_its_commit(monkeypatch):
-    monkeypatch.setattr("bench.provenance.Path.exists", lambda path: False)
+    monkeypatch.setattr("ringcomm.bench.provenance.Path.exists", lambda path: False)
     assert commit() == "unknown"
     monkeypatch.setenv("RINGCOMM_COMMIT", "v1-2-gabc")
     assert commit() == "v1-2-gabc"
 
 
 def test_a_tree_that_git_refuses_is_told_its_commit(monkeypatch):
-    monkeypatch.setattr("bench.provenance.Path.exists", lambda path: True)
+    monkeypatch.setattr("ringcomm.bench.provenance.Path.exists", lambda path: True)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("RINGCOMM_COMMIT", "v1-2-gabc")
     assert commit() == "v1-2-gabc"

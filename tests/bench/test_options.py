@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from bench.cases import COLLECTIVES
-from bench.options import DEFAULT_COLLECTIVES, parse, parse_size
+from ringcomm.bench.cases import COLLECTIVES
+from ringcomm.bench.options import DEFAULT_COLLECTIVES, parse, parse_size
 
 
 @pytest.mark.parametrize(

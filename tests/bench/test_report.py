@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from bench.plot import draw, size_label
-from bench.plot import main as plot_main
-from bench.report import Report, Row, read, table_head, table_lines, write_csv, write_json
+from ringcomm.bench.plot import draw, size_label
+from ringcomm.bench.plot import main as plot_main
+from ringcomm.bench.report import Report, Row, read, table_head, table_lines, write_csv, write_json
 from tests.support import ROOT
 
 KEY: dict[str, Any] = {"count": 512, "dtype": "float", "op": "sum", "root": -1, "ranks": 2}

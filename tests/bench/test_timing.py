@@ -2,11 +2,11 @@
 
 import pytest
 
-from bench import timing
-from bench.board import Board
-from bench.devices import Host
-from bench.session import quartiles
-from bench.timing import Entrant, Pace, Timing, batch_for, measure, ratios, slowest
+from ringcomm.bench import timing
+from ringcomm.bench.board import Board
+from ringcomm.bench.devices import Host
+from ringcomm.bench.session import quartiles
+from ringcomm.bench.timing import Entrant, Pace, Timing, batch_for, measure, ratios, slowest
 
 
 class Clock:

@@ -8,8 +8,16 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from bench.report import read
-from bench.training_systems import ARITHMETIC, DDP, FSDP2, FSDP2_HERE, GPT, TRACED_STEPS, Shape
+from ringcomm.bench.report import read
+from ringcomm.bench.training_systems import (
+    ARITHMETIC,
+    DDP,
+    FSDP2,
+    FSDP2_HERE,
+    GPT,
+    TRACED_STEPS,
+    Shape,
+)
 from tests.bench.programs import run_program
 
 TINY = ("--width", "32", "--depth", "2", "--heads", "2", "--context", "8", "-r", "2")
@@ -42,7 +50,7 @@ def test_the_command(tmp_path):
     file = tmp_path / "report.json"
     spans = tmp_path / "trace.json"
     files = ("--json", str(file), "--trace", str(spans))
-    done = run_program("bench.training", *TINY, *files)
+    done = run_program("ringcomm.bench.training", *TINY, *files)
     assert done.returncode == 0, done.stderr
     assert "stage 3: " in done.stdout and "% of the communication was hidden" in done.stdout
     for stage, name in ((2, "reduce_scatter"), (3, "gather")):
@@ -56,5 +64,5 @@ def test_the_command(tmp_path):
     stages = [f"stage {stage}" for stage in range(4)]
     assert systems == [*stages, ARITHMETIC, DDP, FSDP2, FSDP2_HERE]
     assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in report.rows)
-    assert report.provenance["command"] == f"python -m bench.training {' '.join(TINY)}"
+    assert report.provenance["command"] == f"python -m ringcomm.bench.training {' '.join(TINY)}"
     assert not dist.is_initialized()

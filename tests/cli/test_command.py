@@ -9,7 +9,6 @@ import pytest
 
 from ringcomm import cli
 from ringcomm.cli import doctor
-from ringcomm.cli.bench import find_harness
 from ringcomm.cli.doctor import FAIL, NOTE, OK, Finding
 from ringcomm.errors import HeapError
 from tests.bench.programs import run_program
@@ -82,13 +81,6 @@ def test_bench_hands_its_options_on():
     assert done.returncode == 0 and "--minbytes" in done.stdout
     done = run_program("ringcomm", "bench", "-b", "many")
     assert done.returncode == 2 and "'many' is not a size" in done.stderr
-
-
-def test_the_harness_is_found_in_the_source_tree(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    package, environment = find_harness()
-    assert package == "bench"
-    assert run_program("bench.plot", "--help", environment=environment).returncode == 0
 
 
 def test_doctor_finds_this_machine_well():

@@ -48,7 +48,7 @@ assert importlib.metadata.version("ringcomm") == ringcomm.__version__
 for kernels in ("launch", "words", "reduce_scatter"):
     assert importlib.util.find_spec(f"ringcomm._tl.{kernels}") is not None
 print(pathlib.Path(ringcomm.__file__).parent)
-print(pathlib.Path(importlib.util.find_spec("ringcomm._bench").origin).parent)
+print(pathlib.Path(importlib.util.find_spec("ringcomm.bench").origin).parent)
 """
 
 
@@ -155,9 +155,8 @@ def test_the_wheel_holds_the_packages_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ringcomm"}
-    assert {"ringcomm/py.typed", "ringcomm/_native.pyi", "ringcomm/_bench/__init__.py"} <= set(
-        names
-    )
+    wanted = {"py.typed", "_native.pyi", "bench/peers/__init__.py", "_tl/launch.py"}
+    assert {f"ringcomm/{name}" for name in wanted} <= set(names)
     assert len([name for name in names if name.endswith(".so")]) == 1
     assert not {name for name in names if name.endswith((".csv", ".cpp", "CMakeLists.txt"))}
     # The CUDA kernels' sources, which NVRTC compiles at first use.
@@ -170,7 +169,7 @@ def test_the_wheel_installs_and_runs(workshop, wheel):
     home = workshop.install(wheel)
     package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
     assert Path(package).is_relative_to(home)
-    assert Path(harness) == Path(package, "_bench")
+    assert Path(harness) == Path(package, "bench")
     root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
     assert Path(root) == Path(package, "_kernels", "src")
     assert {"kernels/cuda/kernels.cu", "ringcomm/core/platform.h"} <= set(texts)

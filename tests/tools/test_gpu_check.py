@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import device_steps, training
-from bench.options import parse
-from bench.report import Row
+from ringcomm.bench import device_steps, training
+from ringcomm.bench.options import parse
+from ringcomm.bench.report import Row
 from tests.bench.programs import run_program
 from tests.support import ROOT
 from tools.gpu_check import __main__ as gpu_check
@@ -506,13 +506,13 @@ def test_every_measurement_of_the_optimizer_is_a_command_too():
         *(f"training, {world} ranks" for world in (1, 2)),
         "adamw_step, 4 ranks",
     ]
-    for one in (each for each in plan if each.module == "bench.training"):
+    for one in (each for each in plan if each.module == "ringcomm.bench.training"):
         trained = training.parse(list(one.arguments))
         assert (trained.device, one.name) == ("cuda", f"training, {trained.ranks} ranks")
-    for one in (each for each in plan if each.module != "bench.training"):
+    for one in (each for each in plan if each.module != "ringcomm.bench.training"):
         asked = device_steps.parse(list(one.arguments))
         assert (asked.dtype, asked.millions) == ("bfloat16", 256)
-        assert one.module == "bench.device_steps" and one.limit_s <= 30
+        assert one.module == "ringcomm.bench.device_steps" and one.limit_s <= 30
         assert asked.what == "shard" or f"{asked.ranks} ranks" in one.name
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from bench.report import Report, Row, read
-from bench.timing import Timing
-from bench.training import rows_of
-from bench.training_systems import PLAIN, Shape
+from ringcomm.bench.report import Report, Row, read
+from ringcomm.bench.timing import Timing
+from ringcomm.bench.training import rows_of
+from ringcomm.bench.training_systems import PLAIN, Shape
 from tools.gpu_check.goals import evaluate
 from tools.gpu_check.plan import FAILED, OK, Result
 from tools.gpu_check.record import Record, base_name, write

@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.training_systems import GPT, Shape
 from ringcomm import zero
+from ringcomm.bench.training_systems import GPT, Shape
 from ringcomm.optim import AdamW
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.provenance import commit
-from bench.report import Report
+from ringcomm.bench.provenance import commit
+from ringcomm.bench.report import Report
 
 from .goals import evaluate
 from .plan import (
@@ -39,7 +39,7 @@ FOLDER = ROOT / "build" / "gpu-check"
 NO_GPU_STATUS = 2
 _PROBE_LIMIT_S = 60.0
 # In a process of its own: a context here would hold memory during the whole run.
-_PROBE = "import json; from bench.devices import Gpu; print(json.dumps(Gpu(0).facts()))"
+_PROBE = "import json; from ringcomm.bench.devices import Gpu; print(json.dumps(Gpu(0).facts()))"
 
 Stages = Mapping[str, Callable[[Workplace, float], Result]]
 

@@ -17,7 +17,7 @@ class Bench:
     arguments: tuple[str, ...]
     limit_s: float
     optional: bool = False
-    module: str = "bench.collectives"
+    module: str = "ringcomm.bench.collectives"
 
 
 def sweep(world: int) -> Bench:
@@ -58,7 +58,7 @@ def step(world: int) -> Bench:
 
 
 def _steps(name: str, *arguments: str) -> Bench:
-    return Bench(name, arguments, 25.0, module="bench.device_steps")
+    return Bench(name, arguments, 25.0, module="ringcomm.bench.device_steps")
 
 
 def training(world: int) -> Bench:
@@ -66,7 +66,7 @@ def training(world: int) -> Bench:
     model = ("--width", "768", "--depth", "12", "--heads", "12")
     batch = ("--sequences", "4", "--context", "512")
     arguments = ("--device", "cuda", "-n", str(world), *model, *batch, "-r", "7")
-    return Bench(f"training, {world} ranks", arguments, 30.0, module="bench.training")
+    return Bench(f"training, {world} ranks", arguments, 30.0, module="ringcomm.bench.training")
 
 
 def optimizer_plan() -> list[Bench]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.device_systems import COPY, SEPARATE, SHARD, STEP, TORCH
-from bench.devices import COPY_FACT
-from bench.modes import ONE_LAUNCH, PROCESSES_ON_ONE_GPU
-from bench.plot import size_label
-from bench.report import Report, Row
-from bench.traffic import distinct_bytes, needed_bytes, ring_bytes
-from bench.training_systems import TRAINING
+from ringcomm.bench.device_systems import COPY, SEPARATE, SHARD, STEP, TORCH
+from ringcomm.bench.devices import COPY_FACT
+from ringcomm.bench.modes import ONE_LAUNCH, PROCESSES_ON_ONE_GPU
+from ringcomm.bench.plot import size_label
+from ringcomm.bench.report import Report, Row
+from ringcomm.bench.traffic import distinct_bytes, needed_bytes, ring_bytes
+from ringcomm.bench.training_systems import TRAINING
 
 LARGE_BYTES = 64 << 20
 COMPARED_FROM_BYTES = 1 << 20

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.report import Report
-from bench.report import read as read_report
+from ringcomm.bench.report import Report
+from ringcomm.bench.report import read as read_report
 
 from . import benches, noting, sanitizer
 from .plan import FAILED, OK, PARTIAL, UNAVAILABLE, Result, Runner

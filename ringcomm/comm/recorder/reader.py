@@ -60,7 +60,7 @@ def _tell_apart_frames() -> None:
     files = [file for module in modules for file in _both(module)]
     _native.set_library_folders(
         [*(f"{folder}/" for folder in folders), *map(str, files)],
-        [f"{home / name}/" for home in homes for name in ("cli", "examples", "_bench")],
+        [f"{home / name}/" for home in homes for name in ("cli", "examples", "bench")],
     )
 
 

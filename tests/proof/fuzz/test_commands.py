@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 import ringcomm
-from bench import options as bench_options
+from ringcomm.bench import options as bench_options
 from ringcomm.cli import doctor, main
 from ringcomm.comm.recorder import trace_file
 from ringcomm.errors import ArgumentError, RingcommError
