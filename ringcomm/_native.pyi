@@ -343,6 +343,8 @@ class Comm:
 
         Raises ValueError, naming the rank, when a peer has met others.
         """
+    def chosen(self, algorithm: int) -> int:
+        """Code of the algorithm that a large call runs: "auto" is resolved."""
     @property
     def geometry(self) -> dict[str, int]:
         """How the region is laid out: world, channels, slots, segment_bytes, staging_bytes."""
@@ -584,9 +586,8 @@ class DeviceComm:
     @property
     def table_ptr(self) -> int:
         """Where the table lies on the device; 0 before `table` was called."""
-    @property
-    def family(self) -> int:
-        """Code of the algorithm that "auto" means for large messages."""
+    def chosen(self, algorithm: int) -> int:
+        """As `Comm.chosen`."""
     @property
     def geometry(self) -> dict[str, int]:
         """As `Comm.geometry`."""

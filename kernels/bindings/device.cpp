@@ -110,7 +110,9 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_ro("words_bytes", &DeviceComm::words_bytes)
       .def_prop_ro("table_offset_bytes", &DeviceComm::table_offset)
       .def_prop_ro("table_ptr", &DeviceComm::table_address)
-      .def_prop_ro("family", [](const DeviceComm& d) { return int(d.config().family); })
+      .def(
+          "chosen", [](const DeviceComm& d, int asked) { return int(d.chosen(Algorithm(asked))); },
+          nb::arg("algorithm"))
       .def_prop_ro("geometry", [](const DeviceComm& d) { return geometry_of(d.layout()); })
       .def_prop_ro("segment_bytes", [](const DeviceComm& d) { return d.layout().segment_bytes; })
       .def_prop_ro("slots", [](const DeviceComm& d) { return d.layout().slots; })

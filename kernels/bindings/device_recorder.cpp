@@ -12,12 +12,6 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-uint64_t sum_bytes(const std::vector<Span>& spans) {
-  uint64_t total = 0;
-  for (const Span& s : spans) total += s.bytes;
-  return total;
-}
-
 // Of the whole buffer, as the host's communicators have it.
 uint64_t size_of_call(const device::Prepared& call) {
   const device::CallArgs& a = call.args;

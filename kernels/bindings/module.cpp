@@ -21,13 +21,8 @@ int interrupted() {
   return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
-// The host has a table of one row: direct is the faster of the two at every size and world.
-Algorithm chosen(int algorithm) {
-  return Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
-}
-
 Reduction reduction(int dtype, int op, double factor, int algorithm) {
-  return {DType(dtype), RedOp(op), factor, chosen(algorithm)};
+  return {DType(dtype), RedOp(op), factor, chosen(Algorithm(algorithm))};
 }
 
 // How bind_collectives() reaches the host's communicator.
@@ -35,9 +30,9 @@ struct HostCalls {
   using Comm = NativeComm;
   static int world(const NativeComm& n) { return n.comm.view().world; }
   static Reduction reduction(int dtype, int op, double factor, int algorithm, uint64_t*) {
-    return {DType(dtype), RedOp(op), factor, chosen(algorithm)};
+    return {DType(dtype), RedOp(op), factor, chosen(Algorithm(algorithm))};
   }
-  static Algorithm algorithm(int code) { return chosen(code); }
+  static Algorithm algorithm(int code) { return chosen(Algorithm(code)); }
   template <class Call>
   static int run(NativeComm& n, Call call) {
     return recorded(n, [&] { return call(n.comm); });
@@ -90,8 +85,9 @@ int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::han
   if (named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
       out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
     return kNotPlain;
-  return recorded_in_turn(
-      n, [&] { return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen(named)); });
+  return recorded_in_turn(n, [&] {
+    return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen(Algorithm(named)));
+  });
 }
 
 void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
@@ -230,6 +226,9 @@ void bind_comm(nb::module_& m) {
                throw nb::value_error(e.what());
              }
            })
+      .def(
+          "chosen", [](const NativeComm&, int asked) { return int(chosen(Algorithm(asked))); },
+          nb::arg("algorithm"))
       .def_prop_ro("geometry",
                    [](const NativeComm& n) { return geometry_of(n.comm.view().layout); })
       .def(

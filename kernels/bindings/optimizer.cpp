@@ -18,9 +18,7 @@ T* pointer(uintptr_t address) {
 }
 
 GradCall grad_call(uintptr_t ptr, int dtype, int op, int algorithm, int tag = 0) {
-  const auto chosen =
-      Algorithm(algorithm) == Algorithm::kAuto ? Algorithm::kDirect : Algorithm(algorithm);
-  return {at(ptr), DType(dtype), RedOp(op), chosen, tag};
+  return {at(ptr), DType(dtype), RedOp(op), chosen(Algorithm(algorithm)), tag};
 }
 
 void bind_shard(nb::module_& m) {

@@ -42,12 +42,6 @@ const char* op_name(RedOp op) {
 // All packet calls of a communicator use equally many blocks (packet.h).
 constexpr unsigned kPacketChannels = 4;
 
-uint64_t sum_bytes(const std::vector<Span>& spans) {
-  uint64_t total = 0;
-  for (const Span& s : spans) total += s.bytes;
-  return total;
-}
-
 }  // namespace
 
 DeviceComm::DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config,
@@ -113,7 +107,7 @@ CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType d
 }
 
 // payload_bytes: what one rank sends to one peer as packets.
-Algorithm DeviceComm::chosen(Algorithm asked, uint64_t payload_bytes, bool has_packets) const {
+Algorithm DeviceComm::chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_packets) const {
   const bool sends = config_.world > 1 && payload_bytes > 0;
   if (asked == Algorithm::kPacket && !sends) return Algorithm::kDirect;
   const bool fits = has_packets && sends && payload_bytes <= config_.layout.packet_bytes;
@@ -127,7 +121,7 @@ Algorithm DeviceComm::chosen(Algorithm asked, uint64_t payload_bytes, bool has_p
     throw std::invalid_argument("algorithm: \"copy\" is for all_gather_into_tensor alone");
   if (asked != Algorithm::kAuto) return asked;
   const bool small = payload_bytes * uint64_t(config_.world - 1) <= kMaxPacketTrafficBytes;
-  return fits && small ? Algorithm::kPacket : config_.family;
+  return fits && small ? Algorithm::kPacket : chosen(asked);
 }
 
 unsigned DeviceComm::channels_for(uint64_t bytes) const {
@@ -230,7 +224,7 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
 
 void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction& r) {
   const uint64_t bytes = elems * uint64_t(size_of(r.dtype));
-  const Algorithm algorithm = chosen(r.algorithm, bytes, size_of(r.dtype) <= 8);
+  const Algorithm algorithm = chosen_for(r.algorithm, bytes, size_of(r.dtype) <= 8);
   Prepared p{nullptr,
              channels_for(bytes),
              args_of(Collective::kAllReduce, algorithm, r.dtype, bytes, -1),
@@ -268,7 +262,7 @@ void DeviceComm::reduce(char* in, char* out, uint64_t elems, const Reduction& r,
 void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r) {
   const uint64_t chunk = out_elems * uint64_t(size_of(r.dtype)),
                  total = chunk * uint64_t(config_.world);
-  const Algorithm algorithm = chosen(r.algorithm, chunk, size_of(r.dtype) <= 8);
+  const Algorithm algorithm = chosen_for(r.algorithm, chunk, size_of(r.dtype) <= 8);
   const bool packet = algorithm == Algorithm::kPacket;
   Prepared p{reduction_kernel(packet ? "packet" : "reduce_scatter", r),
              channels_for(chunk),
@@ -304,7 +298,7 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
                             Algorithm algorithm) {
   if (algorithm == Algorithm::kCopy) return copy_all_gather(in, out, in_bytes, dtype);
   const uint64_t total = in_bytes * uint64_t(config_.world);
-  const Algorithm how = chosen(algorithm, in_bytes, true);
+  const Algorithm how = chosen_for(algorithm, in_bytes, true);
   const bool packet = how == Algorithm::kPacket;
   Prepared p{kernel("move", packet ? "rc_packet_move" : "rc_move"),
              channels_for(in_bytes),

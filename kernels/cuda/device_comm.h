@@ -64,6 +64,10 @@ class DeviceComm {
   // Where the table lies, once it is made.
   uint64_t table_address() const { return table_address_; }
   const Layout& layout() const { return config_.layout; }
+  // The algorithm that a call runs where it is too large for packets, or has none.
+  Algorithm chosen(Algorithm asked) const {
+    return asked == Algorithm::kAuto ? config_.family : asked;
+  }
   const DeviceConfig& config() const { return config_; }
 
   // The bytes to write at table_offset() of this rank's region. Device addresses, by rank.
@@ -145,7 +149,7 @@ class DeviceComm {
   uint64_t scratch_offset() const;
   CallArgs args_of(Collective collective, Algorithm algorithm, DType dtype, uint64_t match_bytes,
                    int root) const;
-  Algorithm chosen(Algorithm asked, uint64_t payload_bytes, bool has_packets) const;
+  Algorithm chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_packets) const;
   unsigned channels_for(uint64_t bytes) const;
   void check_pieces(uint64_t chunk_bytes, unsigned channels) const;
   void* kernel(const std::string& unit, const std::string& name);

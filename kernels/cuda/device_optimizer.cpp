@@ -67,8 +67,7 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
   const int size = size_of(grads.dtype);
   const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, config_.world};
   const uint64_t chunk_bytes = bucket.chunk_elems() * uint64_t(size);
-  const Algorithm algorithm =
-      grads.algorithm == Algorithm::kAuto ? config_.family : grads.algorithm;
+  const Algorithm algorithm = chosen(grads.algorithm);
   if (algorithm != Algorithm::kDirect && algorithm != Algorithm::kRing)
     throw std::invalid_argument("algorithm: the optimizer's collectives are direct or ring");
   const uint64_t least = kBlockElems * sizeof(float);

@@ -23,12 +23,6 @@ Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
   return {const_cast<char*>(base), total, chunk, nullptr};
 }
 
-uint64_t sum_bytes(const std::vector<Span>& spans) {
-  uint64_t total = 0;
-  for (const Span& s : spans) total += s.bytes;
-  return total;
-}
-
 // What `p` announced lies inside of its heap, and is a region of this communicator and of that
 // rank.
 void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress& peer) {

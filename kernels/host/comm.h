@@ -50,6 +50,12 @@ struct Reduction {
   Algorithm algorithm;
 };
 
+// The algorithm that a call runs. The host has a table of one row: direct is the faster of the two
+// at every size and world.
+inline Algorithm chosen(Algorithm asked) {
+  return asked == Algorithm::kAuto ? Algorithm::kDirect : asked;
+}
+
 // Gradients of a bucket, or of one chunk of it.
 struct GradCall {
   char* ptr;

@@ -254,7 +254,7 @@ EXIT_GRACE_S = 5.0
 # Before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
 
-AUTO, DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
+AUTO = _native.ALGORITHMS["auto"]
 
 live: WeakSet[CallEngine] = WeakSet()
 _inherited: list[Any] = []
@@ -431,7 +431,7 @@ class CallEngine:
 
     def chosen(self, algorithm: int) -> int:
         """The code of the algorithm that a large call with this code runs."""
-        return DIRECT if algorithm == AUTO else algorithm
+        return self._core.chosen(algorithm)
 
     def finish_host_side(self) -> None:
         """Blocks until the results of earlier calls can be read on the host: here they can."""

@@ -271,7 +271,8 @@ for _name in OPERATORS:
 # need nothing more. PREMUL_SUM's factor is each rank's own and multiplies what arrives there.
 
 LINEAR = ("SUM", "AVG", PREMUL_SUM)
-_ops = torch.ops.ringcomm
+# The operators as backward calls them.
+_duals = torch.ops.ringcomm
 
 
 def no_gradient(where: str, op: str) -> UnsupportedError:
@@ -288,14 +289,14 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     group, world_size = ctx.arguments
-    return _ops.reduce_scatter(grad, "SUM", 1.0, group, world_size), None, None
+    return _duals.reduce_scatter(grad, "SUM", 1.0, group, world_size), None, None
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     op, factor, group, world_size = ctx.arguments
     if op not in LINEAR:
         raise no_gradient(named("reduce_scatter"), op)
-    gathered = _ops.all_gather(grad / world_size if op == "AVG" else grad, group, world_size)
+    gathered = _duals.all_gather(grad / world_size if op == "AVG" else grad, group, world_size)
     return gathered * factor if op == PREMUL_SUM else gathered, None, None, None, None
 
 
@@ -303,22 +304,22 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
     op, factor, group, world_size = ctx.arguments
     if op not in LINEAR:
         raise no_gradient(named("all_reduce"), op)
-    reduced = _ops.all_reduce(grad, "AVG" if op == "AVG" else "SUM", 1.0, group, world_size)
+    reduced = _duals.all_reduce(grad, "AVG" if op == "AVG" else "SUM", 1.0, group, world_size)
     return reduced * factor if op == PREMUL_SUM else reduced, None, None, None, None
 
 
 def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     output_splits, input_splits, group, world_size = ctx.arguments
-    back = _ops.all_to_all(grad, input_splits, output_splits, group, world_size)
+    back = _duals.all_to_all(grad, input_splits, output_splits, group, world_size)
     return back, None, None, None, None
 
 
 def _broadcast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return _ops.reduce(grad, *ctx.arguments), None, None, None
+    return _duals.reduce(grad, *ctx.arguments), None, None, None
 
 
 def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return _ops.broadcast(grad, *ctx.arguments), None, None, None
+    return _duals.broadcast(grad, *ctx.arguments), None, None, None
 
 
 _BACKWARDS: dict[str, Callable[..., Any]] = {

@@ -48,14 +48,14 @@ def test_a_stage_trains_as_torch_does():
 
 def test_the_command(tmp_path):
     file = tmp_path / "report.json"
-    spans = tmp_path / "trace.json"
-    files = ("--json", str(file), "--trace", str(spans))
+    spans = tmp_path / "profile.json"
+    files = ("--json", str(file), "--profile", str(spans))
     done = run_program("ringcomm.bench.training", *TINY, *files)
     assert done.returncode == 0, done.stderr
     assert "stage 3: " in done.stdout and "% of the communication was hidden" in done.stdout
     for stage, name in ((2, "reduce_scatter"), (3, "gather")):
         for rank in range(2):
-            trace = json.loads((tmp_path / f"trace-stage{stage}-rank{rank}.json").read_text())
+            trace = json.loads((tmp_path / f"profile-stage{stage}-rank{rank}.json").read_text())
             events = [each for each in trace["traceEvents"] if each["name"] == name]
             assert events and all(each["dur"] >= 0 and each["pid"] == rank for each in events)
             assert sum(each["name"] == "step" for each in trace["traceEvents"]) == TRACED_STEPS

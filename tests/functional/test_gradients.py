@@ -13,7 +13,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from ringcomm import ReduceOp
 from ringcomm import functional as F
-from ringcomm.functional import collectives as ops
+from ringcomm.functional import collectives
 from ringcomm.functional.collectives import OPERATORS
 from tests.functional.cases import CASES, Case, expected, gradient, inputs_of
 from tests.functional.lock_step import on_all_ranks
@@ -92,9 +92,9 @@ def test_gather_and_scatter_is_a_multiple(worlds):
 
 def with_wrong_duals(monkeypatch, change: Any) -> None:
     """The backward functions call ``change(operator, its name)`` in place of each operator."""
-    real = ops._ops
+    real = collectives._duals
     wrong = {name: change(getattr(real, name), name) for name in OPERATORS}
-    monkeypatch.setattr(ops, "_ops", SimpleNamespace(**wrong))
+    monkeypatch.setattr(collectives, "_duals", SimpleNamespace(**wrong))
 
 
 def doubled(operator, name):

@@ -316,7 +316,7 @@ class DeviceCallEngine(CallEngine):
                 self._submit(TritonLaunch(self.device_place, plan, part, timeout_ns, geometry))
             return 0
 
-        return TritonEnd(run, self._world_size, core.native.family)
+        return TritonEnd(run, self._world_size, self.chosen(AUTO))
 
     def _kernel_place(self, head: str) -> KernelPlace:
         from ringcomm._tl.hooks import IS_INTERPRETED
@@ -332,7 +332,7 @@ class DeviceCallEngine(CallEngine):
         return size_bytes
 
     def chosen(self, algorithm: int) -> int:
-        return self._device_core.native.family if algorithm == AUTO else algorithm
+        return self._device_core.native.chosen(algorithm)
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
         """Raises if this rank waits in vain for threads of this process to make their calls."""

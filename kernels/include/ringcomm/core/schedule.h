@@ -11,6 +11,14 @@ struct Span {
   uint64_t bytes;
 };
 
+// Bytes of all spans of a list.
+template <class Spans>
+constexpr uint64_t sum_bytes(const Spans& spans) {
+  uint64_t total = 0;
+  for (const Span& s : spans) total += s.bytes;
+  return total;
+}
+
 // A buffer cut into one chunk per rank: either evenly (all chunks of chunk_bytes, the tail shorter
 // or empty) or by a list of spans.
 struct Chunks {
