@@ -525,10 +525,18 @@ sys.exit({status} if "processes-on-one-gpu" in sys.argv else 0)
 """
 
 
+def make_harness(root: Path) -> Path:
+    """The folder of a package ringcomm.bench below ``root``, which holds nothing yet."""
+    folder = root / "ringcomm" / "bench"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    return folder
+
+
 def test_the_bench_stage_goes_on_after_a_run_that_fails(place, monkeypatch):
-    (place.folder / "bench").mkdir()
-    (place.folder / "bench" / "__init__.py").touch()
-    script = place.folder / "bench" / "collectives.py"
+    harness = make_harness(place.folder)
+    script = harness / "collectives.py"
     a_row = Row("all_gather", 64, 16, "float", "none", -1, 2, "ringcomm", "out", 10.0, wrong=0)
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": [vars(a_row)]}
     (place.folder / "report.json").write_text(json.dumps(report))
@@ -547,11 +555,10 @@ def test_the_bench_stage_goes_on_after_a_run_that_fails(place, monkeypatch):
 
 
 def test_the_steps_stage_runs_the_optimizers_program(place, monkeypatch):
-    (place.folder / "bench").mkdir()
-    (place.folder / "bench" / "__init__.py").touch()
-    script = place.folder / "bench" / "device_steps.py"
+    harness = make_harness(place.folder)
+    script = harness / "device_steps.py"
     script.write_text(HARNESS.format(status=0))
-    (place.folder / "bench" / "training.py").write_text(HARNESS.format(status=0))
+    (harness / "training.py").write_text(HARNESS.format(status=0))
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": []}
     (place.folder / "report.json").write_text(json.dumps(report))
     result = stages.steps(place, 60.0)
