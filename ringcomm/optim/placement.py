@@ -1,4 +1,4 @@
-"""The placement of parameters in buckets, once all ranks agree, or in buckets of a sharded module.
+"""The placement of parameters in an optimizer's own buckets, or in those of a sharded module.
 
 ``ringcomm.zero`` places the parameters of a module. An optimizer that is built on them afterwards
 finds the placement here and works on its buckets, instead of making buckets of its own.
