@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 def listed(params: Any) -> Any:
-    """Returns parameters, or groups of them, as lists, since generators can be read only once."""
+    """Returns parameters, or groups of them, as lists: a generator can be read only once."""
     if isinstance(params, (Tensor, set, str)):
         return params  # torch raises its own error
     return [

@@ -17,9 +17,8 @@ Tensor = torch.Tensor
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that skips a step on all ranks if the gradient of one overflowed.
 
-    So the ranks' scales stay equal. It works with ringcomm's optimizers, whose communicator it
-    uses, and with any other optimizer. It also checks gradients that ``accumulate_dtype`` has taken
-    out of ``p.grad``.
+    So the ranks' scales stay equal. It works with any optimizer, and uses the communicator of
+    ringcomm's. It also checks gradients that ``accumulate_dtype`` has taken out of ``p.grad``.
 
     Args:
         device: "cpu" or "cuda"; None takes the communicator's.
@@ -67,7 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps the optimizer unless a gradient overflowed on some rank, as torch's does on one."""
+        """Steps the optimizer unless a gradient overflowed on some rank; collective."""
         if not self._enabled or not isinstance(optimizer, ShardedAdam):
             return super().step(optimizer, *args, **kwargs)
         optimizer._found_inf_agreed = True

@@ -26,8 +26,8 @@ class LossScaleOptions:
         growth_factor: factor by which the scale grows after ``growth_interval`` clean steps.
         backoff_factor: factor by which an overflow lowers the scale.
         growth_interval: number of clean steps in a row after which the scale grows.
-        hysteresis: the scale falls at this overflow since it last grew, counted from 1, and at each
-            further one.
+        hysteresis: number of overflows since the scale last grew at which it falls; each further
+            overflow lowers it again.
         min_scale: lower bound of the scale; steps that overflow are skipped there too.
         max_scale: upper bound of the scale.
     """

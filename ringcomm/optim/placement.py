@@ -218,7 +218,8 @@ class Placement(ABC):
 # The keys are weak and compared by id(), and the values are weak since they refer to the keys.
 # torch's class is not typed.
 _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKeyDictionary)()
-# The ids of the keys, and of some that are gone: a set look-up takes an eighth of the time.
+# The ids of the keys, and of some that are gone: a set look-up takes an eighth of a weak
+# dictionary's time.
 _ids: set[int] = set()
 
 

@@ -211,10 +211,7 @@ class SavedShards:
             )
 
     def cut(self, layout: ShardLayout, rank: int, world_size: int) -> ChunkTensors:
-        """Returns copies of the state of ``rank`` of ``world_size`` under a layout.
-
-        ``layout`` may have other buckets, but must have the same parameters.
-        """
+        """Returns copies of a rank's state under ``layout``, which has the same parameters."""
         mine: ChunkTensors = []
         for bucket in layout.buckets:
             chunk = bucket.chunk(rank, world_size)

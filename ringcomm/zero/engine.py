@@ -101,8 +101,7 @@ class ShardEngine:
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # At stage 3 a step gathers nothing, so there is no pass to join. A gradient that is kept
-        # in 16 bits is rounded, which one pass would not do.
+        # At stage 3 a step gathers nothing, and one pass would not round a 16-bit gradient.
         exact = self.options.precision.reduced_dtype is torch.float32
         one_pass = self.stage == 2 and exact and not self.comm.launches
         return Reduction(
@@ -146,12 +145,7 @@ class ShardEngine:
         return any(_brings_gradient(param) for param in self.plan.params)
 
     def gradient_arrived(self, number: int, index: int) -> None:
-        """Called when autograd has accumulated a parameter's gradient.
-
-        Args:
-            number: number of the parameter's bucket.
-            index: index of the parameter in its bucket.
-        """
+        """Called when parameter ``index`` of bucket ``number`` has this backward's gradient."""
         assert self.reduction is not None
         self.begin_backward()
         if self.order.arrived(self.number):
@@ -229,7 +223,7 @@ class ShardEngine:
             self.reduction.zero()
 
     def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Called when a backward through a unit begins; all its gradients are still to come."""
+        """Called when a backward through a unit begins, whose gradients are then all to come."""
         for bucket in buckets:
             self._pending.pop(bucket, None)
 

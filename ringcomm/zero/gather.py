@@ -144,8 +144,7 @@ class Gatherer:
         self._pins = 0
         # Buckets that a forward with gradients has used in gathered().
         self._ran: set[ShardedBucket] = set()
-        #: True if buckets that an autograd graph refers to must stay, since a backward with
-        #: create_graph=True may have put them into the graph of its gradients.
+        #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False
         #: Number of units that run now, one inside another.
         self.running = 0
@@ -182,11 +181,7 @@ class Gatherer:
                 self._show(bucket)
 
     def open(self, unit: Unit | None = None) -> None:
-        """Marks gathered buckets, of one unit or all, as visible to code outside of the module.
-
-        Such code may write to them, so that they are compared with the shards before they are
-        freed.
-        """
+        """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
         for bucket in self._here if unit is None else self._buckets[id(unit)]:
             bucket.in_the_open = True
 
@@ -251,7 +246,7 @@ class Gatherer:
                 if bucket in kept:
                     bucket.check()
                 else:
-                    # Views may be those of a forward's graph, for which backward gathers again.
+                    # For views in a forward's graph, backward gathers the memory again.
                     self.free(bucket, keeps_views and bucket not in self._ran)
             except ArgumentError as error:
                 failed = failed or error

@@ -133,12 +133,9 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
-    """Has ``hook`` called before a backward reaches the module that made ``output``.
+    """Has ``hook`` called before a backward reaches what made ``output``; returns whether it will.
 
-    Leaves get no hook, since no module made them and they would keep it for good.
-
-    Returns:
-        Whether any tensor was hooked.
+    Leaves get no hook, since nothing made them and they would keep it for good.
     """
     watched = False
     for tensor in tensors_in(output):

@@ -110,10 +110,7 @@ class ReducingModule(Protocol):
 
 
 class _Backward:
-    """The callback that autograd calls at the end of a backward, or drops if the backward raises.
-
-    A weak reference to it therefore tells whether the backward still runs.
-    """
+    """The callback that autograd calls at the end of a backward, or drops when that raises."""
 
     def __init__(self, order: ModuleOrder) -> None:
         self._order = order
@@ -298,8 +295,7 @@ class ModuleOrder:
     def _end_reducing(self, left: Iterable[int], all_of_them: Iterable[int]) -> None:
         for number in left:
             self._module(number).reduce_rest()
-        # Ranks finish a module's turns at different times, so the collective ends come here, in
-        # one order.
+        # Ranks finish a module's turns at different times, so all modules end here, in one order.
         for number in all_of_them:
             self._module(number).end_reducing()
 

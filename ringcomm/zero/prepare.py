@@ -240,9 +240,9 @@ def _depth(unit: Unit) -> int:
 
 
 def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Tensor]:
-    """Returns the values that the buckets take, by ``id`` of each parameter of a unit that moves.
+    """Returns the values for buckets, by ``id`` of each parameter of a unit that moves; collective.
 
-    Parameters of the unit that do not move get rank 0's values in place.
+    With ``broadcast``, the unit's other parameters get rank 0's values in place.
     """
     comm, broadcast = parts.comm, parts.options.broadcast
     takes = broadcast and comm.rank != 0

@@ -31,7 +31,7 @@ class Span:
 
 
 class StepProfile:
-    """The spans of an engine, recorded while ``on`` is set; costs nothing otherwise."""
+    """The spans of an engine, which are recorded while ``on`` is set and cost nothing otherwise."""
 
     def __init__(self) -> None:
         self.on = False

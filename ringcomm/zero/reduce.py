@@ -253,7 +253,7 @@ class Reduction:
         # Buckets further behind would take buffers from those whose turn comes first.
         if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
             # A gradient that moves now is still in the cache, and frees its memory for the next.
-            # A device's events are not queried, which is an error while a graph is captured.
+            # A device's events are not queried: that is an error while a graph is captured.
             if not self._comm.launches:
                 self._land_ended()
             bucket.buffer = self._buffers.get(bucket.stored, must=False)

@@ -80,10 +80,7 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
-    """Returns the units around all modules that have a parameter, by its first name.
-
-    The units of a parameter are in order from the root inwards, and the last one owns it.
-    """
+    """Returns the units around all modules with a parameter, root first, by its first name."""
     first: dict[int, str] = {}
     around: dict[str, list[Unit]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
