@@ -1,4 +1,4 @@
-"""A GradScaler with which all ranks take a step, or all skip it."""
+"""A GradScaler by which all ranks take a step, or all skip it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class LossScaleOptions:
 
 
 class LossScaler:
-    """Scales losses, by a scale that adapts to overflows in the optimizer's steps.
+    """A scaler of losses, whose scale adapts to overflows in the optimizer's steps.
 
     Pass it to one optimizer (``loss_scaler=``), which divides the gradients by the scale, skips
     steps that overflowed on any rank, and updates the scale, all on the device::

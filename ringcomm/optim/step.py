@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 
 
 class OutsideWrites:
-    """Detects in-place writes to parameters between steps, and has the masters follow them.
+    """The in-place writes to parameters between steps, which their masters follow.
 
     A step stores the rounded masters in the parameters, so it would otherwise silently undo a
     ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which

@@ -524,7 +524,7 @@ class Slots:
 
 
 class _TakeOver:
-    """Copies tensors that a load has assigned into one module's parameters, and restores these."""
+    """A load hook that copies assigned tensors into one module's parameters, and restores these."""
 
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots

@@ -213,7 +213,7 @@ class ShardEngine:
         self.forget_gradients(set_to_none)
 
     def forget_gradients(self, set_to_none: bool) -> None:
-        """Stages 2 and 3: forgets all gradients, reduced or not."""
+        """Forgets all gradients, reduced or not, at stages 2 and 3."""
         if self.reduction is None:
             return
         self.order.settle()
@@ -242,12 +242,12 @@ class ShardEngine:
     # ---- parameters -----------------------------------------------------------------------------
 
     def free_all(self) -> None:
-        """Stage 3: frees all gathered parameters."""
+        """Frees all gathered parameters, at stage 3."""
         if self.gatherer is not None:
             self.gatherer.free_all()
 
     def free_for_step(self) -> None:
-        """Stage 3: frees all gathered parameters, since a step is about to change their values.
+        """Frees all gathered parameters, at stage 3, since a step is about to change their values.
 
         Raises:
             ArgumentError: the step is inside ``gathered()``.

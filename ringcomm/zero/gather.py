@@ -1,4 +1,4 @@
-"""Gathers a unit's parameters at stage 3 when they are needed, and prefetches the next units'."""
+"""Gathering of a unit's parameters at stage 3, when they are needed or ahead of that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringcomm.zero.units import Unit
 
 
 class Copier(ABC):
-    """Fills buckets, if possible while the caller computes."""
+    """The base of the classes that fill buckets, if possible while the caller computes."""
 
     @abstractmethod
     def begin(self, bucket: ShardedBucket) -> None:
@@ -36,7 +36,7 @@ class Copier(ABC):
 
 
 class HostCopier(Copier):
-    """Fills buckets of host memory in a thread."""
+    """A copier that fills buckets of host memory in a thread."""
 
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
@@ -67,7 +67,7 @@ class HostCopier(Copier):
 
 
 class HereCopier(Copier):
-    """Fills buckets on the caller's thread, when they are needed."""
+    """A copier that fills buckets on the caller's thread, when they are needed."""
 
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
@@ -85,7 +85,7 @@ class HereCopier(Copier):
 
 
 class DeviceCopier(Copier):
-    """Fills buckets by the copy engines, on a stream of its own.
+    """A copier that fills buckets by the copy engines, on a stream of its own.
 
     Memory is allocated and freed on the caller's stream. The side stream begins behind what that
     stream had when the memory was allocated, and the caller's stream waits before it uses or frees
@@ -118,7 +118,7 @@ class DeviceCopier(Copier):
 
 
 class Gatherer:
-    """Gathers and frees the buckets of a module's units, and prefetches those needed next.
+    """The buckets of a module's units, gathered or prefetched when needed, and freed afterwards.
 
     It expects the units in the order in which the last iteration needed them. A wrong guess costs
     a copy.

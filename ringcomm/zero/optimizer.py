@@ -62,7 +62,7 @@ class StageKernels(Kernels):
 
 
 class RoundedKernels(StageKernels):
-    """Stage 1 with the reduced gradient rounded to 16 bits, as the other stages keep it."""
+    """The kernels of stage 1 with the reduced gradient rounded to 16 bits, as at other stages."""
 
     def __init__(self, native: Kernels, reducer: Reducer, dtype: torch.dtype) -> None:
         super().__init__(native, reducer)
@@ -83,7 +83,7 @@ class RoundedKernels(StageKernels):
 
 
 class ReplicatedKernels(StageKernels):
-    """Stage 0: an all-reduce, and the whole update on every rank.
+    """The kernels of stage 0: an all-reduce, and the whole update on every rank.
 
     The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
     update reads the same bits as at the other stages.
@@ -130,9 +130,9 @@ class ReplicatedKernels(StageKernels):
 
 
 class ReducedKernels(StageKernels):
-    """Stage 2: gradients were reduced while backward ran, except for the last ones.
+    """The kernels of stage 2, where all gradients but the last ones were reduced in backward.
 
-    See NOTE [Kept for the step] in ``zero/reduce.py`` for those.
+    See NOTE [Kept for the step] in ``zero/reduce.py`` for the last ones.
     """
 
     def __init__(self, native: Kernels, reduction: Reduction) -> None:
@@ -159,7 +159,7 @@ class ReducedKernels(StageKernels):
 
 
 class SplitKernels(ReducedKernels):
-    """Stage 3: as stage 2, and no rank has more than its chunk of the parameters.
+    """The kernels of stage 3, where no rank has more than its chunk of the parameters either.
 
     See NOTE [Gathering is one-sided] in ``zero/buckets.py`` for the barriers.
     """

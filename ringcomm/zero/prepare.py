@@ -1,4 +1,4 @@
-"""Moves a module's parameters into buckets, with rank 0's values, or puts the module back."""
+"""The move of a module's parameters into buckets with rank 0's values, and its rollback."""
 
 from __future__ import annotations
 
