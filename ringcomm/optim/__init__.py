@@ -1,6 +1,6 @@
 """AdamW on shards: replicated parameters, sharded FP32 state, one pass from gradient to parameter.
 
-``docs/optimizer.md`` says what is promised.
+See ``docs/optimizer.md`` for its guarantees.
 """
 
 from __future__ import annotations

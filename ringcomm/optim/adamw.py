@@ -21,15 +21,13 @@ from ringcomm.optim.placement import check_order, placement_of
 from ringcomm.optim.reduction import norm_kind
 from ringcomm.optim.step import Amp, Setting, ShardedStep
 
-# The arguments of an optimizer's constructor, brought into one form and checked.
-
 Tensor = torch.Tensor
 
 
 def listed(params: Any) -> Any:
-    """Parameters, or groups of them, that can be read twice: no generators."""
+    """Returns parameters, or groups of them, as lists: a generator can be read only once."""
     if isinstance(params, (Tensor, set, str)):
-        return params  # torch words it
+        return params  # torch raises its own error
     return [
         {**each, "params": listed(each["params"])}
         if isinstance(each, dict) and "params" in each
@@ -39,7 +37,7 @@ def listed(params: Any) -> Any:
 
 
 def first_device(params: Any) -> torch.device | None:
-    """Where the first parameter is; None where there is none."""
+    """Returns the device of the first parameter, or None if there is none."""
     first = next(iter(params), None) if isinstance(params, list) else None
     while isinstance(first, (dict, tuple, list)):
         inside = first["params"] if isinstance(first, dict) else first[1:]
@@ -48,21 +46,21 @@ def first_device(params: Any) -> torch.device | None:
 
 
 def numbers(betas: Any) -> Any:
-    """Betas as numbers, where they are tensors of one element."""
+    """Returns betas as numbers, converted from tensors of one element."""
     if not isinstance(betas, (tuple, list)):
         return betas
     return tuple(float(beta) if isinstance(beta, Tensor) else beta for beta in betas)
 
 
 def check_param(entry: Any, called: str, place: torch.device) -> None:
-    """Checks an entry of "params": a tensor, or a name and one.
+    """Checks an entry of "params": a tensor, or a name and a tensor.
 
     Raises:
         ArgumentError: its class, dtype, layout or device cannot be used.
     """
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, Tensor):
-        return  # torch words it
+        return  # torch raises its own error
     check_local(param, called)
     if param.dtype not in DTYPE_NAMES:
         way_out = "use torch.optim for it"
@@ -83,13 +81,11 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
         )
 
 
-# What AdamW and Adam share: torch's interface in front of sharded steps.
-
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
 
 
 class ShardedAdam(torch.optim.Optimizer):
-    """What :class:`AdamW` and :class:`Adam` share: all but the default hyper-parameters.
+    """The base of :class:`AdamW` and :class:`Adam`, which add the default hyper-parameters.
 
     The parameters are replicated and the state is sharded: rank r keeps that of chunk r of every
     bucket. At the first step (or :meth:`prepare`) the parameters move into the heap, where their
@@ -126,7 +122,7 @@ class ShardedAdam(torch.optim.Optimizer):
         found = self._chosen_comm(comm, params)
         device = torch.device("cpu") if found is None else found.device
         self.communicator = found
-        # On a device a communicator launches the kernels, be it of one rank.
+        # On a device a communicator launches the kernels, even one of a single rank.
         alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
         self._setting = Setting(None if alone else found, device, options, loss_scaler, accumulator)
@@ -142,12 +138,12 @@ class ShardedAdam(torch.optim.Optimizer):
                     f"{loss_scaler.current.device}; pass it device="
                 )
             loss_scaler.bind(self)
-        # Not empty: torch.distributed.checkpoint takes a step to fill the state of an optimizer
-        # that has none, and would find none afterwards.
+        # torch.distributed.checkpoint takes a step to fill an empty state, and would still find it
+        # empty afterwards, so the state gets an entry here.
         self.state[self.param_groups[0]["params"][0]] = {}
 
     def _chosen_comm(self, comm: CommArgument, params: Any) -> Communicator | None:
-        """That of the parameters' placement, or of the argument, or one of this rank's device."""
+        """Returns the placement's communicator, the argument's, or this device's world of one."""
         operation, device = type(self).__name__, first_device(params)
         if self.placement is not None:
             own = self.placement.comm
@@ -164,32 +160,32 @@ class ShardedAdam(torch.optim.Optimizer):
 
     @property
     def options(self) -> AdamWOptions:
-        """What it was built with."""
+        """The options that the optimizer was built with."""
         return self._setting.options
 
     @property
     def accumulator(self) -> Accumulator | None:
-        """Where backwards add their gradients, with ``accumulate_dtype``."""
+        """The sums to which backwards add their gradients, with ``accumulate_dtype``, or None."""
         return self._setting.accumulator
 
     @property
     def steps_taken(self) -> Tensor:
-        """float64, a scalar on the device: steps that were not skipped."""
+        """Number of steps that were not skipped: float64, a scalar on the device."""
         return self._count(kernels.STEPS)
 
     @property
     def skipped_steps(self) -> Tensor:
-        """float64, a scalar on the device: steps that changed nothing, for an overflow."""
+        """Number of steps skipped for an overflow: float64, a scalar on the device."""
         return self._count(kernels.SKIPPED)
 
     def _gradient_flats(self) -> list[Tensor] | None:
-        """What a GradScaler unscales; None: ``p.grad``."""
+        """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
         if self.accumulator is not None:
             return self.accumulator.flats()
         return None if self.placement is None else self.sharded_step().gradients.flats()
 
     def _count(self, column: int) -> Tensor:
-        # Preparing is collective, and a look at a number must not be.
+        # Preparing is collective, and reading a number must not be.
         if self._sharded is None:
             return torch.zeros((), dtype=torch.float64, device=self._setting.device)
         return self._sharded.table.control[column].clone()
@@ -200,7 +196,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Otherwise the first :meth:`step`, :meth:`clip_grad_norm_` or :meth:`load_state_dict` does.
 
         Raises:
-            ArgumentError: parameters that share memory.
+            ArgumentError: two parameters share memory.
             MismatchError: the ranks' parameters or options differ; names two ranks.
             HeapError: the heap has no room.
             UnsupportedError: there are no kernels for the parameters' device.
@@ -208,7 +204,7 @@ class ShardedAdam(torch.optim.Optimizer):
         self.sharded_step()
 
     def sharded_step(self) -> ShardedStep:
-        """The step on this rank's shards, made at the first call; for ringcomm's own packages."""
+        """Returns the step, which the first call makes; for ringcomm's own packages."""
         if self._sharded is None:
             check_order(self.placement, self.param_groups)
             self._check_own_params()
@@ -217,10 +213,10 @@ class ShardedAdam(torch.optim.Optimizer):
         return self._sharded
 
     def _check_own_params(self) -> None:
-        """Checks that the parameters are still those that it was built on.
+        """Checks that the parameters are still those that the optimizer was built on.
 
-        Who takes the place of an optimizer's parameters, as DeepSpeed does, may have put shards
-        there that differ between ranks. Then the ranks' default group is none to be used unasked.
+        A library that replaces an optimizer's parameters, as DeepSpeed does, may have put shards
+        there that differ between ranks. Then a default group must not be used unasked.
         """
         if self._built_on is None:
             return
@@ -243,7 +239,7 @@ class ShardedAdam(torch.optim.Optimizer):
             ArgumentError: hyper-parameters or parameters that cannot be used.
             UnsupportedError: the buckets are laid out already.
         """
-        # The base class calls it before it has set anything else up.
+        # The base class calls this method before it has set anything else up.
         if self._sharded is not None:
             raise UnsupportedError(
                 f"{type(self).__name__}.add_param_group: the buckets were laid out at the first "
@@ -270,16 +266,16 @@ class ShardedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the ranks together; collective.
+        """Takes one step on all ranks; collective.
 
         Args:
             closure: computes the loss and its gradients again; called first.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
-            ArgumentError: a gradient or hyper-parameter that cannot be used; nothing was changed.
+            ArgumentError: a gradient or hyper-parameter cannot be used; nothing was changed.
             UnsupportedError: a sparse gradient; or torch's GradScaler with several ranks.
             MismatchError: the ranks' hyper-parameters differ; on all ranks, nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``. Further steps are refused then.
@@ -292,7 +288,7 @@ class ShardedAdam(torch.optim.Optimizer):
         return loss
 
     def _amp(self) -> Amp:
-        """What a GradScaler set before it called."""
+        """Returns the scalars that a GradScaler set before it called :meth:`step`."""
         if not hasattr(self, "found_inf"):
             return Amp()
         scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
@@ -316,12 +312,12 @@ class ShardedAdam(torch.optim.Optimizer):
         """Has the next step scale the gradient down to a norm of ``max_norm``; collective.
 
         The gradients of all ranks are reduced now; ``p.grad`` itself is not scaled. If gradients
-        change afterwards, by whatever means, what was clipped is forgotten.
+        change afterwards, by whatever means, the clipping is forgotten.
 
         Args:
-            max_norm: of the reduced gradient of all parameters, after unscaling.
+            max_norm: bound of the norm of the reduced gradient of all parameters, after unscaling.
             norm_type: 2.0, 1.0 or ``math.inf``.
-            error_if_nonfinite: read the norm on the host, and raise.
+            error_if_nonfinite: read the norm on the host, and raise if it is not finite.
 
         Returns:
             The norm before clipping: float32, a scalar on the device; the same bits for every world
@@ -358,14 +354,14 @@ class ShardedAdam(torch.optim.Optimizer):
                 sharded.gradients.zero()
 
     def refresh_master_weights(self) -> None:
-        """Makes the FP32 masters what the parameters are, after those were changed from outside."""
+        """Sets the FP32 masters to the parameters, after these were changed from outside."""
         for bucket in self.sharded_step().buckets:
             bucket.refresh_master()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard, of the form that :mod:`ringcomm.optim.state` describes.
+        """Returns this rank's shard, in the form that :mod:`ringcomm.optim.state` describes.
 
-        Its tensors are no copies, as in torch. Collective if the first step is still to come.
+        As in torch, its tensors are no copies. Collective if the first step is still to come.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -378,10 +374,12 @@ class ShardedAdam(torch.optim.Optimizer):
         """Continues from :meth:`state_dict`; collective: all ranks load, or none.
 
         Args:
-            state_dict: of this rank and an equal world; or of all ranks of any world, in any order.
+            state_dict: this rank's state from a world of equal size, or the states of all ranks of
+                any world, in any order.
 
         Raises:
-            CheckpointError: it is damaged, incomplete or of another model; nothing was changed.
+            CheckpointError: the state is damaged, incomplete or of another model; nothing was
+                changed.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict  # type: ignore[arg-type]
@@ -394,12 +392,12 @@ class ShardedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def full_state_dict(self, dst: int | None = None) -> dict[str, Any]:
-        """The state in the format of ``torch.optim.AdamW.state_dict()``; collective.
+        """Returns the state in the format of ``torch.optim.AdamW.state_dict()``; collective.
 
         Masters of 16-bit parameters are under the further key "master", by parameter.
 
         Args:
-            dst: the rank that gets it, while others get an empty dict; None gives it to all.
+            dst: the rank that gets the state, while others get an empty dict; None gives it to all.
         """
         return state.gather_torch(self.sharded_step(), dst)
 
@@ -407,10 +405,10 @@ class ShardedAdam(torch.optim.Optimizer):
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from :meth:`full_state_dict`, or ``torch.optim.AdamW.state_dict()``.
 
-        Without masters, they become what the parameters are. Collective: all ranks load, or none.
+        Masters that are not given are set to the parameters. Collective: all ranks load, or none.
 
         Raises:
-            CheckpointError: it does not fit the parameters; nothing was changed.
+            CheckpointError: the state does not fit the parameters; nothing was changed.
         """
         state.load_torch(self.sharded_step(), state_dict)
 
@@ -422,7 +420,7 @@ class ShardedAdam(torch.optim.Optimizer):
 
 
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
-    """Whether two communicators are one, or both are of this rank alone."""
+    """Returns whether two communicators are one, or both are of this rank alone."""
     return one is other or all(each is None or each.world_size == 1 for each in (one, other))
 
 
@@ -438,9 +436,9 @@ class AdamW(ShardedAdam):
         lr: learning rate; a tensor of one element is read on its device at each step.
         betas: decay of the two moments.
         eps: added to the denominator.
-        weight_decay: times lr, what each parameter loses.
+        weight_decay: times lr, the fraction that each parameter loses.
         amsgrad: divide by the largest second moment so far.
-        maximize: go up the gradient.
+        maximize: maximize the objective.
         foreach: accepted and ignored, as are ``capturable`` and ``fused``: a step is fused.
         capturable: see ``foreach``.
         differentiable: must be False.
@@ -450,7 +448,7 @@ class AdamW(ShardedAdam):
             group, else that of ``torch.distributed``, else this rank, in a world of one. "alone"
             for this rank whatever groups there are, as under DDP, which reduces by itself.
         options: ringcomm's own choices.
-        loss_scaler: what multiplies the losses; its scale moves with the steps.
+        loss_scaler: the scaler of the losses, whose scale the steps update.
 
     Raises:
         ArgumentError: hyper-parameters or parameters that cannot be used; a ``comm`` that this rank
@@ -493,7 +491,7 @@ class AdamW(ShardedAdam):
 
 
 class Adam(ShardedAdam):
-    """Adam, where weight decay is L2: added to the gradient. Else as :class:`AdamW`.
+    """Adam, which adds weight decay to the gradient (L2); otherwise as :class:`AdamW`.
 
     Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """

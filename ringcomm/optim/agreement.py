@@ -1,4 +1,4 @@
-"""Ranks that would step different models learn it before the first of them does."""
+"""Agreement of the ranks: all step the same model with the same options, or none steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
 from ringcomm.optim.layout import digest_of
 
-# A description has some hundred bytes per parameter; what a peer says of its size is not believed
-# beyond this.
+# A description has some hundred bytes per parameter; a peer that announces more than this is not
+# believed.
 LARGEST_BYTES = 1 << 30
 
 
@@ -23,13 +23,14 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
     """Compares plain JSON data of all ranks; collective.
 
     Args:
-        comm: whose ranks are compared.
-        operation: named in the error.
-        mine: of this rank: a layout's description under "layout", options under "options" and
+        comm: communicator of the ranks.
+        operation: name of the operation, for the error.
+        mine: this rank's data: a layout's description under "layout", options under "options" and
             groups' hyper-parameters under "groups".
 
     Raises:
-        MismatchError: on every rank, naming the lowest two ranks that differ and where.
+        MismatchError: the ranks' data differ; raised on every rank, naming rank 0, the lowest rank
+            that differs from it, and the first difference.
     """
     digest = bytes.fromhex(digest_of(mine))
     digests = _all_gather_bytes(comm, digest, len(digest))
@@ -46,10 +47,10 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
 
 
 def exchange(comm: Communicator, mine: Any) -> list[Any]:
-    """Plain JSON data of every rank, by rank; collective.
+    """Returns plain JSON data of every rank, by rank; collective.
 
     Raises:
-        CorruptedError: what a rank sent is not that; names it.
+        CorruptedError: a rank sent something else; names the rank.
     """
     text = json.dumps(mine).encode()
     size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
@@ -67,10 +68,10 @@ def exchange(comm: Communicator, mine: Any) -> list[Any]:
 
 
 def read_description(text: bytes, rank: int, operation: str) -> Any:
-    """The JSON data that ``rank`` sent.
+    """Parses the JSON data that ``rank`` sent.
 
     Raises:
-        CorruptedError: it is no JSON text.
+        CorruptedError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -83,13 +84,13 @@ def read_description(text: bytes, rank: int, operation: str) -> Any:
 
 @contextmanager
 def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[object]]:
-    """Inside a load is checked; at the end all ranks go on, or none; collective.
+    """Checks a load inside the context; at its end all ranks go on, or none; collective.
 
     Yields:
-        a list for what must be equal on all ranks.
+        A list for values that must be equal on all ranks.
 
     Raises:
-        CheckpointError: this rank's own, or another rank's failure, or the ranks differ.
+        CheckpointError: the load failed on this rank or another, or the ranks' values differ.
     """
     same: list[object] = []
     error: Exception | None = None
@@ -120,18 +121,18 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
 
 @contextmanager
 def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
-    """Inside a rank may fail by itself; at the end all ranks go on, or none; collective.
+    """Runs work that may fail on one rank alone; at its end all go on, or none; collective.
 
     Inside, no rank may wait for another.
 
     Raises:
-        Exception: this rank's own.
-        RingcommError: another rank's, of the same class where that is one of ringcomm's.
+        Exception: the exception raised on this rank.
+        RingcommError: another rank's exception, of the same class if that is one of ringcomm's.
     """
     error: Exception | None = None
     try:
         yield
-    # Whatever it is, the others must not wait for this rank until their timeout.
+    # Any exception is caught, so that the other ranks need not wait for this one to time out.
     except Exception as raised:
         error = raised
     verdicts = _all_gather_bytes(comm, b"+" if error is None else b"-", 1)
@@ -152,20 +153,20 @@ def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
 
 
 def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes]:
-    """What each rank has, padded with blanks to ``size_bytes``."""
+    """Gathers each rank's bytes, padded with blanks to ``size_bytes``; collective."""
     padded = torch.frombuffer(bytearray(mine.ljust(size_bytes)), dtype=torch.uint8)
     everyone = torch.empty(comm.world_size * size_bytes, dtype=torch.uint8, device=comm.device)
     comm.all_gather_into_tensor(everyone, padded.to(comm.device))
     comm.finish_host_side()
-    # Not numpy(): torch runs without it. One copy per rank is nothing at this size.
+    # tolist() rather than numpy(), without which torch also runs. A copy per rank is cheap here.
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
 
 
 def difference_in_words(first: Any, other: Any, rank: int, operation: str) -> str:
-    """How the descriptions of rank 0 and of ``rank`` differ.
+    """Returns a sentence on how the descriptions of rank 0 and of ``rank`` differ.
 
     Raises:
-        CorruptedError: one of them is no description.
+        CorruptedError: one of them is not a description.
     """
     try:
         return _worded(first_difference(first, other), "rank 0", f"rank {rank}")
@@ -180,9 +181,9 @@ Difference = tuple[str, Any, Any]
 
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
-    """Where two descriptions differ first: what it is called, and both values.
+    """Returns the first difference of two descriptions: its label and both values.
 
-    Parameters come first, since they are what explains the rest.
+    Parameters are compared first, since a difference there explains the others.
     """
     for label, key in (("parameter", "params"), ("bucket", "buckets")):
         pairs = _side_by_side(_layout(first).get(key, []), _layout(other).get(key, []))

@@ -1,4 +1,4 @@
-"""The memory behind a layout: parameters and gradients in the heap, state for this rank's chunk."""
+"""The memory of buckets: parameters and gradients in the heap, and state of this rank's chunk."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ from ringcomm.memory import zeros
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# An FP32 master as a bfloat16 parameter and the 16 bits below it.
-
 Tensor = torch.Tensor
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """FP32 numbers from bfloat16 parameters and their low halves (int16).
+    """Returns FP32 masters, joined from bfloat16 parameters and their remainders (int16).
 
     Twin of join_master() in ``kernels/include/ringcomm/optimizer/adamw_element.h``.
     """
     low = remainder.to(torch.int64) & 0xFFFF
     high = (param.view(torch.int16).to(torch.int64) - (low >> 15)) & 0xFFFF
     bits = (high << 16) | low
-    # Into the signed range, so that the conversion to 32 bits changes no number.
+    # Mapped to the signed range, so that the conversion to 32 bits is exact.
     return (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Undoes :func:`join_master`: bfloat16 parameters, ties rounded away from zero, and int16."""
+    """Splits FP32 masters into bfloat16 parameters (ties away from zero) and int16 remainders."""
     bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
     wide = bits.to(torch.int64)
     param = _int16((wide + 0x8000) >> 16).view(torch.bfloat16)
@@ -44,10 +42,10 @@ def _int16(wide: Tensor) -> Tensor:
 
 
 def empty_for_streams(elems: int, dtype: torch.dtype, place: torch.device) -> Tensor:
-    """Uninitialised memory that a step reads and writes from end to end.
+    """Returns uninitialised memory that a step reads and writes from end to end.
 
-    In huge pages on the CPU: a step of 16 Mi FP32 parameters takes 9.0 ms with them and 10.3 ms
-    without (Zen 4, one core), since the prefetchers stop at the end of a page.
+    On the CPU it lies in huge pages: a step of 16 Mi FP32 parameters takes 9.0 ms with them and
+    10.3 ms without (Zen 4, one core), since the prefetchers stop at the end of a page.
     """
     tensor = torch.empty(elems, dtype=dtype, device=place)
     if place.type == "cpu":
@@ -56,19 +54,19 @@ def empty_for_streams(elems: int, dtype: torch.dtype, place: torch.device) -> Te
 
 
 def following(master: Tensor, params: Tensor) -> Tensor:
-    """``master``, or what the parameters are where that is not what it rounds to."""
+    """Returns ``master``, but the parameter wherever the master does not round to it."""
     return torch.where(master.to(params.dtype) == params, master, params.to(master.dtype))
 
 
 @dataclass
 class ShardState:
-    """What a rank keeps of its chunk; all [chunk elements], zero in the padding.
+    """The optimizer's state of a rank's chunk; all [chunk elements], zero in the padding.
 
     Attributes:
         exp_avg: float32.
         exp_avg_sq: float32.
         max_exp_avg_sq: float32, or None while no group uses amsgrad.
-        master: float32, or None: of float32 parameters, and as options say.
+        master: float32, or None for float32 parameters or where the options keep none.
         remainder: the low 16 bits of the master as int16, or None.
     """
 
@@ -82,7 +80,7 @@ class ShardState:
     def zeros(
         cls, layout: BucketLayout, chunk: Chunk, master: str, place: torch.device
     ) -> ShardState:
-        """State before the first step; ``master`` as in :class:`AdamWOptions`."""
+        """Returns the state before the first step; ``master`` is as in :class:`AdamWOptions`."""
 
         def plain(dtype: torch.dtype = torch.float32) -> Tensor:
             return empty_for_streams(chunk.elems, dtype, place).zero_()
@@ -96,17 +94,17 @@ class ShardState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """Returns the tensors that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class BucketDevice:
-    """Where a rank's memory is.
+    """The device of a rank's memory.
 
     Attributes:
-        plain: what torch calls the device of tensors there.
-        heap: what :func:`ringcomm.zeros` calls it.
+        plain: the device of torch's tensors there.
+        heap: the device to pass to :func:`ringcomm.zeros`.
     """
 
     plain: torch.device
@@ -114,14 +112,14 @@ class BucketDevice:
 
     @classmethod
     def of(cls, comm: Communicator | None) -> BucketDevice:
-        """That of a communicator's tensors; None: the host's."""
+        """Returns the device of a communicator's tensors, or the host for None."""
         host = torch.device("cpu")
         return cls(host, host) if comm is None else cls(comm.device, comm.heap_device)
 
 
 @dataclass(frozen=True)
 class BucketMemory:
-    """Where a bucket's parameters and gradients are on this rank.
+    """The memory of a bucket's parameters and gradients on this rank.
 
     Attributes:
         own_params: [chunk elements], this rank's chunk of the parameters, in the heap.
@@ -129,8 +127,8 @@ class BucketMemory:
             more than its chunk.
         grads: [elements], in the heap; of the parameters' dtype, or float32; None where gradients
             are reduced before the step.
-        wide: float32 [chunk elements], what the parameters were before they were rounded to their
-            dtype; None when they are of it.
+        wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
+            if they were not rounded.
     """
 
     own_params: Tensor
@@ -143,16 +141,16 @@ class Bucket:
     """One bucket's memory on this rank.
 
     Attributes:
-        number: of the bucket in its layout.
-        layout: what lies where in it.
-        chunk: what this rank keeps state for.
-        own_params: [chunk elements], the parameters of that.
+        number: number of the bucket in its layout.
+        layout: layout of the bucket.
+        chunk: the part that this rank keeps state for.
+        own_params: [chunk elements], the parameters of the chunk.
         segments: int64 [segments, 3], for the kernels.
-        state: of this rank's chunk.
-        grad_shard: float32 [chunk elements], what two passes hand from the first to the second;
-            None until the first such step.
-        tag: what tells a reduction of its gradients from others of the same size; returns 0 where
-            nothing does.
+        state: the optimizer's state of the chunk.
+        grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
+            second; None until the first such step.
+        tag: returns a number that tells a reduction of the bucket's gradients from others of the
+            same size, or 0 where there is none.
     """
 
     def __init__(
@@ -176,38 +174,38 @@ class Bucket:
 
     @property
     def has_all_params(self) -> bool:
-        """Whether this rank keeps all parameters, and not just its chunk of them."""
+        """True if this rank keeps all parameters of the bucket, and not just its chunk."""
         return self._memory.params is not None
 
     @property
     def has_grads(self) -> bool:
-        """Whether there is memory for this rank's own gradients of all elements."""
+        """True if there is memory for this rank's own gradients of all elements."""
         return self._memory.grads is not None
 
     @property
     def params(self) -> Tensor:
-        """[elements], in the heap; the parameters are views into it."""
+        """The flat parameters, [elements], in the heap; the module's parameters are views of it."""
         assert self._memory.params is not None
         return self._memory.params
 
     @property
     def params_ptr(self) -> int:
-        """Where element 0 of the bucket is, or would be."""
+        """Address of element 0 of the bucket, even if this rank keeps only a later chunk."""
         if self._memory.params is not None:
             return self._memory.params.data_ptr()
         if not self.chunk.elems:
-            return 0  # nothing is there to be addressed
+            return 0  # an empty chunk has no address to count back from
         size_bytes = self.own_params.element_size()
         return self.own_params.data_ptr() - self.chunk.begin * size_bytes
 
     @property
     def grads(self) -> Tensor:
-        """[elements], in the heap; of the parameters' dtype, or float32."""
+        """The flat gradients, [elements], in the heap; of the parameters' dtype, or float32."""
         assert self._memory.grads is not None
         return self._memory.grads
 
     def ensure_grad_shard(self) -> Tensor:
-        """The memory between two passes."""
+        """Returns ``grad_shard``, which is allocated at the first call."""
         if self.grad_shard is None:
             self.grad_shard = empty_for_streams(self.chunk.elems, torch.float32, self._place)
         return self.grad_shard
@@ -223,7 +221,7 @@ class Bucket:
             own.copy_(values[low - begin : high - begin])
 
     def take_wide(self) -> None:
-        """Makes the master what the parameters were before they were rounded, if that is known."""
+        """Sets the master to the parameters before they were rounded, if these are known."""
         self.refresh_master()
         wide = self._memory.wide
         if wide is not None:
@@ -237,19 +235,19 @@ class Bucket:
         self._memory = replace(self._memory, wide=None)
 
     def follow_params(self) -> None:
-        """Makes the FP32 master what the parameters are, but where it rounds to just that."""
+        """Sets the FP32 master to the parameters, wherever it does not round to them."""
         if self.state.master is not None:
             self.state.master.copy_(following(self.state.master, self.own_params))
 
     def refresh_master(self) -> None:
-        """Makes the master what the parameters are."""
+        """Sets the master to the parameters."""
         if self.state.master is not None:
             self.state.master.copy_(self.own_params)
         if self.state.remainder is not None:
             self.state.remainder.zero_()
 
     def ensure_max(self) -> bool:
-        """Gives amsgrad its memory; True when it had none."""
+        """Allocates amsgrad's memory; returns False if it had some already."""
         if self.state.max_exp_avg_sq is not None:
             return False
         self.state.max_exp_avg_sq = empty_for_streams(
@@ -261,7 +259,7 @@ class Bucket:
 def make_bucket(
     number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, place: BucketDevice
 ) -> Bucket:
-    """A bucket whose parameters and gradients all ranks have whole."""
+    """Makes a bucket whose parameters and gradients every rank keeps whole."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
     params = zeros(layout.elems, dtype=layout.dtype, device=place.heap)
     grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=place.heap)
@@ -270,11 +268,11 @@ def make_bucket(
 
 
 class Buckets(list[Bucket]):
-    """All buckets of a layout on one rank, and where each parameter lies in them.
+    """All buckets of a layout on one rank, with a view of each parameter in them.
 
     Attributes:
         params: by parameter index, its view into its bucket, where this rank has it whole.
-        grads: by parameter index, its view into the gradient bucket, where there is one.
+        grads: by parameter index, its view into the bucket's gradients, where there are any.
     """
 
     def __init__(self, layout: ShardLayout, buckets: Sequence[Bucket]) -> None:
@@ -296,7 +294,7 @@ class Buckets(list[Bucket]):
         options: AdamWOptions,
         place: BucketDevice,
     ) -> Buckets:
-        """New memory for all of them."""
+        """Makes all buckets of a layout, with new memory."""
         return cls(
             layout,
             [
@@ -306,7 +304,7 @@ class Buckets(list[Bucket]):
         )
 
     def adopt(self, params: list[Tensor]) -> None:
-        """Moves parameters into their buckets: each becomes a view, its value kept."""
+        """Moves parameters into their buckets: each becomes a view, and keeps its value."""
         for index, view in self.params.items():
             view.copy_(params[index].detach())
             params[index].data = view

@@ -1,4 +1,4 @@
-"""torch's GradScaler for ranks that must all take a step, or all skip it."""
+"""A GradScaler by which all ranks take a step, or all skip it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Tensor = torch.Tensor
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` whose verdict is that of all ranks, so their scales stay equal.
+    """A ``torch.amp.GradScaler`` that skips a step on all ranks if the gradient of one overflowed.
 
-    Drives the optimizers of this module, whose communicator it uses, and any other one. It looks
-    at gradients that ``accumulate_dtype`` has taken out of ``p.grad``, too.
+    So the ranks' scales stay equal. It works with any optimizer, and uses the communicator of
+    ringcomm's. It also checks gradients that ``accumulate_dtype`` has taken out of ``p.grad``.
 
     Args:
-        device: "cpu" or "cuda"; None for that of the communicator.
+        device: "cpu" or "cuda"; None takes the communicator's.
         comm: the ranks that agree on the steps of other optimizers, in the forms that
             :class:`AdamW` takes; looked up when the gradients of such an optimizer are unscaled.
         settings: torch's further arguments: init_scale, growth_factor, backoff_factor,
@@ -51,14 +51,14 @@ class GradScaler(torch.amp.GradScaler):
             local = found_inf.clone()
             if sums:
                 torch._amp_foreach_non_finite_check_and_unscale_(sums, local, inv_scale)
-                # The operator leaves the versions alone, by which a step sees what is old.
+                # The operator does not change versions, by which a step detects stale results.
                 torch.autograd.graph.increment_version(sums)
             found = {local.device: local}
         else:
             if isinstance(optimizer, ShardedAdam) and not allow_fp16:
                 _check_not_fp16(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # A rank without gradients still has to hear of the others'.
+        # A rank without gradients still takes part in the collective.
         found = found or {found_inf.device: found_inf.clone()}
         if comm is not None and comm.world_size > 1:
             for each in found.values():
@@ -66,7 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; the verdict on the gradients is a collective."""
+        """Steps the optimizer unless a gradient overflowed on some rank; collective."""
         if not self._enabled or not isinstance(optimizer, ShardedAdam):
             return super().step(optimizer, *args, **kwargs)
         optimizer._found_inf_agreed = True

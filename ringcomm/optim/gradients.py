@@ -1,4 +1,4 @@
-"""How the gradients of a model get into the gradient buckets."""
+"""The gradients of a model, and their way into the buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def label(index: int, spec: ParamSpec) -> str:
-    """How messages call a parameter."""
+    """Returns the name of a parameter for messages."""
     return f"parameter {index} ({spec.name})" if spec.name else f"parameter {index}"
 
 
@@ -39,10 +39,10 @@ def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
 
 
 class _Slot(NamedTuple):
-    """A parameter that has a place, and the addresses at which it and its gradient belong.
+    """A parameter that has a place, and the addresses of its places for value and gradient.
 
-    Addresses are kept, since asking a thousand views for theirs costs more than the step of small
-    parameters.
+    The addresses are kept, since reading those of a thousand views costs more than the step of
+    small parameters.
     """
 
     number: int
@@ -53,10 +53,10 @@ class _Slot(NamedTuple):
 
 
 class Gradients:
-    """The gradients of laid-out parameters, as ``p.grad`` has them.
+    """The gradients of laid-out parameters, which are in ``p.grad``.
 
-    ``p.grad`` becomes a view into its bucket, where autograd then accumulates by itself, for as
-    long as nobody replaces it.
+    ``p.grad`` becomes a view into its bucket, where autograd accumulates by itself until ``p.grad``
+    is replaced.
     """
 
     def __init__(self, params: Sequence[Tensor], layout: ShardLayout, buckets: Buckets) -> None:
@@ -67,7 +67,7 @@ class Gradients:
             _Slot(index, params[index], params[index].data_ptr(), view, view.data_ptr())
             for index, view in buckets.grads.items()
         ]
-        # Trainable ones without elements: they have steps, but no place.
+        # Trainable parameters without elements have steps, but no place.
         self._empty = [
             index
             for index, spec in enumerate(layout.params)
@@ -76,7 +76,7 @@ class Gradients:
         self._frozen = [index for index, spec in enumerate(layout.params) if not spec.trainable]
 
     def label(self, index: int) -> str:
-        """How messages call a parameter."""
+        """Returns the name of a parameter for messages."""
         return label(index, self._layout.params[index])
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class Gradients:
                 )
 
     def collect(self) -> list[float]:
-        """Brings all gradients into the buckets; returns 1.0 for each parameter that has one."""
+        """Moves all gradients into the buckets; returns 1.0 for each parameter that has one."""
         active = [0.0] * len(self._params)
         for index, param, _, view, view_ptr in self._slots:
             grad = param.grad
@@ -122,18 +122,18 @@ class Gradients:
         return active
 
     def flats(self) -> list[Tensor] | None:
-        """What a GradScaler unscales; None: ``p.grad`` of all parameters."""
+        """Returns the tensors that a GradScaler unscales; None for ``p.grad`` of all parameters."""
         return None
 
     def mark(self) -> object:
-        """What is equal again only while nobody has touched the gradients."""
+        """Returns a value that equals an earlier one only if no gradient changed since."""
         return [
             None if grad is None else (grad.data_ptr(), grad._version)
             for grad in (param.grad for param in self._params)
         ]
 
     def zero(self) -> None:
-        """Zeroes gradients that are in the buckets, by one memset per bucket, and the others."""
+        """Zeroes all gradients; those in the buckets by one memset per bucket."""
         for param in self._params:
             grad = param.grad
             if grad is not None and grad.grad_fn is not None:
@@ -156,7 +156,7 @@ class Gradients:
 
 
 class Accumulator:
-    """Adds what each backward leaves in ``p.grad`` to FP32 memory, and drops ``p.grad``.
+    """The FP32 sums of gradients: each backward's ``p.grad`` is added to them, and dropped.
 
     Before the buckets exist the sums are in tensors of their own.
     """
@@ -167,8 +167,8 @@ class Accumulator:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(self, param: Tensor, called: str) -> None:
-        """Has the accumulator told of every gradient of ``param``."""
-        # Weakly: the hook lives as long as the parameter.
+        """Hooks ``param`` so that every gradient of it is added."""
+        # The hook lives as long as the parameter, so it has a weak reference.
         hook = _hook(weakref.ref(self), called)
         self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -177,7 +177,7 @@ class Accumulator:
             handle.remove()
 
     def add(self, param: Tensor, called: str) -> None:
-        """Takes the gradient over."""
+        """Adds a parameter's gradient to its sum, and drops ``p.grad``."""
         grad = param.grad
         if grad is None:
             return
@@ -193,7 +193,7 @@ class Accumulator:
         param.grad = None
 
     def settle(self, params: Sequence[Tensor], views: dict[int, Tensor]) -> None:
-        """Goes on in the buckets: ``views`` by index in ``params``."""
+        """Moves the sums into the buckets, to ``views`` by index in ``params``."""
         for index, view in views.items():
             key = id(params[index])
             if key in self._written:
@@ -201,19 +201,19 @@ class Accumulator:
             self._sums[key] = view
 
     def has(self, param: Tensor) -> bool:
-        """Whether a gradient of ``param`` has come since :meth:`clear`."""
+        """Returns whether a gradient of ``param`` has come since :meth:`clear`."""
         return id(param) in self._written
 
     def clear(self) -> None:
-        """Begins anew; the next gradient of each parameter overwrites."""
+        """Begins new sums: the next gradient of each parameter overwrites its old sum."""
         self._written.clear()
 
     def flats(self) -> list[Tensor]:
-        """The sums that have begun."""
+        """Returns the sums that have a gradient."""
         return [self._sums[key] for key in self._written]
 
     def mark(self) -> object:
-        """What is equal again only while nothing was added."""
+        """Returns a value that equals an earlier one only if no sum changed since."""
         return [(key, self._sums[key]._version) for key in sorted(self._written)]
 
 
@@ -227,7 +227,7 @@ def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tenso
 
 
 class AccumulatedGradients(Gradients):
-    """The gradients as an :class:`Accumulator` has them."""
+    """The gradients of laid-out parameters, which are in an :class:`Accumulator`."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class AccumulatedGradients(Gradients):
     def collect(self) -> list[float]:
         active = [0.0] * len(self._params)
         for index, param, _, view, _ in self._slots:
-            # Set by hand, without a backward.
+            # The user may have set p.grad by hand, without a backward.
             self._accumulator.add(param, self.label(index))
             if self._accumulator.has(param):
                 active[index] = 1.0

@@ -1,4 +1,4 @@
-"""The kernels of a step: their face, the table of numbers that they read, and the native ones."""
+"""The kernels of a step: their interface, the table that they read, and the native kernels."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into, Reducer
 
-# What changes from step to step, as tensors that the kernels read.
-#
-# Twins of the structures in ``kernels/include/ringcomm/optimizer/adamw.h``.
-
 Tensor = torch.Tensor
+
+# Twins of the structures in ``kernels/include/ringcomm/optimizer/adamw.h``.
 
 # Columns of AdamWControl.
 INV_SCALE, CLIP, FOUND_INF, STEPS, SKIPPED = range(5)
@@ -34,24 +32,25 @@ FACTORS_BYTES = _native.OPTIMIZER_STRUCTURES["factors"]
 
 
 class StepTable:
-    """The table of one optimizer.
+    """The numbers of one optimizer that change from step to step, as tensors the kernels read.
 
     Attributes:
-        layout: of the parameters.
+        layout: layout of the parameters.
         control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken, skipped.
         hyper: float64 [groups, 6]: lr, beta1, beta2, eps, weight decay, flags.
-        group: int64 [params].
+        group: int64 [params]: param group of each parameter.
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
-        factors: uint8 [params, 48]: what the kernels make of all that.
+        factors: uint8 [params, 48]: factors that the kernels compute from the other tensors.
         told: float64 [params, or params + 2 on a CPU]: ``active``, which all ranks reduce to its
             maximum, with the digest of the hyper-parameters behind it. See
             NOTE [Hyper-parameters are compared at each step].
 
     NOTE [Hyper-parameters are compared at each step]
-    Ranks with other hyper-parameters would step their shards differently, and no kernel would mind.
-    So a digest and its negative travel with ``active``: their maxima are opposite exactly where the
-    ranks' are equal. On a GPU a look at them would wait for it, so it is left out there.
+    Ranks with different hyper-parameters would step their shards differently, and no kernel would
+    notice. So a digest and its negative travel with ``active``: the maxima of the two are opposite
+    exactly if the ranks' digests are equal. On a GPU this is left out, since reading the maxima
+    would wait for the device.
     """
 
     def __init__(self, layout: ShardLayout, groups: int, place: torch.device) -> None:
@@ -60,7 +59,7 @@ class StepTable:
         self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=place)
         self.hyper = torch.zeros(groups, 6, dtype=torch.float64, device=place)
         self.group = layout.group_table(place)
-        # As bytes: struct writes two numbers to them in far less time than a tensor of two takes.
+        # A bytearray, since struct writes two numbers in far less time than a tensor op does.
         self._memory = bytearray(8 * (params + 2)) if place.type == "cpu" else None
         if self._memory is None:
             self._here = torch.zeros(params, dtype=torch.float64, device=place)
@@ -74,7 +73,7 @@ class StepTable:
         self._given: list[float] = []
 
     def write_hyper(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
+        """Writes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
         rows = [_row(group) for group in groups]
         if rows != self._rows:
             self.hyper.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
@@ -84,7 +83,7 @@ class StepTable:
                 row[0].copy_(group["lr"].detach().view(()))
 
     def write_active(self, active: list[float], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes which parameters have a gradient here, and checked groups to be compared."""
+        """Writes which parameters have a gradient here, and the digest of checked groups."""
         params = len(active)
         if active != self._given:
             self._given = active
@@ -93,13 +92,13 @@ class StepTable:
         if self._memory is not None:
             digest = _digest(groups)
             struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)
-        # Anew, since the ranks reduce it in place. Usually nothing comes from the host, so that a
-        # graph can record the step.
+        # Copied anew each time, since the ranks reduce ``told`` in place. Usually no data come from
+        # the host, so that a graph can record the step.
         self.told.copy_(self._here)
 
     @property
     def hyper_differ(self) -> bool:
-        """Whether the ranks' digests differ, once ``told`` is reduced; never on a GPU."""
+        """True if the ranks' digests differ, once ``told`` is reduced; always False on a GPU."""
         digests = self._digests.tolist()
         return bool(digests) and digests[0] != -digests[1]
 
@@ -110,13 +109,13 @@ def _row(group: Mapping[str, Any]) -> list[float]:
     flags |= AMSGRAD if group["amsgrad"] else 0
     flags |= MAXIMIZE if group["maximize"] else 0
     beta1, beta2 = group["betas"]
-    # No number that a float could be: a float after a tensor must show as a change.
+    # A tensor's row has -1.0, which no float lr is, so that a float after a tensor is a change.
     known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
     return [known_lr, beta1, beta2, group["eps"], group["weight_decay"], float(flags)]
 
 
 def _digest(groups: Sequence[Mapping[str, Any]]) -> float:
-    """A whole number below 2^52, the same for the same hyper-parameters in every process."""
+    """Returns a whole number below 2^52, equal in all processes for equal hyper-parameters."""
     rows = tuple((float(group["lr"]), *_row(group)) for group in groups)
     return float(hash(rows) & (1 << 52) - 1)
 
@@ -158,15 +157,12 @@ def _in(number: Any, low: float, below: float) -> bool:
         return False
 
 
-# What a step asks of the kernels, so that nothing else knows whose they are.
-
-
 class Kernels(ABC):
-    """The kernels of one optimizer on one rank. Nothing here waits for a device.
+    """The kernels of one optimizer on one rank. No method waits for a device.
 
     Attributes:
-        alone: whether there are no other ranks.
-        reducer: what reduces gradients before a step.
+        alone: True if there are no other ranks.
+        reducer: the kernels that reduce gradients before a step.
     """
 
     def __init__(self, alone: bool, reducer: Reducer) -> None:
@@ -175,13 +171,13 @@ class Kernels(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Tensors of some bucket's state were replaced: addresses must be taken anew."""
+        """Drops kept addresses, since tensors of some bucket's state were replaced."""
 
     def ready(self) -> None:
         """Called before a step.
 
         Raises:
-            ArgumentError: it cannot be made now; nothing was changed.
+            ArgumentError: the step cannot be taken now; nothing was changed.
         """
         return
 
@@ -190,14 +186,14 @@ class Kernels(ABC):
         """Advances the step numbers of active parameters, or counts a skipped step."""
 
     def end(self) -> None:
-        """All buckets were updated."""
+        """Called after a step has updated all buckets."""
         return
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         """Reduces a bucket's gradients to shards, and sums this rank's chunk for the norm.
 
         Args:
-            bucket: its ``grad_shard`` is written, except alone, where ``grads`` are the shard.
+            bucket: bucket whose ``grad_shard`` is written; alone, its ``grads`` are the shard.
             kind: "l2", "l1" or "inf".
             words: int64 [24], overwritten.
         """
@@ -207,14 +203,14 @@ class Kernels(ABC):
             self.reducer.reduce(bucket.grads, Into(bucket.ensure_grad_shard(), kind, words))
 
     def update(self, bucket: Bucket) -> None:
-        """After :meth:`reduce_norm` and :meth:`begin`: parameters are updated on all ranks."""
+        """Updates a bucket on all ranks, after :meth:`reduce_norm` and :meth:`begin`."""
         if self.alone:
             self.update_shard(bucket, bucket.grads)
         else:
             self.update_gather(bucket, bucket.ensure_grad_shard())
 
     def reduce_update(self, bucket: Bucket) -> None:
-        """After :meth:`begin`: the whole step in one pass."""
+        """Reduces a bucket's gradients and updates it on all ranks, after :meth:`begin`."""
         if self.alone:
             self.update_shard(bucket, bucket.grads)
         else:
@@ -222,29 +218,29 @@ class Kernels(ABC):
 
     @abstractmethod
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates what this rank keeps state for, and tells nobody.
+        """Updates the chunk that this rank keeps state for, without any other rank.
 
         Args:
-            bucket: whose parameters are written.
-            grad: [chunk elements], reduced.
+            bucket: bucket whose parameters are written.
+            grad: [chunk elements], the reduced gradient.
         """
 
     @abstractmethod
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        """:meth:`update_shard` whose result goes to all ranks; collective."""
+        """Does :meth:`update_shard`, and gathers the chunks on all ranks; collective."""
 
     @abstractmethod
     def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
         """Reduces a bucket's gradients, updates and gathers; collective.
 
         Args:
-            bucket: whose parameters are written.
+            bucket: bucket whose parameters are written.
             grads: [bucket elements], in the heap.
         """
 
 
 def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native.AdamWShard:
-    """What the native kernels know of a bucket and this rank's shard of it."""
+    """Returns the native description of a bucket and this rank's shard of it."""
     state = bucket.state
 
     def ptr_of(tensor: Tensor | None) -> int:
@@ -270,11 +266,11 @@ def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native
     )
 
 
-# The native kernels on the CPU.
-
-
 class HostKernels(Kernels):
-    """Alone they run on the caller's thread; else in the communicator's order of calls."""
+    """The native kernels on the CPU.
+
+    Alone they run on the caller's thread, and otherwise in the communicator's order of calls.
+    """
 
     def __init__(self, comm: Communicator | None, options: AdamWOptions, table: StepTable) -> None:
         self._step_bytes = table.layout.size_bytes
@@ -338,24 +334,23 @@ class HostKernels(Kernels):
         return shard
 
 
-# The native kernels on a device. Everything is queued on streams; the host waits for nothing.
-
-
 @dataclass(frozen=True)
 class _Shard:
-    """A shard's description: for the host that launches, and the device's copy of it."""
+    """A shard's native description, and the device's copy of it."""
 
     native: _native.AdamWShard
     copy: Tensor
 
 
 class DeviceKernels(Kernels):
-    """In the communicator's order of calls, on the caller's current stream.
+    """The native kernels on a device.
+
+    They run in the communicator's order of calls, on the caller's current stream.
 
     Args:
-        comm: of the device; of one rank where there are no others.
-        options: what to use.
-        table: of the optimizer.
+        comm: communicator of the device, also in a world of one.
+        options: options of the optimizer.
+        table: table of the optimizer.
     """
 
     def __init__(self, comm: Communicator, options: AdamWOptions, table: StepTable) -> None:

@@ -1,8 +1,8 @@
-"""Where parameters lie in flat buckets, and which part of a bucket is whose.
+"""The layout of parameters in flat buckets, and the chunk of each bucket that a rank owns.
 
-A *bucket* is a run of parameters of one dtype, flat. Rank r of W keeps the optimizer's state for
-its chunk r. Where a parameter lies does not depend on W, so that state can move between worlds, and
-chunks begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on it either
+A *bucket* is a flat run of parameters of one dtype. Rank r of W keeps the optimizer's state for its
+chunk r. The place of a parameter does not depend on W, so that state can move between worlds.
+Chunks begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on W either
 (``kernels/include/ringcomm/optimizer/grad_norm.h``).
 """
 
@@ -21,8 +21,6 @@ import torch
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, CheckpointError
 
-# What the layout needs to know of a parameter, without its memory.
-
 Tensor = torch.Tensor
 
 DTYPES = {
@@ -34,12 +32,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def is_distributed(param: Tensor) -> bool:
-    """Whether it is a DTensor, whose data lies elsewhere and differs between ranks."""
+    """Returns whether a parameter is a DTensor, whose data differs between ranks."""
     return getattr(param, "device_mesh", None) is not None
 
 
 def check_local(param: Tensor, called: str) -> None:
-    """Checks that a parameter is this rank's own, and no part of a distributed one.
+    """Checks that this rank has the whole parameter, and not a part of a distributed one.
 
     Raises:
         ArgumentError: it is a DTensor.
@@ -54,17 +52,17 @@ def check_local(param: Tensor, called: str) -> None:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter, as the layout sees it.
+    """A parameter as the layout sees it, without its memory.
 
     Attributes:
-        shape: of the parameter; may have zero elements.
+        shape: shape of the parameter, which may have zero elements.
         dtype: float32, bfloat16 or float16.
         group: index of its param group.
-        name: for messages; "" when it has none.
+        name: name for messages; "" when it has none.
         trainable: False keeps it out of the buckets.
         tied_to: index of the earlier entry that is the same tensor; such an entry has no place.
-        stride: of its elements when they fill their memory in another order than that of the
-            shape (channels_last); None means contiguous.
+        stride: strides of the elements when they fill their memory in another order than that of
+            the shape (channels_last); None means contiguous.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +84,7 @@ class ParamSpec:
     def of(
         cls, tensor: Tensor, group: int = 0, name: str = "", tied_to: int | None = None
     ) -> ParamSpec:
-        """The spec of a parameter of any strides.
+        """Returns the spec of a parameter of any strides.
 
         Raises:
             ArgumentError: its dtype is not one of the three.
@@ -105,22 +103,22 @@ class ParamSpec:
 
     @property
     def elems(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def placed(self) -> bool:
-        """Whether it takes room in a bucket."""
+        """True if the parameter has a place in a bucket."""
         return self.trainable and self.tied_to is None and self.elems > 0
 
     def view(self, flat: Tensor) -> Tensor:
-        """``flat`` [elems], contiguous, as a tensor of this parameter's shape and strides."""
+        """Returns contiguous ``flat`` [elems] viewed in this parameter's shape and strides."""
         if self.stride is None:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.stride)
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """Returns the spec as plain JSON types."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -159,7 +157,7 @@ class ParamSpec:
 
 
 def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements are the memory from the first to the last, each once."""
+    """Returns whether the elements fill their memory from first to last without gaps or overlap."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1:
@@ -169,7 +167,7 @@ def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-# A parameter begins at a multiple of this: 128 bytes of a 16-bit dtype, 256 of float32, so that
+# Parameters begin at multiples of this (128 bytes of a 16-bit dtype, 256 of float32), so that
 # vector loads and cache lines are aligned.
 ALIGN_ELEMS = 64
 # kBlockElems of kernels/include/ringcomm/optimizer/adamw.h; chunks begin at multiples of it.
@@ -179,12 +177,12 @@ LAYOUT_VERSION = 1
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``count``."""
+    """Returns the smallest multiple of ``multiple`` that is not below ``count``."""
     return -(-count // multiple) * multiple
 
 
 class Segment(NamedTuple):
-    """Elements [begin, end) of a bucket are parameter ``param``."""
+    """The elements [begin, end) of a bucket that parameter ``param`` fills."""
 
     begin: int
     end: int
@@ -192,7 +190,7 @@ class Segment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Elements [begin, end) of a bucket; empty where a small bucket has no more for a rank."""
+    """The elements [begin, end) of a bucket that a rank owns; empty if a small bucket has none."""
 
     begin: int
     end: int
@@ -204,9 +202,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and what lies in it.
+    """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and its segments.
 
-    What lies between the segments, and behind the last one, is padding.
+    The elements between the segments, and behind the last one, are padding.
     """
 
     dtype: torch.dtype
@@ -214,16 +212,16 @@ class BucketLayout:
     segments: tuple[Segment, ...]
 
     def chunk(self, rank: int, world_size: int) -> Chunk:
-        """What rank ``rank`` of ``world_size`` keeps state for."""
+        """Returns the chunk that rank ``rank`` of ``world_size`` keeps state for."""
         size = _native.chunk_elems(self.elems, world_size)
         return Chunk(min(rank * size, self.elems), min((rank + 1) * size, self.elems))
 
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
-        """int64 [segments, 3]: begin, end, param; sorted."""
+        """Returns int64 [segments, 3]: begin, end, param; sorted."""
         return torch.tensor(self.segments, dtype=torch.int64, device=device).view(-1, 3)
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """Returns the bucket's layout as plain JSON types."""
         return {
             "dtype": DTYPE_NAMES[self.dtype],
             "elems": self.elems,
@@ -233,12 +231,12 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a list of parameters lies in buckets; made by :meth:`plan`.
+    """The layout of a list of parameters in buckets; made by :meth:`plan`.
 
     Attributes:
         params: all parameters, in the order of the optimizer's groups.
-        bucket_elems: the most elements of a bucket that holds more than one parameter.
-        buckets: in the order of their first parameters.
+        bucket_elems: maximum number of elements of a bucket that holds more than one parameter.
+        buckets: the buckets, in the order of their first parameters.
     """
 
     params: tuple[ParamSpec, ...]
@@ -251,8 +249,8 @@ class ShardLayout:
     ) -> ShardLayout:
         """Lays parameters out in the given order, in buckets of one dtype each.
 
-        Frozen, tied and empty parameters take no room. A parameter larger than ``bucket_elems`` has
-        a bucket of its own.
+        Frozen, tied and empty parameters have no place. A parameter larger than ``bucket_elems``
+        has a bucket of its own.
 
         Raises:
             ArgumentError: ``bucket_elems`` is not a positive multiple of 512.
@@ -280,17 +278,17 @@ class ShardLayout:
         return cls(tuple(params), bucket_elems, buckets)
 
     def chunk(self, bucket: int, rank: int, world_size: int) -> Chunk:
-        """What rank ``rank`` of ``world_size`` keeps of bucket number ``bucket``."""
+        """Returns the chunk of bucket number ``bucket`` that a rank keeps state for."""
         return self.buckets[bucket].chunk(rank, world_size)
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of the parameters in all buckets, with the padding."""
+        """Bytes of the parameters in all buckets, with the padding."""
         return sum(bucket.elems * bucket.dtype.itemsize for bucket in self.buckets)
 
     @cached_property
     def places(self) -> dict[int, tuple[int, Segment]]:
-        """By parameter that has a place: its bucket's number and its segment."""
+        """Bucket number and segment of each parameter that has a place, by parameter index."""
         return {
             segment.param: (number, segment)
             for number, bucket in enumerate(self.buckets)
@@ -298,12 +296,12 @@ class ShardLayout:
         }
 
     def group_table(self, device: torch.device | str = "cpu") -> Tensor:
-        """int64 [params]: the group of each parameter."""
+        """Returns int64 [params]: the group of each parameter."""
         groups = [spec.group for spec in self.params]
         return torch.tensor(groups, dtype=torch.int64, device=device)
 
     def views(self, bucket: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The parameters of a bucket, as (index, view into ``flat`` [bucket elements])."""
+        """Yields a bucket's parameters as (index, view into ``flat`` [bucket elements])."""
         for begin, end, param in self.buckets[bucket].segments:
             yield param, self.params[param].view(flat[begin:end])
 
@@ -311,7 +309,7 @@ class ShardLayout:
         """Copies one tensor per parameter into new flat buckets of its dtype, padded with zeros.
 
         Args:
-            tensors: [params], of the parameters' shapes; those without a place are not read.
+            tensors: [params], of the parameters' shapes; entries without a place are not read.
         """
         flats = []
         for number, bucket in enumerate(self.buckets):
@@ -323,7 +321,7 @@ class ShardLayout:
         return flats
 
     def unflatten(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The parameters that have a place, by index, as views into flat buckets."""
+        """Returns the parameters that have a place, by index, as views into flat buckets."""
         return {
             param: view
             for number, flat in enumerate(flats)
@@ -331,7 +329,7 @@ class ShardLayout:
         }
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types; equal layouts have equal descriptions."""
+        """Returns the layout as plain JSON types; equal layouts have equal descriptions."""
         return {
             "version": LAYOUT_VERSION,
             "bucket_elems": self.bucket_elems,
@@ -362,7 +360,7 @@ class ShardLayout:
 
 
 def digest_of(described: Any) -> str:
-    """SHA-256 of plain JSON data, in hexadecimal; equal data have equal digests."""
+    """Returns the SHA-256 of plain JSON data, in hexadecimal; equal data have equal digests."""
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The scale of the loss that keeps 16-bit gradients in range, found while training."""
+"""The loss scaler, which keeps 16-bit gradients in range and adapts its scale while training."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class LossScaleOptions:
-    """How a loss scale moves; the defaults are those of mixed-precision practice.
+    """The rules by which a loss scale changes; the defaults are common in mixed precision.
 
     Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2; hysteresis as in
     Megatron-LM's DynamicGradScaler.
 
     Attributes:
-        init_scale: where it starts.
-        growth_factor: what a long time without overflow multiplies it by.
-        backoff_factor: what an overflow multiplies it by.
-        growth_interval: how many clean steps in a row are a long time.
-        hysteresis: so many overflows, since the scale last grew, it takes until one lowers it; 1:
-            the first does.
-        min_scale: it goes no lower; the steps are still skipped.
-        max_scale: it goes no higher.
+        init_scale: initial scale.
+        growth_factor: factor by which the scale grows after ``growth_interval`` clean steps.
+        backoff_factor: factor by which an overflow lowers the scale.
+        growth_interval: number of clean steps in a row after which the scale grows.
+        hysteresis: number of overflows since the scale last grew at which it falls; each further
+            overflow lowers it again.
+        min_scale: lower bound of the scale; steps that overflow are skipped there too.
+        max_scale: upper bound of the scale.
     """
 
     init_scale: float = 2.0**16
@@ -59,10 +59,10 @@ class LossScaleOptions:
 
 
 class LossScaler:
-    """Scales losses, and learns from the optimizer's steps how far.
+    """A scaler of losses, whose scale adapts to overflows in the optimizer's steps.
 
     Pass it to one optimizer (``loss_scaler=``), which divides the gradients by the scale, skips
-    steps that overflowed on any rank, and moves the scale, all on the device::
+    steps that overflowed on any rank, and updates the scale, all on the device::
 
         scaler = LossScaler()
         optimizer = AdamW(params, loss_scaler=scaler)
@@ -75,22 +75,22 @@ class LossScaler:
     ) -> None:
         self.options = options or LossScaleOptions()
         self._scale = torch.full((), self.options.init_scale, dtype=torch.float32, device=device)
-        # Clean steps in a row, and overflows to come before one lowers the scale.
+        # Clean steps in a row, and overflows left until one lowers the scale.
         self._clean = torch.zeros((), dtype=torch.int64, device=device)
         self._credit = torch.full((), self.options.hysteresis, dtype=torch.int64, device=device)
         self._owner: weakref.ref[object] | None = None
 
     @property
     def current(self) -> Tensor:
-        """The scale, float32, a scalar on the device; it changes with each step."""
+        """The scale: float32, a scalar on the device, which steps update in place."""
         return self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale, differentiable; a scalar becomes float32, as torch promotes."""
+        """Returns ``loss`` times the scale, differentiable; torch promotes a scalar to float32."""
         return loss * self._scale
 
     def bind(self, owner: object) -> None:
-        """Makes one optimizer the owner, whose steps move the scale.
+        """Makes one optimizer the owner, whose steps update the scale.
 
         Raises:
             ArgumentError: another one owns it.
@@ -104,7 +104,7 @@ class LossScaler:
         self._owner = weakref.ref(owner)
 
     def update(self, found_inf: Tensor) -> None:
-        """Moves the scale after a step, with no host synchronisation.
+        """Updates the scale after a step, with no host synchronisation.
 
         Args:
             found_inf: a scalar on the scaler's device; not 0 when the step overflowed.
@@ -119,11 +119,11 @@ class LossScaler:
         up = (self._scale * options.growth_factor).clamp(max=options.max_scale)
         self._scale.copy_(torch.where(lower, down, torch.where(higher, up, self._scale)))
         self._clean.copy_(torch.where(higher, 0, clean))
-        # Not below 0, where it would count for nothing.
+        # Below 0 it would mean the same as 0, and load_state_dict() would refuse it.
         self._credit.copy_(torch.where(higher, options.hysteresis, credit.clamp(min=0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: "scale", "clean_steps", "overflows_left" and "options"."""
+        """Returns plain numbers: "scale", "clean_steps", "overflows_left" and "options"."""
         return {
             "scale": self._scale.item(),
             "clean_steps": int(self._clean.item()),
@@ -135,7 +135,7 @@ class LossScaler:
         """Continues from a :meth:`state_dict`.
 
         Raises:
-            CheckpointError: it is not one; the scaler is unchanged.
+            CheckpointError: ``state`` is not a scaler's state; the scaler is unchanged.
         """
         names = {field.name for field in fields(LossScaleOptions)}
         try:

@@ -1,4 +1,4 @@
-"""What can be chosen of the sharded optimizers, apart from torch's own arguments."""
+"""The options of the sharded optimizers, apart from torch's own arguments."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ class AdamWOptions:
     """Choices of a sharded optimizer; equal on all ranks.
 
     Attributes:
-        algorithm: of the collectives: "auto", "direct" or "ring".
+        algorithm: algorithm of the collectives: "auto", "direct" or "ring".
         kernels: "native" or "triton".
-        bucket_elems: the most elements of a bucket; a multiple of 512.
-        reduce: gradients of the ranks are averaged ("avg", as DDP does) or added ("sum").
-        master: what is kept of 16-bit parameters in full precision: "fp32", a copy; "remainder",
-            of bfloat16 the 16 bits below the parameter, which is the same in half the memory but
-            rounds ties away from zero; "none", nothing, which needs stochastic rounding.
-        rounding: of 16-bit parameters: "nearest" or "stochastic".
-        seed: of stochastic rounding; the same seed gives the same parameters in any world.
+        bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
+            multiple of 512.
+        reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
+        master: master weights of 16-bit parameters: "fp32" is a copy. "remainder" is the 16 bits
+            below a bfloat16 parameter: the same precision in half the memory, but ties round away
+            from zero. "none" keeps nothing, and needs stochastic rounding.
+        rounding: rounding of 16-bit parameters: "nearest" or "stochastic".
+        seed: seed of stochastic rounding; the same seed gives the same parameters in any world.
         accumulate_dtype: None: gradients add up in ``p.grad``, in its dtype, as in torch.
             ``torch.float32``: each backward is added to an FP32 bucket, and ``p.grad`` is dropped.
-        unused: what a parameter without gradient on any rank does: "skip" the step, as in torch
-            (with several ranks one small all-reduce finds out), or take it with a "zero" gradient.
-        check_finite: skip a step whose gradient is not finite, with no loss scaling too; makes
+        unused: treatment of a parameter without gradient on any rank: "skip" leaves it as it is, as
+            torch does (with several ranks this takes one small all-reduce), and "zero" steps it
+            with a gradient of zero.
+        check_finite: skip a step whose gradient is not finite, even without loss scaling; makes
             the step two passes.
         broadcast_parameters: give all ranks the parameters of rank 0 at preparation, as DDP does.
     """
@@ -88,7 +90,7 @@ class AdamWOptions:
             )
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """Returns the options as plain JSON types."""
         described = asdict(self)
         described["accumulate_dtype"] = str(self.accumulate_dtype)
         return described

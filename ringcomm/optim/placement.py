@@ -1,4 +1,8 @@
-"""Moves parameters into buckets, once all ranks agree, and finds those that lie in some already."""
+"""The placement of parameters in an optimizer's own buckets, or in those of a sharded module.
+
+``ringcomm.zero`` places the parameters of a module. An optimizer that is built on them afterwards
+finds the placement here and works on its buckets, instead of making buckets of its own.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,6 @@ from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# From a list of parameters to buckets in the heap, once all ranks agree on them.
-
 Tensor = torch.Tensor
 Group = Mapping[str, Any]
 
@@ -30,12 +32,12 @@ _COMPARED = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_w
 
 
 def all_params(groups: Sequence[Group]) -> list[Tensor]:
-    """The parameters of all groups, in order; where one occurs twice, twice."""
+    """Returns the parameters of all groups, in order, with repetitions."""
     return [param for group in groups for param in group["params"]]
 
 
 def specs_of(groups: Sequence[Group]) -> list[ParamSpec]:
-    """The specs of :func:`all_params`; a tensor that comes again is tied to its first entry."""
+    """Returns the specs of :func:`all_params`; a repeated tensor is tied to its first entry."""
     specs: list[ParamSpec] = []
     first: dict[int, int] = {}
     for number, group in enumerate(groups):
@@ -47,10 +49,10 @@ def specs_of(groups: Sequence[Group]) -> list[ParamSpec]:
 
 
 def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
-    """Checks that no two parameters share memory, which moving them would separate silently.
+    """Checks that no two parameters share memory, since moving them would silently untie them.
 
     Raises:
-        ArgumentError: two do; both are named.
+        ArgumentError: two parameters share memory; names both.
     """
     spans = sorted(
         (params[index].data_ptr(), params[index].data_ptr() + _extent_bytes(params[index]), index)
@@ -67,13 +69,13 @@ def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
 
 
 def _extent_bytes(tensor: Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Returns the bytes from the first to the last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
 def check_masters(layout: ShardLayout, options: AdamWOptions) -> None:
-    """Checks that the options can serve the parameters' dtypes.
+    """Checks that the options fit the parameters' dtypes.
 
     Raises:
         ArgumentError: a float16 parameter with a remainder.
@@ -93,7 +95,7 @@ def check_ranks(
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
 
     Raises:
-        MismatchError: two ranks differ; both are named, and the first parameter that differs.
+        MismatchError: two ranks differ; names both, and the first parameter that differs.
     """
     compared = [{name: _plain(group[name]) for name in _COMPARED} for group in groups]
     mine = {"layout": layout.describe(), "options": options.describe(), "groups": compared}
@@ -104,7 +106,7 @@ def check_hyper_parameters(comm: Communicator, groups: Sequence[Group]) -> None:
     """Compares the hyper-parameters of all ranks, lr too; collective.
 
     Raises:
-        MismatchError: two ranks differ; both are named, and the first group that differs.
+        MismatchError: two ranks differ; names both, and the first group that differs.
     """
     compared = [{name: _plain(group[name]) for name in ("lr", *_COMPARED)} for group in groups]
     check_agreement(comm, "optimizer.step", {"groups": compared})
@@ -119,7 +121,7 @@ def _plain(value: Any) -> Any:
 def move_parameters(
     params: list[Tensor], buckets: Buckets, comm: Communicator | None, broadcast: bool
 ) -> None:
-    """Makes the parameters views of their buckets; with ``broadcast``, those of rank 0."""
+    """Makes the parameters views of their buckets; with ``broadcast``, with rank 0's values."""
     buckets.adopt(params)
     for bucket in buckets:
         if comm is not None and broadcast:
@@ -128,7 +130,7 @@ def move_parameters(
 
 
 def share_params(comm: Communicator, buckets: Buckets) -> None:
-    """Gives all ranks each other's chunks of the parameters, where ranks keep them all."""
+    """Gathers the parameters' chunks on all ranks, in buckets that ranks keep whole; collective."""
     for bucket in buckets:
         if bucket.has_all_params:
             chunks = [bucket.layout.chunk(rank, comm.world_size) for rank in range(comm.world_size)]
@@ -137,44 +139,38 @@ def share_params(comm: Communicator, buckets: Buckets) -> None:
 
 
 class BucketOwner(Protocol):
-    """A step, as a placement sees it: who keeps the state of its parameters."""
+    """The interface of a step that a placement uses; it keeps the state of the parameters."""
 
     buckets: Buckets
 
 
-# Parameters that lie in buckets before there is an optimizer for them.
-#
-# ``ringcomm.zero`` places the parameters of a module; an optimizer that is built on them afterwards
-# finds the placement here and works on its buckets, instead of making some of its own.
-
-
 class Placement(ABC):
-    """Where parameters lie, and what that means for a step."""
+    """The buckets in which parameters lie before there is an optimizer, and their use in a step."""
 
     #: The ranks that share the parameters; None for a world of one on the host.
     comm: Communicator | None
-    #: The rank and the world that a shard of the state is one of.
+    #: Rank and world size of this rank's shard of the state.
     shard_of: tuple[int, int]
 
     @abstractmethod
     def names(self) -> Mapping[int, str]:
-        """By ``id`` of each placed trainable parameter: its name."""
+        """Returns the name of each placed trainable parameter, by its ``id``."""
 
     @abstractmethod
     def options(self, options: AdamWOptions) -> AdamWOptions:
-        """The optimizer's options with what the placement has decided.
+        """Returns the optimizer's options, with those that the placement decides.
 
         Raises:
-            ArgumentError: the optimizer was given others.
+            ArgumentError: the optimizer was given other values for those.
         """
 
     @abstractmethod
     def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
-        """The layout by the optimizer's order of parameters."""
+        """Returns the layout with parameters in the optimizer's order."""
 
     @abstractmethod
     def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
-        """The buckets, with state for an optimizer."""
+        """Returns the buckets, with state for an optimizer."""
 
     @abstractmethod
     def gradients(
@@ -184,50 +180,51 @@ class Placement(ABC):
         buckets: Buckets,
         accumulator: Accumulator | None,
     ) -> Gradients:
-        """Where a step finds its gradients."""
+        """Returns the gradients of a step."""
 
     @abstractmethod
     def kernels(self, native: Kernels) -> Kernels:
-        """The kernels of a step, made of those that work on whole buckets."""
+        """Returns the kernels of a step, built on those that work on whole buckets."""
 
     @abstractmethod
     def check(self) -> None:
         """Checks, before a step changes anything, that the parameters are where they were placed.
 
         Raises:
-            ArgumentError: one was moved, replaced, or written to where that is lost.
+            ArgumentError: a parameter was moved, replaced, or written to where that is lost.
         """
 
     @abstractmethod
     def forget_gradients(self, set_to_none: bool) -> None:
-        """Forgets what backwards have left, with or without an optimizer.
+        """Forgets the gradients of earlier backwards, with or without an optimizer.
 
         Args:
-            set_to_none: parameters have no gradient then, rather than zeros.
+            set_to_none: leave no gradients, rather than zeros.
         """
 
     @abstractmethod
     def refresh_masters(self) -> None:
-        """Takes masters from parameters that were written to outside a step."""
+        """Sets the masters to the parameters, after these were written to outside a step."""
 
     @abstractmethod
     def bind(self, owner: BucketOwner) -> None:
         """Makes one optimizer the owner.
 
         Raises:
-            ArgumentError: another one owns it.
+            ArgumentError: another optimizer is the owner.
         """
 
 
-# Weak in its keys, which it tells apart by id(), and its values, which refer to the keys. torch's
-# class is not typed.
+# The keys are weak and compared by id(), and the values are weak since they refer to the keys.
+# torch's class is not typed.
 _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKeyDictionary)()
-# Of the keys, and of some that are gone: a set answers in an eighth of a weak dictionary's time.
+# The ids of the keys, and of some that are gone: a set look-up takes an eighth of a weak
+# dictionary's time.
 _ids: set[int] = set()
 
 
 def place(param: Tensor, placement: Placement) -> None:
-    """Says where a parameter lies."""
+    """Records a parameter's placement."""
     _placements[param] = weakref.ref(placement)
     _ids.add(id(param))
 
@@ -239,7 +236,7 @@ def displace(param: Tensor) -> None:
 
 
 def first_placed(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Placement] | None:
-    """The first parameter of an optimizer's groups that has a placement, and that; or None."""
+    """Returns the first parameter in groups that has a placement, with that placement, or None."""
     for group in groups:
         params = group["params"]
         if _ids.isdisjoint(map(id, params)):
@@ -252,7 +249,7 @@ def first_placed(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Placement
 
 
 def placement_of(params: Any) -> Placement | None:
-    """The placement of the first placed one among an optimizer's ``params``, in any form."""
+    """Returns the placement of the first placed parameter in an optimizer's ``params`` argument."""
     if isinstance(params, Tensor):
         found = _placements.get(params)
         return None if found is None else found()
@@ -265,7 +262,7 @@ def placement_of(params: Any) -> Placement | None:
 
 
 def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that parameters without a placement when an optimizer was built have none now.
+    """Checks that an optimizer's parameters were not placed after the optimizer was built.
 
     Raises:
         ArgumentError: they were sharded since, perhaps over other ranks than the optimizer's.
@@ -278,11 +275,11 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
 
 
 def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
-    """The placement of an optimizer's parameters, or None when they have none.
+    """Returns the placement of an optimizer's parameters, or None when they have none.
 
     Raises:
-        ArgumentError: they have several, or only some of them have one, or some that were placed
-            together are missing.
+        ArgumentError: the parameters have several placements, or only some of them have one, or
+            some that were placed together are missing or frozen.
     """
     trainable = [
         (param, f"param group {number}, parameter {index}")

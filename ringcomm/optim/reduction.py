@@ -1,4 +1,4 @@
-"""Reduces gradients to FP32 shards and sums their norms, before any parameter changes."""
+"""Reduction of gradients to FP32 shards, and their norms."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from ringcomm.comm.engine import Call
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 
-# From the exact sums that the kernels leave to a norm, with no host synchronisation.
-
 Tensor = torch.Tensor
 
-# kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits, the lowest worth
-# 2^-352, and how many blocks hold an infinity or a NaN.
+# The norm words of kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits,
+# the lowest worth 2^-352, and the number of blocks that hold an infinity or a NaN.
 NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20
 BIAS = 352
@@ -31,7 +29,7 @@ _KINDS = {2.0: "l2", 1.0: "l1", math.inf: "inf"}
 
 
 def norm_kind(norm_type: float) -> str:
-    """The kernels' name of a norm.
+    """Returns the kernels' name of a norm.
 
     Raises:
         ArgumentError: it is not 1, 2 or inf.
@@ -46,12 +44,12 @@ def norm_kind(norm_type: float) -> str:
 
 
 def kind_code(kind: str) -> int:
-    """The native code of a norm."""
+    """Returns the native code of a norm."""
     return _native.GRAD_NORM_KINDS[kind]
 
 
 def combine(words: Tensor, kind: str) -> Tensor:
-    """Several buckets' words as one's.
+    """Combines the norm words of several buckets.
 
     Args:
         words: int64 [buckets, 24].
@@ -66,20 +64,20 @@ def combine(words: Tensor, kind: str) -> Tensor:
 
 
 def found_non_finite(words: Tensor) -> Tensor:
-    """1.0 when a gradient holds an infinity or a NaN, else 0.0; float64, a scalar."""
+    """Returns 1.0 if a gradient holds an infinity or a NaN, else 0.0; float64, a scalar."""
     return (words[NON_FINITE_WORD] != 0).to(torch.float64)
 
 
 def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
-    """The norm that words of all buckets and ranks stand for.
+    """Returns the norm from the words of all buckets and ranks, with no host synchronisation.
 
-    The words are sums of whole numbers, equal however many ranks added them; what follows is the
-    same arithmetic everywhere, so the norm has the same bits in every world.
+    The words are sums of whole numbers, which do not depend on the number of ranks. The arithmetic
+    here is the same everywhere, so the norm has the same bits in every world.
 
     Args:
         words: int64 [24], from :func:`combine`.
         kind: "l2", "l1" or "inf".
-        inv_scale: float64, a scalar: what the gradient is multiplied by.
+        inv_scale: float64, a scalar: the factor of the gradient.
 
     Returns:
         float32, a scalar on the device of ``words``; NaN when the gradient is not finite.
@@ -96,7 +94,7 @@ def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
 
 
 class ReduceOptions(Protocol):
-    """What a reducer reads of an optimizer's options, or of ZeRO's."""
+    """The options of an optimizer, or of ZeRO, that a reducer reads."""
 
     @property
     def reduce(self) -> str: ...
@@ -106,14 +104,16 @@ class ReduceOptions(Protocol):
 
 @dataclass(frozen=True)
 class Into:
-    """Where a bucket's gradients are reduced to, and how.
+    """The target of a reduction of a bucket's gradients.
 
     Attributes:
         out: float32 [chunk elements].
         kind: "l2", "l1" or "inf".
-        words: int64 [24], overwritten with the norm of ``out``; None, on a CPU: no norm.
+        words: int64 [24], overwritten with the norm words of ``out``; None, only on a CPU, computes
+            none.
         accumulate: add to ``out``.
-        tag: equal on all ranks: what tells this reduction from others of the same size; 0: nothing.
+        tag: number that tells this reduction from others of the same size, equal on all ranks; 0
+            where there is none.
     """
 
     out: Tensor
@@ -124,14 +124,14 @@ class Into:
 
 
 class Reducer(ABC):
-    """Of one communicator; whose kernels, the subclass says."""
+    """The reductions of one communicator; the subclass chooses the kernels."""
 
     @abstractmethod
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
         """Sums elements for the norm.
 
         Args:
-            grads: [elements], what this rank has of the gradient.
+            grads: [elements], this rank's part of the gradient.
             kind: "l2", "l1" or "inf".
             words: int64 [24], overwritten.
         """
@@ -142,16 +142,16 @@ class Reducer(ABC):
 
         Args:
             grads: [bucket elements], of any of the parameters' dtypes.
-            into: where to, and how.
-            async_op: run behind the caller's back; ``grads`` and what ``into`` has must live on.
+            into: the target.
+            async_op: return at once; ``grads`` and the tensors in ``into`` must live on.
 
         Returns:
-            With ``async_op`` what to wait for.
+            With ``async_op``, the work to wait for.
         """
 
 
 class HostReducer(Reducer):
-    """The native kernels on the CPU. Alone, nothing is to be reduced: only norms."""
+    """The native kernels on the CPU. A world of one without communicator only sums norms."""
 
     def __init__(
         self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
@@ -201,7 +201,7 @@ class HostReducer(Reducer):
 
 
 class DeviceReducer(HostReducer):
-    """The native kernels on a device, whose blocks add to the words."""
+    """The native kernels on a device, whose blocks add to the norm words."""
 
     def __init__(self, comm: Communicator, options: ReduceOptions) -> None:
         super().__init__(comm, options)
@@ -235,12 +235,12 @@ class DeviceReducer(HostReducer):
 
 
 def make_reducer(comm: Communicator, options: ReduceOptions, step_bytes: int) -> Reducer:
-    """The native kernels' reducer for the tensors of a communicator.
+    """Makes the native kernels' reducer for the tensors of a communicator.
 
     Args:
-        comm: which.
-        options: what to use.
-        step_bytes: of the gradients of all buckets.
+        comm: the communicator.
+        options: options of the reductions.
+        step_bytes: bytes of the gradients of all buckets.
     """
     if comm.launches:
         return DeviceReducer(comm, options)

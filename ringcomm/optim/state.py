@@ -1,4 +1,9 @@
-"""A rank's shard of an optimizer, to a checkpoint and back in any world; torch's format of it."""
+"""Saving and loading of an optimizer's state, as shards for any world or in torch's format.
+
+A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
+"skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
+``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,11 @@ from ringcomm.optim.kernels import check_hyper
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.step import ShardedStep
 
-# Param groups in checkpoints: packed as torch packs them, checked before they are taken over.
-
 Group = dict[str, Any]
 
 
 def pack_groups(groups: Sequence[Mapping[str, Any]], layout: ShardLayout) -> list[Group]:
-    """Groups with indices in place of parameters, as in ``torch.optim``'s state_dict."""
+    """Returns groups with indices in place of parameters, as in ``torch.optim``'s state_dict."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
@@ -40,10 +43,10 @@ def pack_groups(groups: Sequence[Mapping[str, Any]], layout: ShardLayout) -> lis
 def check_groups(
     groups: Sequence[Group], saved: Any, place: torch.device, operation: str
 ) -> list[Group]:
-    """Saved groups, ready to be taken over by :func:`take_groups`.
+    """Checks saved groups, and returns them ready for :func:`take_groups`.
 
     Raises:
-        CheckpointError: they do not fit ``groups``, or hold what is no hyper-parameter.
+        CheckpointError: they do not fit ``groups``, or have a bad hyper-parameter.
     """
     if not isinstance(saved, Sequence) or len(saved) != len(groups):
         count = len(saved) if isinstance(saved, Sequence) else "none"
@@ -64,7 +67,7 @@ def check_groups(
             taken["betas"] = tuple(taken["betas"])
         if isinstance(taken.get("lr"), torch.Tensor):
             taken["lr"] = taken["lr"].to(place)
-        # It is the class of an optimizer that decides, as in torch.
+        # The class of the optimizer decides this, as in torch.
         taken["decoupled_weight_decay"] = group["decoupled_weight_decay"]
         try:
             check_hyper({**group, **taken}, index, place)
@@ -75,17 +78,10 @@ def check_groups(
 
 
 def take_groups(groups: Sequence[Group], ready: Sequence[Group]) -> None:
-    """Takes over what :func:`check_groups` returned."""
+    """Takes over the groups that :func:`check_groups` returned."""
     for group, taken in zip(groups, ready, strict=True):
         group.update(taken)
 
-
-# Saved shards: checked, read across ranks, and cut anew for another world.
-#
-# A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
-# "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
-# ``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: which rank of which world,
-# and the layout.
 
 Tensor = torch.Tensor
 Shard = Mapping[str, Any]
@@ -98,7 +94,7 @@ _SCALARS = ("steps_taken", "skipped_steps")
 
 
 def describe_shard(layout: ShardLayout, rank: int, world_size: int) -> dict[str, Any]:
-    """The entry "shard", as plain JSON types."""
+    """Returns the entry "shard" as plain JSON types."""
     return {
         "version": SHARD_VERSION,
         "rank": rank,
@@ -109,7 +105,7 @@ def describe_shard(layout: ShardLayout, rank: int, world_size: int) -> dict[str,
 
 
 class SavedShard:
-    """One checked shard."""
+    """One saved shard, checked."""
 
     def __init__(self, saved: Any, operation: str) -> None:
         self.operation = operation
@@ -166,7 +162,7 @@ class SavedShard:
 
 
 class SavedShards:
-    """All shards of a world, or one of them alone."""
+    """The saved shards of a world: all of them, or a part."""
 
     def __init__(self, saved: Sequence[Any], operation: str) -> None:
         self.operation = operation
@@ -202,7 +198,7 @@ class SavedShards:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks' shards are there."""
+        """True if the shards of all ranks are there."""
         return set(self.by_rank) == set(range(self.world_size))
 
     def require_all(self) -> None:
@@ -215,7 +211,7 @@ class SavedShards:
             )
 
     def cut(self, layout: ShardLayout, rank: int, world_size: int) -> ChunkTensors:
-        """What ``rank`` of ``world_size`` keeps under ``layout``, of equal parameters; copies."""
+        """Returns copies of a rank's state under ``layout``, which has the same parameters."""
         mine: ChunkTensors = []
         for bucket in layout.buckets:
             chunk = bucket.chunk(rank, world_size)
@@ -237,7 +233,7 @@ class SavedShards:
         return list(self.first.buckets[number])
 
     def _read(self, param: int, name: str, begin: int, target: Tensor) -> None:
-        """Elements of a parameter's state from ``begin`` on, wherever ranks have them."""
+        """Reads a parameter's state from element ``begin`` on, from the shards that have it."""
         number, segment = self.layout.places[param]
         low = segment.begin + begin
         high = low + target.numel()
@@ -250,14 +246,14 @@ class SavedShards:
 
 
 def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
-    """Cuts the shards of one world anew for another one.
+    """Cuts the shards of one world anew for another world.
 
     Args:
         shards: ``state_dict()`` of all ranks, in any order; their tensors are not kept.
-        world_size: how many ranks are to load them.
+        world_size: number of ranks that are to load them.
 
     Returns:
-        What each rank loads, by rank; on the CPU.
+        The new shards, by rank; on the CPU.
 
     Raises:
         CheckpointError: a shard is damaged or missing, or they were not saved together.
@@ -289,7 +285,7 @@ _LOAD = "load_state_dict"
 
 
 def save(sharded: ShardedStep) -> dict[str, Any]:
-    """This rank's shard as in :mod:`ringcomm.optim.state`; its tensors are no copies."""
+    """Returns this rank's shard, in the form of this module; its tensors are no copies."""
     sharded.refuse_if_torn("state_dict")
     sharded.written.take_over()
     control = sharded.table.control
@@ -306,10 +302,10 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
 
 
 def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
-    """Continues from one's own shard, or from all shards of any world.
+    """Continues from this rank's own shard, or from all shards of any world; collective.
 
     Raises:
-        CheckpointError: nothing was changed.
+        CheckpointError: the shards do not fit, on this rank or another; nothing was changed.
     """
     setting = sharded.setting
     operation = setting.where(_LOAD)
@@ -329,7 +325,7 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
 
 
 def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> None:
-    """Raises CheckpointError unless both are of the same parameters; names do not matter."""
+    """Raises CheckpointError unless both layouts have the same parameters, names aside."""
     if len(mine.params) != len(saved.params):
         raise CheckpointError(
             f"{operation}: expected the state of {len(mine.params)} parameters, got that of "
@@ -343,7 +339,7 @@ def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> 
 
 
 def _own(sharded: ShardedStep, saved: SavedShards, operation: str) -> ChunkTensors:
-    """This rank's tensors: as they were saved, or cut from all shards."""
+    """Returns this rank's tensors, as they were saved or cut from all shards."""
     rank, world_size = sharded.shard_of
     shard = saved.by_rank.get(rank)
     same_world = saved.world_size == world_size
@@ -388,7 +384,7 @@ _LOAD = "load_torch_state_dict"
 
 
 def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
-    """The state of all parameters on rank ``dst``, or on all ranks; collective."""
+    """Returns the state of all parameters on rank ``dst``, or on all ranks; collective."""
     sharded.refuse_if_torn("full_state_dict")
     sharded.written.take_over()
     steps: list[float] = sharded.table.step.tolist()
@@ -396,7 +392,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
     masters: dict[int, Tensor] = {}
     for index, spec in enumerate(sharded.layout.params):
-        # torch makes a parameter's state at its first gradient.
+        # As in torch, a parameter has state from its first gradient on.
         if steps[index]:
             step = torch.tensor(steps[index], dtype=_scalar_dtype(), device="cpu")
             state[index] = {"step": step}
@@ -425,7 +421,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
 
 
 def _scalar_dtype() -> torch.dtype:
-    """As torch keeps "step"."""
+    """Returns the dtype in which torch keeps "step"."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
@@ -434,7 +430,7 @@ def _has(name: str, amsgrad: list[bool], sharded: ShardedStep, index: int) -> bo
 
 
 def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
-    """All ranks' chunks of one tensor: float32 [bucket elements]."""
+    """Gathers all ranks' chunks of one tensor: float32 [bucket elements]; collective."""
     comm = sharded.setting.comm
     if comm is None or sharded.shard_of[1] == 1:
         return own
@@ -445,7 +441,7 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
 
 
 def master_of(bucket: Bucket) -> Tensor | None:
-    """The FP32 masters of this rank's chunk; None where the parameters are all there is."""
+    """Returns the FP32 masters of this rank's chunk, or None if there are only parameters."""
     remainder = bucket.state.remainder
     if remainder is None:
         return bucket.state.master
@@ -453,10 +449,10 @@ def master_of(bucket: Bucket) -> Tensor | None:
 
 
 def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
-    """Takes this rank's part of a whole state.
+    """Takes this rank's part of a whole state in torch's format; collective.
 
     Raises:
-        CheckpointError: it does not fit the parameters; nothing was changed.
+        CheckpointError: the state does not fit the parameters; nothing was changed.
     """
     operation = sharded.setting.where(_LOAD)
     with agreed_load(sharded.setting.comm, operation) as agreement:
@@ -477,14 +473,14 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
     _take(sharded, entries, masters, any(amsgrad))
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
-    # A step of torch's is one of every parameter's at most.
+    # torch counts steps by parameter, and the optimizer has taken at least the largest count.
     sharded.table.control[kernels.STEPS].fill_(max(steps, default=0.0))
     sharded.table.control[kernels.SKIPPED].zero_()
     sharded.begin_anew()
 
 
 def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
-    """State by this optimizer's index: torch's keys are what "params" of the groups say."""
+    """Returns states by this optimizer's indices; torch's keys are in "params" of the groups."""
     keys = [key for group in given["param_groups"] for key in group["params"]]
     found: dict[int, Any] = {}
     for index, key in enumerate(keys):
@@ -524,7 +520,7 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 def _check_masters(
     sharded: ShardedStep, given: Mapping[str, Any], operation: str
 ) -> dict[int, Tensor] | None:
-    """The masters by index, or None when there are none."""
+    """Checks the masters; returns them by index, or None when there are none."""
     masters = given.get("master")
     if masters is None:
         return None
@@ -553,14 +549,14 @@ def _take(
         bucket.refresh_master()
         if masters is not None:
             _take_masters(sharded, bucket, masters)
-        # What is not named is zeroed.
+        # take_state() zeroes tensors that it is not given, so the masters are passed on.
         kept = {k: v for k, v in bucket.state.tensors().items() if k not in _MOMENTS}
         tensors.append({**own, **kept})
     take_state(sharded, tensors)
 
 
 def _in_order(sharded: ShardedStep, index: int, tensor: Tensor) -> Tensor:
-    """A tensor of a parameter's shape as float32 [elements], in the bucket's order."""
+    """Returns a tensor of a parameter's shape as float32 [elements], in the bucket's order."""
     spec = sharded.layout.params[index]
     flat = torch.empty(spec.elems, dtype=torch.float32, device=sharded.setting.device)
     spec.view(flat).copy_(tensor)
@@ -575,7 +571,7 @@ def _take_masters(sharded: ShardedStep, bucket: Bucket, masters: dict[int, Tenso
         flat = _in_order(sharded, index, masters[index])
         low, high = max(begin, chunk.begin), min(end, chunk.end)
         if state.remainder is not None:
-            # Its low half means something only below the parameter that it was split from.
+            # A remainder has a meaning only with the parameter that it was split from.
             bucket.write_params(begin, split_master(flat)[0])
         if low >= high:
             continue

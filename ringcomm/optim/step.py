@@ -1,4 +1,4 @@
-"""The step of an optimizer whose parameters lie in buckets: one pass, or two."""
+"""The step of an optimizer whose parameters lie in buckets, in one pass or two."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ from ringcomm.optim.placement import (
 )
 from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, norm_of
 
-# Masters of 16-bit parameters that were written to between steps.
-
 Tensor = torch.Tensor
 
 
 class OutsideWrites:
-    """Has masters follow what was written to their parameters in place.
+    """The in-place writes to parameters between steps, which their masters follow.
 
-    A step stores what the masters round to: without this it would undo a ``load_state_dict()`` of
-    the module, and say nothing. It notices what counts up a parameter's version, which writes
-    through ``.data`` do not. With stochastic rounding nobody can tell which elements were written.
+    A step stores the rounded masters in the parameters, so it would otherwise silently undo a
+    ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which
+    writes through ``.data`` do not change. Masters do not follow under stochastic rounding, where
+    the values do not tell which elements were written.
     """
 
     def __init__(self, params: Sequence[Tensor], buckets: Buckets, options: AdamWOptions) -> None:
@@ -64,11 +63,11 @@ class OutsideWrites:
         return [param._version for param in self._params]
 
     def accept(self) -> None:
-        """The masters are right as they are."""
+        """Accepts the masters as they are, whatever was written so far."""
         self._versions = self._read()
 
     def take_over(self) -> None:
-        """Where a parameter is not what its master rounds to, the master becomes the parameter."""
+        """Sets each master that does not round to its parameter to the parameter."""
         versions = self._read()
         if versions != self._versions:
             for bucket in self._buckets:
@@ -81,14 +80,14 @@ _log = logging.getLogger("ringcomm.optim")
 
 @dataclass(frozen=True)
 class Setting:
-    """What an optimizer was built with.
+    """The settings that an optimizer was built with.
 
     Attributes:
-        comm: None for a world of one.
-        device: where the parameters are.
+        comm: the communicator, or None for a world of one.
+        device: device of the parameters.
         options: ringcomm's own choices.
-        loss_scaler: what the losses are multiplied by, or None.
-        accumulator: with ``options.accumulate_dtype``, what the backwards add to.
+        loss_scaler: the scaler of the losses, or None.
+        accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
     """
 
     comm: Communicator | None
@@ -106,13 +105,13 @@ class Setting:
         return 1 if self.comm is None else self.comm.world_size
 
     def where(self, operation: str) -> str:
-        """The head of a message."""
+        """Returns the head of a message about an operation."""
         return where(f"optimizer.{operation}", self.rank, self.world_size)
 
 
 @dataclass(frozen=True)
 class Amp:
-    """What torch's GradScaler hands over: scalars on the device, or None."""
+    """The scalars on the device that torch's GradScaler hands over, or None."""
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -120,13 +119,13 @@ class Amp:
 
 @dataclass
 class _FirstPass:
-    """Between two passes: what the first one found.
+    """The result of the first of two passes.
 
     Attributes:
-        words: int64 [24], the norm of all buckets and ranks.
-        kind: which norm.
-        clip: float64, a scalar: the coefficient so far.
-        mark: of the gradients that were reduced.
+        words: int64 [24], the norm words of all buckets and ranks.
+        kind: "l2", "l1" or "inf".
+        clip: float64, a scalar: the clip coefficient so far.
+        mark: the mark of the gradients that were reduced.
     """
 
     words: Tensor
@@ -136,7 +135,7 @@ class _FirstPass:
 
 
 class ShardedStep:
-    """Buckets, table and kernels of one optimizer on one rank.
+    """The buckets, table and kernels of one optimizer on one rank.
 
     Building it is collective, and moves the parameters into the heap.
     """
@@ -160,7 +159,7 @@ class ShardedStep:
         self.kernels = make_kernels(comm, options, self.table)
         if comm is not None:
             check_ranks(comm, self.layout, groups, options)
-        #: Of which rank and world the state here is a shard.
+        #: Rank and world size of the shard of the state here.
         self.shard_of = (setting.rank, setting.world_size)
         if placement is None:
             self._take_over()
@@ -172,7 +171,7 @@ class ShardedStep:
         self._seen_skipped = 0
 
     def _take_over(self) -> None:
-        """Moves the parameters into buckets of the optimizer's own."""
+        """Moves the parameters into the optimizer's own buckets."""
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
         self.buckets = Buckets.make(
             self.layout, setting.rank, setting.world_size, options, BucketDevice.of(comm)
@@ -185,7 +184,7 @@ class ShardedStep:
         )
 
     def _join(self, placement: Placement) -> None:
-        """Works on the buckets in which the parameters lie already."""
+        """Takes the buckets in which a placement has put the parameters."""
         setting = self.setting
         placement.bind(self)
         self.shard_of = placement.shard_of
@@ -201,22 +200,22 @@ class ShardedStep:
 
     @property
     def two_passes(self) -> bool:
-        """Whether every step must look at the whole gradient before it changes anything."""
+        """True if every step must check the whole gradient before it changes anything."""
         return self.setting.options.check_finite or self.setting.loss_scaler is not None
 
     def _still_reduced(self) -> _FirstPass | None:
-        """What the first pass found, if the gradients are still those that it looked at."""
+        """Returns the result of the first pass, or None if the gradients have changed since."""
         reduced = self._reduced
         if reduced is not None and reduced.mark != self.gradients.mark():
             reduced = self._reduced = None
         return reduced
 
     def forget_reduced(self) -> None:
-        """The gradients are new: what :meth:`clip` reduced is old."""
+        """Forgets the result of :meth:`clip`, since the gradients are new."""
         self._reduced = None
 
     def begin_anew(self) -> None:
-        """The state was replaced as a whole: what was wrong with it is past."""
+        """Clears the marks of earlier steps, after the whole state was replaced."""
         self.torn = False
         self._reduced = None
         self.written.accept()
@@ -227,7 +226,7 @@ class ShardedStep:
         """Reads the groups' hyper-parameters, which schedulers change.
 
         Raises:
-            ArgumentError: one is not usable; nothing was changed.
+            ArgumentError: a hyper-parameter cannot be used; nothing was changed.
         """
         self._check_hyper()
         self.table.write_hyper(self.groups)
@@ -239,13 +238,13 @@ class ShardedStep:
             kernels.check_hyper(group, index, self.setting.device)
 
     def ensure_max(self) -> None:
-        """Gives amsgrad its memory, if it has none yet."""
+        """Allocates amsgrad's memory, if it has none yet."""
         for bucket in self.buckets:
             if bucket.ensure_max():
                 self.kernels.forget()
 
     def clip(self, max_norm: float, kind: str, error_if_nonfinite: bool) -> Tensor:
-        """The first pass of a step, and the coefficient for the second; returns the norm."""
+        """Runs the first pass of a step, keeps the clip coefficient, and returns the norm."""
         self.refuse_if_torn("clip_grad_norm_")
         self._check_hyper()
         before = self._still_reduced()
@@ -259,14 +258,14 @@ class ShardedStep:
                 f"{norm.item()}. Look for the loss that overflowed, or pass "
                 "error_if_nonfinite=False"
             )
-        # In FP32 and in this order, as torch.nn.utils.clip_grad_norm_ has it.
+        # In FP32 and in this order, as torch.nn.utils.clip_grad_norm_ computes it.
         here = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         reduced.clip = coefficient * here.to(torch.float64)
         self._reduced = reduced
         return norm
 
     def step(self, amp: Amp) -> None:
-        """One step; either all of it happens, or the optimizer is torn.
+        """Takes one step; if it fails halfway, the optimizer is torn.
 
         Raises:
             ArgumentError, UnsupportedError, MismatchError: nothing was changed.
@@ -299,14 +298,14 @@ class ShardedStep:
         self.torn = False
         self._reduced = None
         if self.setting.accumulator is not None:
-            # p.grad is None throughout, so nobody but the step can tell when a new sum begins.
+            # p.grad is always None here, so only the step can tell that a new sum begins.
             self.setting.accumulator.clear()
         if self.setting.loss_scaler is not None:
             self.setting.loss_scaler.update(self.table.control[kernels.FOUND_INF])
         self._report()
 
     def refuse_if_torn(self, operation: str) -> None:
-        """Raises once a step has failed halfway."""
+        """Raises RingcommError if an earlier step failed halfway."""
         if self.torn:
             raise RingcommError(
                 f"{self.setting.where(operation)}: an earlier step failed halfway, so parameters "
@@ -315,7 +314,7 @@ class ShardedStep:
             )
 
     def _collect(self) -> None:
-        """Gradients into the buckets, and which parameters step."""
+        """Moves gradients into the buckets, and determines which parameters step; collective."""
         self.gradients.check()
         if self._placement is not None:
             self._placement.check()
@@ -334,7 +333,7 @@ class ShardedStep:
                 check_hyper_parameters(asked, self.groups)
 
     def _reduce(self, kind: str) -> _FirstPass:
-        """The first of two passes."""
+        """Runs the first of two passes; collective."""
         self._collect()
         place, comm = self.setting.device, self.setting.comm
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
@@ -353,7 +352,7 @@ class ShardedStep:
         return scaler.current.to(self.setting.device, torch.float64).reciprocal()
 
     def _write_control(self, amp: Amp, reduced: _FirstPass | None) -> None:
-        """What the kernels multiply by, and whether they do anything at all."""
+        """Writes the factors of the gradient, and whether the kernels skip the step."""
         control = self.table.control
         if amp.scale is not None:
             control[kernels.INV_SCALE].copy_(amp.scale.to(torch.float64).view(()).reciprocal())
@@ -370,7 +369,7 @@ class ShardedStep:
             found.add_(found_non_finite(reduced.words))
 
     def _report(self) -> None:
-        """Says that a step was skipped, where reading the device costs nothing."""
+        """Logs on rank 0 that a step was skipped; on the CPU, where reading that costs nothing."""
         if self.setting.device.type != "cpu":
             return
         skipped = int(self.table.control[kernels.SKIPPED])
@@ -382,15 +381,15 @@ class ShardedStep:
 
 
 def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTable) -> Kernels:
-    """The kernels that options and device ask for.
+    """Makes the kernels that options and device ask for.
 
     Args:
-        comm: None for a world of one.
-        options: what to use.
-        table: what :meth:`Kernels.begin` will be called with.
+        comm: the communicator, or None for a world of one.
+        options: options of the optimizer.
+        table: the table that :meth:`Kernels.begin` will be called with.
 
     Raises:
-        UnsupportedError: Triton's cannot run here, or the ring's segments are too small.
+        UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too small.
     """
     if comm is not None and comm.world_size > 1:
         _check_segments(comm, ALGORITHMS[options.algorithm])
@@ -401,14 +400,14 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
         native = HostKernels(comm, options, table)
     if options.kernels == "native":
         return native
-    # Not at the top: Triton takes seconds to import.
+    # Imported here, since Triton takes seconds to import.
     from ringcomm.optim.triton_kernels import TritonKernels
 
     return TritonKernels(comm, options, table, native)
 
 
 def _check_segments(comm: Communicator, algorithm: int) -> None:
-    """Refuses a ring whose segments hold no whole block, of which norms are sums."""
+    """Refuses a ring whose segments hold no whole block, since norms are summed by blocks."""
     segment_bytes, least = comm.segment_bytes, BLOCK_ELEMS * 4
     if comm.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(

@@ -1,6 +1,6 @@
-"""Triton's kernels, in place of the native ones that compute and communicate.
+"""Triton's kernels, which replace the native ones that compute and communicate.
 
-On the host they run in Triton's interpreter, for tests. The beginning of a step stays native.
+On the host they run in Triton's interpreter, for tests. The native kernels still begin a step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# Parameters of steps that failed: a peer that has not heard of it may still store there.
+# Parameters of steps that failed, kept alive since a peer that does not know yet may store there.
 _abandoned: list[Tensor] = []
 
 
 class TritonCalls:
-    """Runs Triton's collectives in the order of a communicator's calls.
+    """The runner of Triton's collectives, in the order of a communicator's calls.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
@@ -68,7 +68,7 @@ class TritonCalls:
         record: Tensor,
         stored: Tensor | None = None,
     ) -> None:
-        """Runs a collective; peers store in ``stored``."""
+        """Runs the collective that ``make`` plans; peers store to ``stored``."""
         comm = self._comm
         if comm is None:
             return
@@ -87,24 +87,24 @@ class TritonCalls:
 
 
 class TritonReducer(Reducer):
-    """Triton's kernels, as the optimizer uses them: for its own buckets, at each step."""
+    """Triton's reductions of the optimizer's own buckets, at each step."""
 
     def __init__(self, triton: TritonCalls, comm: Communicator | None, op: str) -> None:
         self._triton = triton
         self._comm = comm
         self._op = op
-        # By what is written: its address, and words that keep theirs from step to step.
+        # By address of the output: a record of that address and of norm words that stay in place.
         self._records: dict[int, Tensor] = {}
 
     def forget(self) -> None:
-        """Addresses must be taken anew."""
+        """Drops kept addresses."""
         self._records.clear()
 
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
         from ringcomm._tl.adamw_launch import launch_grad_norm
 
         if self._comm is not None:
-            # Of one rank, on a device: nothing is stored, and what is reduced is what there is.
+            # A world of one on a device: the reduction stores nothing, and only sums for the norm.
             self._run(grads, grads, kind, words)
             return
         words.zero_()  # blocks add to it
@@ -154,13 +154,15 @@ class TritonReducer(Reducer):
 
 
 class TritonKernels(Kernels):
-    """Without a communicator they run on the caller's thread; else in its order of calls.
+    """Triton's kernels of one optimizer.
+
+    Without a communicator they run on the caller's thread, and otherwise in its order of calls.
 
     Args:
-        comm: None for a world of one on the host.
-        options: what to use.
-        table: of the optimizer.
-        native: what begins a step.
+        comm: the communicator, or None for a world of one on the host.
+        options: options of the optimizer.
+        table: table of the optimizer.
+        native: the native kernels, which begin a step.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
@@ -183,7 +185,7 @@ class TritonKernels(Kernels):
         self._native = native
         self._factors_ptr = table.factors.data_ptr()
         self._place = table.control.device if comm is None else comm.device
-        # By bucket, what kernels read beside their arguments: its shard.
+        # By bucket number, the description of the bucket's shard that kernels read.
         self._shards: dict[int, Tensor] = {}
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
 
-# Who trains without checkpoints does not wait for safetensors.
+# Imported at first use, since safetensors takes time to import and only checkpoints need it.
 _HOME_OF = {
     "Loaded": "checkpoint.save_load",
     "TrainState": "checkpoint.save_load",

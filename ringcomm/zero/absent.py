@@ -1,14 +1,14 @@
-"""Parameters whose values are not here: whoever computes with one is told so.
+"""Absent parameters, whose values are not gathered: computing with one raises.
 
 NOTE [Absent parameters]
-A parameter of stage 3 has no values while its unit is not gathered. To compute with what is in its
-place then would give NaN and say nothing, such as in an average of weights, and to write there
-would be lost. So the parameter is of a class of its own meanwhile, whose tensor functions raise,
-apart from those that ask for its shape, its gradient or the like.
+A parameter of stage 3 has no values while its unit is not gathered. Computing with its placeholder,
+in an average of weights for instance, would silently give NaN, and writing to it would be lost. So
+the parameter meanwhile has a class of its own, whose tensor functions raise, apart from those that
+ask for its shape, its gradient or the like.
 
-Autograd's nodes work below Python, and never ask the class. For them an absent parameter has
-another version than it had when it was here, and gets that one back with its values: a backward
-that comes to a saved parameter, or a view of one, before it was gathered finds it changed and
+Autograd's nodes work below Python and never ask the class. So an absent parameter also has another
+version than it had while it was here, and gets the old version back with its values. A backward
+that reaches a saved parameter, or a view of one, before it is gathered again finds it changed and
 raises, instead of reading memory that is gone.
 """
 
@@ -26,9 +26,9 @@ from ringcomm.errors import ArgumentError
 
 Tensor = torch.Tensor
 
-#: Inside, absent parameters answer as others do, and as fast.
+#: A context in which absent parameters behave like others, and as fast.
 plainly = torch._C.DisableTorchFunctionSubclass
-# Of the parameter while it is absent.
+# The attribute of an absent parameter that holds its name.
 _NAME = "_ringcomm_absent"
 # Attributes that are views of the values.
 _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
@@ -41,7 +41,7 @@ _FACTS = """
 
 
 def _allowed() -> Iterator[Callable[..., Any]]:
-    """Functions that neither read nor write values."""
+    """Yields the functions that neither read nor write values."""
     for kind in (torch._C.TensorBase, torch.Tensor):
         for name, attribute in vars(kind).items():
             if isinstance(attribute, (GetSetDescriptorType, property)) and name not in _VALUES:
@@ -50,7 +50,7 @@ def _allowed() -> Iterator[Callable[..., Any]]:
     for name in _FACTS.split():
         yield getattr(torch.Tensor, name)
     yield from (torch.numel, torch.is_complex, torch.is_floating_point, torch.is_same_size)
-    # Which gather what they need.
+    # These gather the parameters that they need.
     yield from (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -58,7 +58,7 @@ _ALLOWED = frozenset(_allowed())
 
 
 class Absent:
-    """What is mixed into the class of a parameter while it is absent."""
+    """The class mixed into that of a parameter while it is absent."""
 
     @classmethod
     def __torch_function__(
@@ -87,7 +87,7 @@ class Absent:
 
 
 def _called(func: Callable[..., Any]) -> str:
-    """What a user calls a function, or the attribute that it gets or sets."""
+    """Returns a function's name, or the name of the attribute that it gets or sets."""
     attribute = getattr(func, "__self__", None)
     of_attribute = isinstance(attribute, (GetSetDescriptorType, property))
     named = attribute if of_attribute else func
@@ -95,7 +95,7 @@ def _called(func: Callable[..., Any]) -> str:
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """The names of the absent parameters in a function's arguments."""
+    """Yields the names of the absent parameters in a function's arguments."""
     if isinstance(value, Absent):
         yield vars(value)[_NAME]
     elif isinstance(value, (list, tuple)):
@@ -111,10 +111,10 @@ def _absent_kind(kind: type) -> type:
 
 
 def make_absent(params: Sequence[nn.Parameter], names: Sequence[str]) -> list[int]:
-    """Has parameters raise, by their names, when they are used; see NOTE [Absent parameters].
+    """Makes parameters raise when they are used, naming them; see NOTE [Absent parameters].
 
     Returns:
-        The versions that they have now.
+        The versions that the parameters have now.
     """
     with plainly():
         versions = [param._version for param in params]
@@ -127,7 +127,7 @@ def make_absent(params: Sequence[nn.Parameter], names: Sequence[str]) -> list[in
 
 
 def make_present(params: Sequence[nn.Parameter]) -> list[int]:
-    """Undoes :func:`make_absent`, and returns the versions that the parameters have now."""
+    """Undoes :func:`make_absent`; returns the versions that the parameters have now."""
     with plainly():
         versions = [param._version for param in params]
         for index, param in enumerate(params):

@@ -1,4 +1,4 @@
-"""The buckets of a sharded module: which parameter lies where, and what of it this rank keeps."""
+"""The buckets of a sharded module: their layout, and the memory that this rank keeps of them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ from ringcomm.zero.absent import make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.units import Unit
 
-# From a module to buckets: which parameter lies where, the same at every stage.
-
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Where the parameters of one kind lie.
+    """The layout of a module's trainable parameters, or of its frozen ones; equal at every stage.
 
     Attributes:
-        names: by parameter index.
-        params: by parameter index.
-        layout: of them.
+        names: names, by parameter index.
+        params: parameters, by index.
+        layout: their layout.
         unit_of: by bucket number, the index of the unit that its parameters belong to.
     """
 
@@ -47,10 +45,10 @@ class BucketPlan:
 def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -> BucketPlan:
     """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
 
-    Frozen parameters of other dtypes than those of an optimizer have no place.
+    Frozen parameters of a dtype that no optimizer takes have no place.
 
     Raises:
-        ArgumentError: a trainable parameter is of no dtype that an optimizer takes.
+        ArgumentError: a trainable parameter is of a dtype that no optimizer takes.
     """
     named: list[tuple[str, nn.Parameter]] = []
     specs: list[ParamSpec] = []
@@ -76,9 +74,10 @@ def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -
 
 
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
-    """As the bucket will have it: cast, contiguous, and placed even where it is frozen.
+    """Returns the spec of a parameter in its bucket: cast, contiguous, and placed even if frozen.
 
-    Contiguous, so that a piece of a bucket is a piece of the flattened parameter in checkpoints.
+    It is contiguous so that in checkpoints a piece of a bucket is a piece of the flattened
+    parameter.
     """
     return ParamSpec(tuple(param.shape), dtype or param.dtype, name=name)
 
@@ -86,13 +85,13 @@ def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpe
 def by_optimizer(
     plan: BucketPlan, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]
 ) -> ShardLayout:
-    """The layout with parameters in an optimizer's order.
+    """Returns the layout with its parameters in an optimizer's order.
 
     Args:
-        plan: of the trainable parameters.
-        params: in the optimizer's order; frozen ones and repetitions have no place.
-        groups: of each.
-        names: of each; "" takes the module's.
+        plan: plan of the trainable parameters.
+        params: parameters in the optimizer's order; frozen ones and repetitions have no place.
+        groups: param group of each.
+        names: name of each; "" takes the module's name for it.
     """
     index_of = {id(param): index for index, param in enumerate(plan.params)}
     specs: list[ParamSpec] = []
@@ -124,12 +123,9 @@ def _earlier(first: int, at: int) -> int | None:
     return None if first == at else first
 
 
-# A bucket of parameters as one rank keeps it: whole, or its chunk alone.
-
-
 @dataclass(frozen=True)
 class BucketParam:
-    """A parameter in its bucket: elements [begin, end) of it, as ``spec`` says."""
+    """A parameter as elements [begin, end) of its bucket, shaped as ``spec`` says."""
 
     name: str
     param: nn.Parameter
@@ -138,20 +134,20 @@ class BucketParam:
     end: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter in ``flat`` [bucket elements]."""
+        """Returns the parameter as a view of ``flat`` [bucket elements]."""
         return self.spec.view(flat[self.begin : self.end])
 
 
 class ParamBucket(ABC):
-    """What whole and split buckets share.
+    """The base of replicated and sharded buckets.
 
     Attributes:
-        layout: what lies where.
+        layout: layout of the bucket.
         chunk: the part that this rank owns.
-        state_chunk: the part that an optimizer here keeps state for.
-        size_elems: of every rank's chunk but the last ones', which are shorter.
-        params: in the order of the bucket.
-        trains: whether an optimizer steps it.
+        state_chunk: the part that an optimizer on this rank keeps state for.
+        size_elems: elements of a rank's chunk; those of the last ranks may be shorter.
+        params: the parameters, in the order of the bucket.
+        trains: True if an optimizer steps the bucket.
         own: [chunk elements], the parameters of the chunk, in the heap.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
             they were not, or when an optimizer has taken them over.
@@ -172,23 +168,23 @@ class ParamBucket(ABC):
         self.wide: Tensor | None = None
 
     def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
-        """Maps the peers' chunks, where they are read; collective."""
+        """Maps the peers' chunks, if this kind of bucket reads them; collective."""
 
     def give_back(self) -> None:
-        """Lets all memory go, whoever still refers to the bucket, such as a traceback."""
+        """Releases all memory, even if a traceback, say, still refers to the bucket."""
         vars(self).clear()
 
     @abstractmethod
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
-        """Moves parameters in.
+        """Moves the parameters into the bucket.
 
         Args:
             values: one per parameter, of its shape and any floating-point dtype.
-            keeps_wide: keep what rounding to the bucket's dtype loses.
+            keeps_wide: keep the unrounded values in ``wide`` where the bucket's dtype rounds them.
         """
 
     def _round(self, values: Sequence[Tensor], flat: Tensor, keeps_wide: bool) -> None:
-        """Writes ``values`` to ``flat`` [bucket elements], which holds zeros."""
+        """Writes ``values`` to ``flat`` [bucket elements], which must hold zeros."""
         chunk = self.state_chunk
         rounds = flat.dtype is not torch.float32
         if keeps_wide and rounds and any(v.dtype is torch.float32 for v in values):
@@ -213,7 +209,7 @@ class ParamBucket(ABC):
 
 
 class ReplicatedBucket(ParamBucket):
-    """Every rank has all parameters, which are views into memory of the heap."""
+    """A bucket whose parameters every rank keeps, as views into the heap."""
 
     def __init__(
         self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
@@ -235,25 +231,25 @@ class ReplicatedBucket(ParamBucket):
 
 
 class ShardedBucket(ParamBucket):
-    """Every rank has its chunk; the whole comes and goes.
+    """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
 
-    While it is gone the parameters keep their shapes, and raise when they are used; see
-    NOTE [Absent parameters]. In the place of their values is one NaN, expanded.
+    While it is freed, its parameters keep their shapes and raise when they are used; see
+    NOTE [Absent parameters]. One NaN, expanded, stands in for their values.
 
     NOTE [Gathering is one-sided]
-    A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So ranks
-    may gather in any order and at any time, and some of them may not: nothing can be mismatched,
-    and nobody waits. Chunks change only in an optimizer's step, between two barriers: at the first
-    all ranks have done with their reading, at the second all have written.
+    A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
+    rank may gather in any order and at any time, or not at all: calls cannot be mismatched, and no
+    rank waits. Chunks change only in an optimizer's step, between two barriers: at the first all
+    ranks have finished reading, at the second all have finished writing.
 
     NOTE [Storage comes and goes]
     Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
-    emptied and filled again in place, so that what was saved finds its values there again.
+    emptied and filled again in place, so saved views find their values again.
 
     NOTE [Memory that others hold]
-    An array of NumPy that shares the memory forbids to empty it, and views that somebody took in
-    ``gathered()`` would be of memory that is gone. Such memory is left to those who hold it, with
-    the values that it has, and the bucket takes other memory the next time.
+    Memory that a NumPy array shares cannot be emptied, and views that the user took in
+    ``gathered()`` would refer to memory that is gone. Such memory is left to its holders, with its
+    values, and the bucket takes other memory the next time.
     """
 
     def __init__(
@@ -261,7 +257,7 @@ class ShardedBucket(ParamBucket):
     ) -> None:
         super().__init__(layout, params, comm, trains)
         self.full_elems = self.size_elems * comm.world_size
-        # Of one size on all ranks, so that what lies behind a short chunk can be read, too.
+        # One size on all ranks, so that peers can read a whole chunk even where it is short.
         self._shard = zeros(self.size_elems, dtype=layout.dtype, device=comm.heap_device)
         self.own = self._shard[: self.chunk.elems]
         self._peers: tuple[Tensor, ...] = ()
@@ -271,12 +267,12 @@ class ShardedBucket(ParamBucket):
         self._make_flat()
         self._absent = [self._make_absent(placed) for placed in self.params]
         self._absent_addresses = [absent.data_ptr() for absent in self._absent]
-        # Of the parameters, as this bucket left them.
+        # Addresses and versions of the parameters, as this bucket left them.
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_here = False
-        #: Whether it is here for code outside of the module, which may write through ``.data``.
+        #: True while code outside of the module sees it, and may write to it through ``.data``.
         self.in_the_open = False
 
     def connect(self) -> None:
@@ -287,7 +283,7 @@ class ShardedBucket(ParamBucket):
         return nan.expand(placed.spec.shape)
 
     def _make_flat(self) -> None:
-        """Makes ``flat``, of no memory yet."""
+        """Makes ``flat``, whose storage has no memory yet."""
         self.flat = torch.empty(self.full_elems, dtype=self.layout.dtype, device=self.comm.device)
         self._views = [placed.view(self.flat) for placed in self.params]
         self._references: int | None = None
@@ -295,7 +291,7 @@ class ShardedBucket(ParamBucket):
         self._drop()
 
     def _drop(self, is_held: bool = False) -> None:
-        """Frees the memory, or leaves it to others; see NOTE [Memory that others hold]."""
+        """Frees the memory, or leaves it to its holders; see NOTE [Memory that others hold]."""
         storage = self.flat.untyped_storage()
         if is_held or not storage.resizable():
             self._make_flat()
@@ -307,12 +303,12 @@ class ShardedBucket(ParamBucket):
         self.flat.untyped_storage().resize_(self._bytes)
 
     def fill(self) -> None:
-        """Reads all chunks, this rank's own included; from any thread."""
+        """Reads all chunks, this rank's own included; callable from any thread."""
         for rank, peer in enumerate(self._peers):
             self.flat[rank * self.size_elems : (rank + 1) * self.size_elems].copy_(peer)
 
     def show(self) -> None:
-        """Points the parameters at what was gathered."""
+        """Points the parameters at the gathered values."""
         with plainly():
             self._check()
             for param, view in zip(self._parameters, self._views, strict=True):
@@ -330,16 +326,16 @@ class ShardedBucket(ParamBucket):
 
     @property
     def is_referred_to(self) -> bool:
-        """Whether views of what was gathered exist besides the parameters themselves.
+        """True if views of the gathered memory exist besides the parameters themselves.
 
-        The first time that it was gathered nobody could have had any.
+        Counted against the first gathering, when no such views could exist.
         """
         return self._references is not None and self._count_references() > self._references
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether a graph of autograd has saved parameters, or views of what was gathered."""
-        # Beside the parameter itself, its own node in the graph refers to it, whatever was saved.
+        """True if an autograd graph may have saved parameters, or views of the gathered memory."""
+        # One reference is the parameter's own, and the node of a trainable one holds another.
         saved = any(
             placed.param._use_count() > 1 + placed.param.requires_grad  # type: ignore[attr-defined]
             for placed in self.params
@@ -347,13 +343,13 @@ class ShardedBucket(ParamBucket):
         return saved or self.is_referred_to
 
     def hide(self, keeps_views: bool = False) -> None:
-        """Frees what was gathered.
+        """Frees the gathered parameters.
 
         Args:
             keeps_views: leave the memory to views that were taken since it was gathered.
 
         Raises:
-            ArgumentError: a parameter was written to meanwhile, which would be lost.
+            ArgumentError: a parameter was written to meanwhile, and the change is lost.
         """
         try:
             self.check()
@@ -379,7 +375,7 @@ class ShardedBucket(ParamBucket):
 
     @torch.no_grad()
     def _check_values(self) -> None:
-        """Finds writes that no version tells of, through ``.data`` or an array of NumPy."""
+        """Finds writes that change no version, through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
         for rank, peer in enumerate(self._peers):
@@ -426,16 +422,13 @@ class ShardedBucket(ParamBucket):
         self._drop()
 
     def keep_own(self) -> None:
-        """Takes this rank's chunk over from ``flat``."""
+        """Copies this rank's chunk from ``flat`` to its shard."""
         self.own.copy_(self.flat[self.chunk.begin : self.chunk.end])
 
     def accept_changes(self) -> None:
-        """What was written to the gathered parameters is meant."""
+        """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them."""
         with plainly():
             self._versions = [param._version for param in self._parameters]
-
-
-# Which module has which parameter under which name, so that replaced ones are found.
 
 
 class _Slot(NamedTuple):
@@ -451,11 +444,11 @@ class Slots:
     """The places of a module's parameters that lie in buckets.
 
     NOTE [Replaced parameters]
-    A parameter that takes the place of one that ``shard()`` has seen is trained by nobody: hooks,
-    buckets and the optimizer have the old one, which the module does not use any more. What
+    A parameter that replaces one that ``shard()`` has seen would never be trained: hooks, buckets
+    and the optimizer hold the old one, which the module does not use any more. A parameter that
     ``load_state_dict(assign=True)`` puts there is copied into the old one, as a load without
-    ``assign`` does. Whatever else comes there is refused at the step. A parameter that only moves
-    to another name, as pruning and most parametrizations do with it, goes on being trained.
+    ``assign`` does. Any other replacement is refused at the step. A parameter that only moves to
+    another name, as pruning and most parametrizations move it, goes on being trained.
     """
 
     def __init__(self, root: nn.Module, placed: Iterable[BucketParam], head: str) -> None:
@@ -468,11 +461,11 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # Of the last look. Not the tables themselves: see NOTE [Plain while here].
+        # From the last look. The tables themselves may change; see NOTE [Plain while here].
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """All that must be unchanged for a look to find the same: keys of modules' tables."""
+        """Yields the table entries of all modules; while they are unchanged, no look is needed."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             for key, child in module._modules.items():
@@ -491,7 +484,7 @@ class Slots:
         return None
 
     def check_all(self, comm: Communicator, operation: str) -> None:
-        """:meth:`check` on all ranks, which all raise or none; collective."""
+        """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
         with all_or_none(comm, operation):
             self.check()
 
@@ -517,12 +510,12 @@ class Slots:
         now = owner._parameters.get(slot.key)
         if now is not None or id(slot.param) in there:
             return now is not None and now is not slot.param
-        # Neither is asked for its value, which may be computed from parameters.
+        # The value itself is not read, since a property may compute it from parameters.
         computed = isinstance(getattr(type(owner), slot.key, None), property)
         return computed or isinstance(vars(owner).get(slot.key), Tensor)
 
     def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
-        """Has what ``load_state_dict(assign=True)`` puts in a parameter's place copied into it."""
+        """Has ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""
         of: dict[nn.Module, list[_Slot]] = {}
         for slot in self._slots:
             of.setdefault(slot.module, []).append(slot)
@@ -531,7 +524,7 @@ class Slots:
 
 
 class _TakeOver:
-    """Copies what a load has assigned into the parameters of one module, and puts them back."""
+    """A load hook that copies assigned tensors into one module's parameters, and restores these."""
 
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots

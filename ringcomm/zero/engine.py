@@ -1,4 +1,4 @@
-"""What shard() makes of a module on one rank: buckets, hooks and the state of an iteration."""
+"""The engine of a sharded module on one rank: its buckets, hooks and state of an iteration."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of.
+    """The parts that an engine is made of.
 
     Attributes:
         module: the root.
         stage: 0 to 3.
-        comm: the ranks.
+        comm: the communicator of the ranks that share the module.
         options: choices.
-        units: the root first.
-        plan: of the trainable parameters.
-        frozen: of the others; of stage 3 alone.
+        units: the units, the root first.
+        plan: plan of the trainable parameters.
+        frozen: plan of the other parameters; empty before stage 3.
         stored: the buckets of ``plan``.
-        stored_frozen: those of ``frozen``.
+        stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
     """
 
@@ -59,17 +59,17 @@ class EngineParts:
 
 
 class ShardEngine:
-    """Of one module on one rank.
+    """The engine of one sharded module on one rank.
 
     Attributes:
-        parts: what it is made of.
-        reduction: stages 2 and 3: the gradients.
-        gatherer: stage 3: the parameters.
-        profile: when it communicates.
-        number: of the module among those that its communicator reduces for.
-        order: whose turn it is to be reduced; of the communicator.
-        slots: where the module has its parameters.
-        placement: what optimizers find of it; set by ``place_params``.
+        parts: the parts that it is made of.
+        reduction: stages 2 and 3: reduces the gradients.
+        gatherer: stage 3: gathers and frees the parameters.
+        profile: records when the engine communicates.
+        number: number of the module among those that its communicator reduces for.
+        order: the communicator's order of reductions.
+        slots: the places of the parameters in the module.
+        placement: the module as optimizers see it; set by ``place_params``.
     """
 
     placement: Placement
@@ -101,8 +101,7 @@ class ShardEngine:
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # At stage 3 a step gathers nothing; and what 16 bits hold of a gradient is not what one
-        # pass would take.
+        # At stage 3 a step gathers nothing, and one pass would not round a 16-bit gradient.
         exact = self.options.precision.reduced_dtype is torch.float32
         one_pass = self.stage == 2 and exact and not self.comm.launches
         return Reduction(
@@ -122,7 +121,7 @@ class ShardEngine:
         return Gatherer(units, self.comm, self.options, self.profile)
 
     def keep(self, handle: RemovableHandle) -> None:
-        """A hook that ends with the engine."""
+        """Keeps the handle of a hook that ends with the engine."""
         self._handles.append(handle)
 
     def watch(self, module: nn.Module, params: dict[str, Any]) -> None:
@@ -133,7 +132,7 @@ class ShardEngine:
     # ---- gradients ------------------------------------------------------------------------------
 
     def _watch_gradients(self) -> None:
-        # Weakly: parameters may outlive the module, and hooks hold what they refer to.
+        # A weak reference, since parameters may outlive the module and keep their hooks alive.
         me = weakref.ref(self)
         for number, bucket in enumerate(self.stored):
             for index, placed in enumerate(bucket.params):
@@ -142,11 +141,11 @@ class ShardEngine:
         self.order.add(self)
 
     def expects_gradients(self) -> bool:
-        """Whether the backward that runs now will bring a parameter its gradient."""
+        """Returns whether the running backward will add to some parameter's gradient."""
         return any(_brings_gradient(param) for param in self.plan.params)
 
     def gradient_arrived(self, number: int, index: int) -> None:
-        """A parameter has its gradient of this backward."""
+        """Called when parameter ``index`` of bucket ``number`` has this backward's gradient."""
         assert self.reduction is not None
         self.begin_backward()
         if self.order.arrived(self.number):
@@ -162,38 +161,38 @@ class ShardEngine:
                 self.gatherer.free_used(bucket)
 
     def begin_backward(self) -> None:
-        """Called by whatever hook is the first of a backward."""
-        # What in_backward says, of which each gradient asks.
+        """Begins a backward, unless one runs already; called by every hook of a backward."""
+        # The first condition is a cheap form of the second, since every gradient asks.
         if not (self._takes_part and self.order.in_backward) and not self.in_backward:
             self._takes_part = True
-            # With create_graph=True; the graph of the gradients has the parameters' memory, too.
+            # With create_graph=True the graph of the gradients refers to the parameters' memory.
             self._creates_graph = torch.is_grad_enabled()
             if self.gatherer is not None and self._creates_graph:
                 self.gatherer.held = True
             self.order.take_part(self)
 
     def begin_reducing(self) -> None:
-        """The ranks have agreed that this backward reduces the module's gradients; collective."""
+        """Called once the ranks agree that this backward reduces the module; collective."""
         assert self.reduction is not None
         self.reduction.begin_backward()
 
     def reduce_filled(self) -> bool:
-        """Reduces the buckets that are full and whose turn it is; whether all have gone."""
+        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
         assert self.reduction is not None
         return self.reduction.advance()
 
     def reduce_rest(self) -> None:
-        """Reduces all that this backward has left; collective."""
+        """Reduces the buckets that this backward has not reduced yet; collective."""
         assert self.reduction is not None
         self.reduction.reduce_rest()
 
     def end_reducing(self) -> None:
-        """All modules have reduced what this backward brought; collective."""
+        """Called once all modules have reduced this backward's gradients; collective."""
         assert self.reduction is not None
         self.reduction.end_backward()
 
     def end_backward(self) -> None:
-        """The backward is over, or it has raised."""
+        """Called when the backward is over, or has raised."""
         self._takes_part = False
         self._pending.clear()
         if self.gatherer is not None:
@@ -203,18 +202,18 @@ class ShardEngine:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward through the module is running."""
+        """True while a backward through the module runs."""
         self.order.settle()
         return self._takes_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The module's own, which forgets what was reduced, too."""
+        """Calls the module's own ``zero_grad()``, and forgets the reduced gradients too."""
         with plainly():
             self._zero_grad_of_module(set_to_none)
         self.forget_gradients(set_to_none)
 
     def forget_gradients(self, set_to_none: bool) -> None:
-        """Stages 2 and 3: forgets what was reduced, and what a backward has left."""
+        """Forgets all gradients, reduced or not, at stages 2 and 3."""
         if self.reduction is None:
             return
         self.order.settle()
@@ -224,13 +223,13 @@ class ShardEngine:
             self.reduction.zero()
 
     def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
-        """A backward through a unit begins: its parameters' gradients are all to come."""
+        """Called when a backward through a unit begins, whose gradients are then all to come."""
         for bucket in buckets:
             self._pending.pop(bucket, None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backwards reduce nothing; see ``ringcomm.zero.no_sync``."""
+        """Stops backwards from reducing; see ``ringcomm.zero.no_sync``."""
         assert self.reduction is not None
         self.order.pause(self.number)
         # Even if no gradient comes on this rank: others may have some.
@@ -243,12 +242,12 @@ class ShardEngine:
     # ---- parameters -----------------------------------------------------------------------------
 
     def free_all(self) -> None:
-        """Stage 3: frees what is gathered."""
+        """Frees all gathered parameters, at stage 3."""
         if self.gatherer is not None:
             self.gatherer.free_all()
 
     def free_for_step(self) -> None:
-        """Stage 3: frees what is gathered, since its values are about to be old.
+        """Frees all gathered parameters, at stage 3, since a step is about to change their values.
 
         Raises:
             ArgumentError: the step is inside ``gathered()``.
@@ -291,8 +290,8 @@ class ShardEngine:
 
 
 def _brings_gradient(param: Tensor) -> bool:
-    """Whether the backward that runs now adds to a parameter's gradient."""
-    # Autograd's node for it is not kept: it remembers the stream on which it was made.
+    """Returns whether the running backward will add to a parameter's gradient."""
+    # The parameter's autograd node is not kept, since it remembers the stream it was made on.
     try:
         with plainly():
             node = get_gradient_edge(param).node

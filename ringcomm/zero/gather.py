@@ -1,4 +1,4 @@
-"""Stage 3: brings a unit's parameters when they are needed, and the next unit's before that."""
+"""Gathering of a unit's parameters at stage 3, when they are needed or ahead of that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringcomm.zero.units import Unit
 
 
 class Copier(ABC):
-    """Fills buckets, beside what the caller does."""
+    """The base of the classes that fill buckets, if possible while the caller computes."""
 
     @abstractmethod
     def begin(self, bucket: ShardedBucket) -> None:
@@ -28,15 +28,15 @@ class Copier(ABC):
 
     @abstractmethod
     def end(self, bucket: ShardedBucket) -> None:
-        """What :meth:`begin` started is done for all that the caller does next."""
+        """Waits for :meth:`begin`: what the caller does next finds the bucket filled."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives threads back."""
+        """Ends the copier's threads."""
 
 
 class HostCopier(Copier):
-    """In a thread."""
+    """A copier that fills buckets of host memory in a thread."""
 
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
@@ -44,7 +44,7 @@ class HostCopier(Copier):
         try:
             self._pool.submit(int).result()
         except RuntimeError as error:
-            # Here rather than in a step, where a bucket would wait for what nobody does.
+            # Raised here rather than in a step, where a bucket would wait for a copy for ever.
             raise no_thread("zero", error, "Stage 3 gathers in one of its own") from error
 
     def begin(self, bucket: ShardedBucket) -> None:
@@ -57,7 +57,7 @@ class HostCopier(Copier):
     def end(self, bucket: ShardedBucket) -> None:
         with self._profile.waiting("gather"):
             if bucket.coming is None:
-                self._fill(bucket)  # Ctrl-C came before it was known to come
+                self._fill(bucket)  # Ctrl-C came before begin() had stored the future
             else:
                 bucket.coming.result()
         bucket.coming = None
@@ -67,7 +67,7 @@ class HostCopier(Copier):
 
 
 class HereCopier(Copier):
-    """By the caller, when it needs them."""
+    """A copier that fills buckets on the caller's thread, when they are needed."""
 
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
@@ -85,7 +85,7 @@ class HereCopier(Copier):
 
 
 class DeviceCopier(Copier):
-    """On a stream of its own, by the copy engines.
+    """A copier that fills buckets by the copy engines, on a stream of its own.
 
     Memory is allocated and freed on the caller's stream. The side stream begins behind what that
     stream had when the memory was allocated, and the caller's stream waits before it uses or frees
@@ -108,7 +108,7 @@ class DeviceCopier(Copier):
     def end(self, bucket: ShardedBucket) -> None:
         done = self._done.pop(bucket, None)
         if done is None:
-            bucket.fill()  # Ctrl-C came before it was known to come
+            bucket.fill()  # Ctrl-C came before begin() had recorded the event
         else:
             runtime, device = self._runtime, self._device
             runtime.wait_event(device, runtime.current_stream(device), done)
@@ -118,10 +118,10 @@ class DeviceCopier(Copier):
 
 
 class Gatherer:
-    """Which buckets are here, which are coming, and which will be needed next.
+    """The buckets of a module's units, gathered or prefetched when needed, and freed afterwards.
 
-    The order in which units were needed in the last iteration is what this one is guessed to have:
-    a wrong guess costs a copy.
+    It expects the units in the order in which the last iteration needed them. A wrong guess costs
+    a copy.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class Gatherer:
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
         self._coming: set[ShardedBucket] = set()
-        # In order of arrival, so that of several errors the same is raised each time.
+        # A dict for its order of arrival: of several errors, the same one is raised each time.
         self._here: dict[ShardedBucket, None] = {}
         self._pins = 0
-        # Those that a forward with gradients has used in gathered().
+        # Buckets that a forward with gradients has used in gathered().
         self._ran: set[ShardedBucket] = set()
-        #: Whether nothing is freed that a graph refers to, since one of gradients may.
+        #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False
-        #: How many units run now, one inside another.
+        #: Number of units that run now, one inside another.
         self.running = 0
         self._last: list[int] = []
         self._now: list[int] = []
@@ -158,11 +158,11 @@ class Gatherer:
         self._told.setdefault(bucket, []).append(settle)
 
     def buckets_of(self, unit: Unit) -> tuple[ShardedBucket, ...]:
-        """What a unit's parameters lie in."""
+        """Returns the buckets of a unit's parameters."""
         return self._buckets[id(unit)]
 
     def need(self, unit: Unit) -> None:
-        """The unit's parameters are here when it returns, and the next ones are on their way."""
+        """Gathers a unit, and starts to gather the units that are expected next."""
         if not self._now or self._now[-1] != id(unit):
             self._now.append(id(unit))
         self.bring(unit)
@@ -171,7 +171,7 @@ class Gatherer:
                 self._start(bucket)
 
     def bring(self, unit: Unit) -> None:
-        """The unit's parameters are here when it returns."""
+        """Gathers a unit; its parameters are here when the call returns."""
         buckets = self._buckets[id(unit)]
         for bucket in buckets:
             self._start(bucket)
@@ -181,7 +181,7 @@ class Gatherer:
                 self._show(bucket)
 
     def open(self, unit: Unit | None = None) -> None:
-        """Code outside of the module sees what is here, of one unit or all, and may write to it."""
+        """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
         for bucket in self._here if unit is None else self._buckets[id(unit)]:
             bucket.in_the_open = True
 
@@ -202,7 +202,7 @@ class Gatherer:
             self._copier.begin(bucket)
 
     def _expected(self) -> list[int]:
-        """What followed the last time, if it began alike."""
+        """Returns the units that followed in the last iteration, if the current one matches it."""
         at = len(self._now)
         if not self._prefetch or self._last[at - 1 : at] != self._now[-1:]:
             return []
@@ -225,14 +225,14 @@ class Gatherer:
             self.free(bucket)
 
     def release(self) -> None:
-        """A backward that made no graph has ended; what a graph still refers to stays held."""
+        """Called after a backward that made no graph; drops the hold if no graph needs it."""
         self.held = self.held and any(bucket.is_in_graph for bucket in self._here)
 
     def free_all(self) -> None:
-        """Frees what is here or on its way.
+        """Frees all buckets that are here or on their way.
 
         Raises:
-            ArgumentError: a parameter was written to; all are freed even so.
+            ArgumentError: a parameter was written to. All buckets are freed even so.
         """
         self._free_but(set())
 
@@ -246,7 +246,7 @@ class Gatherer:
                 if bucket in kept:
                     bucket.check()
                 else:
-                    # Of a forward's graph, backward gathers the memory again.
+                    # For views in a forward's graph, backward gathers the memory again.
                     self.free(bucket, keeps_views and bucket not in self._ran)
             except ArgumentError as error:
                 failed = failed or error
@@ -254,7 +254,7 @@ class Gatherer:
             raise failed
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of a bucket that is here."""
+        """Returns whether a tensor lies in the memory of a bucket that is here."""
         if not torch._C._has_storage(tensor):
             return False
         at = tensor.untyped_storage().data_ptr()
@@ -262,12 +262,12 @@ class Gatherer:
 
     @property
     def pinned(self) -> bool:
-        """Whether nothing is freed now."""
+        """True inside :meth:`pin`, where nothing is freed."""
         return self._pins > 0
 
     @contextmanager
     def pin(self) -> Iterator[None]:
-        """Inside, nothing is freed; what came meanwhile is freed at the end."""
+        """Keeps buckets from being freed; those gathered meanwhile are freed at the end."""
         # A forward or backward may be under way, which needs what is here.
         kept = set(self._here)
         self._pins += 1
@@ -275,7 +275,7 @@ class Gatherer:
             yield
         except BaseException:
             self._pins -= 1
-            # That changes are lost matters less than what was raised.
+            # The exception that was raised matters more than lost changes.
             with suppress(ArgumentError):
                 self._end_pin(kept)
             raise
@@ -290,28 +290,28 @@ class Gatherer:
                 self._ran.clear()
 
     def is_repeated(self, unit: Unit) -> bool:
-        """Whether a call of a unit past the root begins an iteration.
+        """Returns whether a call of a unit without the root begins an iteration.
 
-        So it does after a backward, where it began the last iteration, and in evaluation where it
-        was called before.
+        It does after a backward. Otherwise it does when the unit began the current iteration or,
+        without gradients, when the iteration has called the unit before.
         """
         key = id(unit)
         again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now
         return self._backward_ended or again
 
     def end_backward(self) -> None:
-        """A backward through the module is over."""
+        """Called at the end of a backward through the module; frees all buckets."""
         self._backward_ended = True
         self.free_all()
 
     def new_iteration(self) -> None:
-        """What is needed from now on is compared with what was needed since the last call."""
+        """Begins an iteration, whose units are expected in the order of the one that ends."""
         self._backward_ended = False
         if self._now:
             self._last, self._now = self._now, []
 
     def close(self) -> None:
-        """Ends all copies."""
+        """Ends all copies and frees all buckets."""
         self.held = False
         self.free_all()
         self._copier.close()

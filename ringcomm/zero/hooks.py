@@ -1,4 +1,4 @@
-"""Hooks of modules: casts at the root, and at stage 3 gathering and freeing around each unit."""
+"""Module hooks: casts at the root, and at stage 3 gathering and freeing around each unit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.units import Unit
 
-# Keeps hooks out of what ``torch.compile`` traces.
-
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Dynamo says it where it breaks a graph, and in the error that fullgraph=True makes of that.
+# Dynamo shows this text where it breaks a graph, and in the error under fullgraph=True.
 _REASON = (
     "ringcomm.zero works between the graphs: at stage 3 it gathers each unit before it runs and "
     "frees it afterwards. For fullgraph=True pass each unit, such as every block, through "
@@ -30,21 +28,21 @@ _REASON = (
 
 
 def outside_of_compile(function: F) -> F:
-    """``torch.compiler.disable``, without its import of Dynamo where nothing is compiled.
+    """Keeps Dynamo from tracing a function, as ``torch.compiler.disable`` does.
 
-    That takes 1.2 s (Zen 4), which importing ringcomm.zero would take longer.
+    It does not import Dynamo, which would add 1.2 s (Zen 4) to the import of ringcomm.zero.
     """
-    # What Dynamo looks for before it traces a call.
+    # Dynamo looks for these attributes before it traces a call.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return only_inlined(function)
 
 
 def only_inlined(function: F) -> F:
-    """Has Dynamo trace a function inside of a larger graph, and never for itself.
+    """Has Dynamo trace a function inside a larger graph, and never as a frame of its own.
 
-    Behind a graph break a hook is called as a frame of its own. It is skipped, as is whatever it
-    calls: Dynamo would compile both anew for each unit until it gave up.
+    After a graph break a hook is called as a frame of its own. Dynamo skips that frame and whatever
+    it calls, instead of compiling both anew for each unit until it gives up.
     """
     eval_frame: Any = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -54,7 +52,7 @@ def only_inlined(function: F) -> F:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that ``torch.compile()`` was called with, if this is what it returned."""
+    """Returns the module that ``torch.compile()`` wrapped, or the module itself if it did not."""
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
 
@@ -107,11 +105,11 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """All tensors in what a module returned: in containers, dataclasses and plain objects.
+    """Yields all tensors in a value: in containers, dataclasses and plain objects.
 
     Args:
-        value: what was returned.
-        seen: by ``id``, what was looked into already, for objects may refer to each other.
+        value: inputs or outputs of a module.
+        seen: objects that were visited, by ``id``, since objects may refer to each other.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor):
@@ -135,13 +133,13 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
-    """Has ``hook`` called before a backward reaches what made ``output``; whether it will be.
+    """Has ``hook`` called before a backward reaches what made ``output``; returns whether it will.
 
-    Not through leaves: behind them is nothing, and they keep their hooks for good.
+    Leaves get no hook, since nothing made them and they would keep it for good.
     """
     watched = False
     for tensor in tensors_in(output):
-        # Who changes a view in place gives it another way back, which passes by its base.
+        # A view that is changed in place gets another path in backward, through its base.
         for each in (tensor, tensor._base):
             if each is not None and each.grad_fn is not None:
                 each.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -150,7 +148,7 @@ def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
 
 
 class _RootHooks:
-    """Tells the engine when a backward begins, before any backward inside it does."""
+    """The hooks that tell the engine when a backward begins, before any backward inside it."""
 
     def __init__(self, engine: ShardEngine, root: nn.Module) -> None:
         self._engine = engine
@@ -158,7 +156,7 @@ class _RootHooks:
 
     @only_inlined
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        # A graph of the whole module has one backward, with none inside of it.
+        # A compiled graph of the whole module has one backward, with no backward inside it.
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             _watch_gradients(output, self._backward)
 
@@ -167,13 +165,14 @@ class _RootHooks:
 
 
 class _UnitHooks:
-    """Gathers one unit before it runs, forward and backward, and frees it afterwards.
+    """The hooks that gather a unit before it runs, forward and backward, and free it afterwards.
 
     NOTE [When a bucket can be freed in backward]
-    A trainable parameter's gradient comes after all nodes that use the parameter have run, so a
+    A trainable parameter's gradient comes after all nodes that use the parameter have run. So a
     bucket whose gradients have all come is needed no more, unless autograd still refers to its
-    memory: to a detached weight, say. Frozen parameters have no gradients: theirs are freed when
-    the gradients of the unit's inputs have come. What neither frees goes at the end of backward.
+    memory, to a detached weight for instance. A bucket of frozen parameters, which have no
+    gradients, is freed when the gradients of the unit's inputs have come. All other buckets are
+    freed at the end of backward.
     """
 
     def __init__(self, engine: ShardEngine, unit: Unit, is_root: bool) -> None:
@@ -183,7 +182,7 @@ class _UnitHooks:
         self.everyone: Sequence[_UnitHooks] = ()
         self._is_root = is_root
         self._depth = 0
-        # Whether somebody has asked for a parameter since the unit was gathered.
+        # True if a parameter was looked up while the unit was absent, which gathered it.
         self._touched = False
         # Units whose parameters are used outside of their module's calls stay for the iteration.
         self.stays = is_root or engine.options.keep_gathered
@@ -224,7 +223,7 @@ class _UnitHooks:
 
     def _watch_inputs(self, inputs: Any) -> None:
         needed = [each for each in tensors_in(inputs) if each.requires_grad]
-        # Leaves live on, and would keep the hook.
+        # Leaves outlive the backward, and would keep the hook.
         if needed and not any(each.is_leaf for each in needed):
             torch.autograd.graph.register_multi_grad_hook(needed, self._free_frozen)
 
@@ -239,7 +238,7 @@ class _UnitHooks:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         gatherer = self._engine.gatherer
         assert gatherer is not None
-        # Called after an exception, too, with None; it may have come before _before() did.
+        # torch also calls this, with None, after an exception, perhaps one from before _before().
         if self._depth:
             self._depth -= 1
             gatherer.running -= 1
@@ -249,7 +248,7 @@ class _UnitHooks:
         return None if copied is output else copied
 
     def _without_parameters(self, output: Any) -> Any:
-        """Copies of returned parameters and views of them, whose memory is about to go."""
+        """Returns an output with copies of parameters and their views, whose memory will go."""
         gatherer = self._engine.gatherer
         assert gatherer is not None
         if not any(gatherer.has(tensor) for tensor in tensors_in(output)):
@@ -282,7 +281,7 @@ class _UnitHooks:
             self._engine.gatherer.free(bucket)
 
     def _backward(self, grad: Tensor) -> None:
-        """The gradient of something that the unit returned is there."""
+        """Called when the gradient of one of the unit's outputs is there; gathers the unit."""
         self._engine.begin_backward()
         self._engine.expect_gradients(self._buckets)
         self._need()
@@ -290,7 +289,7 @@ class _UnitHooks:
             other._need()
 
     def touched(self) -> None:
-        """A parameter is wanted that is not here."""
+        """Called when an absent parameter of the unit is looked up; gathers the unit."""
         if not self._depth and not self.stays and torch.is_grad_enabled():
             self.stays = True
             self.outside.append(self)
@@ -303,10 +302,10 @@ class _UnitHooks:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether the module's call that has just begun is inside another one of the same module.
+    """Returns whether the module's call that has just begun is inside another of its calls.
 
-    Else a unit that is thought to run was left by Ctrl-C, after which torch calls no forward hook
-    (it catches Exception, and KeyboardInterrupt is none).
+    If not, a unit that is marked as running was left by Ctrl-C, after which torch calls no forward
+    hook (it catches Exception, which KeyboardInterrupt is not).
     """
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None and calls < 2:
@@ -317,11 +316,11 @@ def _calls_itself(module: nn.Module) -> bool:
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters; asking for one by its name gathers it.
+    """A module's table of parameters in which a look-up gathers the parameter.
 
     NOTE [Touching gathers]
     Modules use each other's parameters (``F.linear(x, self.embed.weight)``) without a call that
-    hooks could see. Since gathering takes no other rank, it can happen right where ``embed.weight``
+    hooks could see. Since gathering needs no other rank, it can happen right where ``embed.weight``
     is looked up. From then on that unit stays from its first use to the end of backward.
     """
 
@@ -340,12 +339,12 @@ class _Watched(dict[str, Any]):
 
 
 class _Table:
-    """A module's table of parameters: watched, and plain while all of them are here.
+    """The table of parameters of a module: watched, and a plain dict while all of them are here.
 
     NOTE [Plain while here]
     Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
-    that it guards there. What is here needs no watching, so that a compiled unit finds a plain
-    table, and all units of one kind share what was compiled.
+    that it guards there. Gathered parameters need no watching, so a compiled unit finds a plain
+    table, and all units of one kind share its code.
     """
 
     def __init__(
@@ -356,7 +355,7 @@ class _Table:
         self._buckets = buckets
 
     def settle(self) -> None:
-        """Called when a bucket has come or gone."""
+        """Switches between the two tables; called when a bucket has come or gone."""
         attributes, watched = self._module.__dict__, self._watched
         table = attributes["_parameters"]
         for bucket in self._buckets:
@@ -368,8 +367,8 @@ class _Table:
             return
         if table is watched:
             return
-        # Parameters may have been registered or replaced meanwhile. The values are only asked
-        # whether they are the same objects: absent ones cannot be compared.
+        # Parameters may have been registered or replaced meanwhile. Values are compared by
+        # identity, since absent parameters raise when they are compared.
         unchanged = list(table) == list(watched)
         if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
             watched.clear()
@@ -378,7 +377,7 @@ class _Table:
 
 
 def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
-    """See NOTE [Touching gathers]."""
+    """Has look-ups of parameters gather their units; see NOTE [Touching gathers]."""
     assert engine.gatherer is not None
     outside: list[_UnitHooks] = []
     owner: dict[int, tuple[ShardedBucket, _UnitHooks]] = {}

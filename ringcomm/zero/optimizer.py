@@ -1,4 +1,4 @@
-"""A sharded module as optimizers find it: its gradients, its kernels by stage, its masters."""
+"""The placement of a sharded module: its buckets, gradients and kernels, for an optimizer."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, by_optimizer
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.reduce import Reduction
 
-# What each stage makes of the kernels that work on whole buckets.
-#
-# Stage 1 takes them as they are: one pass, or two, over parameters and gradients that all ranks
-# have whole.
+# Stage 1 uses the native kernels as they are, for parameters and gradients that all ranks have
+# whole. The classes below adapt them to the other stages.
 
 Tensor = torch.Tensor
 
 
 class StageKernels(Kernels):
-    """What the stages share: the kernels below, and a reducer that works alone, too."""
+    """The base of the stages' kernels: native kernels, with a reducer for a world of one too."""
 
     def __init__(self, native: Kernels, reducer: Reducer) -> None:
         super().__init__(native.alone, reducer)
@@ -64,7 +62,7 @@ class StageKernels(Kernels):
 
 
 class RoundedKernels(StageKernels):
-    """Stage 1 with the reduced gradient in 16 bits, where the other stages keep it so."""
+    """The kernels of stage 1 with the reduced gradient rounded to 16 bits, as at other stages."""
 
     def __init__(self, native: Kernels, reducer: Reducer, dtype: torch.dtype) -> None:
         super().__init__(native, reducer)
@@ -85,7 +83,7 @@ class RoundedKernels(StageKernels):
 
 
 class ReplicatedKernels(StageKernels):
-    """Stage 0: an all-reduce, and the whole update on every rank.
+    """The kernels of stage 0: an all-reduce, and the whole update on every rank.
 
     The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
     update reads the same bits as at the other stages.
@@ -100,7 +98,7 @@ class ReplicatedKernels(StageKernels):
         self._sums: dict[int, Tensor] = {}
 
     def _sum(self, bucket: Bucket) -> Tensor:
-        """dtype [largest chunk elements], in the heap: this rank's chunk of the sum."""
+        """Returns this rank's chunk of the sum: [largest chunk elements], in the heap."""
         if bucket.number not in self._sums:
             elems = bucket.layout.chunk(0, self._comm.world_size).elems
             self._sums[bucket.number] = zeros(
@@ -132,9 +130,9 @@ class ReplicatedKernels(StageKernels):
 
 
 class ReducedKernels(StageKernels):
-    """Stage 2: gradients were reduced while backward ran.
+    """The kernels of stage 2, where all gradients but the last ones were reduced in backward.
 
-    But for the last ones; see NOTE [Kept for the step] in ``reduction.py``.
+    See NOTE [Kept for the step] in ``zero/reduce.py`` for the last ones.
     """
 
     def __init__(self, native: Kernels, reduction: Reduction) -> None:
@@ -161,9 +159,9 @@ class ReducedKernels(StageKernels):
 
 
 class SplitKernels(ReducedKernels):
-    """Stage 3: and no rank has more than its chunk of the parameters.
+    """The kernels of stage 3, where no rank has more than its chunk of the parameters either.
 
-    See NOTE [Gathering is one-sided] in ``buckets.py`` for the barriers.
+    See NOTE [Gathering is one-sided] in ``zero/buckets.py`` for the barriers.
     """
 
     def __init__(
@@ -196,9 +194,7 @@ def _new_words(bucket: Bucket) -> Tensor:
     return torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.grads.device)
 
 
-# What an optimizer finds of a sharded module.
-
-# What the module's sharding decides, in place of the optimizer's options.
+# Options that shard() decides, in place of the optimizer.
 _DECIDED = ("algorithm", "bucket_elems", "reduce", "broadcast_parameters")
 
 
@@ -250,8 +246,8 @@ class BucketedGradients(Gradients):
     """Gradients that move to their buckets one by one, as backward brings them.
 
     Autograd's own memory is free again at once, and used for the next gradient while it is in the
-    cache. Where all of them move at the step, a step of a GPT of 25 M FP32 parameters takes 1.15
-    times as long (2 ranks on 2 Zen 4 cores), and needs memory for all gradients twice.
+    cache. If all gradients moved at the step, a step of a GPT of 25 M FP32 parameters would take
+    1.15 times as long (2 ranks on 2 Zen 4 cores), and need memory for all gradients twice.
     """
 
     def watch(self, engine: ShardEngine) -> None:
@@ -389,7 +385,7 @@ class ModulePlacement(Placement):
     def check(self) -> None:
         engine = self._engine
         engine.slots.check()
-        # Of replicated buckets the gradients look at the same addresses.
+        # Without a reduction the gradients check the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
@@ -399,11 +395,11 @@ class ModulePlacement(Placement):
 
     @property
     def owner(self) -> BucketOwner | None:
-        """The optimizer's step, once there is one."""
+        """The optimizer's step, or None before there is one."""
         return None if self._owner is None else self._owner()
 
     def refresh_masters(self) -> None:
-        """The parameters were replaced: the optimizer, if there is one, goes on from them."""
+        """Refreshes the optimizer's masters, if there is one, after parameters were replaced."""
         if self.owner is not None:
             for bucket in self.owner.buckets:
                 bucket.refresh_master()
@@ -417,8 +413,6 @@ class ModulePlacement(Placement):
         self._owner = weakref.ref(owner)
 
 
-# Refuses the steps of optimizers that know nothing of sharding, on parameters that are sharded.
-
 _lock = threading.Lock()
 _watching = False
 
@@ -426,7 +420,8 @@ _watching = False
 def watch_optimizers() -> None:
     """Has every optimizer of this process checked before each step, from the first call on.
 
-    It stays: an optimizer without sharded parameters pays 0.1 us a parameter (Zen 4).
+    The hook is never removed. It costs an optimizer without sharded parameters 0.1 us a parameter
+    (Zen 4).
     """
     global _watching
     with _lock:
@@ -436,11 +431,11 @@ def watch_optimizers() -> None:
 
 
 def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises ArgumentError when the optimizer would step sharded parameters by itself."""
+    """Raises ArgumentError if an optimizer that knows no sharding would step sharded parameters."""
     if isinstance(optimizer, ShardedAdam):
         return
     found = first_placed(optimizer.param_groups)
-    # Wrappers are torch's optimizers, too, and have the groups of the one that they step.
+    # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.
     if found is None or any(isinstance(each, ShardedAdam) for each in vars(optimizer).values()):
         return
     param, placement = found

@@ -1,4 +1,4 @@
-"""What can be chosen of sharded training, apart from the stage."""
+"""The options of sharded training, apart from the stage."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _SWITCHES = {
     "broadcast": (True, False),
 }
 
-# Which modules are gathered as one: their types, or a test of a name and a module.
+# The modules that are gathered as one: their types, or a predicate on a name and a module.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of mixed precision; None keeps what is there.
+    """Dtypes of mixed precision; None keeps the dtypes as they are.
 
     Attributes:
-        param: of parameters and of their gradients, while the optimizer keeps FP32 masters of what
-            the parameters were before.
-        reduce: of the reduced gradient. Sums are taken in FP32 whatever it is; None keeps them so,
-            and ``param``'s 16-bit dtype rounds them once, in half the memory.
-        buffer: of floating-point buffers.
-        output: of floating-point tensors that the module returns, alone or in tuples, lists and
-            dicts; those inside of dataclasses and other objects stay as they are.
+        param: dtype of parameters and their gradients. The optimizer keeps FP32 masters of the
+            values before the cast.
+        reduce: dtype of the reduced gradient. Sums are always taken in FP32. None keeps them in
+            FP32, and ``param``'s 16-bit dtype rounds them once, in half the memory.
+        buffer: dtype of floating-point buffers.
+        output: dtype of floating-point tensors that the module returns, alone or in tuples, lists
+            and dicts; tensors inside dataclasses and other objects stay as they are.
         cast_inputs: cast floating-point arguments of the module, alone or in such containers, to
             ``param``.
     """
@@ -64,7 +64,7 @@ class Precision:
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """What reduced gradients are kept in."""
+        """Dtype in which reduced gradients are kept."""
         return self.reduce or torch.float32
 
 
@@ -73,19 +73,21 @@ class ZeroOptions:
     """Choices of sharded training; equal on all ranks.
 
     Attributes:
-        precision: dtypes.
-        bucket_elems: the most elements of a bucket that holds more than one parameter; a multiple
-            of 512.
-        units: stage 3: which modules are gathered as one; None takes the elements of the outermost
-            lists of modules, or else the children of the module. Every stage lays out its buckets
-            by units, so that all stages do the same arithmetic.
+        precision: dtypes of mixed precision.
+        bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
+            multiple of 512.
+        units: stage 3: the modules that are gathered as one; None takes the elements of the
+            outermost lists of modules, or else the children of the module. Every stage lays out its
+            buckets by units, so that all stages do the same arithmetic.
         overlap: stages 2 and 3: reduce gradients while backward goes on, and gather units before
-            they are needed. None: on GPUs; on a CPU where the cores suffice, see :meth:`resolved`.
-        in_flight: stages 2 and 3: how many buckets of gradients there are besides the shards.
-        prefetch: stage 3: how many units are gathered before they are needed; with ``overlap``.
-        keep_gathered: stage 3: parameters stay from forward to backward; faster, and more memory.
-        reduce: gradients of the ranks are averaged ("avg", as DDP does) or added ("sum").
-        algorithm: of the collectives: "auto", "direct" or "ring".
+            they are needed. None turns it on for GPUs, and for a CPU where the cores suffice; see
+            :meth:`resolved`.
+        in_flight: stages 2 and 3: number of buckets of gradients besides the shards.
+        prefetch: stage 3: number of units gathered before they are needed; only with ``overlap``.
+        keep_gathered: stage 3: parameters stay from forward to backward, which is faster and takes
+            more memory.
+        reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
+        algorithm: algorithm of the collectives: "auto", "direct" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
     """
 
@@ -107,7 +109,7 @@ class ZeroOptions:
                     f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
         for name, states in _SWITCHES.items():
-            # By identity: 1 equals True, and "no" is as true.
+            # Compared by identity: 1 equals True, and "no" is truthy.
             if not any(getattr(self, name) is state for state in states):
                 raise ArgumentError(
                     f"{name}: expected one of {', '.join(map(str, states))}, got "
@@ -126,24 +128,24 @@ class ZeroOptions:
                 raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
 
     def resolved(self, ranks: int, threads: int, cores: int) -> ZeroOptions:
-        """These, with ``overlap`` decided for a CPU.
+        """Returns these options with ``overlap`` decided for a CPU.
 
-        A thread that communicates needs a core. Where the ranks compute on all of them it takes
-        turns with backward, and empties its caches: with 2 ranks of one thread on 2 Zen 4 cores a
-        step of a GPT of 25 M FP32 parameters takes 1.05 times as long with it (stages 2 and 3, 16
-        bytes a rank, 12 rounds).
+        A thread that communicates needs a core. Where the ranks compute on all cores, the thread
+        takes turns with backward and evicts its data from the caches: with 2 ranks of one thread on
+        2 Zen 4 cores, a step of a GPT of 25 M FP32 parameters takes 1.05 times as long with overlap
+        (stages 2 and 3, 16 bytes a rank, 12 rounds).
 
         Args:
-            ranks: of this machine, all of which may use all of the cores.
-            threads: that each of them computes with.
-            cores: that this process may use.
+            ranks: number of ranks on this machine, all of which may use all of the cores.
+            threads: number of threads that each rank computes with.
+            cores: number of cores that this process may use.
         """
         if self.overlap is not None:
             return self
         return replace(self, overlap=ranks * (threads + 1) <= cores)
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types; units show in the layout."""
+        """Returns the options as plain JSON types, without ``units``, which the layout shows."""
         described = {**asdict(self), "precision": {}}
         del described["units"]
         described["precision"] = {name: str(value) for name, value in vars(self.precision).items()}

@@ -1,19 +1,20 @@
-"""Whose turn it is to be reduced: among the modules of a communicator, and among their buckets.
+"""The order in which the modules of a communicator, and the buckets of each, are reduced.
 
 NOTE [Order of reductions]
 Reductions are collective, so all ranks must make them in one order, whatever order their backwards
-run in. A module's buckets are reduced in a fixed order: that of the layout, backwards, and after
-the first backward the order in which rank 0 had its buckets full. A bucket that is full early waits
-for its turn. At the end of backward all buckets have had theirs, those without gradients too, since
-another rank may have some.
+run in. A module's buckets are reduced in a fixed order. It is the reverse of the layout's order
+until the first backward has ended, and from then on the order in which rank 0 filled its buckets. A
+bucket that is full early waits for its turn. At the end of backward every bucket has had its turn,
+even one without gradients, since another rank may have some.
 
 NOTE [Several modules in one backward]
 All buckets of one module have their turns before those of the next. Where one communicator reduces
 for several modules, a backward begins with a small all-reduce in which the ranks agree on the
 modules that some rank needs: autograd knows which parameters the backward will reach. The modules
-that were sharded last come first, and from the second such backward on the order is that in which
-they brought rank 0 their first gradients. Autograd does not know what a reentrant checkpoint will
-run, so the ranks agree once more at the end, on modules that brought gradients unexpectedly.
+that were sharded last come first. From the second backward over the same modules on, their order is
+that in which their first gradients arrived on rank 0. Autograd does not know what a reentrant
+checkpoint will run, so at the end the ranks agree once more, on modules whose gradients nobody
+expected.
 """
 
 from __future__ import annotations
@@ -45,34 +46,34 @@ class BucketOrder:
         self._position = 0
 
     def begin(self) -> None:
-        """No bucket is full."""
+        """Begins a backward, with no bucket full."""
         self._position = 0
         self._filled = []
 
     def filled(self, number: int) -> None:
-        """A bucket is full, perhaps before its turn."""
+        """Notes that a bucket is full, perhaps before its turn."""
         self._filled.append(number)
 
     @property
     def turn(self) -> int | None:
-        """The bucket whose turn it is; None: all have had theirs."""
+        """The bucket whose turn it is, or None when all have had theirs."""
         return self.numbers[self._position] if self.left else None
 
     @property
     def left(self) -> int:
-        """How many buckets have not had their turn."""
+        """Number of buckets that have not had their turn."""
         return len(self.numbers) - self._position
 
     def advance(self) -> None:
-        """The next bucket has its turn."""
+        """Ends the turn of the current bucket."""
         self._position += 1
 
     def is_soon(self, number: int, turns: int) -> bool:
-        """Whether a bucket has one of the next turns."""
+        """Returns whether a bucket has one of the next ``turns`` turns."""
         return number in self.numbers[self._position : self._position + turns]
 
     def learn(self, comm: Communicator) -> None:
-        """At the end of the first backward agrees on the order of rank 0; collective."""
+        """Adopts rank 0's order of filling, at the end of the first backward; collective."""
         if self._learned:
             return
         self.numbers = _order_of_rank_0(comm, self._filled, self.numbers)
@@ -80,35 +81,36 @@ class BucketOrder:
 
 
 class ReducingModule(Protocol):
-    """A sharded module as :class:`ModuleOrder` knows it: its engine.
+    """The interface of a sharded module's engine that :class:`ModuleOrder` uses.
 
     Attributes:
-        number: of the module among those that its communicator reduces for; equal on all ranks.
+        number: number of the module among those that its communicator reduces for; equal on all
+            ranks.
     """
 
     number: int
 
     def expects_gradients(self) -> bool:
-        """Whether the backward that runs now will bring a parameter its gradient."""
+        """Returns whether the running backward will add to some parameter's gradient."""
 
     def begin_reducing(self) -> None:
-        """The ranks have agreed that this backward reduces the module's gradients; collective."""
+        """Called once the ranks agree that this backward reduces the module; collective."""
 
     def reduce_filled(self) -> bool:
-        """Reduces the buckets that are full and whose turn it is; whether all have gone."""
+        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
 
     def reduce_rest(self) -> None:
-        """Reduces all that this backward has left; collective."""
+        """Reduces the buckets that this backward has not reduced yet; collective."""
 
     def end_reducing(self) -> None:
-        """All modules have reduced what this backward brought; collective."""
+        """Called once all modules have reduced this backward's gradients; collective."""
 
     def end_backward(self) -> None:
-        """The backward is over, or it has raised."""
+        """Called when the backward is over, or has raised."""
 
 
 class _Backward:
-    """What autograd calls at the end of a backward, and drops when the backward raises."""
+    """The callback that autograd calls at the end of a backward, or drops when that raises."""
 
     def __init__(self, order: ModuleOrder) -> None:
         self._order = order
@@ -120,13 +122,12 @@ class _Backward:
 class ModuleOrder:
     """The turns of the modules that one communicator reduces for, on one rank.
 
-    Modules may be collected at different times on different ranks. So the ranks agree on the list
-    of numbers in :meth:`join`, and whatever decides whether a collective is made depends on that
-    list alone.
+    Modules may be garbage-collected at different times on different ranks. So the ranks agree on
+    the list of numbers in :meth:`join`, and only that list decides whether a collective is made.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        # Weakly, as orders are found by their communicators.
+        # Weak, since the table of orders has the communicators as its weak keys.
         self._comm_ref = weakref.ref(comm)
         self._last_number = 0
         self._numbers: list[int] = []
@@ -135,7 +136,7 @@ class ModuleOrder:
             weakref.WeakValueDictionary()
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
-        # Of the backward that runs.
+        # State of the running backward.
         self._backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
@@ -153,7 +154,7 @@ class ModuleOrder:
     # ---- which modules there are ----------------------------------------------------------------
 
     def join(self) -> int:
-        """The number of one more module, which :meth:`add` brings; collective."""
+        """Returns the number of a new module, to be registered by :meth:`add`; collective."""
         self.settle()
         if self._numbers:
             alive = [number in self._modules for number in self._numbers]
@@ -164,17 +165,17 @@ class ModuleOrder:
         return self._last_number
 
     def add(self, module: ReducingModule) -> None:
-        """The module whose number :meth:`join` has returned."""
+        """Registers the module whose number :meth:`join` has returned."""
         self._modules[module.number] = module
 
     def leave(self, number: int) -> None:
-        """A module is sharded no longer; on all ranks."""
+        """Removes a module that is sharded no longer; to be called on all ranks."""
         self._numbers.remove(number)
         self._modules.pop(number, None)
         self._learned.clear()
 
     def pause(self, number: int) -> None:
-        """A module's backwards reduce nothing until :meth:`resume`; on all ranks."""
+        """Stops a module's reductions until :meth:`resume`; to be called on all ranks."""
         self._paused.append(number)
 
     def resume(self, number: int) -> None:
@@ -185,29 +186,29 @@ class ModuleOrder:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is running that any of the modules takes part in."""
+        """True while a backward runs that any of the modules takes part in."""
         return self._backward is not None and self._backward() is not None
 
     def take_part(self, module: ReducingModule) -> None:
-        """A hook of the module is its first in this backward."""
+        """Called by the first hook of a module that runs in a backward."""
         self.settle()
         self._taking_part.append(module.number)
         if not self.in_backward:
             backward = _Backward(self)
             self._backward = weakref.ref(backward)
-            # Of the outermost backward, if hooks of a nested one come later.
+            # Called at the end of the outermost backward, even if hooks of a nested one come later.
             torch.autograd.Variable._execution_engine.queue_callback(backward)
             self._begin()
 
     def _begin(self) -> None:
-        """Finds out which modules this backward reduces, and in what order; collective."""
+        """Determines which modules this backward reduces, and in what order; collective."""
         reducing = [number for number in self._numbers if number not in self._paused]
         mine = [
             number in self._modules and self._modules[number].expects_gradients()
             for number in reducing
         ]
-        # What a rank may do alone, if no gradient is to be reduced: torch.autograd.grad(), for one,
-        # and backwards under no_sync().
+        # A rank may run a backward alone if no gradient is to be reduced, such as
+        # torch.autograd.grad(), or a backward under no_sync().
         for_inputs = not torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
         alone = for_inputs or bool(self._paused)
         self._reduces = bool(reducing) and (any(mine) or not alone)
@@ -235,7 +236,7 @@ class ModuleOrder:
         return module
 
     def arrived(self, number: int) -> bool:
-        """A module has a gradient; whether this backward reduces it."""
+        """Notes that a module has a gradient; returns whether this backward reduces it."""
         if not self._reduces or number in self._paused:
             return False
         if number not in self._arrived:
@@ -243,7 +244,7 @@ class ModuleOrder:
         return True
 
     def advance(self) -> None:
-        """A bucket is full: reduces whatever has its turn now."""
+        """Reduces the full buckets whose turn it is, module by module."""
         while self._turns:
             module = self._modules.get(self._turns[0])
             if module is None or not module.reduce_filled():
@@ -253,10 +254,10 @@ class ModuleOrder:
     # ---- at the end of backward -----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Ends a backward that raised, and so never came to its end; collective if there was one.
+        """Ends a backward that raised before its end; collective if there was one.
 
-        Peers whose backward did not raise have reduced all buckets, and so must this rank. It has
-        zeros for what did not come.
+        Peers whose backward did not raise have reduced all buckets, and so must this rank. It
+        contributes zeros for the gradients that did not arrive.
         """
         if self._backward is None or self.in_backward:
             return
@@ -267,7 +268,7 @@ class ModuleOrder:
             self.end_backward()
 
     def end_backward(self) -> None:
-        """Reduces all that is left; collective."""
+        """Reduces all buckets that are left, and forgets the backward; collective."""
         try:
             if self._reduces:
                 self._reduce_rest()
@@ -294,7 +295,7 @@ class ModuleOrder:
     def _end_reducing(self, left: Iterable[int], all_of_them: Iterable[int]) -> None:
         for number in left:
             self._module(number).reduce_rest()
-        # Some ranks may have had all of one module's turns long ago, and some only now.
+        # Ranks finish a module's turns at different times, so all modules end here, in one order.
         for number in all_of_them:
             self._module(number).end_reducing()
 
@@ -311,7 +312,7 @@ class ModuleOrder:
 
 
 def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
-    """Those numbers that some rank says yes to; collective."""
+    """Returns the numbers for which ``mine`` is true on some rank; collective."""
     flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
     if len(flags):
         comm.all_reduce(flags, ReduceOp.MAX)
@@ -320,7 +321,7 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
 
 
 def _order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:
-    """What came first on rank 0, and then the rest in their usual order; collective."""
+    """Returns rank 0's ``first`` numbers, then the rest in their usual order; collective."""
     rest = [number for number in usual if number not in first]
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
     if len(order):
@@ -334,6 +335,6 @@ _orders: weakref.WeakKeyDictionary[Communicator, ModuleOrder] = weakref.WeakKeyD
 
 
 def module_order(comm: Communicator) -> ModuleOrder:
-    """The order of the modules that a communicator reduces for."""
+    """Returns the order of the modules that a communicator reduces for."""
     with _guard:
         return _orders.setdefault(comm, ModuleOrder(comm))

@@ -1,4 +1,4 @@
-"""Brings a module's parameters into buckets: checks, memory, rank 0's values, and the way back."""
+"""The move of a module's parameters into buckets with rank 0's values, and its rollback."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ from ringcomm.zero.buckets import (
 from ringcomm.zero.engine import EngineParts
 from ringcomm.zero.units import Unit
 
-# Which modules shard() cannot take, and what their owner can do about it.
-
 
 def check_shardable(root: nn.Module) -> None:
-    """Checks what kinds of modules and parameters are in ``root``.
+    """Checks that ``shard()`` can take the modules and parameters in ``root``.
 
     Raises:
         ArgumentError: some are sharded or distributed by torch, or have no shape yet.
         UnsupportedError: a module writes to its parameter in forward.
     """
-    # Nobody has such a module unless it was imported.
+    # Looked up in sys.modules, to import nothing: no module can be an FSDP module otherwise.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for name, module in root.named_modules():
         called = f"shard: module {name or type(module).__name__!r}"
@@ -64,8 +62,6 @@ def check_shardable(root: nn.Module) -> None:
             )
 
 
-# What a module was before ``shard()``, to be put back should that fail halfway.
-
 Tensor = torch.Tensor
 
 
@@ -75,16 +71,17 @@ def _put_back(param: nn.Parameter, data: Tensor) -> None:
 
 
 class Rollback:
-    """How to undo what was done so far; nothing in it needs another rank.
+    """The list of actions that put a module back if ``shard()`` fails; none needs another rank.
 
     NOTE [All or nothing]
     Ranks can be lost at any moment, so a rank must be able to put its module back alone. Its own
-    values may be nowhere else: buckets have those of rank 0, rounded, and at stage 3 a part of
-    them. So the memory that the parameters had stays until all ranks have moved all of theirs.
-    What was on the meta device had none, and goes back there: such a module is not held twice.
+    values may exist nowhere else: the buckets hold the values of rank 0, rounded, and at stage 3
+    only a part of them. So the parameters' old memory stays until all ranks have moved all of
+    their parameters. Parameters on the meta device had no memory and go back there, so such a
+    module is not held twice.
 
     Attributes:
-        meta: by ``id``, the parameters that were on the meta device.
+        meta: the ``id`` of every parameter that was on the meta device.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,40 +89,38 @@ class Rollback:
         self._undo = ExitStack()
 
     def call(self, undo: Callable[..., object], *args: Any) -> None:
-        """``undo(*args)`` puts something back; what was done last is undone first."""
+        """Registers ``undo(*args)``; what was registered last is undone first."""
         self._undo.callback(undo, *args)
 
     def keep_data(self, param: nn.Parameter) -> None:
-        """The parameter is about to get other memory."""
+        """Keeps the memory of a parameter that is about to get other memory."""
         if id(param) not in self.meta:
             self.call(_put_back, param, param.data)
 
     def keep_values(self, tensor: Tensor) -> None:
-        """The tensor is about to be written to."""
+        """Keeps a copy of a tensor that is about to be written to."""
         if id(tensor) not in self.meta:
             there = tensor.detach()
             self.call(there.copy_, there.clone())
 
     def keep_entry(self, table: dict[str, Any], key: str) -> None:
-        """``table[key]`` is about to be replaced."""
+        """Keeps ``table[key]``, which is about to be replaced."""
         self.call(table.__setitem__, key, table[key])
 
     @contextmanager
     def put_back_on_failure(self) -> Iterator[None]:
-        """If anything is raised inside, all that was done is undone."""
+        """Undoes everything if the body of the ``with`` raises."""
         with torch.no_grad(), self._undo:
             yield
             self._undo.pop_all()
 
-
-# Parameters on the meta device get memory a unit at a time, straight before they are sharded.
 
 # Fills the parameters and buffers that a module has itself, not those of its children.
 Initialize: TypeAlias = "Callable[[nn.Module], None]"
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no memory."""
+    """Returns whether a tensor has a shape and no memory."""
     return tensor.device.type == "meta"
 
 
@@ -136,14 +131,14 @@ def materialize(
     init: Initialize | None,
     rollback: Rollback,
 ) -> None:
-    """Gives a unit's meta tensors memory on ``device`` and values.
+    """Gives a unit's meta tensors memory on ``device``, and values.
 
     Args:
-        unit: whose modules, down to those of other units.
+        unit: the unit, whose modules are visited down to those of other units.
         units: all units.
-        device: of the communicator.
+        device: device of the communicator.
         init: see ``shard()``.
-        rollback: learns how to undo it.
+        rollback: registers how to undo it.
 
     Raises:
         ArgumentError: a module has no ``reset_parameters()`` and ``init`` is None.
@@ -180,14 +175,14 @@ def materialize(
 
 
 def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback) -> None:
-    # In place, since optimizers and other modules know the parameter by its identity.
+    # Swapped in place, since optimizers and other modules know the parameter by its identity.
     other = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
     torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
     rollback.call(torch.utils.swap_tensors, param, other)
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
-    """The module and those inside it, apart from other units'."""
+    """Returns the module and the modules inside it, without those of other units."""
     found = [(name, module)]
     for key, child in module.named_children():
         if id(child) not in others:
@@ -195,13 +190,10 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
     return found
 
 
-# Moves a module's parameters into buckets, and the values of rank 0 to all ranks.
-
-
 def make_bucket(
     comm: Communicator, stage: int, plan: BucketPlan, number: int, trains: bool
 ) -> ParamBucket:
-    """An empty bucket of a plan; no other rank takes part, and no parameter changes.
+    """Makes an empty bucket of a plan; no other rank takes part, and no parameter changes.
 
     Raises:
         HeapError: the heap has no room.
@@ -219,16 +211,18 @@ def make_bucket(
 
 
 def move_in(parts: EngineParts, init: Initialize | None, rollback: Rollback) -> None:
-    """Fills the buckets, a unit at a time: what was on the meta device gets memory; collective.
+    """Fills the buckets, unit by unit; collective.
+
+    A unit's meta tensors get memory right before the unit is sharded.
 
     Args:
-        parts: with empty buckets.
+        parts: the engine's parts, with empty buckets.
         init: see ``shard()``.
-        rollback: learns how to undo it.
+        rollback: registers how to undo it.
     """
     units = parts.units
-    # Inner units first: what they share with others belongs to a unit around them, and is
-    # initialised by their modules.
+    # Inner units come first: a parameter that they share belongs to a unit around them, and their
+    # modules must initialise it before that unit is sharded.
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
         materialize(units[number], units, parts.comm.device, init, rollback)
         values = _values(parts, units[number], rollback)
@@ -246,7 +240,10 @@ def _depth(unit: Unit) -> int:
 
 
 def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Tensor]:
-    """By ``id`` of each parameter of a unit that moves: what its bucket takes."""
+    """Returns the values for buckets, by ``id`` of each parameter of a unit that moves; collective.
+
+    With ``broadcast``, the unit's other parameters get rank 0's values in place.
+    """
     comm, broadcast = parts.comm, parts.options.broadcast
     takes = broadcast and comm.rank != 0
     moves = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
@@ -255,7 +252,7 @@ def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Ten
         value = param.detach()
         if id(param) in moves:
             rollback.keep_data(param)
-            # What is kept must not be written to.
+            # The rollback keeps the memory of ``value``, so the broadcast must not write to it.
             values[id(param)] = value = value.clone() if takes else value
         elif takes:
             rollback.keep_values(param)
@@ -265,11 +262,11 @@ def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Ten
 
 
 def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
-    """Buffers, and parameters that have no bucket: those of rank 0, cast; collective.
+    """Casts parameters without a bucket, broadcasts buffers and casts them; collective.
 
     Args:
-        parts: after :func:`move_in`.
-        rollback: learns how to undo it.
+        parts: the engine's parts, after :func:`move_in`.
+        rollback: registers how to undo it.
     """
     comm, options = parts.comm, parts.options
     precision = options.precision
@@ -278,7 +275,8 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
         if id(param) not in placed and precision.param and param.dtype in DTYPE_NAMES:
             rollback.keep_data(param)
             param.data = param.to(precision.param)
-    # By id of what it was, which ``rollback`` keeps: several modules may have one buffer.
+    # Several modules may have one buffer. The keys are ids of the old buffers, which ``rollback``
+    # keeps alive.
     settled: dict[int, Tensor] = {}
     for owner in parts.module.modules():
         for name, buffer in owner._buffers.items():
@@ -290,7 +288,7 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
                 owner._buffers[name] = settled[was]
                 continue
             if any(step == 0 for step in buffer.stride()):
-                # An expanded tensor: its elements share memory, so nothing can be written to it.
+                # The elements of an expanded tensor share memory, so it cannot be written to.
                 buffer = owner._buffers[name] = buffer.contiguous()
             if options.broadcast and buffer.numel():
                 if comm.rank != 0:

@@ -1,4 +1,4 @@
-"""When an engine computes, communicates and waits: spans for a Chrome trace."""
+"""The step profile: spans in which an engine computes, communicates or waits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Span:
-    """From ``begin_us`` to ``end_us`` of the process's clock.
+    """An interval from ``begin_us`` to ``end_us`` of the process's clock.
 
     Attributes:
-        name: what was done.
-        kind: "communication", "wait" (the caller stands still for it) or "compute".
-        thread: whose.
-        size_bytes: what was moved; 0 where that says nothing.
+        name: name of the work.
+        kind: "communication", "wait" (the caller waits for communication) or "compute".
+        thread: identifier of the thread that did it.
+        size_bytes: bytes moved, or 0 where that does not apply.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Span:
 
 
 class StepProfile:
-    """Records spans while it is on; costs nothing otherwise."""
+    """The spans of an engine, which are recorded while ``on`` is set and cost nothing otherwise."""
 
     def __init__(self) -> None:
         self.on = False
@@ -39,7 +39,7 @@ class StepProfile:
 
     @contextmanager
     def span(self, name: str, size_bytes: int = 0, kind: str = "communication") -> Iterator[None]:
-        """Records what happens inside."""
+        """Records the body of the ``with`` as a span."""
         if not self.on:
             yield
             return
@@ -52,13 +52,14 @@ class StepProfile:
             self.spans.append(Span(name, kind, begin_us, end_us, thread, size_bytes))
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Records that the caller waits for communication."""
+        """Records the body of the ``with`` as waiting for communication."""
         return self.span(f"wait for {name}", kind="wait")
 
     def hidden_share(self) -> float:
-        """How much of the communication's time no caller waited for; NaN when there was none.
+        """Returns the fraction of the communication's time that no caller waited for.
 
-        Communication on the caller's own thread is recorded as waiting, too.
+        NaN when there was no communication. Communication on the caller's own thread is recorded
+        as waiting, too.
         """
         moved = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "communication")
         waited = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "wait")
@@ -68,8 +69,8 @@ class StepProfile:
         """Writes the spans in the Trace Event Format, which Chrome and Perfetto show.
 
         Args:
-            path: of a JSON file.
-            rank: shown as the process.
+            path: path of the JSON file.
+            rank: the rank, which is shown as the process.
         """
         events = [
             {

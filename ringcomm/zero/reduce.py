@@ -1,17 +1,17 @@
-"""Stages 2 and 3: reduces each bucket of gradients while backward fills the next.
+"""Reduction of gradient buckets at stages 2 and 3, while backward fills the next bucket.
 
 NOTE [What is left over]
-Gradients that no backward has reduced, since they came under ``no_sync`` or after their bucket had
-gone (a reentrant checkpoint runs backwards inside backwards), stay in ``p.grad``. The next backward
-takes them along, and at the latest the step: where there may be any, which is so on all ranks or on
-none, they agree on the buckets that have some.
+A gradient stays in ``p.grad`` if no backward has reduced it: it came under ``no_sync``, or after
+its bucket had gone (a reentrant checkpoint runs backwards inside backwards). The next backward
+reduces such gradients too, or at the latest the step. Where there may be any, which is so on all
+ranks or on none, the ranks agree on the buckets that have some.
 
 NOTE [Kept for the step]
-A host's cores reduce the last buckets of a backward when nothing of it is left to hide that behind.
-At stage 2 they stay as they are, as many as there are buffers, and the step reduces, updates and
+On a host, the last buckets of a backward cannot be reduced behind computation, since none is left.
+So stage 2 leaves as many of them unreduced as there are buffers, and the step reduces, updates and
 gathers them in one pass, which moves less memory than reducing them first. Whatever needs them
-reduced does that before anything else: another backward that adds to them, a norm, a look at the
-gradients. The bits are the same.
+reduced (another backward that adds to them, a norm, a look at the gradients) reduces them first.
+The bits are the same.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import BucketOrder, any_of
 from ringcomm.zero.profile import StepProfile
 
-# One bucket of gradients on its way to a shard, and the buffers that buckets are filled in.
-
 Tensor = torch.Tensor
 
 
@@ -46,17 +44,17 @@ class GradientBucket:
     """One bucket's gradients, from the parameters to this rank's shard.
 
     Attributes:
-        stored: the bucket.
+        stored: the bucket of the parameters.
         shard: [chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
-        words: int64 [24], the norm of what was reduced last.
-        holds: whether anything was reduced into the shard.
-        active: by parameter: whether a gradient was reduced since :meth:`Reduction.drop`.
+        words: int64 [24], the norm words of the last reduction.
+        holds: True if anything was reduced into the shard.
+        active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         missing: indices of parameters whose gradient this backward has not brought yet.
-        taken: those whose gradient is in ``buffer``.
+        taken: indices of parameters whose gradient is in ``buffer``.
         buffer: [elements], in the heap, while the bucket is filled.
-        gone: whether this backward has reduced it.
-        summed: whether ``words`` were computed.
-        version: of ``shard`` when it was reduced last.
+        gone: True if this backward has had the bucket's turn.
+        summed: True if the last reduction computed ``words``.
+        version: version of ``shard`` after the last reduction.
     """
 
     stored: ParamBucket
@@ -90,7 +88,7 @@ class GradientBucket:
         placed.param.grad = None
 
     def fill_up(self, buffer: Tensor) -> None:
-        """Makes ``buffer`` the bucket's, with all gradients that there are and zeros elsewhere."""
+        """Makes ``buffer`` the bucket's, holding all its gradients and zeros elsewhere."""
         self.buffer = buffer
         with plainly():
             for index, placed in enumerate(self.stored.params):
@@ -100,7 +98,7 @@ class GradientBucket:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are gradients that were not reduced."""
+        """True if the bucket has gradients that were not reduced."""
         with plainly():
             return bool(self.taken) or any(p.param.grad is not None for p in self.stored.params)
 
@@ -113,12 +111,12 @@ class GradientBucket:
 
 
 class Buffers:
-    """Memory of the heap for buckets that are filled or reduced, used again and again.
+    """The reused heap buffers of buckets that are being filled or reduced.
 
     Args:
-        most_elems: of a bucket.
-        count: how many there should be.
-        device: of the heap.
+        most_elems: elements of the largest bucket.
+        count: number of buffers that there should be.
+        device: device of the heap.
     """
 
     def __init__(self, most_elems: int, count: int, device: torch.device) -> None:
@@ -129,11 +127,11 @@ class Buffers:
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def get(self, stored: ParamBucket, must: bool) -> Tensor | None:
-        """[bucket elements] for a bucket, zero in the padding; None if there are enough.
+        """Returns a buffer [bucket elements], zero in the padding; None if all are in use.
 
         Args:
-            stored: the bucket.
-            must: make one all the same.
+            stored: the bucket that the buffer is for.
+            must: make one more if all are in use.
         """
         dtype, elems = stored.layout.dtype, stored.layout.elems
         free = self._free.setdefault(dtype, [])
@@ -144,7 +142,7 @@ class Buffers:
         else:
             self._made += 1
             whole = empty(self._most_elems, dtype=dtype, device=self._device)
-        # The padding is reduced, too, and nobody else writes it.
+        # The padding is reduced, too, and nothing else writes it.
         end = 0
         for placed in stored.params:
             if end < placed.begin:
@@ -159,15 +157,15 @@ class Buffers:
 
 
 class Reduction:
-    """The gradients of all buckets of one rank.
+    """The gradients of all buckets of one rank, and their reductions.
 
     Attributes:
-        buckets: by number.
-        reducer: what reduces them.
+        buckets: the buckets, by number.
+        reducer: the kernels that reduce them.
         has_left_over: see NOTE [What is left over].
-        kept: by number of a bucket, its gradients; see NOTE [Kept for the step].
-        generation: counts reductions, so that what was computed from the shards can be told to be
-            old.
+        kept: unreduced gradients by bucket number; see NOTE [Kept for the step].
+        generation: count of changes of the gradients, by which results computed from the shards
+            are known to be stale.
     """
 
     def __init__(
@@ -199,19 +197,21 @@ class Reduction:
         self._buffers = Buffers(most, options.in_flight, comm.heap_device)
         self._order = BucketOrder(len(self.buckets))
         self.has_left_over = False
-        # Whether a step has used the gradients that are here, and a backward has added to those.
+        # Whether a step has used the current gradients, a backward has then added to them, and the
+        # user was warned of that.
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = options.in_flight if keeps else 0
-        # Whether norms were asked for since the gradients were last dropped, and before that: who
-        # clips, clips each step, and others need not pay for sums of squares.
+        # Whether a norm was asked for since the gradients were last dropped, and in the period
+        # before that. A program that clips does so at each step, and others need not pay for sums
+        # of squares.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
         self.begin()
 
     def begin_backward(self) -> None:
-        """A backward begins that takes along what earlier ones have left."""
+        """Begins a backward, which also reduces the gradients that earlier ones have left."""
         self.has_left_over = False
         self._added_to = self._used
         self.settle()
@@ -219,7 +219,7 @@ class Reduction:
         self.begin()
 
     def used(self) -> None:
-        """A step has used the gradients that are here."""
+        """Called after a step; warns if an earlier step has used some of its gradients."""
         if self._added_to and not self._warned:
             self._warned = True
             warnings.warn(
@@ -231,7 +231,7 @@ class Reduction:
         self._used, self._added_to = True, False
 
     def begin(self) -> None:
-        """No bucket has been reduced yet."""
+        """Marks all buckets as not reduced in this backward."""
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.stored.params)))
             bucket.gone = False
@@ -240,7 +240,7 @@ class Reduction:
     # ---- during backward ------------------------------------------------------------------------
 
     def arrived(self, number: int, index: int) -> bool:
-        """Parameter ``index`` of a bucket has its gradient of this backward in ``p.grad``.
+        """Takes the gradient that this backward has put into ``p.grad`` of a bucket's parameter.
 
         Returns:
             Whether the bucket is full now, and may have its turn.
@@ -250,10 +250,10 @@ class Reduction:
             self.has_left_over = True
             return False
         bucket.missing.discard(index)
-        # Those further behind would keep buffers from those whose turn it is.
+        # Buckets further behind would take buffers from those whose turn comes first.
         if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
-            # A gradient that moves now is in the cache still, and its memory free for the next one.
-            # Of a device's event nobody asks: while a graph is captured that is an error.
+            # A gradient that moves now is still in the cache, and frees its memory for the next.
+            # A device's events are not queried: that is an error while a graph is captured.
             if not self._comm.launches:
                 self._land_ended()
             bucket.buffer = self._buffers.get(bucket.stored, must=False)
@@ -264,7 +264,7 @@ class Reduction:
         return True
 
     def advance(self) -> bool:
-        """Reduces the buckets that are full and whose turn it is; whether all have gone."""
+        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
         while (number := self._order.turn) is not None:
             bucket = self.buckets[number]
             if bucket.missing:
@@ -279,18 +279,18 @@ class Reduction:
         return True
 
     def reduce_rest(self) -> None:
-        """Reduces all that is left, in order; collective."""
+        """Reduces the buckets that have not had their turn, in order; collective."""
         for bucket in self.buckets:
             bucket.missing.clear()
         self.advance()
 
     def end_backward(self) -> None:
-        """All buckets have gone; collective."""
+        """Ends a backward whose buckets have all gone; collective."""
         self._order.learn(self._comm)
         self.begin()
 
     def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
-        """All gradients of a bucket, which has them no longer."""
+        """Returns a buffer with all gradients of a bucket, and removes them from the bucket."""
         buffer = bucket.buffer if bucket.buffer is not None else self._buffer_for(bucket)
         bucket.fill_up(buffer)
         for index in bucket.taken:
@@ -301,7 +301,7 @@ class Reduction:
         return buffer
 
     def tag(self, number: int) -> int:
-        """Tells a reduction of a bucket from others, in this backward and of other modules."""
+        """Returns a tag that tells a reduction from those of other buckets, backwards, modules."""
         return _native.grad_tag(self._number, self._backwards, number)
 
     def _launch(self, number: int, buffer: Tensor) -> None:
@@ -311,7 +311,7 @@ class Reduction:
         bucket.holds = True
 
     def _reduce(self, bucket: GradientBucket, buffer: Tensor, tag: int) -> Work | None:
-        # What 16 bits keep of a gradient has another norm.
+        # The norm is that of the FP32 sum: a shard that was rounded to 16 bits has another one.
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._comm.launches
         words = bucket.words if bucket.summed else None
@@ -345,7 +345,7 @@ class Reduction:
         shard.copy_(exact)
 
     def _buffer_for(self, bucket: GradientBucket) -> Tensor:
-        """A buffer; waits for the oldest reductions where there are enough of them."""
+        """Returns a buffer; waits for the oldest reductions while all buffers are in use."""
         buffer = self._buffers.get(bucket.stored, must=not self._flying)
         while buffer is None:
             self._land()
@@ -371,13 +371,13 @@ class Reduction:
     # ---- at the step ----------------------------------------------------------------------------
 
     def finish(self, keep: bool = False) -> list[list[bool]]:
-        """All gradients are in the shards when it returns; collective.
+        """Reduces all remaining gradients into the shards, and waits for that; collective.
 
         Args:
-            keep: but for those in ``kept``.
+            keep: leave the gradients in ``kept`` unreduced.
 
         Returns:
-            By bucket and parameter: whether this rank has had a gradient for it.
+            By bucket and parameter, whether this rank has had a gradient for it.
         """
         left = self._left_over()
         if left or not keep:
@@ -393,20 +393,20 @@ class Reduction:
         return [bucket.active for bucket in self.buckets]
 
     def _left_over(self) -> list[int]:
-        """The buckets that some rank has unreduced gradients of."""
+        """Returns the buckets for which some rank has unreduced gradients."""
         mine = [bucket.has_more for bucket in self.buckets]
-        # Somebody may have set p.grad by hand.
+        # Nothing is left over, but the user may have set p.grad by hand.
         if not self.has_left_over and not any(mine):
             return []
         return any_of(self._comm, range(len(mine)), mine)
 
     def settle(self) -> None:
-        """Reduces what was kept; collective."""
+        """Reduces the buckets in ``kept``; collective."""
         for number in sorted(self.kept, reverse=True):
             self._launch(number, self.kept.pop(number))
 
     def norm(self, number: int, kind: str, words: Tensor) -> None:
-        """Sums a shard for the norm; collective. ``words`` int64 [24] is overwritten."""
+        """Sums a shard for the norm, and overwrites ``words`` (int64 [24]); collective."""
         self._asked = True
         self.settle()
         self.wait()
@@ -424,7 +424,7 @@ class Reduction:
             bucket.active = [False] * len(bucket.stored.params)
 
     def zero(self) -> None:
-        """Forgets all gradients, which are zero then where a parameter had one."""
+        """Forgets all gradients; parameters that had one then have a gradient of zero."""
         for bucket in self.buckets:
             bucket.holds = False
             bucket.drop()
@@ -435,6 +435,6 @@ class Reduction:
         self.generation += 1
 
     def wait(self) -> None:
-        """Waits for what is under way."""
+        """Waits for all reductions under way."""
         while self._flying:
             self._land()

@@ -1,4 +1,4 @@
-"""``shard()``: prepares a module for sharded training, in place; and its contexts."""
+"""The functions that shard a module in place, and those for using and unsharding it."""
 
 from __future__ import annotations
 
@@ -44,31 +44,30 @@ from ringcomm.zero.prepare import (
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.units import find_units
 
-# Has glibc keep the memory that backward frees.
+# NOTE [Freed memory]
+# A backward frees a gradient as soon as it is reduced, and stage 3 a unit's parameters as soon as
+# they were used. glibc's malloc returns such memory to the system once the top of the heap holds
+# more free memory than twice the largest block that was ever freed, and the system zeroes it page
+# by page when it is allocated again. A step of a GPT of 25 M FP32 parameters takes 2,500 to 10,000
+# page faults, of 3 us each on a virtual machine, and 1.06 (stage 2) to 1.18 (stage 3) times as long
+# as without them.
 #
-# NOTE [Freed memory] A backward frees a gradient as soon as it is reduced, and stage 3 a unit's
-# parameters as soon as they were used. malloc gives such memory back to the system, by its rule as
-# soon as more lies at the top of the heap than twice the largest block that was ever freed; the
-# system zeroes it page by page when it is allocated again. A step of a GPT of 25 M FP32 parameters
-# takes 2,500 to 10,000 page faults, of 3 us each on a virtual machine, and 1.06 (stage 2) to 1.18
-# (stage 3) times as long as without them.
-#
-# The rule's bound is 32 MiB (M_MMAP_THRESHOLD in mallopt(3)): it holds once a block of that size
-# was freed. So one is, of which no page is touched. At most 64 MiB stay with the process that
-# malloc would have given back. Whoever has set a threshold, in the environment or by mallopt(), has
-# switched the rule off and keeps what was set; other allocators take no notice.
+# The rule counts blocks of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So one block of that
+# size is allocated and freed, without touching its pages, and the bound is at its highest: at most
+# 64 MiB stay with the process that malloc would have returned. A threshold set in the environment
+# or by mallopt() switches the rule off and stays in force, and other allocators are unaffected.
 
-# The largest block that glibc's rule heeds, less what malloc and torch add for their own use.
+# The largest block that glibc's rule counts, less the overhead that malloc and torch add.
 _BLOCK_BYTES = (32 << 20) - (64 << 10)
 
 
 def keep_freed_memory() -> None:
-    """See NOTE [Freed memory]."""
+    """Has glibc keep the memory that backward frees; see NOTE [Freed memory]."""
     torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
 
 _STAGES = (0, 1, 2, 3)
-# An attribute of the module, so that both go together.
+# An attribute of the module, so that engine and module end together.
 _ENGINE = "_ringcomm_engine"
 
 
@@ -87,8 +86,9 @@ def shard(
     loop stays as it is. ``docs/zero.md`` says what changes at which stage.
 
     Args:
-        module: any; its parameters move into the heap. Parameters on the meta device get memory
-            here, a unit at a time. Of what ``torch.compile()`` returned, the module in it.
+        module: any module; its parameters move into the heap. Parameters on the meta device get
+            memory here, a unit at a time. If ``torch.compile()`` returned it, the module inside is
+            sharded.
         stage: 0: everything is replicated; 1: the optimizer's state is sharded; 2: gradients, too;
             3: parameters, too.
         comm: the ranks that share the work: a Communicator, a ProcessGroup of
@@ -96,8 +96,8 @@ def shard(
             group, else that of ``torch.distributed``, else this rank, in a world of one. "alone"
             for this rank whatever groups there are.
         options: choices, equal on all ranks.
-        init: for parameters on the meta device: fills those of one module, which it is called with;
-            None calls ``reset_parameters()``.
+        init: called with each module that has parameters or buffers on the meta device, to fill
+            its own; None calls the module's ``reset_parameters()``.
 
     Returns:
         ``module``.
@@ -111,8 +111,8 @@ def shard(
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
 
-    A rank on which it raises has its module as it was: values, memory, hooks. If it raises on one
-    it does on all, unless that one is lost at the very end.
+    If it raises, the rank's module is as it was before: values, memory, hooks. If it raises on one
+    rank it raises on all, unless a rank is lost at the very end.
     """
     if type(stage) is not int or stage not in _STAGES:
         raise ArgumentError(f"shard: stage: expected 0, 1, 2 or 3, got {stage!r}")
@@ -151,7 +151,7 @@ def shard(
                     rollback.call(buckets[-1].give_back)
         move_in(parts, init, rollback)
         settle_rest(parts, rollback)
-        # At its end all chunks are written.
+        # The agreement at the end also tells every rank that all chunks are written.
         with all_or_none(ranks, "shard"):
             _attach(parts, rollback)
     if not ranks.launches:
@@ -160,10 +160,10 @@ def shard(
 
 
 def engine_of(module: nn.Module, operation: str) -> ShardEngine:
-    """The engine of a sharded module.
+    """Returns the engine of a sharded module.
 
     Raises:
-        ArgumentError: ``shard()`` has not seen the module.
+        ArgumentError: the module was not sharded.
     """
     module = uncompiled(module)
     engine = vars(module).get(_ENGINE)
@@ -176,12 +176,12 @@ def engine_of(module: nn.Module, operation: str) -> ShardEngine:
 
 
 def forget_engine(module: nn.Module) -> None:
-    """The module is plain again."""
+    """Detaches the engine from a module, which is plain again."""
     object.__delattr__(module, _ENGINE)
 
 
 def _attach(parts: EngineParts, rollback: Rollback) -> None:
-    """The engine, and all hooks."""
+    """Makes the engine, and attaches it and all hooks to the module."""
     engine = ShardEngine(parts)
     rollback.call(engine.close)
     place_params(engine)
@@ -209,7 +209,7 @@ def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
 
 
 def _join(comm: Communicator, rollback: Rollback) -> int:
-    """The module's number among those that the communicator reduces for; collective."""
+    """Returns the module's number among those the communicator reduces for; collective."""
     order = module_order(comm)
     number = order.join()
     rollback.call(order.leave, number)
@@ -218,7 +218,7 @@ def _join(comm: Communicator, rollback: Rollback) -> int:
 
 def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     if comm.launches:
-        # On streams of their own and by copy engines, which need no core of the host.
+        # A device overlaps on other streams and with copy engines, which need no core of the host.
         return replace(options, overlap=options.overlap is not False)
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
@@ -251,10 +251,11 @@ def _check_devices(module: nn.Module, comm: Communicator) -> None:
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, backwards add to gradients on this rank and reduce nothing, at any stage.
+    """Keeps backwards from reducing: they add to this rank's gradients, at any stage.
 
-    The next backward outside, or the step, reduces all. At stages 2 and 3 the full gradients stay
-    in ``p.grad`` until then, which is their memory; at stages 0 and 1 the step reduces anyway.
+    The next backward outside, or the step, reduces all gradients. At stages 2 and 3 the full
+    gradients stay in ``p.grad`` until then, which takes memory. At stages 0 and 1 only the step
+    reduces anyway.
     """
     engine = engine_of(module, "no_sync")
     return engine.no_sync() if engine.reduction is not None else nullcontext()
@@ -262,14 +263,15 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]:
-    """Inside, the module's parameters are whole and readable, at any stage.
+    """Makes the module's parameters whole and readable inside the context, at any stage.
 
-    Reading takes no other rank: one rank may do it alone, while no rank steps.
+    Reading needs no other rank: one rank may do it alone, while no rank steps.
 
     Args:
-        module: what ``shard()`` returned.
-        write_from: a rank whose changes all ranks take over at the end; the context is collective
-            then. None: changes are refused at stage 3, and stay this rank's own before.
+        module: the module that ``shard()`` returned.
+        write_from: a rank whose changes all ranks take over at the end, which makes the context
+            collective. None: changes are refused at stage 3, and at lower stages stay this rank's
+            own.
 
     Raises:
         ArgumentError: the module is not sharded, there is no such rank, or parameters were changed
@@ -291,10 +293,10 @@ def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]
 
 @contextmanager
 def profiled(module: nn.Module) -> Iterator[StepProfile]:
-    """Inside, the engine records when it communicates, and when it waits for that.
+    """Records when the engine communicates, and when it waits for communication.
 
     Yields:
-        the profile, empty at first; :meth:`StepProfile.write` makes a file for Chrome and Perfetto.
+        The profile, empty at first; :meth:`StepProfile.write` makes a file for Chrome and Perfetto.
 
     Raises:
         ArgumentError: the module is not sharded.
@@ -309,9 +311,9 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """``module.state_dict()`` at any stage: copies of all parameters and buffers, and extra state.
+    """Returns ``module.state_dict()`` at any stage, with copies of all tensors and extra state.
 
-    Takes no other rank: one rank may call it alone, while no rank steps.
+    It needs no other rank: one rank may call it alone, while no rank steps.
 
     Raises:
         ArgumentError: the module is not sharded.
@@ -342,7 +344,7 @@ def _take_changes(engine: ShardEngine, rank: int) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective."""
     comm = engine.comm
     engine.slots.check_all(comm, "gathered")
-    # Chunks are about to change: all ranks have read them.
+    # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     placed: set[int] = set()
     for bucket in (*engine.stored, *engine.parts.stored_frozen):
@@ -361,7 +363,7 @@ def _take_changes(engine: ShardEngine, rank: int) -> None:
 
 
 def unshard(module: nn.Module) -> nn.Module:
-    """Ends what ``shard()`` began: hooks are gone, parameters are plain and whole; collective.
+    """Undoes ``shard()``: removes its hooks, and makes parameters plain and whole; collective.
 
     Values and dtypes are those of the last step. An optimizer on the parameters cannot be used any
     more.

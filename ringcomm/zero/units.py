@@ -1,4 +1,4 @@
-"""Which modules are gathered as one, and which of them a parameter belongs to."""
+"""The units of a module: the modules that are gathered as one, and the parameters of each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Unit:
     """A module whose parameters are gathered when it runs.
 
     Attributes:
-        name: of the module; "" is the root.
-        module: whose calls gather.
-        params: by qualified name, the parameters that belong to it and to no unit inside it; each
-            once, under its first name.
+        name: qualified name of the module; "" is the root.
+        module: the module whose calls gather the unit.
+        params: the parameters that belong to this unit and to no unit inside it, by qualified
+            name; each once, under its first name.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Unit:
 
 
 def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
-    """The units of a module, the root first and then in the order of ``named_modules()``.
+    """Returns the units of a module, the root first, then in the order of ``named_modules()``.
 
     A parameter that modules of several units share belongs to the innermost unit around all of
     them.
@@ -71,7 +71,7 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of the outermost lists of modules."""
+    """Yields the elements of the outermost lists of modules, with their names."""
     for name, child in module.named_children():
         if isinstance(module, _LISTS):
             yield prefix + name, child
@@ -80,7 +80,7 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
-    """By first name of each parameter: the units around all modules that have it, from the root."""
+    """Returns the units around all modules with a parameter, root first, by its first name."""
     first: dict[int, str] = {}
     around: dict[str, list[Unit]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -95,7 +95,7 @@ def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
 
 
 def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
-    """The units on the way from the root to the module of that name."""
+    """Returns the units on the way from the root to the module of that name."""
     path, module = [chosen[id(root)]], root
     for part in name.split(".") if name else ():
         module = getattr(module, part)
@@ -106,7 +106,7 @@ def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
 
 
 def aliases(root: nn.Module) -> dict[str, str]:
-    """By each further name of a tied parameter: its first name."""
+    """Returns the first name of each tied parameter, by its every further name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, param in root.named_parameters(remove_duplicate=False):
