@@ -1,4 +1,4 @@
-// Where in the user's Python a native call comes from: the innermost frame outside the library.
+// The line of the user's program that made a native call: its innermost frame outside the library.
 #pragma once
 
 #include <string>
@@ -15,8 +15,8 @@ void set_library_folders(std::vector<std::string> library, std::vector<std::stri
 // more call sites than are kept. Valid for good.
 const CallSite* find_call_site();
 
-// What take_call_site() finds on this thread from here on; null: the frames count again. For calls
-// that run elsewhere than where they were made.
+// From here on take_call_site() finds this one on the calling thread; null: it looks at the frames
+// again. For calls that run on another thread than the one that made them.
 void hold_call_site(const CallSite* site);
 
 // Sets `call_site` for the call that this thread is about to make. Keeps no error set.

@@ -49,8 +49,8 @@ void bind_allocator(nb::module_& m) {
       .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);
 }
 
-// How bind_collectives() reaches a device's communicator: its calls are prepared, and next() hands
-// them out to be launched.
+// A device's communicator, as bind_collectives() needs it: its calls are prepared, and next() hands
+// out their launches.
 struct DeviceCalls {
   using Comm = DeviceComm;
   static int world(const DeviceComm& d) { return d.config().world; }
@@ -88,8 +88,8 @@ nb::bytes words(const DeviceComm& d) {
   return to_bytes(bytes);
 }
 
-// What a rank's host writes into its control page before it raises the abort word. The fault record
-// is its kernels' to write: one may be about to.
+// The bytes that a rank's host writes into its control page before it raises the abort word. Only
+// its kernels write the fault record: one of them may be about to.
 nb::bytes abort_reason(const nb::str& reason) {
   ControlPage page{};
   std::snprintf(page.reason, sizeof(page.reason), "%s", utf8_of(reason).c_str());

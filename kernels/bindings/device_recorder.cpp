@@ -12,7 +12,7 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// Of the whole buffer, as the host's communicators have it.
+// The size of a call's whole buffer, as the host's communicators record it.
 uint64_t size_of_call(const device::Prepared& call) {
   const device::CallArgs& a = call.args;
   switch (a.collective) {
@@ -107,7 +107,7 @@ void DeviceRecorder::record_messages(const device::Prepared& call, bool captured
   }
 }
 
-// What is withdrawn stays to be seen until the next call takes its number.
+// The record of a call that is withdrawn stays visible until the next call takes its number.
 void DeviceRecorder::withdraws() {
   const std::lock_guard lock(mutex_);
   const Track track = last_is_message_ ? Track::kMessages : Track::kCollectives;

@@ -28,7 +28,7 @@ const char* kind_of(Status status) {
   }
 }
 
-// What must be equal on all ranks but for the number, in codes.
+// The parts of a call that must be equal on all ranks, in codes; without its number.
 nb::tuple call_of(const CallId& id) {
   return nb::make_tuple(uint32_t(id.collective), id.dtype, id.redop, id.root,
                         uint32_t(id.algorithm), uint32_t(id.kernels), id.match_bytes);

@@ -25,7 +25,7 @@ Reduction reduction(int dtype, int op, double factor, int algorithm) {
   return {DType(dtype), RedOp(op), factor, chosen(Algorithm(algorithm))};
 }
 
-// How bind_collectives() reaches the host's communicator.
+// The host's communicator, as bind_collectives() needs it.
 struct HostCalls {
   using Comm = NativeComm;
   static int world(const NativeComm& n) { return n.comm.view().world; }

@@ -1,4 +1,4 @@
-// What the parts of the Python module share.
+// Declarations that the parts of the Python module share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -27,11 +27,11 @@ std::string utf8_of(const nanobind::str& text);
 // A fault record in words, as ringcomm.errors reads it.
 nanobind::dict fault_dict(const Fault& fault, const std::string& reason);
 
-// What call_words() gave, and no sequence number.
+// A call as call_words() returns it; it has no sequence number.
 using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 CallId id_of(const CallWords& words);
 
-// How a region is laid out, for the Triton kernels.
+// The layout of a region, for the Triton kernels.
 nanobind::dict geometry_of(const Layout& layout);
 // The host's twin of what a device communicator keeps in device memory, for a kernel that runs in
 // Triton's interpreter.

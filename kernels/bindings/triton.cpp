@@ -1,4 +1,4 @@
-// What the Triton kernels (kernels/tl) know of the C++ structures: where their fields lie.
+// The offsets of fields in the C++ structures, for the Triton kernels (kernels/tl).
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/args.h"
 #include "ringcomm/optimizer/adamw.h"

@@ -1,6 +1,6 @@
-// What a launch carries: one call for each rank that takes part in it, by value, so that a captured
-// graph replays it. Everything that changes from replay to replay (sequence numbers, epochs) is in
-// device memory. Read by the host that launches and by the kernels.
+// The arguments of a launch: one call for each rank that takes part in it, by value, so that a
+// captured graph replays it. Everything that changes from replay to replay (sequence numbers,
+// epochs) is in device memory. Read by the host that launches and by the kernels.
 #pragma once
 
 #include "ringcomm/collectives/exchange.h"
@@ -42,9 +42,8 @@ RC_FN const int32_t* rings_of(const RankTable* table) {
   return reinterpret_cast<const int32_t*>(table + 1);
 }
 
-// What a Triton kernel keeps of a call, per channel, since its blocks have no shared memory of
-// their own to keep it in: 32 words of 8 bytes, and 9 more per rank. kernels/tl/state.py names
-// them.
+// The state of a call that a Triton kernel keeps per channel, since its blocks have no shared
+// memory by name: 32 words of 8 bytes, and 9 more per rank. kernels/tl/state.py names them.
 constexpr uint64_t kScratchWords = 32, kScratchWordsPerRank = 9;
 RC_FN constexpr uint64_t scratch_bytes(int32_t world) {
   return 8 * (kScratchWords + kScratchWordsPerRank * uint64_t(world));

@@ -1,5 +1,5 @@
-// What the kernels do, for any Team: kernels.cu gives it blocks, and tests/support/emulator gives
-// it host threads.
+// The bodies of the kernels, for any Team: kernels.cu instantiates them for blocks, and
+// tests/support/emulator for host threads.
 #pragma once
 
 #include "kernels/cuda/ops.h"

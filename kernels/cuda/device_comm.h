@@ -39,7 +39,7 @@ class CallObserver {
   virtual ~CallObserver() = default;
   // captured: a graph records the call, and may make it any number of times.
   virtual void enqueues(const Prepared& call, bool captured) = 0;
-  // What it was told of last is not launched.
+  // The call that it was told of last is not launched.
   virtual void withdraws() = 0;
 };
 
@@ -61,7 +61,7 @@ class DeviceComm {
   uint64_t region_bytes() const;
   uint64_t words_bytes() const { return config_.layout.staging_offset(); }
   uint64_t table_offset() const { return config_.layout.region_bytes(); }
-  // Where the table lies, once it is made.
+  // The address of the table, once it is made.
   uint64_t table_address() const { return table_address_; }
   const Layout& layout() const { return config_.layout; }
   // The algorithm that a call runs where it is too large for packets, or has none.
@@ -154,7 +154,7 @@ class DeviceComm {
   void check_pieces(uint64_t chunk_bytes, unsigned channels) const;
   void* kernel(const std::string& unit, const std::string& name);
   void* reduction_kernel(const char* form, const Reduction& r);
-  // What a call still has to do: a launch, or before it a copy by the copy engines.
+  // A part of a call that is still to come: a launch, or a copy by the copy engines before it.
   struct Pending {
     Prepared launch;
     uint64_t copy_to, copy_from, copy_bytes;  // 0 bytes: it is the launch

@@ -26,8 +26,8 @@ class Driver {
               const void* params) const;
   // Device to device, in the stream's order.
   void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
-  // Whether a graph records what the stream is given now. A stream that cannot say takes no launch
-  // either, which says why.
+  // True while a graph records the stream. A stream that cannot say fails at the launch, whose
+  // error says why.
   bool is_capturing(void* stream) const;
 
  private:

@@ -51,7 +51,7 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
   for (uint64_t i = vectors * 16 + lane; i < bytes - head; i += lanes) to[i] = from[i];
 }
 
-// What a reduction does beside its operator; AVG and PREMUL_SUM are SUM with one of these.
+// The scaling of a reduction beside its operator: AVG and PREMUL_SUM are SUM with one of these.
 struct Scaling {
   bool premultiply;   // by factors[source]
   int32_t divide_by;  // 0: leave it

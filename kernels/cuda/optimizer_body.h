@@ -1,4 +1,4 @@
-// What the optimizer's kernels do, for any Team, as body.h is for the collectives.
+// The bodies of the optimizer's kernels, for any Team; body.h has those of the collectives.
 #pragma once
 
 #include "kernels/cuda/adamw_lanes.h"

@@ -23,8 +23,8 @@ Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
   return {const_cast<char*>(base), total, chunk, nullptr};
 }
 
-// What `p` announced lies inside of its heap, and is a region of this communicator and of that
-// rank.
+// Checks that what `p` announced lies inside its heap, and is a region of this communicator and of
+// that rank.
 void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress& peer) {
   const auto refuse = [&](const std::string& what) {
     throw RegionError("what rank " + std::to_string(p) +
@@ -113,7 +113,7 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
   recorder_.set_world_id((token ^ first->created_ns) * 0x9e3779b97f4a7c15 ^ peers[0].region_offset);
 }
 
-// Whether the kernel lets this process read the memory of every peer's process.
+// True where the operating system lets this process read every peer's memory.
 bool Comm::reads_peers() const {
   for (int p = 0; p < view_.world; ++p) {
     if (p == view_.rank) continue;

@@ -37,12 +37,12 @@ struct PeerAddress {
   uint64_t proof;  // what the peer announced; it stands in its region, too
 };
 
-// What a peer announced is not what lies in its heap.
+// A peer announced something other than what lies in its heap.
 struct RegionError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What a reduction needs beside its buffers.
+// The arguments of a reduction beside its buffers.
 struct Reduction {
   DType dtype;
   RedOp op;
@@ -78,7 +78,7 @@ struct NormCall {
 // sums take 3.7 ms past the caches and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
-// Where the fault of this communicator began, and what the rank that saw it left behind.
+// The fault of this communicator, of the rank where it began, and the reason that it gave.
 struct FaultReport {
   Fault fault;
   std::string reason;
@@ -95,7 +95,7 @@ class Comm {
   uint64_t region_bytes() const {
     return layout_.region_bytes() + Recorder::block_bytes(recorder_.capacity());
   }
-  // What this region's handle must say: only who can read the region knows it.
+  // A number that this region's handle must repeat; only who can read the region knows it.
   uint64_t proof() const { return view_.control(view_.rank)->proof; }
   // Peers know this region from here on; it returns to the heap only with their farewells.
   // Throws RegionError, naming the rank, before any region is written to.
@@ -136,8 +136,8 @@ class Comm {
   // A call that another engine runs on this region: the rest of its CallId; its number is the next.
   void record_begin(CallId id);
   void record_end(Status status);
-  // What `rank` recorded, see Recorder::snapshot(), under a header that says of the layout, the
-  // rank and the world what this rank knows; empty: nothing is recorded, or it is not connected.
+  // The records of `rank` (see Recorder::snapshot()) under a header with the layout, the rank and
+  // the world as this rank knows them; empty: nothing is recorded, or it is not connected.
   std::vector<char> recorded(int rank, uint32_t most) const;
 
   const View& view() const { return view_; }

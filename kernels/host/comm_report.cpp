@@ -1,4 +1,4 @@
-// What a communicator tells of its calls: their records, and the fault that ended them.
+// A communicator reports its calls: their records, and the fault that ended them.
 #include <cstdio>
 
 #include "kernels/host/comm.h"

@@ -12,7 +12,7 @@ const char* name_of(DType dtype);
 const char* name_of(RedOp op);
 const char* name_of(Algorithm algorithm);
 
-// Of a page that a peer may have written, and may be writing now: at most what fits.
+// The reason in a page that a peer may be writing now: at most as much text as fits.
 std::string reason_of(const ControlPage& page);
 
 // A peer's fault record with nothing in it that leads outside of a table: it is of the rank in

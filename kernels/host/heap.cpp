@@ -50,7 +50,7 @@ uint64_t number_in(const char* path) {
   return file >> value ? value : ~uint64_t(0);  // absent, or "max"
 }
 
-// What this process may still take: the machine's available memory and the container's limit.
+// Memory that this process may still take: the smaller of the machine's and the container's.
 uint64_t available_bytes() {
   const uint64_t machine = meminfo_bytes("MemAvailable:");
   const uint64_t limit = number_in("/sys/fs/cgroup/memory.max");

@@ -68,8 +68,8 @@ struct HeapHeader {
   uint64_t token;  // proves that it is the heap that was meant
   uint64_t magic;
   uint32_t version, count;
-  // Where flight recorders lie in the heap, for `ringcomm trace --pid`; 0: none. Written by the
-  // heap's process alone.
+  // Offsets of flight recorders in the heap, for `ringcomm trace --pid`; 0: none. Only the heap's
+  // process writes them.
   static constexpr int kRecorders = 250;
   uint64_t recorders[kRecorders];
 };

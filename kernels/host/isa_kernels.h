@@ -74,7 +74,7 @@ inline void copy_streaming(void* dst, const void* src, uint64_t bytes) {
   stream_fence();
 }
 
-// Where a loop reads its values: an array of T, widened element by element in registers. The result
+// The source of a loop: an array of T, widened element by element in registers. The result
 // may lie exactly over a source (in place); element i then depends on element i alone, which is all
 // that the vectoriser needs to know, so the pointer is marked as unaliased.
 template <class T>

@@ -1,6 +1,5 @@
-// What differs between instruction sets: the loops that move and reduce bytes. One table per
-// instruction set, each compiled in its own translation unit; the best that the CPU has is chosen
-// at run time.
+// The loops that move and reduce bytes, one table of them per instruction set. Each table is
+// compiled in its own translation unit; the best that the CPU has is chosen at run time.
 #pragma once
 
 #include "ringcomm/core/reduce.h"

@@ -151,7 +151,7 @@ void Messenger::deliver(Message& m, const RequestPtr& r) {
   complete(r, fits ? Status::kOk : Status::kMismatch);
 }
 
-// Whether a message's header can be one that header_of() of a peer made.
+// True if a message's header can be one that header_of() of a peer made.
 bool Messenger::sound(const CallHeader& h, int peer) const {
   const View& v = comm_.view();
   const bool in_heap = h.heap_offset != kNotInHeap;

@@ -56,7 +56,7 @@ class Messenger {
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
-  // Where the bytes of a message go: to its request, aside until a request comes, or nowhere.
+  // The place of an arriving message: its request, memory aside until a request comes, or nowhere.
   enum class Goes { kThere, kAside, kNowhere };
   struct Message {  // one that arrives
     int peer, tag;

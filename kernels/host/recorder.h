@@ -20,7 +20,7 @@ struct CallSite {
   uint32_t words = 0;  // of 8 bytes, up to and with the zero byte
   alignas(8) char text[kBytes] = {};
 };
-// Of the call that this thread is about to make; null: unknown.
+// The call site of the call that this thread is about to make; null: unknown.
 extern thread_local constinit const CallSite* call_site;
 
 enum class RecordState : uint32_t {

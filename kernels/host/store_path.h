@@ -1,4 +1,4 @@
-// How to write memory that peers read: through the caches, or past them.
+// The way to write memory that peers read: through the caches, or past them.
 //
 // A line that another core read last must be taken from its cache before a regular store. Between
 // Zen 4 cores that share a cache this is cheap, and the reader then finds the data in the cache: a

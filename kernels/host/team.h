@@ -13,7 +13,7 @@
 
 namespace ringcomm::host {
 
-// What every host team can do while it waits.
+// The abilities of every host team while it waits.
 struct HostTeam {
   static constexpr bool kSleeps = true;
   const Waiter* waiter;

@@ -28,7 +28,7 @@ namespace {
 // Between two looks at the clock a sleeper sleeps this long: it bounds how late a dead peer, an
 // abort or Ctrl-C is noticed, and 100 wake-ups a second cost nothing.
 constexpr uint64_t kSleepNs = 10'000'000;
-// How long a process may take to end once its memory has gone, and how often it is looked at then.
+// A process whose memory has gone may take so long to end, and is looked at so often until then.
 constexpr uint64_t kExitNs = 10'000'000'000, kExitPollNs = 1'000'000;
 
 // NOTE [Busy cores]
@@ -80,7 +80,8 @@ void cpu_relax() {
 #endif
 }
 
-// How many polls of a word take that long. A pause takes 4 ns on one processor and 60 on another.
+// The number of polls of a word that take so long. A pause takes 4 ns on one processor and 60 ns on
+// another.
 uint32_t polls_of(double ns) {
   static const double poll_ns = [] {
     constexpr int kPolls = 200;
@@ -99,7 +100,7 @@ long futex(const uint32_t* word, int operation, uint32_t value, const timespec* 
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
-// Of proc_pid_stat(5); zeros: not known.
+// Fields of /proc/<pid>/stat (proc_pid_stat(5)); zeros: not known.
 struct Stat {
   char state = 0;
   uint64_t threads = 0, started = 0;

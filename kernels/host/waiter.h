@@ -1,6 +1,6 @@
-// How a host thread waits: it spins briefly, then sleeps on a futex; see NOTE [Busy cores] in
-// waiter.cpp. And what it looks at when it is clock time: whether the awaited process is alive, and
-// whether its own user pressed Ctrl-C.
+// The waiting of a host thread: it spins briefly, then sleeps on a futex; see NOTE [Busy cores] in
+// waiter.cpp. From time to time it looks whether the awaited process is alive, and whether the user
+// pressed Ctrl-C.
 #pragma once
 
 #include <cstdint>
@@ -36,9 +36,9 @@ class Process {
 
   void drop_descriptor();
   bool has_ended() const;  // also while it is a zombie
-  // Whether a signal, or a debugger, holds it.
+  // True while a signal or a debugger has stopped it.
   bool is_stopped() const;
-  // As Waiter::read_process().
+  // Reads its memory; see Waiter::read_process().
   Status read(void* to, const void* from, uint64_t bytes) const;
 
  private:
@@ -58,7 +58,7 @@ class Waiter {
   // pid 0: a thread of this process, which cannot die alone.
   // Throws HeapError when this process has no descriptor left.
   void watch(int peer, int pid);
-  // Those watched, by peer, without their descriptors.
+  // Returns the watched processes by peer, without their descriptors.
   std::vector<Process> forget_all();
 
   bool pause(const Pause& pause) const;
@@ -67,9 +67,9 @@ class Waiter {
   bool yield(uint64_t call_bytes) const;
   static void wake(uint32_t* word);
 
-  // Whether this process can fence for others, and has others fence for it.
+  // True where this process can fence for others, and others for it (membarrier).
   static bool can_fence_for_all();
-  // From here on: all ranks can.
+  // From here on all ranks can.
   void fence_for_all() { fences_for_all_ = true; }
   void fence_as_writer() const;
   void fence_as_sleeper() const;
@@ -79,19 +79,20 @@ class Waiter {
   Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return watched_[size_t(peer)].read(to, from, bytes);
   }
-  // Whether the kernel can read this memory of this process for others: not that of a device, say.
+  // True where the operating system can read this memory of this process for others; it cannot read
+  // that of a device, say.
   static bool peers_can_read(const void* ptr, uint64_t bytes);
-  // From here on: each rank can read every other's process.
+  // From here on each rank can read every other's process.
   void read_processes() { reads_processes_ = true; }
   bool reads_processes() const { return reads_processes_; }
 
   static uint64_t now_ns();
   bool has_ended(int peer) const;
   Status health(int peer) const;
-  // Whether a signal, or a debugger, holds its process.
+  // True while a signal or a debugger has stopped its process.
   bool is_stopped(int peer) const;
 
-  // What other_call() asks; both null: nobody.
+  // The function that other_call() asks, and its first argument; both null: nobody.
   using OtherCall = const CallHeader* (*)(void* of, const CallId& mine, int peer);
   void ask_of_calls(OtherCall ask, void* of) {
     ask_ = ask;

@@ -54,7 +54,7 @@ RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
   return Status::kOk;
 }
 
-// What a rank shares, and how.
+// The source that a rank shares, and the way in which it does.
 struct Sharing {
   Span source;
   bool stays;       // the peers read the source where it lies; else it is copied into the slots

@@ -1,4 +1,4 @@
-// What the ring forms of the collectives share: the neighbours, the slots, the end of a round.
+// The parts that ring collectives share: the neighbours, the slots, the end of a round.
 #pragma once
 
 #include "ringcomm/protocol/endpoint.h"

@@ -55,9 +55,9 @@ enum class Status : int32_t {
 enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };
 constexpr int kPoints = 3;
 
-// What a pausing lane may use: the word it polls, the value it saw there, the flag that tells the
-// writer of that word that somebody sleeps on it, whether that writer needs this lane's core, and
-// how much the call moves.
+// The arguments of a lane that pauses: the word it polls, the value it saw there, the flag that
+// tells the writer of that word that somebody sleeps on it, whether that writer needs this lane's
+// core, and how much the call moves.
 struct Pause {
   const uint32_t* word;
   uint32_t seen;

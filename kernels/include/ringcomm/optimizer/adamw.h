@@ -1,5 +1,5 @@
-// What an AdamW step on a shard works on, as plain data: written by ringcomm/optim, read by the
-// host's, CUDA's and Triton's kernels alike. Every number that changes from step to step lies in
+// The data of an AdamW step on a shard: written by ringcomm/optim, read by the host's, CUDA's and
+// Triton's kernels alike. Every number that changes from step to step lies in
 // memory that the device reads, so that no step waits for the host and a captured graph replays.
 //
 // A *bucket* is a run of parameters of one dtype, flat in the heap. Its *chunk* r, the part of rank
@@ -26,7 +26,7 @@ constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (A
 constexpr uint32_t kAdamAmsgrad = 4;
 constexpr uint32_t kAdamMaximize = 8;
 
-// Of one optimizer; all doubles, one tensor.
+// The scalars of one optimizer; all doubles, one tensor.
 struct AdamWControl {
   double inv_scale;  // 1 / loss scale
   double clip;       // clip coefficient
@@ -35,7 +35,8 @@ struct AdamWControl {
   double skipped;    // because of found_inf
 };
 
-// What one step needs of a parameter's hyper-parameters and step number; prepare_adamw() fills it.
+// The numbers that one step needs for a parameter, from its hyper-parameters and step number;
+// prepare_adamw() fills it.
 struct AdamWFactors {
   uint32_t flags;  // without kAdamActive: leave the parameter and its state as they are
   uint32_t step;   // of this parameter, from 1
@@ -90,7 +91,7 @@ RC_FN uint64_t first_segment(const AdamWShard& s, uint64_t element) {
   return low;
 }
 
-// What prepare_adamw() works on; all by parameter but `hyper` and `control`.
+// The arrays that prepare_adamw() works on; all by parameter but `hyper` and `control`.
 struct AdamWTable {
   AdamWControl* control;
   const AdamWHyper* hyper;  // [groups]

@@ -42,7 +42,7 @@ RC_FN void adamw_element(float& p, float g, float& m, float& v, float& v_max,
   v = fused_multiply_add(f.one_minus_beta2 * g, g, v * f.beta2);
   float root = v;
   if constexpr (Path::kMax) {
-    // As torch.maximum: a NaN of either wins.
+    // A NaN of either wins, as in torch.maximum.
     v_max = (v_max > v || v_max != v_max) ? v_max : v;
     root = v_max;
   }

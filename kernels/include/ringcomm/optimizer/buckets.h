@@ -27,7 +27,7 @@ struct Run {
   uint64_t begin, end;
 };
 
-// Where the gradients of a run lie: element `begin` of the run at ptrs[s], for s in [0, count).
+// The gradients of a run: its element `begin` lies at ptrs[s], for s in [0, count).
 struct Gradients {
   const void* const* ptrs;
   int count;

@@ -27,8 +27,8 @@
 //   a gradient shard of 4 bytes per element.
 // - ring: partial sums go around the ring; the owner's last hop updates; ring all-gather.
 //
-// What the Ops' consume() does is the difference between them: it stores the sum and adds its norm
-// (grad_norm.h), or it updates.
+// They differ in the Ops' consume(): it stores the sum and adds its norm (grad_norm.h), or it
+// updates.
 #pragma once
 
 #include "ringcomm/collectives/all_gather.h"

@@ -1,4 +1,4 @@
-// What a call says of itself: to its peers (CallHeader), and after a failure (Fault).
+// The description of a call: for its peers (CallHeader), and after a failure (Fault).
 #pragma once
 
 #include "ringcomm/core/team.h"
@@ -25,7 +25,7 @@ enum class Collective : uint32_t {
 };
 enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2, kPacket = 3, kCopy = 4 };
 
-// Who moves the data of a call. Their streams look alike, their cuts of a buffer need not.
+// The kernels that run a call. Their streams look alike, but they may cut a buffer differently.
 enum class Kernels : uint32_t { kNative = 0, kTriton = 1 };
 
 constexpr uint64_t kNotInHeap = ~uint64_t(0);
@@ -105,7 +105,7 @@ struct Fault {
 
 // "ringcomm", read as a little-endian word: what lies here is a region.
 constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
-// Of the protocol: one more with every change of the layout, the header or the words.
+// The version of the protocol: one more with every change of the layout, the header or the words.
 constexpr uint32_t kProtocolVersion = 3;
 
 struct ControlPage {

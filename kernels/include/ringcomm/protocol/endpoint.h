@@ -49,10 +49,10 @@ constexpr uint64_t kZeroCopyMinBytes = 16384;
 // and the kernel copies it more slowly than they do.
 constexpr int kSingleCopyRanks = 2;
 constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
-// Of the results of an all-reduce, which are shared piece by piece as they come.
+// The same for the results of an all-reduce, which are shared piece by piece as they come.
 constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 
-// Where a reduction goes: one place, or two from one pass over the sources.
+// The result of a reduction: one place, or two from one pass over the sources.
 struct ReduceTarget {
   void* dst;
   bool shared;  // peers read dst
@@ -70,7 +70,7 @@ struct Peers {
   int first, last;
 };
 
-// How buffers are cut where whole lines of 64 bytes and the layout's segments do not do.
+// Another cut of buffers than into lines of 64 bytes and the layout's segments.
 struct Cut {
   uint64_t line_bytes = 64;    // channels share a chunk in units of this
   uint64_t segment_bytes = 0;  // 0: the layout's
@@ -106,7 +106,7 @@ struct Endpoint {
   }
   RC_TEAM_FN uint32_t items(Span s) const { return zero_copy(s) ? 1 : pieces(s.bytes); }
 
-  // Whether peers that only copy this copy it out of my process, if it has at least so many bytes.
+  // True if peers that only copy a span of this size copy it out of my process (single copy).
   RC_TEAM_FN bool single_copy(Span s, uint64_t least_bytes) const {
     if constexpr (Team::kReadsProcesses)
       return s.bytes >= least_bytes && team.peers_can_read(s.ptr, s.bytes);
@@ -129,9 +129,9 @@ struct Endpoint {
 
   // ---- groups of peers ------------------------------------------------------------------------
 
-  // How many peers one step of a loop deals with. Lanes that wait for several peers at once deal
-  // with all; a lone lane goes peer by peer, so that each hears of its data as soon as they are
-  // there.
+  // The number of peers that one step of a loop deals with. Lanes that wait for several peers at
+  // once deal with all; a lone lane goes peer by peer, so that each peer hears as soon as its data
+  // are there.
   RC_TEAM_FN int group() const { return Team::kShareWaits ? v.world - 1 : 1; }
 
   // Calls visit(peer) once for each peer of the group, spread over the lanes. For words, not data.
@@ -141,8 +141,8 @@ struct Endpoint {
       visit(peer_at(d));
   }
 
-  // As each_by_lanes; visit returns a Status, and the first failure ends that lane's visits. All
-  // lanes get the same answer.
+  // The same as each_by_lanes, with a visit that returns a Status: the first failure ends that
+  // lane's visits. All lanes get the same answer.
   template <class Visit>
   RC_TEAM_FN Status wait_by_lanes(Peers peers, Visit visit) const {
     Status status = Status::kOk;
@@ -377,8 +377,8 @@ struct Endpoint {
 
   // ---- before and after a call ----------------------------------------------------------------
 
-  // What a peer published in an earlier call and I did not read shows that we made different calls
-  // then, in which neither waited for the other (two ranks that both broadcast).
+  // An item that a peer published in an earlier call and I did not read shows that we made
+  // different calls then, in which neither waited for the other (two ranks that both broadcast).
   // model: verify_streams (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status verify_streams() {
     return wait_by_lanes({1, world()}, [&](int peer) {

@@ -1,5 +1,5 @@
-// Whether a header of a peer can be followed: what it points at lies in that peer's heap. A GPU
-// faults at an element or a vector that is not aligned, so that is looked at, too.
+// Checks that a peer's header can be followed: it points into that peer's heap, and at aligned
+// elements, since a GPU faults at an element or a vector that is not aligned.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
@@ -10,7 +10,8 @@ RINGCOMM_NAMESPACE_BEGIN
 // Results are stored in a peer's heap by vectors of this many bytes.
 constexpr uint64_t kResultAlign = 16;
 
-// What I store in each sender's heap, where its header says. Most collectives store nothing.
+// The stores that this rank makes into each sender's heap, at the place that its header names. Most
+// collectives store nothing.
 struct Stores {
   uint64_t bytes = kNotInHeap;
 };

@@ -1,6 +1,5 @@
-// Where everything lies inside a rank's region of its heap: control page, signal pad, epoch
-// counters, staging slots. One place computes it; every rank computes the same, and rendezvous
-// compares.
+// The layout of a rank's region of its heap: control page, signal pad, epoch counters, staging
+// slots. Every rank computes the same here, and the rendezvous compares.
 //
 // A *stream* is one kind of traffic between ranks:
 //   kPair     data meant for one reader: a slot set per (channel, reader)
@@ -107,8 +106,8 @@ struct Layout {
     return 2 * (channels * kHeaderBytes + begin_bytes);
   }
 
-  // What lay in the slot of item `epoch` before: the sender waits until the reader has acknowledged
-  // it. Triton's twin is await_slot (kernels/tl/endpoint.py).
+  // The item that lay in the slot of item `epoch` before: the sender waits until the reader has
+  // acknowledged it. Triton's twin is await_slot (kernels/tl/endpoint.py).
   RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
 
   // Words end here: everything before is zero when a communicator begins.

@@ -9,8 +9,8 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // Per-peer state of the call in progress, in memory that all lanes of the team share.
 struct PeerState {
-  // Where the peer's data lie: in its heap as mapped here or, if in_process, at this address of its
-  // process. Null: in slots.
+  // The peer's data: in its heap as mapped here or, if in_process, at this address of its process.
+  // Null: they come in slots.
   const char* data;
   uint64_t item_bytes;
   uint32_t base;   // epoch before the first item of this call
