@@ -176,14 +176,14 @@ class LocalWorld(Sequence[Communicator]):
         *,
         algorithm: str = "auto",
     ) -> None:
-        """Calls :meth:`Communicator.reduce_scatter_tensor` on all ranks like :meth:`all_reduce`."""
+        """Calls :meth:`Communicator.reduce_scatter_tensor` on all ranks, as :meth:`all_reduce`."""
         arguments = [(out, given, op) for out, given in zip(outputs, inputs, strict=True)]
         self._together("reduce_scatter_tensor", arguments, algorithm)
 
     def all_gather_into_tensor(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, algorithm: str = "auto"
     ) -> None:
-        """Calls :meth:`Communicator.all_gather_into_tensor` on all ranks like :meth:`all_reduce`."""
+        """Calls :meth:`Communicator.all_gather_into_tensor` on all ranks, as :meth:`all_reduce`."""
         arguments = list(zip(outputs, inputs, strict=True))
         self._together("all_gather_into_tensor", arguments, algorithm)
 
@@ -207,7 +207,7 @@ class LocalWorld(Sequence[Communicator]):
         run_together(list(self), calls)
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
-        """Refuses tensors that differ between ranks: the kernels would make the world unusable."""
+        """Refuses tensors that differ between ranks, as the mismatch would end the world."""
         for first, *others in zip(*arguments, strict=True):
             if not isinstance(first, Tensor):
                 continue

@@ -276,7 +276,7 @@ def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
 
 
 FORMAT = "ringcomm topology 1"
-# Of 16 GPUs it has some 40000.
+# A file of 16 GPUs has some 40000 bytes.
 LARGEST_BYTES = 16 << 20
 
 Object = Mapping[str, object]
