@@ -1,10 +1,9 @@
-"""Communicators: who takes part, argument checks, ordering of calls, and results.
+"""Communicators: their ranks, argument checks, order of calls, and results.
 
-``engine`` runs calls in order on one native communicator, with ``call_queue`` in front of it;
-``reductions``, ``gathers``, ``exchanges``, ``coalesced`` and ``messages`` check arguments and make
-the calls; ``communicator`` joins them and knows how to find the peers (``environment``,
-``node_store``). ``groups``, ``functions``, ``objects`` and ``peer_to_peer`` give the same the names
-and semantics of ``torch.distributed``; ``local_world`` makes ranks of threads.
-``flight_recorder`` reads what all ranks did last (``recording``) and leaves it in a file at a fault
-(``trace_file``).
+``engine`` runs calls in order on one core. ``collectives`` and ``messages`` check arguments
+(``arguments``) and make the calls. ``communicator`` joins them and builds the communicator
+(``meeting``). ``groups``, ``functions`` and ``objects`` have the names and semantics of
+``torch.distributed``. ``local_world`` makes ranks of threads. ``device`` holds the communicators of
+GPUs, ``topology`` the choice of their algorithm and rings. ``recorder`` reads the last calls of all
+ranks and writes them to a trace file at a fault.
 """

@@ -1,4 +1,4 @@
-"""Arguments of a call, checked before any peer hears of it; dtypes and reduction operators."""
+"""Checks of a call's arguments before any peer hears of it, and dtypes and reduction operators."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ __all__ = [
     "writable",
 ]
 
-# Reduction operators and dtypes, and their codes in the native module.
-
+# The codes are those of the native module.
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
 }
@@ -43,7 +42,7 @@ PREMUL_SUM = "PREMUL_SUM"
 
 
 class PremulSum:
-    """Sum of the inputs, each multiplied by ``factor`` first; made by :func:`premul_sum`."""
+    """The op that multiplies each input by ``factor``, then sums; see :func:`premul_sum`."""
 
     __slots__ = ("factor",)
 
@@ -55,16 +54,16 @@ class PremulSum:
 
 
 def premul_sum(factor: float | torch.Tensor) -> PremulSum:
-    """The op PREMUL_SUM: each rank's elements times a factor, then their sum.
+    """Makes the op PREMUL_SUM, the sum of each rank's elements times its factor.
 
-    torch.distributed makes one only through a private function; both kinds are accepted wherever
-    ringcomm takes an op.
+    torch.distributed makes this op only through a private function. ringcomm accepts both wherever
+    it takes an op.
 
     Args:
         factor: a real number, or a tensor of one element; for integers a whole number.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: ``factor`` is neither.
     """
     return PremulSum(_factor_of(factor))
 
@@ -81,7 +80,7 @@ def _factor_of(factor: object) -> float:
 
 
 class Reduction:
-    """An op as the native module takes it: its code, and the factor of PREMUL_SUM (else 1)."""
+    """An op in native form: its code, and the factor of PREMUL_SUM (else 1)."""
 
     __slots__ = ("code", "factor", "name")
 
@@ -97,10 +96,10 @@ _PLAIN_BY_ID = {id(_TORCH_OPS[name]): plain for name, plain in _PLAIN.items()}
 
 
 def reduction_of(op: object) -> Reduction:
-    """The native form of a ``ReduceOp``, ``RedOpType`` or :func:`premul_sum`.
+    """Returns the native form of a ``ReduceOp``, ``RedOpType`` or :func:`premul_sum`.
 
     Raises:
-        ArgumentError: it is not an op, or PREMUL_SUM without a factor.
+        ArgumentError: ``op`` is not an op, or PREMUL_SUM without a factor.
     """
     quick = _PLAIN_BY_ID.get(id(op))
     if quick is not None:
@@ -124,8 +123,8 @@ def reduction_of(op: object) -> Reduction:
 
 
 def _parts_of(op: object) -> tuple[object, object]:
-    """Kind and factor of an op of torch."""
-    # First, since torch lets isinstance(kind, ReduceOp) hold too.
+    """Returns the kind and factor of an op of torch."""
+    # Checked first, because torch makes isinstance(kind, ReduceOp) true as well.
     if isinstance(op, ReduceOp.RedOpType):
         return op, None
     # The pickle state is the only view of the factor (__reduce_ex__ aborts the process in torch
@@ -134,9 +133,9 @@ def _parts_of(op: object) -> tuple[object, object]:
     return state
 
 
-# The native module finds the ops by identity: to hash or compare torch's op objects costs more than
-# the rest of a small call, and the objects live as long as torch. A torch whose tensors lack the
-# interface has no plain tensors, and its calls go the careful path.
+# The native module finds the ops by identity, because hashing or comparing torch's op objects costs
+# more than the rest of a small call. The objects live as long as torch. If torch's tensors lack the
+# interface, all calls take the path with Python's checks.
 if (_exchange := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
     _native.read_tensors_with(
         _exchange,
@@ -154,11 +153,8 @@ SUM = ReduceOp.SUM
 Tensor = torch.Tensor
 
 
-# Argument checks of one call, before any peer hears of it.
-
-
 def size_bytes(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Returns the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -168,14 +164,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose bytes are the elements in order."""
+    """Returns the tensor, or a copy of it whose bytes are the elements in order."""
     if is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """The tensor, or scratch memory of its shape that :func:`put_back` copies into it."""
+    """Returns the tensor, or scratch memory of its shape that :func:`put_back` copies into it."""
     if is_plain(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -196,7 +192,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class CallChecks:
-    """Where a check happens: the operation, the rank and the world, for messages."""
+    """The argument checks of one call, whose errors name the operation, the rank and the world."""
 
     __slots__ = ("op", "rank", "world_size")
     algorithms = ALGORITHMS
@@ -213,7 +209,7 @@ class CallChecks:
         raise ArgumentError(f"{self}: {text}")
 
     def tensor(self, name: str, tensor: Any) -> int:
-        """Checks that it is a dense tensor here, of a known dtype; returns the dtype's code."""
+        """Checks for a dense tensor on this device, of a known dtype; returns the dtype's code."""
         if not isinstance(tensor, Tensor):
             self.fail(f"{name}: expected a tensor, got {type(tensor).__name__}")
         self.place(name, tensor)
@@ -232,7 +228,7 @@ class CallChecks:
         return code
 
     def place(self, name: str, tensor: Tensor) -> None:
-        """Checks that the tensor is where this communicator works."""
+        """Checks that the tensor is on this communicator's device."""
         if not tensor.is_cpu:
             self.fail(
                 f"{name}: expected a CPU tensor, got one on {tensor.device}. Build a communicator "
@@ -240,7 +236,7 @@ class CallChecks:
             )
 
     def output(self, name: str, tensor: Any) -> int:
-        """As :meth:`tensor`, for one that is written to."""
+        """Checks a tensor that is written to; returns the dtype's code like :meth:`tensor`."""
         code = self.tensor(name, tensor)
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             self.fail(

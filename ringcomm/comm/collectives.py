@@ -1,4 +1,4 @@
-"""The collectives of a communicator: reductions, gathers, and those that hand data out or over."""
+"""The collectives of a communicator: reductions, gathers, broadcasts, scatters and exchanges."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ringcomm.comm.work import Work
 
 # NOTE [At once]
 #
-# The native module itself reads the tensors of the common call: plain CPU tensors and a plain op,
-# with nothing queued before it. Such a call is made at once. The answer NOT_PLAIN (of ``*_at_once``
-# False), of anything else, means that nothing was done, and the call goes the careful path, which
-# words every complaint. A call of a method costs a tenth of a small collective, so the collectives
-# have these lines themselves, and ``torch.distributed`` has ``*_at_once``.
+# The common call has plain CPU tensors and a plain op, and nothing is queued before it. The native
+# module reads the tensors of such a call itself and makes it at once. For any other call it does
+# nothing and answers NOT_PLAIN (``*_at_once``: False). That call then takes the path with all
+# checks, which words the errors. Calling a method costs a tenth of a small collective, so the
+# collectives repeat these lines. The ``*_at_once`` methods are for ``torch.distributed``.
 
 Tensor = torch.Tensor
 
 
 class Collectives(CallEngine):
-    """The collectives of a communicator: what each takes, what it checks, and its native call."""
+    """The collectives of a communicator, with their argument checks and native calls."""
 
-    # ---- those that combine elements: all_reduce, reduce, reduce_scatter ------------------------
+    # ---- reductions: all_reduce, reduce, reduce_scatter -----------------------------------------
 
     def all_reduce(
         self,
@@ -61,7 +61,7 @@ class Collectives(CallEngine):
         return self.start_call(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
-        """:meth:`all_reduce` where no more is to be asked, as NOTE [At once] says."""
+        """Tries an :meth:`all_reduce` at once; False if nothing was done. See NOTE [At once]."""
         if self._queue.pending or self._kernels:
             return False
         status = self._native.all_reduce_plain(tensor, op, "auto")
@@ -150,7 +150,7 @@ class Collectives(CallEngine):
         )
 
     def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
-        """:meth:`reduce_scatter_tensor` where no more is to be asked, as NOTE [At once] says."""
+        """Tries :meth:`reduce_scatter_tensor` at once; False: nothing done. See NOTE [At once]."""
         if self._queue.pending or self._kernels:
             return False
         status = self._native.reduce_scatter_plain(output, input, op, "auto")
@@ -241,7 +241,7 @@ class Collectives(CallEngine):
 
         return self.start_call(Call("reduce_scatter", run, [output]), async_op)
 
-    # ---- those that bring the tensors of all ranks together: all_gather, gather -----------------
+    # ---- gathers: all_gather, gather ------------------------------------------------------------
 
     def all_gather_into_tensor(
         self,
@@ -275,7 +275,7 @@ class Collectives(CallEngine):
         return self.start_call(self._all_gather_call(output, input, algorithm, kernels), async_op)
 
     def all_gather_at_once(self, output: Tensor, input: Tensor) -> bool:
-        """:meth:`all_gather_into_tensor` where no more is to be asked, as NOTE [At once] says."""
+        """Tries :meth:`all_gather_into_tensor` at once; False: nothing done. See NOTE [At once]."""
         if self._queue.pending or self._kernels:
             return False
         status = self._native.all_gather_plain(output, input, "auto")
@@ -406,7 +406,7 @@ class Collectives(CallEngine):
 
         return self.start_call(Call("gather", run, outputs), async_op)
 
-    # ---- those that hand data out or over: broadcast, scatter, all_to_all, barrier --------------
+    # ---- broadcast, scatter, all_to_all, barrier ------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """Gives every rank the ``tensor`` of rank ``src``, in place.
@@ -485,11 +485,11 @@ class Collectives(CallEngine):
         input_tensor_list: list[Tensor],
         async_op: bool = False,
     ) -> Work | None:
-        """Sends ``input_tensor_list[r]`` to rank r, which finds it at this rank's place.
+        """Sends ``input_tensor_list[r]`` to rank r, and receives entry r of the output from it.
 
         Args:
-            output_tensor_list: world_size tensors; entry r has as many elements as what rank r
-                sends here.
+            output_tensor_list: world_size tensors; entry r has as many elements as rank r sends to
+                this rank.
             input_tensor_list: world_size tensors of the same dtype; counts may differ.
             async_op: return a Work at once instead of waiting.
 
@@ -543,7 +543,7 @@ class Collectives(CallEngine):
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Cuts ``input`` along dimension 0, sends piece r to rank r, and joins what arrives.
+        """Cuts ``input`` along dimension 0, sends piece r to rank r, and joins received pieces.
 
         Args:
             output: contiguous; dimension 0 is the sum of ``output_split_sizes``.
@@ -586,7 +586,7 @@ class Collectives(CallEngine):
     def _piece_bytes(
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
-        """Sizes of the pieces that dimension 0 is cut into."""
+        """Returns the sizes of the pieces that dimension 0 is cut into."""
         rows = tensor.size(0) if tensor.dim() else 1
         world_size = self._world_size
         if not splits:
@@ -608,7 +608,7 @@ class Collectives(CallEngine):
     def barrier(
         self, async_op: bool = False, *, timeout: timedelta | float | None = None
     ) -> Work | None:
-        """Returns once all ranks have called it.
+        """Returns once all ranks have called this method.
 
         Args:
             async_op: return a Work at once instead of waiting.
@@ -633,5 +633,5 @@ class Collectives(CallEngine):
 
 
 def _addresses(tensor: Tensor, sizes_bytes: list[int]) -> list[int]:
-    """Where consecutive pieces of the tensor begin."""
+    """Returns the addresses at which consecutive pieces of the tensor begin."""
     return [*accumulate(sizes_bytes[:-1], initial=tensor.data_ptr())]

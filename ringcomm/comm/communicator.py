@@ -1,4 +1,4 @@
-"""The communicator: how it is built, divided and ended."""
+"""The communicator, with the ways to build and divide it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Device = torch.device | str | int | None
 
 
 class Communicator(Collectives, Messages):
-    """Connects ``world_size`` ranks of one machine; this process (or thread) is one of them.
+    """A connection of ``world_size`` ranks of one machine, of which this process or thread is one.
 
-    Ranks in all methods are ranks of this communicator. All ranks must call the same
-    collectives in the same order; sends and receives are free of that order. Usable as a context
-    manager, which closes it.
+    Ranks in all methods are ranks of this communicator. All ranks must call the same collectives
+    in the same order. Sends and receives are not part of that order. As a context manager, a
+    communicator closes itself.
     """
 
     @classmethod
@@ -52,8 +52,8 @@ class Communicator(Collectives, Messages):
     ) -> Communicator:
         """Builds the communicator of all ranks that a launcher started.
 
-        Understands torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), MPICH,
-        Open MPI and Slurm on one machine. Without any of them it is a world of one.
+        Supported are torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), MPICH,
+        Open MPI and Slurm on one machine. Without a launcher the world has one rank.
 
         Args:
             timeout: how long to wait for peers, here and in every call; default 30 minutes.
@@ -127,17 +127,17 @@ class Communicator(Collectives, Messages):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of this communicator's calls are."""
+        """The device on which the tensors of this communicator's calls lie."""
         return torch.device("cpu")
 
     @property
     def heap_device(self) -> torch.device:
-        """What :func:`ringcomm.empty` takes for tensors that its calls move without a copy."""
+        """The device that makes :func:`ringcomm.empty` allocate tensors for zero copy."""
         return torch.device("cpu")
 
     @classmethod
     def _meet(cls, membership: Membership, heap_bytes: int | None = None) -> Communicator:
-        """Rendezvous of the members; ``membership.heaps`` is filled in here."""
+        """Builds the communicator once the members have met; fills in ``membership.heaps``."""
         core, heaps = meet(membership, heap_bytes)
         return cls(core, replace(membership, heaps=heaps))
 
@@ -183,8 +183,8 @@ class Communicator(Collectives, Messages):
             check_name(name)
         if self._rank not in members:
             return None
-        # The members' ranks are part of the key, so that groups of other ranks that are built
-        # at the same time under the same name cannot meet.
+        # The members' ranks are part of the key, so that groups of different ranks that are built
+        # at the same time under the same name do not meet each other.
         label = name or "group"
         membership = Membership(
             f"{self.name}/{label}:{'.'.join(map(str, members))}",
@@ -197,7 +197,7 @@ class Communicator(Collectives, Messages):
         return self._rebuild(membership)
 
     def _rebuild(self, membership: Membership) -> Communicator:
-        """A communicator of other ranks, where this one is."""
+        """Builds a communicator of other ranks on this one's device."""
         return Communicator._meet(membership)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -206,8 +206,8 @@ class Communicator(Collectives, Messages):
         All ranks must call it.
 
         Args:
-            color: any integer; None takes no part in any.
-            key: orders the ranks within their colour; equal keys keep their order.
+            color: any integer; None: this rank joins no communicator.
+            key: orders the ranks within their colour; ranks with equal keys keep their order.
 
         Returns:
             The communicator of this rank's colour; None when ``color`` is None.
@@ -238,7 +238,7 @@ class Communicator(Collectives, Messages):
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False
     ) -> Work | None:
-        """:meth:`all_reduce` of each tensor, in place; shapes and dtypes may differ.
+        """Calls :meth:`all_reduce` for each tensor, in place; shapes and dtypes may differ.
 
         Raises:
             ArgumentError: bad argument; no peer was disturbed.
@@ -254,7 +254,7 @@ class Communicator(Collectives, Messages):
     def all_gather_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False
     ) -> Work | None:
-        """:meth:`all_gather_into_tensor` of each pair.
+        """Calls :meth:`all_gather_into_tensor` for each pair.
 
         Raises:
             ArgumentError: bad argument; no peer was disturbed.
@@ -273,10 +273,10 @@ class Communicator(Collectives, Messages):
         inputs: Sequence[Tensor],
         async_op: bool = False,
     ) -> Work | None:
-        """:meth:`all_gather` of each input.
+        """Calls :meth:`all_gather` for each input.
 
         Args:
-            output_lists: for each rank, what its ``inputs`` are received into.
+            output_lists: for each rank, the tensors that receive its ``inputs``.
             inputs: any shapes and dtypes, in the same order on all ranks.
             async_op: return a Work at once instead of waiting.
 
@@ -305,7 +305,7 @@ class Communicator(Collectives, Messages):
         op: Any = SUM,
         async_op: bool = False,
     ) -> Work | None:
-        """:meth:`reduce_scatter_tensor` of each pair.
+        """Calls :meth:`reduce_scatter_tensor` for each pair.
 
         Raises:
             ArgumentError: bad argument; no peer was disturbed.

@@ -1,4 +1,4 @@
-"""Runs calls on one native communicator: their order, faults, abort, close, exit and fork."""
+"""The engine that runs calls on one core: their order, faults, abort, close, exit and fork."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ from ringcomm.errors import (
 
 
 class RankContext:
-    """What surrounds a rank that runs as a thread beside others: on the host, nothing."""
+    """The surroundings of a rank that runs as a thread beside others; on the host there are none.
+
+    On a device they are the rank's own stream.
+    """
 
     def taken(self) -> AbstractContextManager[None]:
         """Entered by the rank's thread."""
@@ -57,8 +60,8 @@ class Call:
     """A checked call, ready to run.
 
     ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
-    hold the result afterwards. Not a dataclass: one is made for each call, and a frozen
-    dataclass takes three times as long to make.
+    hold the result afterwards. This is no frozen dataclass, which takes three times as long to
+    make: every call makes one.
     """
 
     __slots__ = ("name", "outputs", "run")
@@ -69,15 +72,15 @@ class Call:
         self.outputs = outputs
 
 
-# Functions, so that what they return holds no communicator: a cycle would keep its memory and
-# descriptors until the garbage collector comes by.
+# These are functions and not methods, so that the closures they return refer to no communicator. A
+# cycle would keep its memory and descriptors until the garbage collector runs.
 def refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
-    """Makes the error of a call after the communicator's first fault."""
+    """Returns a function that makes the error of a call after the communicator's first fault."""
     return lambda op: unusable_error(op, rank, world_size, first)
 
 
 def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommError]:
-    """Makes the error of a call after the communicator was closed."""
+    """Returns a function that makes the error of a call after the communicator was closed."""
     return lambda op: AbortedError(
         f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
     )
@@ -88,15 +91,15 @@ Use = Callable[[Any], Any]
 
 
 def _itself(native: Any) -> Any:
-    """The native end, whose own kernels run."""
+    """Returns the native end, whose own kernels run."""
     return native
 
 
 class Unusable:
-    """Stands in for the native communicator once it must not be called any more.
+    """A stand-in for the native communicator once that must not be called any more.
 
-    The quick paths call the native object without asking whether it is still usable; this way the
-    question costs them nothing.
+    The quick paths call the native object without asking whether it is still usable. Replacing the
+    object makes that check free.
     """
 
     _make_error: Callable[[str], RingcommError]
@@ -111,8 +114,6 @@ class Unusable:
         raise self._make_error(name.removesuffix("_plain"))
 
 
-# Keeps the calls of one communicator in order.
-#
 # A synchronous call runs on its caller's thread as long as nothing is queued. Asynchronous calls,
 # and whatever follows them, go through a first-in first-out queue to one worker thread.
 
@@ -133,8 +134,8 @@ class CallQueue:
     a forgotten communicator alive.
 
     Attributes:
-        turn: a lock, held by whoever runs a call. The host's communicators bring their own, which
-            calls on plain tensors take without Python.
+        turn: a lock, held by the thread that runs a call. The host's communicators bring their
+            own, which calls on plain tensors take without Python.
         pending: calls queued or running on the worker thread.
     """
 
@@ -176,8 +177,8 @@ class CallQueue:
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        # Until it runs, so that after Ctrl-C anywhere in here the queue takes nothing and waits for
-        # no thread; the loop ends where _thread does not name it.
+        # Stopped until the thread runs: after Ctrl-C anywhere in here, the queue takes no calls
+        # and waits for no thread. A thread that started ends itself if _thread does not name it.
         self._stopped = True
         try:
             start_thread(
@@ -232,9 +233,9 @@ class CallQueue:
         work.finish(*ended)
 
     def stop(self, timeout_s: float = -1.0) -> bool:
-        """Lets the worker end after what is queued; False if it did not within ``timeout_s``.
+        """Lets the worker end after the queued calls; False if it did not within ``timeout_s``.
 
-        Negative means no limit. Called on the worker thread itself it does not wait.
+        A negative timeout means no limit. On the worker thread itself this does not wait.
         """
         with self._guard:
             self._stopped = True
@@ -247,15 +248,14 @@ class CallQueue:
         return not thread.is_alive()
 
 
-# All communicators of this process: closed at exit, and left alone in a forked child.
-
 # Calls under way at exit get this long to end by themselves before their peers are told.
 EXIT_GRACE_S = 5.0
-# Before multiprocessing joins its children, which may wait for this rank.
+# Runs before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
 
 AUTO = _native.ALGORITHMS["auto"]
 
+# All communicators of this process: closed at exit, and left alone in a forked child.
 live: WeakSet[CallEngine] = WeakSet()
 _inherited: list[Any] = []
 _closes_at_exit_of = 0
@@ -266,8 +266,8 @@ def add(engine: CallEngine) -> None:
     global _closes_at_exit_of
     if _closes_at_exit_of != os.getpid():
         _closes_at_exit_of = os.getpid()
-        # Not atexit, which the children of multiprocessing skip; and anew in each of them, since
-        # they forget the finalizers of their parent.
+        # multiprocessing's children skip atexit, and forget the finalizers of their parent. So
+        # each process registers one of its own.
         Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
     live.add(engine)
 
@@ -308,7 +308,7 @@ class CallEngine:
         self._guard = threading.Lock()
         self._refuse: Callable[[str], RingcommError] | None = None
         self._closed = False
-        # None: the native kernels, on the quick paths too.
+        # None selects the native kernels, and lets calls take the quick paths.
         self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
         add(self)
@@ -320,17 +320,17 @@ class CallEngine:
 
     @property
     def world_size(self) -> int:
-        """How many ranks this communicator connects."""
+        """The number of ranks that this communicator connects."""
         return self._world_size
 
     @property
     def name(self) -> str:
-        """The name it was built under; shown in errors and used at rendezvous."""
+        """The communicator's name, shown in errors and used at rendezvous."""
         return self._membership.name
 
     @property
     def options(self) -> CommOptions:
-        """What it was built with."""
+        """The options that the communicator was built with."""
         return self._membership.options
 
     @property
@@ -340,7 +340,7 @@ class CallEngine:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call waits for its peers; can be set."""
+        """The time that a call waits for its peers; can be set."""
         return timedelta(milliseconds=self._core.timeout_ms)
 
     @timeout.setter
@@ -354,21 +354,22 @@ class CallEngine:
 
     @property
     def aborted(self) -> bool:
-        """True once a fault, :meth:`abort` or :meth:`close` on this rank made it unusable.
+        """True once a fault, :meth:`abort` or :meth:`close` made the communicator unusable here.
 
-        What happened on a peer shows in this rank's next call.
+        An event on a peer shows in this rank's next call.
         """
         return self._refuse is not None or self._core.aborted
 
     def recording(self) -> Recording:
-        """What the flight recorders of all ranks hold now: their last calls, and where they wait.
+        """Returns the last calls of all ranks and whom they wait for, from the flight recorders.
 
-        Local, and at any time before :meth:`close`: also while calls are under way, and after a
-        fault. Empty with ``CommOptions(records=0)``. On devices as far as hosts know of them.
+        This is local and works at any time before :meth:`close`, also while calls are under way
+        and after a fault. The recording is empty with ``CommOptions(records=0)``. On devices it
+        holds what the hosts have seen.
 
         Raises:
             AbortedError: the communicator is closed.
-            ForkError: it is the parent's.
+            ForkError: the communicator belongs to the parent of this forked process.
         """
         if self._closed and self._refuse is not None:
             raise self._refuse("recording")
@@ -381,7 +382,7 @@ class CallEngine:
     # ---- for ringcomm's own packages: NOTE [Internal API] ---------------------------------------
 
     def checks(self, op: str) -> CallChecks:
-        """Checks the arguments of one call, and words what is wrong with them."""
+        """Returns the argument checks of one call, which also word their errors."""
         return CallChecks(op, self._rank, self._world_size)
 
     def use_kernels(
@@ -392,7 +393,7 @@ class CallEngine:
         dtype: torch.dtype,
         reduction: Reduction | None = None,
     ) -> Use:
-        """Returns what turns the native end into the one whose kernels a call asks for.
+        """Returns the function that maps the native end to the end whose kernels a call asks for.
 
         Raises:
             ArgumentError, UnsupportedError: see :func:`check_kernels`.
@@ -406,11 +407,11 @@ class CallEngine:
         return self._in_triton
 
     def _in_triton(self, native: Any) -> Any:
-        # A communicator that is unusable stays so.
+        # An unusable communicator must not become usable through its Triton kernels.
         return native if isinstance(native, Unusable) else self._triton
 
     def kernel_place(self, operation: str) -> KernelPlace:
-        """The place where this rank's own Triton kernels run.
+        """Returns the place where this rank's own Triton kernels run.
 
         Raises:
             UnsupportedError: Triton kernels cannot run there, in this process.
@@ -425,19 +426,19 @@ class CallEngine:
 
     @property
     def segment_bytes(self) -> int:
-        """The largest piece that a ring moves in one step."""
+        """The bytes of a segment, the most that a ring moves in one step."""
         size_bytes: int = self._core.geometry["segment_bytes"]
         return size_bytes
 
     def chosen(self, algorithm: int) -> int:
-        """The code of the algorithm that a large call with this code runs."""
+        """Returns the code of the algorithm that a large call with this code runs."""
         return self._core.chosen(algorithm)
 
     def finish_host_side(self) -> None:
-        """Blocks until the results of earlier calls can be read on the host: here they can."""
+        """Blocks until the host can read the results of earlier calls; here it always can."""
 
     def raise_if_unusable(self, name: str) -> None:
-        """Raises what made the communicator unusable, if anything did.
+        """Raises the error that made the communicator unusable, if there is one.
 
         Args:
             name: of the operation that asks.
@@ -448,7 +449,7 @@ class CallEngine:
             raise self._fault(name)
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
-        """Runs a checked call in its place in the order; the Work of an asynchronous one."""
+        """Runs a checked call in order; returns the Work of an asynchronous one."""
         if self._refuse is not None:
             raise self._refuse(call.name)
         if async_op:
@@ -456,14 +457,14 @@ class CallEngine:
         if self._queue.inside_call():
             self._execute(call)
         elif not self._queue.pending or self._queue.on_worker_thread():
-            # Not acquire() and release(): a signal handler could raise between acquire() and a try.
+            # A with statement, as a signal handler could raise between acquire() and a try.
             with self._queue.turn:
                 self._execute(call)
         else:
             self._enqueue(lambda: self._execute(call), call.name).wait()
         return None
 
-    # ---- how it does that -----------------------------------------------------------------------
+    # ---- implementation -------------------------------------------------------------------------
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
         run = HostTriton(self._core, self._membership, checks)
@@ -473,7 +474,7 @@ class CallEngine:
         return host_place(self._core, self._membership, head)
 
     def rank_context(self) -> RankContext:
-        """The surroundings of this rank where it runs as a thread beside others."""
+        """Returns the surroundings of this rank as a thread beside others."""
         return RankContext()
 
     def _execute(self, call: Call) -> Outputs:
@@ -485,8 +486,8 @@ class CallEngine:
     def _enqueue(self, run: Callable[[], Outputs], name: str) -> Work:
         work = Work(name, self._interrupt, self._queue.on_worker_thread)
         if self._queue.on_worker_thread():
-            # Called by a callback or a submitted function, which may wait for the future: behind
-            # itself in the queue it would wait for ever.
+            # The caller is a callback or a submitted function, which may wait for this call. If the
+            # call were queued behind the caller, it would wait forever.
             self._queue.run_now(run, work)
             return work
         return self._queue.submit(at_this_call_site(run), work)
@@ -525,7 +526,7 @@ class CallEngine:
         return self._enqueue(run, opname)
 
     def _fault(self, name: str) -> RingcommError:
-        """The error for a call that the native side gave up; makes the communicator unusable."""
+        """Returns the error of a call that the native side gave up; disables the communicator."""
         head = where(name, self._rank, self._world_size)
         fault = self._core.fault()
         if fault is None and self._refuse is not None:
@@ -541,7 +542,7 @@ class CallEngine:
         return error
 
     def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
-        """Makes all further calls raise; the first reason stays."""
+        """Makes all further calls raise; only the first reason counts."""
         with self._guard:
             if self._refuse is None:
                 self._refuse = make_error
@@ -551,9 +552,9 @@ class CallEngine:
         self.abort("interrupted by KeyboardInterrupt")
 
     def abort(self, reason: str = "") -> None:
-        """Makes the communicator unusable on all its ranks and wakes everyone who waits in it.
+        """Makes the communicator unusable on all its ranks and wakes all threads waiting in it.
 
-        From any thread; does not block; a second call changes nothing.
+        Any thread may call this. It does not block, and a second call changes nothing.
         """
         if self._closed:
             return
@@ -565,12 +566,12 @@ class CallEngine:
         self._core.abort(reason)
 
     def close(self) -> None:
-        """Ends queued calls, then gives back the communicator's memory; a second call does nothing.
+        """Finishes queued calls, then frees the communicator's memory; may be called repeatedly.
 
         Peers need not close at the same time.
         """
         try:
-            # A call under way ends by its own timeout.
+            # A call under way ends at its own timeout.
             self._close(self.timeout.total_seconds() + EXIT_GRACE_S)
         except KeyboardInterrupt:
             self._interrupt()
@@ -598,9 +599,10 @@ class CallEngine:
             queue.stop(0.0)
 
     def _leave_to_parent(self) -> tuple[Any, ...]:
-        """In a forked child: the native object is the parent's, so it is never touched again.
+        """Gives up the native object in a forked child, since it belongs to the parent.
 
-        Returns what must be kept for good: destroying it would take part in the parent's affairs.
+        Returns the objects that must never be destroyed here, as that would act on the parent's
+        communicator.
         """
         parents, self._closed = (self._core, self._queue), True
         self._guard = threading.Lock()

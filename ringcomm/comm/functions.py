@@ -15,12 +15,10 @@ from ringcomm.comm.groups import Group, communicator_of, group_rank
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 
-# The collectives under the names, parameters and semantics of ``torch.distributed``.
-#
 # ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
 # (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
-# ``algorithm`` and ``kernels`` are what torch does not have, by keyword alone. Argument checks and
-# errors are those of the :class:`Communicator` method of the same name.
+# torch has no ``algorithm`` and ``kernels``, so these are keyword-only. Argument checks and errors
+# are those of the :class:`Communicator` method of the same name.
 
 Tensor = torch.Tensor
 
@@ -32,7 +30,7 @@ def root_of(
     global_rank: int | None,
     rank_in_group: int | None,
 ) -> int:
-    """The group rank that ``src``/``group_src`` or ``dst``/``group_dst`` name.
+    """Returns the group rank that ``src``/``group_src`` or ``dst``/``group_dst`` name.
 
     Raises:
         ArgumentError: both or none are given, or the global rank is not in the group.
@@ -249,9 +247,6 @@ def barrier(
     return communicator.barrier(async_op, timeout=timeout)
 
 
-# Send and receive under the names, parameters and semantics of ``torch.distributed``.
-
-
 def send(
     tensor: Tensor,
     dst: int | None = None,
@@ -347,12 +342,12 @@ class P2POp:
         self.group_peer = group_peer
 
     def start(self) -> Work:
-        """Posts it."""
+        """Posts the send or receive."""
         key: dict[str, Any] = {"group_dst" if self.op is isend else "group_src": self.group_peer}
         return self.op(self.tensor, self.peer, self.group, self.tag, **key)
 
     def message(self, communicator: Communicator) -> PeerMessage:
-        """Of a communicator on a device: what is to be launched, checked as :meth:`start` does."""
+        """Checks the arguments as :meth:`start` does, and returns the message for a device."""
         is_send = self.op is isend
         name = "isend" if is_send else "irecv"
         if is_send:
@@ -366,14 +361,14 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Posts all of them, in any order on the peers, and returns their Works in this order.
+    """Posts all operations, in any order on the peers, and returns their Works in this order.
 
     On devices the messages of a communicator with one tag are one launch, in which none waits for
-    another; further messages each way with the same rank follow in further launches.
+    another. Further messages each way with the same rank follow in further launches.
 
     Raises:
-        ArgumentError: the list is empty or holds something else than P2POp, or a bad argument of
-            one of them; no message between devices was sent then.
+        ArgumentError: the list is empty or holds something else than P2POp, or one of them has a
+            bad argument. No message between devices was sent then.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
@@ -392,7 +387,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
 
 def _launch(messages: dict[int, PeerMessage]) -> dict[int, Work]:
-    """The Works of messages between devices, under the same keys."""
+    """Launches messages between devices; returns their Works under the same keys."""
     keys, in_order = list(messages), list(messages.values())
     works: dict[int, Work] = {}
     for launch in launches_of(in_order):

@@ -1,8 +1,8 @@
 """The default communicator and sub-groups, under the names of ``torch.distributed``.
 
-A process has one default communicator, which :func:`init_process_group` makes. In a rank thread
-of a ``LocalWorld`` the default is that thread's. Groups are communicators; ranks in these
-functions are global: ranks of the default communicator.
+A process has one default communicator, which :func:`init_process_group` makes. A rank thread of a
+``LocalWorld`` has its own. Groups are communicators. Ranks in these functions are global, which
+means ranks of the default communicator.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _NonMember:
 
 
 class GroupMember:
-    """What :func:`new_group` returns on ranks that are not members."""
+    """The holder of the value that :func:`new_group` returns on ranks that are not members."""
 
     NON_GROUP_MEMBER = _NonMember()
 
@@ -61,7 +61,7 @@ def thread_default(communicator: Communicator) -> Iterator[None]:
 
 
 def default_communicator(operation: str) -> Communicator:
-    """The communicator that ``group=None`` means; raises when there is none."""
+    """Returns the communicator that ``group=None`` means; raises when there is none."""
     communicator = _thread.communicator or _process
     if communicator is None:
         raise RingcommError(
@@ -72,10 +72,10 @@ def default_communicator(operation: str) -> Communicator:
 
 
 def communicator_of(group: Any, operation: str) -> Communicator:
-    """The communicator behind the ``group`` argument of a module-level function.
+    """Returns the communicator behind the ``group`` argument of a module-level function.
 
     Raises:
-        ArgumentError: this rank is not in the group, or it is not a group of ringcomm.
+        ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.
         RingcommError: there is no default group.
     """
     if group is None:
@@ -94,7 +94,7 @@ def communicator_of(group: Any, operation: str) -> Communicator:
 
 
 def is_available() -> bool:
-    """True: the host backend is always there."""
+    """Returns True, since the host backend is always available."""
     return True
 
 
@@ -127,7 +127,7 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
         store: a torch store that all ranks reach, instead of ``init_method``.
         group_name: name of the default group; default "world".
         pg_options: tunables.
-        device_id: whose tensors the group serves: None for the CPU's; a GPU as index, "cuda:1" or
+        device_id: the device of the group's tensors: None for the CPU; a GPU as index, "cuda:1" or
             torch.device.
 
     Raises:
@@ -165,7 +165,7 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
 
 
 def _device_of_group(backend: str | None, device_id: Any) -> Device:
-    """The ``device`` of the default communicator, before any device is touched."""
+    """Returns the ``device`` for the default communicator, before any device is touched."""
     if device_id is None:
         return "cuda" if backend == "cuda:ringcomm" else None
     on_cpu = find_device(device_id, "init_process_group") is None
@@ -231,7 +231,7 @@ def new_group(
         timeout: default that of the default group.
         backend: None or "ringcomm".
         pg_options: None.
-        use_local_synchronization: either; only members ever take part.
+        use_local_synchronization: has no effect, as only members ever take part.
         group_desc: part of the group's name.
         device_id: None or the device of the default group.
 
@@ -271,34 +271,34 @@ def _check_device_of_parent(parent: Communicator, device_id: Any) -> None:
 
 
 def get_rank(group: Group = None) -> int:
-    """This rank in ``group``; -1 when it is not a member."""
+    """Returns this rank in ``group``; -1 when it is not a member."""
     return -1 if isinstance(group, _NonMember) else communicator_of(group, "get_rank").rank
 
 
 def get_world_size(group: Group = None) -> int:
-    """How many ranks ``group`` has; -1 when this rank is not a member."""
+    """Returns the number of ranks of ``group``; -1 when this rank is not a member."""
     if isinstance(group, _NonMember):
         return -1
     return communicator_of(group, "get_world_size").world_size
 
 
 def get_process_group_ranks(group: Group = None) -> list[int]:
-    """The global ranks of ``group``, by group rank."""
+    """Returns the global ranks of ``group``, by group rank."""
     return list(communicator_of(group, "get_process_group_ranks").ranks)
 
 
 def get_group_rank(group: Group, global_rank: int) -> int:
-    """The rank in ``group`` of a global rank.
+    """Returns the rank in ``group`` of a global rank.
 
     Raises:
-        ArgumentError: it is not a member.
+        ArgumentError: the rank is not a member.
     """
     communicator = communicator_of(group, "get_group_rank")
     return group_rank(communicator, global_rank, "get_group_rank", "global_rank")
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:
-    """The global rank of a rank in ``group``.
+    """Returns the global rank of a rank in ``group``.
 
     Raises:
         ArgumentError: there is no such rank.

@@ -25,15 +25,11 @@ from ringcomm.rendezvous.handles import Meeting, Rendezvous
 
 __all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
 
-# Collectives of all ranks of a process from one thread: one launch for each device.
-#
-# For graphs, which one thread captures, for timing, and for tests. The streams are the caller's.
-
 
 def make_call(
     communicator: Communicator, name: str, arguments: tuple[Any, ...], algorithm: str
 ) -> Call:
-    """A checked call of ``communicator``.
+    """Makes a checked call of ``communicator``.
 
     Args:
         communicator: on a device.
@@ -42,7 +38,7 @@ def make_call(
         algorithm: as the call takes it.
 
     Raises:
-        ArgumentError: bad argument; a tensor that is not contiguous: it would need a copy behind
+        ArgumentError: bad argument; a tensor that is not contiguous, which would need a copy after
             the launch; or the algorithm "copy".
     """
     if algorithm == "copy":
@@ -63,7 +59,10 @@ def make_call(
 
 
 def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:
-    """Launches one checked call of every rank.
+    """Launches one checked call of every rank, from one thread and on its current streams.
+
+    There is one launch for each device. This serves graphs, which one thread captures, timing, and
+    tests.
 
     Args:
         communicators: the ranks of a world, all on devices of this process.
@@ -103,14 +102,12 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
             raise
 
 
-# Ranks as threads of one process.
-
 T = TypeVar("T")
 _ONE_DEVICE = (str, int, torch.device, type(None))
 
 
 class LocalWorld(Sequence[Communicator]):
-    """The communicators of a world whose ranks are threads, by rank. Closes them as a context."""
+    """The communicators, by rank, of a world of threads; a context manager closes them."""
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         self._communicators = tuple(communicators)
@@ -131,16 +128,16 @@ class LocalWorld(Sequence[Communicator]):
     def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Calls ``fn(communicator, *args)`` on every rank at once, each in a thread.
 
-        Inside, the module-level functions (``ringcomm.all_reduce`` and so on) use that
-        thread's communicator; on a device each rank has a stream of its own, behind the caller's
-        and before the caller's later work. When a rank raises, the communicators are aborted so
-        that no other rank waits for it.
+        In ``fn`` the module-level functions (``ringcomm.all_reduce`` and so on) use that thread's
+        communicator. On a device each rank has a stream of its own, ordered after the caller's
+        earlier work and before its later work. When a rank raises, the communicators are aborted
+        so that no other rank waits for it.
 
         Returns:
             The results by rank.
 
         Raises:
-            BaseException: the first one that a rank raised and that is not about another rank's.
+            BaseException: the first error of a rank that is not a consequence of another rank's.
         """
         turns = [communicator.rank_context() for communicator in self]
         calls = [
@@ -155,15 +152,15 @@ class LocalWorld(Sequence[Communicator]):
     def all_reduce(
         self, tensors: Sequence[Tensor], op: Any = SUM, *, algorithm: str = "auto"
     ) -> None:
-        """:meth:`Communicator.all_reduce` of all ranks, from this thread.
+        """Makes the :meth:`Communicator.all_reduce` calls of all ranks from this thread.
 
         On devices the ranks' calls become one launch per device, on the caller's current stream,
         which may be captured in a graph; on the host each rank gets a thread.
 
         Args:
             tensors: of each rank, contiguous.
-            op: as there.
-            algorithm: as there.
+            op: as in the communicator's method.
+            algorithm: as in the communicator's method.
 
         Raises:
             ArgumentError: bad argument of a rank, or tensors that differ; no rank was disturbed.
@@ -179,14 +176,14 @@ class LocalWorld(Sequence[Communicator]):
         *,
         algorithm: str = "auto",
     ) -> None:
-        """:meth:`Communicator.reduce_scatter_tensor` of all ranks; see :meth:`all_reduce`."""
+        """Calls :meth:`Communicator.reduce_scatter_tensor` on all ranks, as :meth:`all_reduce`."""
         arguments = [(out, given, op) for out, given in zip(outputs, inputs, strict=True)]
         self._together("reduce_scatter_tensor", arguments, algorithm)
 
     def all_gather_into_tensor(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, algorithm: str = "auto"
     ) -> None:
-        """:meth:`Communicator.all_gather_into_tensor` of all ranks; see :meth:`all_reduce`."""
+        """Calls :meth:`Communicator.all_gather_into_tensor` on all ranks, as :meth:`all_reduce`."""
         arguments = list(zip(outputs, inputs, strict=True))
         self._together("all_gather_into_tensor", arguments, algorithm)
 
@@ -203,8 +200,6 @@ class LocalWorld(Sequence[Communicator]):
 
             self.run(call)
             return
-        # Not at the top: the host path needs none of it.
-
         calls = [
             make_call(communicator, name, each, algorithm)
             for communicator, each in zip(self, arguments, strict=True)
@@ -212,7 +207,7 @@ class LocalWorld(Sequence[Communicator]):
         run_together(list(self), calls)
 
     def _check_alike(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
-        """Refuses what the ranks would have to find out from each other, at the world's expense."""
+        """Refuses tensors that differ between ranks, as the mismatch would end the world."""
         for first, *others in zip(*arguments, strict=True):
             if not isinstance(first, Tensor):
                 continue
@@ -233,7 +228,7 @@ class LocalWorld(Sequence[Communicator]):
         """Closes all communicators; a second call does nothing.
 
         Raises:
-            RingcommError: what closing raised first; all are closed nevertheless.
+            RingcommError: the first error of a close; all communicators are closed nevertheless.
         """
         errors: list[RingcommError] = []
         for communicator in self:
@@ -274,7 +269,7 @@ def _bind(
 
 
 def _distance(error: BaseException) -> int:
-    """How far from the cause: peers may hear of an error before its own thread has raised it."""
+    """Returns an error's distance from the cause: peers may raise errors before its thread does."""
     if isinstance(error, AbortedError):
         return 2  # woken by the abort
     return 1 if isinstance(error, RingcommError) and error.repeats else 0
@@ -324,10 +319,10 @@ def local_world(
     options: CommOptions | None = None,
     device: Device | Sequence[Device] = None,
 ) -> LocalWorld:
-    """A world of ``n`` ranks in this process, one thread each; see :meth:`LocalWorld.run`.
+    """Builds a world of ``n`` ranks in this process, one thread each; see :meth:`LocalWorld.run`.
 
     Args:
-        n: how many ranks.
+        n: number of ranks.
         timeout: how long a call waits for its peers; default 30 minutes.
         heap_bytes: capacity of the process's heap, if this is its first use.
         options: tunables; ``timeout`` wins over theirs.
@@ -360,7 +355,7 @@ def local_world(
         )
 
     def leave(rank: int, error: BaseException) -> None:
-        # One that was being built has told the others already: then nobody reads this.
+        # A rank whose build failed has already told the others, and nobody reads this then.
         Rendezvous(Meeting(store, "local", rank, n, 0.0, 0.0)).fail(error)
 
     return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], leave))

@@ -1,4 +1,4 @@
-"""The rendezvous of a communicator on the host: regions are made, announced, mapped and checked."""
+"""The rendezvous of a communicator on the host, which makes, announces and maps its regions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STRANGERS = "Does another process post in this store? Give every job a store of
 
 @dataclass(frozen=True)
 class Membership:
-    """Who a communicator connects, and what it was built with.
+    """The ranks of a communicator, its store and its options.
 
-    ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps
-    as mapped here, held for as long as the communicator lives.
+    ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
+    mapped here, held as long as the communicator lives.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Membership:
 
 
 def rendezvous_of(membership: Membership) -> Meeting:
-    """The rendezvous of its members, from now on."""
+    """Returns the meeting of the members, whose timeout begins now."""
     timeout_s = membership.options.timeout_s
     return Meeting(
         membership.store,
@@ -54,10 +54,10 @@ def rendezvous_of(membership: Membership) -> Meeting:
 def meet(
     membership: Membership, heap_bytes: int | None
 ) -> tuple[_native.Comm, tuple[MappedHeap, ...]]:
-    """The native end of a new communicator, connected, and the members' heaps as mapped here.
+    """Builds a connected core, and returns it with the members' heaps as mapped here.
 
     Raises:
-        RingcommError: as :meth:`Communicator.from_store`; peers that wait were told.
+        RingcommError: as :meth:`Communicator.from_store`; waiting peers have been told.
     """
     meeting = rendezvous_of(membership)
     rendezvous = Rendezvous(meeting)
@@ -73,7 +73,7 @@ def meet(
     except BaseException as error:
         rendezvous.fail(error)
         if core is not None:
-            # A peer may have seen all ranks ready: it shall not wait for this one.
+            # A peer may have seen all ranks ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
             core.close()
         raise

@@ -1,4 +1,4 @@
-"""Point to point: send and recv, never ordered behind collectives."""
+"""Point-to-point calls, which are never ordered behind collectives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ringcomm.errors import (
 Tensor = torch.Tensor
 ANY_SOURCE = -1
 LARGEST_TAG = 2**31 - 1
-# A sweep asks every message under way whether it is done, so one is made only when this many more
-# have gathered than the last sweep left.
+# A sweep polls every message under way, so it runs only once this many more messages have gathered
+# than the last sweep left.
 SWEEP_EVERY = 64
 
 
@@ -70,7 +70,7 @@ class Message(Work):
             super()._await(None)
 
     def _complete(self, status: int) -> None:
-        """Records the end, in whichever thread notices it first."""
+        """Records the end of the message, in the thread that notices it first."""
         with self._engine._message_guard:
             if self._claimed:
                 return
@@ -98,15 +98,15 @@ class Message(Work):
         return super().exception()
 
     def source_rank(self) -> int:
-        """The rank that sent the message; waits for it."""
+        """Waits for the message, then returns the rank that sent it."""
         self.wait()
         return self._request.source
 
     def get_future(self) -> torch.futures.Future[Outputs]:
         future = super().get_future()
         if not self._finished:
-            # Nothing else would notice the end, since the native engine knows no Python. One
-            # thread each: a shared one would wait in an order that may never come.
+            # The native engine knows no Python, so a thread must notice the end. Each message has
+            # its own, since a shared one could wait for a message that ends only after a later one.
             start_thread(
                 threading.Thread(target=self._watch, name="ringcomm-future", daemon=True),
                 f"get_future of {self._name}",
@@ -160,12 +160,12 @@ class Messages(CallEngine):
         return request.source
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """As :meth:`send`, without waiting; the tensor must not change until the Work is done."""
+        """Sends like :meth:`send`, without waiting; the Work tells when ``tensor`` may change."""
         request, dense = self._post_send("isend", tensor, dst, tag)
         return self._track(Message(self, request, "isend", tensor, dense))
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """As :meth:`recv`, without waiting; ``Work.source_rank()`` tells who sent."""
+        """Receives like :meth:`recv`, without waiting; ``Work.source_rank()`` is the sender."""
         request, dense = self._post_recv("irecv", tensor, src, tag)
         return self._track(Message(self, request, "irecv", tensor, dense))
 
@@ -214,7 +214,7 @@ class Messages(CallEngine):
         if not status:
             return None
         if status == _native.MISMATCH and self._core.fault() is None:
-            # The message is gone, but the communicator is as good as before.
+            # The message is lost, but the communicator can still be used.
             return MismatchError(
                 f"{where(op, self._rank, self._world_size)}: expected a message of "
                 f"{size_bytes(dense)} bytes of {str(dense.dtype).removeprefix('torch.')}, got "
@@ -233,7 +233,8 @@ class Messages(CallEngine):
         try:
             self._core.drive_in_background()
         except RuntimeError as error:
-            # Nobody would move it on unless somebody waits, which a peer may need first.
+            # Without that thread the message advances only while this rank waits for it, but a
+            # peer may need the message before that.
             text = "The message had begun, so the communicator is aborted: build another"
             failed = no_thread(message._name, error, text)
             self.abort(str(failed))

@@ -31,9 +31,7 @@ from ringcomm.json_reader import shown
 
 __all__ = ["MAGIC", "Refused", "leaf_of", "leaf_tags", "pack", "unpack", "value_of"]
 
-# Tensors, parameters, NumPy's arrays and what describes them, as plain data and raw bytes.
-#
-# These are the leaves that belong to torch and NumPy::
+# The leaves that belong to torch and NumPy::
 #
 #     ["T", dtype, shape, offset, size]             torch.Tensor; "G": one that requires grad
 #     ["P", dtype, shape, offset, size]             torch.nn.Parameter; "Q": one that is frozen
@@ -61,7 +59,10 @@ Keep = Callable[[bytes | bytearray], list[int]]
 
 
 class Refused(Exception):
-    """A value is not plain. ``path`` grows on the way out of the containers, innermost first."""
+    """The error for a value that is not plain.
+
+    ``path`` grows on the way out of the containers, innermost first.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -69,10 +70,10 @@ class Refused(Exception):
 
 
 def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
-    """What stands for ``value``, which is torch's or NumPy's; None when it is neither.
+    """Returns the list that stands for a value of torch or NumPy; None for any other value.
 
     Raises:
-        Refused: it is, but cannot travel; says what to send instead.
+        Refused: ``value`` is one of these but cannot be sent; says what to send instead.
     """
     kind = type(value)
     if kind is torch.Size:
@@ -83,7 +84,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
         return ["v", value.type, value.index]
     if isinstance(value, torch.Tensor):
         return _tensor_leaf(value, keep)
-    # Who has an object of NumPy has imported it.
+    # Without NumPy in sys.modules, no value can be one of NumPy's.
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
@@ -128,7 +129,7 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
 
 
 def _why_not(value: torch.Tensor) -> str:
-    """Why its bytes cannot be sent, and what to do; empty when they can."""
+    """Returns why the tensor's bytes cannot be sent, and what to do; empty when they can."""
     if value.is_nested:
         return "is nested: send value.unbind()"
     if value.is_quantized:
@@ -147,11 +148,11 @@ def _why_not(value: torch.Tensor) -> str:
 
 
 def value_of(tag: str, rest: list[Any], raw: Callable[[Any, Any], memoryview]) -> Any:
-    """What :func:`leaf_of` made ``[tag, *rest]`` of.
+    """Returns the value that :func:`leaf_of` turned into ``[tag, *rest]``.
 
     Raises:
-        ValueError: it made nothing of that kind.
-        UnsupportedError: it needs NumPy.
+        ValueError: :func:`leaf_of` makes no such list.
+        UnsupportedError: the value needs NumPy, which is not installed.
     """
     if tag == "S":
         if any(type(size) is not int or not -_END <= size < _END for size in rest):
@@ -187,7 +188,7 @@ def _exactly(rest: list[Any], count: int) -> list[Any]:
 
 
 def _shape(dims: Any, itemsize: int) -> list[int]:
-    """Checked, so that no size that torch or NumPy computes from it leaves 64 bits."""
+    """Checks a shape, so that all sizes that torch or NumPy compute from it fit into 64 bits."""
     if type(dims) is not list or len(dims) > _MOST_DIMS:
         raise ValueError(f"expected a shape of at most {_MOST_DIMS} sizes")
     if any(type(dim) is not int or not 0 <= dim < _END for dim in dims):
@@ -216,7 +217,7 @@ def _device(kind: Any, index: Any) -> torch.device:
 def _check_bytes(data: bytearray, size_bytes: int, is_bool: bool) -> None:
     if len(data) != size_bytes:
         raise ValueError(f"expected {size_bytes} bytes for that shape, got {len(data)}")
-    # Any other byte would be a bool that is neither.
+    # A bool of any other byte would be neither true nor false.
     if is_bool and data.count(0) + data.count(1) != len(data):
         raise ValueError("expected bools of 0 and 1")
 
@@ -292,7 +293,7 @@ class _Packer:
         try:
             for each in value:
                 kind = type(each)
-                # Without a call for what there may be millions of.
+                # Lists may hold millions of these, so they cost no call.
                 if (
                     kind is str
                     or (kind is int and -_SMALL_INT <= each < _SMALL_INT)
@@ -357,10 +358,10 @@ def _refuse(value: Any) -> NoReturn:
 
 
 def pack(value: Any, operation: str) -> bytearray:
-    """The bytes of ``value``.
+    """Returns the bytes of ``value``.
 
     Raises:
-        UnsupportedError: it holds something that is not plain data; says where and what.
+        UnsupportedError: ``value`` holds something that is not plain data; says where and what.
         RingcommError: this rank has no memory or stack left for it.
     """
     packer = _Packer()
@@ -399,7 +400,7 @@ class _Unpacker:
         return self._blob[at : at + size]
 
     def value(self, plain: Any, depth: int = 0) -> Any:
-        """Of anything that stands in the text; :meth:`_node` of what has a tag."""
+        """Returns the value of a part of the text; :meth:`_node` handles the parts with a tag."""
         return self._node(plain, depth) if type(plain) is list else plain
 
     def _node(self, plain: list[Any], depth: int) -> Any:
@@ -453,7 +454,7 @@ def _junk(found: Any) -> float:
 
 
 def _too_deep(text: str) -> bool:
-    """Whether the text is nested deeper than any that :func:`pack` writes."""
+    """True when the text is nested deeper than any that :func:`pack` writes."""
     depth = 0
     for mark in re.finditer(r'"(?:[^"\\]|\\.)*"|\[|\]', text):
         depth += {"[": 1, "]": -1}.get(mark.group(), 0)
@@ -466,18 +467,18 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_junk, object_pairs_hook=_junk)
     except RecursionError:
-        # The stack may be short here, which is no fault of who sent it.
+        # The sender is not to blame if this rank's stack was nearly full.
         if _too_deep(text):
             raise ValueError(f"nested deeper than {DEEPEST}") from None
         raise
 
 
 def unpack(raw: memoryview, operation: str, sender: int) -> Any:
-    """What :func:`pack` made ``raw`` of.
+    """Returns the value that :func:`pack` turned into ``raw``.
 
     Raises:
-        CorruptedError: it is nothing of that kind; names the sender.
-        UnsupportedError: it needs NumPy, which is not installed here.
+        CorruptedError: :func:`pack` does not write such bytes; names the sender.
+        UnsupportedError: the value needs NumPy, which is not installed here.
         RingcommError: this rank has no memory or stack left for it.
     """
     head = len(MAGIC) + _LENGTH_BYTES

@@ -1,8 +1,8 @@
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
-Objects travel as plain data (``object_codec.py``), from which nothing but plain data can come.
-torch pickles them, and unpickling runs code that the sender chose; so does
-``CommOptions(objects="pickle")``, which every rank must ask for.
+Objects travel as plain data (``object_codec.py``), and only plain data can arrive. torch pickles
+them, and unpickling runs code that the sender chose. ``CommOptions(objects="pickle")`` does the
+same, and every rank must ask for it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ __all__ = [
     "scatter_object_list",
 ]
 
-# How the objects of one call become bytes, and bytes objects; and what is said when they cannot.
-#
-# A rank whose object cannot travel tells a size below zero instead of one, so that every rank knows
-# of it, hears why, and raises together with it.
+# A rank whose object cannot be sent tells its peers a negative size instead. Every rank then
+# receives the reason and raises, too.
 
 PICKLE_MAGIC = b"RCK1"
 LONGEST_REFUSAL = 2000
 
 
 class Parcel:
-    """Bytes and a tensor over them; they understand each other without numpy.
+    """The bytes of an object, and a tensor over them that needs no numpy.
 
-    With a ``refusal`` the bytes are no object, but say why there is none.
+    With a ``refusal`` the bytes are the text that says why the object cannot be sent.
     """
 
     __slots__ = ("raw", "refusal", "tensor")
@@ -64,7 +62,7 @@ class Parcel:
 
     @property
     def told_size(self) -> int:
-        """What the other ranks are told."""
+        """The size that the other ranks are told; negative for a refusal."""
         return -len(self.raw) if self.refusal else len(self.raw)
 
 
@@ -81,7 +79,10 @@ def check_list(place: str, name: str, target: Any, count: int, each: str = "one 
 
 
 class Codec:
-    """What one call does with objects; ``where`` names the call and the rank in errors."""
+    """The conversion and exchange of one call's objects.
+
+    ``where`` names the call and the rank in errors.
+    """
 
     def __init__(self, communicator: Communicator, operation: str) -> None:
         self.where = where(operation, communicator.rank, communicator.world_size)
@@ -91,7 +92,7 @@ class Codec:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Around the calls that move the objects: their faults name the call that was made."""
+        """Makes faults of the collectives that move the objects name the call of the user."""
         try:
             yield
         except RingcommError as error:
@@ -99,7 +100,7 @@ class Codec:
             raise
 
     def pack(self, obj: Any) -> Parcel:
-        """The object as bytes, or the refusal that every rank is to hear of."""
+        """Returns the object as bytes, or the refusal that every rank is to hear of."""
         try:
             raw = self._pickled(obj) if self._pickles else pack(obj, self.where)
             if len(raw) > self._largest:
@@ -150,12 +151,12 @@ class Codec:
                 f"{self.where}: no memory for the object of {size_bytes} bytes that rank {sender} "
                 "announced. Send less at a time, or lower CommOptions.largest_object_bytes"
             )
-        # The others go on to move objects, and must not wait for this rank.
+        # The other ranks go on to exchange objects, and must not wait for this one.
         self._communicator.abort(str(error))
         raise error
 
     def sizes_of_all(self, parcel: Parcel) -> list[int]:
-        """What each rank tells of its parcel; raises on all ranks when one has a refusal."""
+        """Returns the size of each rank's parcel; raises on all ranks when one has a refusal."""
         communicator = self._communicator
         told = torch.empty(communicator.world_size, dtype=torch.int64, device="cpu")
         mine = torch.tensor([parcel.told_size], dtype=torch.int64, device="cpu")
@@ -174,7 +175,7 @@ class Codec:
         return sizes
 
     def sizes_of_root(self, parcels: list[Parcel], count: int, root: int) -> list[int]:
-        """As :meth:`sizes_of_all`, of ``count`` parcels that ``root`` alone has."""
+        """Returns the sizes of ``root``'s ``count`` parcels; raises on all ranks at a refusal."""
         refused = next((each for each in parcels if each.refusal), None)
         told = [refused.told_size] * count if refused else [each.told_size for each in parcels]
         sizes = torch.tensor(told or [0] * count, dtype=torch.int64, device="cpu")
@@ -201,7 +202,7 @@ class Codec:
         raise error
 
     def exchange(self, sent: list[Parcel], sizes: list[int]) -> list[Parcel]:
-        """Sends ``sent[r]`` to rank r; what comes from rank r has ``sizes[r]`` bytes."""
+        """Sends ``sent[r]`` to rank r, and receives a parcel of ``sizes[r]`` bytes from rank r."""
         rooms = [self.room(size, rank) for rank, size in enumerate(sizes)]
         with self.moving():
             self._communicator.all_to_all(
@@ -255,7 +256,7 @@ def gather_object(
         check_list(codec.where, "object_gather_list", object_gather_list, communicator.world_size)
     parcel = codec.pack(obj)
     sizes = codec.sizes_of_all(parcel)
-    # An exchange, since each rank's object has a size of its own.
+    # An exchange instead of a gather, since the objects differ in size.
     sent = _to_one(communicator, root, parcel)
     arriving = [size if is_root and rank != root else 0 for rank, size in enumerate(sizes)]
     rooms = codec.exchange(sent, arriving)
@@ -265,7 +266,7 @@ def gather_object(
 
 
 def _to_one(communicator: Communicator, root: int, parcel: Parcel) -> list[Parcel]:
-    """What each rank is sent: ``parcel`` to ``root``, unless that is this rank."""
+    """Returns the parcels to send by rank: ``parcel`` to ``root``, unless that is this rank."""
     return [
         parcel if rank == root != communicator.rank else NOTHING
         for rank in range(communicator.world_size)
@@ -358,7 +359,7 @@ def scatter_object_list(
         )
         packed = [codec.pack(obj) for obj in scatter_object_input_list or []]
     sizes = codec.sizes_of_root(packed, communicator.world_size, root)
-    # An exchange, since each rank's object has a size of its own.
+    # An exchange instead of a scatter, since the objects differ in size.
     mine = [0] * communicator.world_size
     sent = [each if rank != root else NOTHING for rank, each in enumerate(packed)]
     if not is_root:

@@ -1,4 +1,4 @@
-"""What can be tuned per communicator."""
+"""Tunables of a communicator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
 
 
 def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
-    """A timeout in seconds.
+    """Converts a timeout to seconds, at most ``LONGEST_TIMEOUT_S``.
 
     Raises:
-        ArgumentError: it is not a positive timedelta or number of seconds.
+        ArgumentError: ``timeout`` is not a positive timedelta or number of seconds.
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
@@ -27,7 +27,7 @@ def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
 
 
 def milliseconds_of(timeout: timedelta | float) -> int:
-    """As :func:`seconds_of`, rounded, and at least 1."""
+    """Converts a timeout to whole milliseconds, at least 1; raises like :func:`seconds_of`."""
     return max(1, round(seconds_of(timeout) * 1000))
 
 
@@ -38,28 +38,28 @@ class CommOptions:
 
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
-        segment_bytes: the pipelined piece of a chunk (on a device: of a channel's part of it); a
+        segment_bytes: the pipelined part of a chunk (on a device: of a channel's part of it); a
             multiple of 64, or 0 for the size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for as many as suit
             the device and the ranks that share it.
         packet_bytes: of a communicator on a device: the largest message that may go as packets; a
             multiple of 64, or 0 for none.
-        copy_bytes: of a communicator on a device: what the copy engines stage at a time; a
-            multiple of 64, or 0 to do without ``algorithm="copy"``.
+        copy_bytes: of a communicator on a device: the bytes that the copy engines stage at a time;
+            a multiple of 64, or 0 to do without ``algorithm="copy"``.
         records: how many collectives, and how many messages, the flight recorder keeps of each
             rank; 0 for none.
-        single_copy: of a communicator of two ranks on the host: whether each copies what the other
-            shares from plain memory (chunks of 128 KiB and more) straight out of that process,
-            where both want it and the kernel lets both (process_vm_readv). Otherwise it is staged
-            in the heap, which is a second copy.
+        single_copy: of a communicator of two ranks on the host: whether each rank copies chunks of
+            128 KiB and more of the other's plain tensors straight out of that process
+            (process_vm_readv). It applies if both ranks want it and the kernel lets both.
+            Otherwise data are staged in the heap, which is a second copy.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
-            ``kernels`` goes before it. On the host they run in Triton's interpreter.
-        objects: "plain", or "pickle" to let the object collectives send anything: unpickling runs
-            code that the sender chose, so that is for ranks that trust each other.
-        largest_object_bytes: the largest object that the object collectives send, or believe that
-            a peer sends.
+            ``kernels`` overrides it. On the host they run in Triton's interpreter.
+        objects: "plain", or "pickle" to let the object collectives send anything. Unpickling runs
+            code that the sender chose, so "pickle" is for ranks that trust each other.
+        largest_object_bytes: the largest object that the object collectives send, or accept from
+            a peer.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT

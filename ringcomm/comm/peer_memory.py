@@ -1,4 +1,4 @@
-"""Tensors of the heap as all ranks have them, to be read without the peers' help."""
+"""Peer memory: tensors of the heap as every rank maps them, read without the peers' help."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class _Mapped(Protocol):
     base_ptr: int
 
 
-# From a mapped heap, an address and a size in bytes to a tensor of bytes.
+# Maps a mapped heap, an address and a size in bytes to a tensor of bytes.
 _View = Callable[[_Mapped, int, int], Tensor]
 
 
 def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Tensor, ...]:
-    """What each rank passed, by rank, as mapped here; collective.
+    """Returns the tensors that all ranks passed, by rank, as mapped here; collective.
 
-    Reading is one-sided: the ranks must agree by other means, such as ``comm.barrier()``, when
-    nobody writes. The views keep peers' heaps mapped, but not the peers' tensors alive.
+    Reads are one-sided: the ranks must agree by other means, such as ``comm.barrier()``, when no
+    rank writes. The views keep the peers' heaps mapped, but not the peers' tensors alive.
 
     Args:
         comm: the ranks.
@@ -40,7 +40,7 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
         Tensors like ``tensor``; this rank's is ``tensor`` itself.
 
     Raises:
-        MismatchError: the ranks' tensors are not of one size and dtype.
+        MismatchError: the ranks' tensors differ in size or dtype.
     """
     heaps, view = _heaps_of(comm)
     offset = tensor.data_ptr() - heaps[comm.rank].base_ptr if tensor.numel() else 0

@@ -35,10 +35,8 @@ __all__ = [
     "require_triton",
 ]
 
-# Collectives that Triton kernels run in place of the native ones: ``kernels="triton"``.
-#
-# All ranks of a call must run the same kernels; the header of the call says which, so a rank that
-# runs others is a mismatch like any other. Triton is imported when it is first asked for.
+# All ranks of a call must run the same kernels. The header of the call says which, so other kernels
+# are a mismatch like any other. Triton is imported when a call first asks for it.
 
 NATIVE, TRITON = "native", "triton"
 KERNELS = (NATIVE, TRITON)
@@ -53,7 +51,7 @@ ONE_RANK = (
 
 
 def require_triton(checks: CallChecks) -> None:
-    """Raises UnsupportedError where Triton cannot be imported."""
+    """Raises UnsupportedError if Triton cannot be imported."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -77,11 +75,11 @@ def check_kernels(
         kernels: "native" or "triton".
         algorithm: as the call names it.
         dtype: of the elements.
-        reduction: None where nothing is reduced.
+        reduction: None if nothing is reduced.
 
     Raises:
-        ArgumentError: no such kernels.
-        UnsupportedError: the Triton kernels do not do that.
+        ArgumentError: there are no such kernels.
+        UnsupportedError: the Triton kernels do not support the call.
     """
     if kernels not in KERNELS:
         checks.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
@@ -112,7 +110,7 @@ class Runner(Protocol):
 
 
 class TritonEnd:
-    """Has those methods of a native communicator that the Triton kernels can stand in for.
+    """An end with those methods of a native communicator that Triton kernels can replace.
 
     Args:
         run: runs a plan.
@@ -126,7 +124,7 @@ class TritonEnd:
         self._family = family
 
     def chosen(self, algorithm: int) -> int:
-        """The code of the algorithm that a call with this code runs."""
+        """Returns the code of the algorithm that a call with this code runs."""
         return self._family if algorithm == _AUTO else algorithm
 
     def run(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
@@ -136,7 +134,10 @@ class TritonEnd:
     def all_reduce(
         self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
     ) -> int:
-        """As the native one; so are the others. ``factor`` is of ops that Triton does not do."""
+        """Has the native method's arguments, as the methods below.
+
+        ``factor`` belongs to ops that Triton does not support, and is ignored.
+        """
         from ringcomm._tl.launch import plan_all_reduce
 
         name = _DTYPE_OF[dtype]
@@ -165,12 +166,12 @@ class TritonEnd:
 
 
 class HostTriton:
-    """Runs plans on the host, in Triton's interpreter.
+    """The runner of plans on the host, in Triton's interpreter.
 
     Args:
         core: the native communicator.
-        membership: who takes part.
-        checks: of the call that asks first.
+        membership: of the communicator.
+        checks: of the first call that asks for Triton.
 
     Raises:
         UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
@@ -206,7 +207,7 @@ class HostTriton:
         try:
             launch(plan, [part], core.timeout_ms * 1_000_000, self._geometry, core.health)
         except BaseException as error:
-            # Peers wait for what this rank was about to publish.
+            # Peers wait for data that this rank will not publish any more.
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
             core.record_end(_native.STATUSES["aborted"])
             raise
@@ -215,12 +216,9 @@ class HostTriton:
         return status
 
 
-# Triton's kernels on a device: how a call of theirs is prepared, and launched in its place.
-
-
 @dataclass(frozen=True)
 class TritonLaunch:
-    """A rank's prepared call."""
+    """A rank's prepared call of a Triton kernel on a device."""
 
     place: tuple[DeviceRuntime, int]
     plan: KernelPlan
@@ -230,14 +228,14 @@ class TritonLaunch:
 
     @property
     def prepared_kind(self) -> tuple[int, int]:
-        """Which calls can share a launch, and the blocks that one rank needs."""
+        """A key that is equal for calls that can share a launch, and the blocks of one rank."""
         plan = self.plan
         constants = tuple(sorted((name, str(value)) for name, value in plan.constants.items()))
         key = plan.kernel.__name__, plan.sizes, plan.call, constants
         return hash(key), self.geometry.channels
 
     def launch_with(self, others: Sequence[TritonLaunch], stream: int) -> None:
-        """One launch of this call and those of ``others``, of its kind, on ``stream``."""
+        """Launches this call and those of ``others``, which have the same kind, on ``stream``."""
         from ringcomm._tl.launch import launch as launch_kernel
 
         parts = [self.part, *(other.part for other in others)]
@@ -249,10 +247,7 @@ class TritonLaunch:
         )
 
 
-# Where kernels that users write in Triton run, and whether they can run there at all: see
-# ``ringcomm.tl.Context``.
-
-# In the interpreter the blocks of a grid run one after another: more of them only take longer.
+# In the interpreter the blocks of a grid run one after another, so more of them only take longer.
 HOST_BLOCKS = 8
 _SCRATCH = _native.STRUCTURES["table.scratch"]
 _HEAPS = _native.STRUCTURES["table.heaps"]
@@ -260,15 +255,15 @@ _HEAPS = _native.STRUCTURES["table.heaps"]
 
 @dataclass(frozen=True)
 class KernelPlace:
-    """Where a rank's own Triton kernels run.
+    """The place where a rank's own Triton kernels run; see ``ringcomm.tl.Context``.
 
     Attributes:
         table: bytes of a rank table of this rank.
         geometry: of the communicator's regions.
-        heap_device: in whose heap symmetric memory lies, as ``ringcomm.empty`` names it.
-        most_blocks: how many blocks of each rank's kernel run at once, whatever they need: one for
-            each multiprocessor, and the ranks that share a device divide those.
-        default_blocks: the blocks of a context that does not say.
+        heap_device: the device of the heap for symmetric memory, as ``ringcomm.empty`` names it.
+        most_blocks: the blocks of each rank's kernel that run at once, whatever they need: one for
+            each multiprocessor, divided among the ranks that share a device.
+        default_blocks: the blocks of a context that names no number.
         health: returns the status of a peer's process, for the interpreter; on a GPU kernels see it
             themselves.
         around: makes the context manager inside which a launch happens.
@@ -284,13 +279,13 @@ class KernelPlace:
 
     @property
     def heaps(self) -> list[int]:
-        """By rank: the address of its heap as mapped here."""
+        """Addresses of the ranks' heaps as mapped here, by rank."""
         words = torch.frombuffer(bytearray(self.table), dtype=torch.int64)
         first = _HEAPS // 8
         return [int(word) for word in words[first : first + self.geometry.world]]
 
     def table_with(self, scratch_ptr: int) -> bytes:
-        """The rank table, with other memory for the blocks' states."""
+        """Returns the rank table with other memory for the blocks' states."""
         after = _SCRATCH + 8
         return self.table[:_SCRATCH] + scratch_ptr.to_bytes(8, "little") + self.table[after:]
 
@@ -304,7 +299,7 @@ class KernelPlace:
 
 
 def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelPlace:
-    """The place of a host communicator's kernels: Triton's interpreter, in this process.
+    """Returns the place of a host communicator's kernels: Triton's interpreter in this process.
 
     Raises:
         UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
@@ -314,8 +309,8 @@ def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelP
     from ringcomm._tl.geometry import Geometry
     from ringcomm._tl.hooks import IS_INTERPRETED
 
-    # Triton's own device functions, too, must be the interpreter's: TRITON_INTERPRET counts when a
-    # function is defined.
+    # Triton reads TRITON_INTERPRET when it defines a function. So its own device functions must
+    # have been defined for the interpreter, too.
     if not IS_INTERPRETED or type(tl.zeros).__name__ != "InterpretedFunction":
         raise UnsupportedError(
             f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "
@@ -336,12 +331,12 @@ def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelP
 def device_place(
     native: _native.DeviceComm, place: tuple[DeviceRuntime, int], blocks: int, head: str
 ) -> KernelPlace:
-    """The place of the kernels of a communicator on a device.
+    """Returns the place of the kernels of a communicator on a device.
 
     Args:
         native: the communicator.
         place: the device.
-        blocks: how many of this rank's blocks surely run at once.
+        blocks: the number of this rank's blocks that surely run at once.
         head: of an error.
 
     Raises:

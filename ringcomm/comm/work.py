@@ -30,7 +30,7 @@ class Work:
     The tensors of the call stay alive until it is done, even if the handle is dropped.
 
     Attributes:
-        interrupt: aborts the communicator, since Ctrl-C came.
+        interrupt: aborts the communicator after Ctrl-C.
     """
 
     __slots__ = (
@@ -112,11 +112,11 @@ class Work:
         return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What the call raised, or None (also while it runs)."""
+        """Returns what the call raised, or None (also while it runs)."""
         return self._error
 
     def get_future(self) -> torch.futures.Future[Outputs]:
-        """A future that gives the list of output tensors, or the error."""
+        """Returns a future that gives the list of output tensors, or the error."""
         with self._guard:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -130,7 +130,7 @@ class Work:
         return self._outputs
 
     def source_rank(self) -> int:
-        """The rank that sent the message; only of a receive."""
+        """Returns the rank that sent the message; only for a receive."""
         raise RingcommError(f"{self._name}: source_rank() is known of a receive only")
 
     def _settle(self, future: torch.futures.Future[Outputs]) -> None:

@@ -1,4 +1,4 @@
-"""One rank's end of a communicator on a device: its region, its words, its faults, its end."""
+"""The core of a communicator on a device: its region, protocol words, faults and close."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap
 
 __all__ = ["DeviceCore"]
 
-# A word of the protocol that is up.
+# A word of the protocol that is raised.
 RAISED = (1).to_bytes(4, "little")
-# Staging of one rank, and the pieces that it is cut into; the 256 lanes of a block move 32 KiB in a
-# turn. Choices, not swept.
+# The staging of one rank, and the limits of its segments. The 256 lanes of a block move 32 KiB in a
+# turn. These are choices that no benchmark has swept.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
-# How long a rank that was told to give up waits for the host of the rank where it began to say why.
+# A rank that was told to give up waits this long for the reason, which the host of the rank where
+# the fault began writes.
 REASON_GRACE_S, REASON_POLL_S = 1.0, 0.002
 
 
@@ -51,12 +52,12 @@ def _driver_of(runtime: DeviceRuntime, operation: str) -> _native.Driver:
 
 
 def _find(device: int, unit: str, name: str) -> int:
-    # Not bound to a communicator: the native object keeps it, and a cycle would keep both.
+    # The native object keeps this function, so a bound method would make a reference cycle.
     return cuda.current().find_kernel(device, unit, name).handle
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
-    """The segment with which a rank's slots take about STAGING_BYTES; see layout.h."""
+    """Returns the segment with which a rank's slots take about STAGING_BYTES; see layout.h."""
     message_channels = min(channels, _native.MESSAGE_CHANNELS)
     slot_sets = channels * (world_size + 1) + message_channels * world_size
     share_bytes = STAGING_BYTES // (slot_sets * slots) // SMALLEST_SEGMENT_BYTES
@@ -75,15 +76,14 @@ def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> No
 
 
 class DeviceCore:
-    """What the engine drives; has the methods of the native host communicator that it uses.
+    """A rank's core on a device, with those methods of the native host core that the engine uses.
 
     Args:
         heap: of this rank's device.
-        membership: who takes part, with which options.
+        membership: the ranks and their options.
         plan: the algorithm and the rings that "auto" and "ring" use.
         channels: blocks per collective.
-        multiprocessors: those of the device that each rank's kernels have for themselves where
-            ranks share it; equal on all ranks.
+        multiprocessors: each rank's share of its device's multiprocessors; equal on all ranks.
         stay: of this rank; ends with :meth:`close`.
 
     Attributes:
@@ -128,7 +128,7 @@ class DeviceCore:
         self.recorder = DeviceRecorder(self.native, membership, operation) if recorded else None
         self._records = options.records
         block = heap.allocate(self.native.region_bytes, operation)
-        # Its space is used again when nothing refers to it any more; see close().
+        # The space is reused once nothing refers to the block any more; see close().
         self._block: DeviceBlock | None = block
         self._ptr = block.ptr
         self.region = block.offset_bytes, self.native.region_bytes
@@ -141,13 +141,13 @@ class DeviceCore:
         self._watched: Watched | None = None
         self._stay = stay
         self._peers: list[Peer] | None = None
-        # An abort must not write into a region that is somebody else's meanwhile.
+        # An abort must not write into a region that close() has given back.
         self._guard = threading.Lock()
         self._aborted = False
 
     @property
     def layout(self) -> str:
-        """What must be equal on all ranks, in words."""
+        """The sizes that must be equal on all ranks, as text."""
         native = self.native
         return (
             f"segment_bytes={native.segment_bytes}, slots={native.slots}, "
@@ -156,15 +156,15 @@ class DeviceCore:
         )
 
     def announce(self, peers: Sequence[Peer] | None) -> None:
-        """Says who may know the region, and write into it to prove the links.
+        """Notes the ranks that may know this region and write into it to prove the links.
 
         Args:
-            peers: by rank, this one included; None: nobody will.
+            peers: by rank, this one included; None: no rank will write.
         """
         self._peers = None if peers is None else list(peers)
 
     def reach(self, handles: Sequence[DeviceHandle], mapped: Sequence[MappedDeviceHeap]) -> None:
-        """All peers' regions are mapped: from here on an end is told to them."""
+        """Takes the mapped regions of all peers, which from here on hear of an abort or a close."""
         operation = where("connect", self.rank, self.world_size)
         for handle in handles:
             _check_region(handle, self.native.region_bytes, operation)
@@ -178,7 +178,7 @@ class DeviceCore:
         ]
 
     def connect(self, rings: Sequence[Sequence[int]]) -> None:
-        """Tells the kernels where everybody's memory is; nothing is written to peers yet."""
+        """Writes the table of all ranks' memory for this rank's kernels; peers see no change."""
         table = self.native.table(
             regions=self._regions,
             heaps=[each.base_ptr for each in self._mapped],
@@ -189,7 +189,7 @@ class DeviceCore:
         self.runtime.write(self.device, self._ptr + self.native.table_offset_bytes, table)
 
     def activate(self) -> None:
-        """All peers are connected: calls may be launched, and peers' ends are noticed."""
+        """Allows calls and watches the peers' processes; all peers must be connected."""
         self.native.activate(self._page.host_ptr)
         if self.recorder is not None:
             self.recorder.native.watch(self._page.host_ptr)
@@ -209,14 +209,14 @@ class DeviceCore:
         return self._aborted or self.native.raised
 
     def fault(self) -> dict[str, Any] | None:
-        """The record of the fault, of the rank where it began if that can be read."""
+        """Returns the fault record, if possible that of the rank where the fault began."""
         own = self.native.fault()
         if own is not None and own["kind"] != "aborted":
             return own
         found = self._cause(own)
         deadline = time.monotonic() + REASON_GRACE_S
-        # Kernels that were asked to give up raise their word before the host that asked has
-        # written why.
+        # Kernels that were told to give up may raise their abort word before the host that told
+        # them has written the reason.
         while self._awaits_reason(found) and time.monotonic() < deadline:
             time.sleep(REASON_POLL_S)
             found = self._cause(own)
@@ -229,7 +229,7 @@ class DeviceCore:
     def _cause(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         ranks = ((self.rank + distance) % self.world_size for distance in range(self.world_size))
         records = [record for rank in ranks if (record := self._record_of(rank)) is not None]
-        # The others' kernels gave up since they saw that one's word.
+        # Kernels with kind "aborted" gave up because they saw the abort word of the cause.
         causes = [record for record in records if record["kind"] != "aborted"]
         aborts = [record for record in records if record["reason"]]
         return next(iter((*causes, *aborts, *records)), own)
@@ -240,24 +240,24 @@ class DeviceCore:
         try:
             page = self.runtime.read(self.device, self._regions[rank], _native.CONTROL_PAGE_BYTES)
         except Exception:
-            # The memory of a process that has ended may be gone. The own record remains.
+            # The memory of a process that has ended may be gone. This rank's own record remains.
             return None
         return _native.fault_in_page(page, rank, self.world_size)
 
     def abort(self, reason: str) -> None:
-        """Makes kernels of this rank and its peers give up; from any thread."""
+        """Makes kernels of this rank and its peers give up; any thread may call this."""
         with self._guard:
             if self._aborted or self._block is None:
                 return
             self._aborted = True
             ended_before = self.native.raised
-            # First of all, and by a plain store: the copies below may fail, or be in a hardware
-            # queue behind a kernel that only this ends.
+            # This comes first and is a plain store: the copies below may fail, or wait in a
+            # hardware queue behind a kernel that only this store ends.
             self.native.request_abort()
             if self.recorder is not None:
                 self.recorder.native.stop()
             if not ended_before:
-                # By the reason peers know where it began; they wait for it (fault()).
+                # The reason tells peers where the abort began; fault() waits for it.
                 text = _native.abort_reason(reason or "Communicator.abort() was called")
                 self._write(_native.REASON_OFFSET_BYTES, text)
             self._write(_native.ABORTED_OFFSET_BYTES, RAISED)
@@ -277,24 +277,24 @@ class DeviceCore:
         self.recorder.native.seen_begun(int.from_bytes(word, "little"))
 
     def any_aborted(self) -> bool:
-        """Whether some rank's abort word is up, for a rank whose kernel is not there to look."""
+        """True when some rank's abort word is raised, for a rank whose kernel does not run."""
         return any(self._is_up(region + _native.ABORTED_OFFSET_BYTES) for region in self._regions)
 
     def has_closed(self, peer: int) -> bool:
-        """Whether ``peer`` has said farewell."""
+        """True when ``peer`` has said farewell."""
         return self._is_up(self._ptr + self.native.farewell_offset_bytes(peer))
 
     def _is_up(self, ptr: int) -> bool:
         return self.runtime.read(self.device, ptr, len(RAISED)) == RAISED
 
     def synchronize(self) -> None:
-        """Waits for all work of the device, which kernels end by their deadlines."""
+        """Waits for all work of the device; kernels end at their deadlines at the latest."""
         self.runtime.synchronize(self.device)
 
     def close(self) -> None:
-        """Says farewell to the peers; memory returns once nobody can touch it any more.
+        """Says farewell to the peers; the region is freed once no peer can touch it any more.
 
-        No kernel of this rank may run any more.
+        No kernel of this rank may still run.
         """
         with self._guard:
             block, self._block = self._block, None
@@ -303,7 +303,7 @@ class DeviceCore:
         if self._watched is not None:
             unwatch(self._watched)
         self._say_farewell()
-        # Handles of earlier calls may still ask it whether a kernel gave up.
+        # Work handles of earlier calls may still ask the native object whether a kernel gave up.
         self.native.activate(0)
         if self.recorder is not None:
             self.recorder.close()
@@ -312,8 +312,8 @@ class DeviceCore:
         if self._peers is None:
             forget()
         else:
-            # A peer of another process whose rendezvous failed before it could map the region says
-            # no farewell: the region then stays until that process has ended.
+            # A peer of another process says no farewell if its rendezvous failed before it mapped
+            # the region. The region then stays until that process has ended.
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             words = [self._ptr + self.native.farewell_offset_bytes(other) for other in others]
             retire(block, words, [self._peers[other] for other in others], forget)

@@ -1,4 +1,4 @@
-"""Launches calls on a device: on which stream, behind what, and what keeps their tensors alive."""
+"""The engine that launches calls on a device, orders them and keeps their tensors alive."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ class DeviceCallChecks(CallChecks):
             )
 
 
-# How often the end of a communicator looks whether its last calls have ended.
+# The interval at which a closing communicator checks whether its last calls have ended.
 POLL_S = 0.0005
 
 
 class Launches:
-    """The native end as the ``run`` of a call gets it: each call is prepared, then launched.
+    """A wrapper of the native end for the ``run`` of a call: prepares each call, then launches it.
 
     Args:
-        native: prepares.
-        submit: launches what is prepared.
+        native: prepares the call.
+        submit: launches the prepared call.
     """
 
     __slots__ = ("_native", "_submit")
@@ -105,9 +105,9 @@ class Launches:
 class DeviceCallEngine(CallEngine):
     """A rank's end on a device. Its calls return when they are queued on a stream.
 
-    A call is ordered behind the earlier work of the stream that is current where it is made, and
-    later work of that stream behind it. All calls of one communicator follow each other, whatever
-    streams they are made on; with ``async_op`` they run on a stream of the communicator's own.
+    A call runs after the earlier work of the caller's current stream and before its later work. All
+    calls of one communicator follow each other, whatever streams they are made on. With
+    ``async_op`` they run on a stream of the communicator's own.
     """
 
     def __init__(
@@ -123,21 +123,22 @@ class DeviceCallEngine(CallEngine):
         self._records = recorder.native if recorder is not None else None
         locate = recorder.located if recorder is not None else None
         self._recorder = FlightRecorder(recorder, self.name, (core.rank, core.world_size), locate)
-        # Never zero: the quick paths are for calls that run on the caller's thread.
+        # Never zero, so that no call takes the quick paths, which run it on the caller's thread.
         self._queue.pending = 1
         self._order = order
         self.joint_launch = joint_launch
-        # Of the last call, and of the last one that a graph recorded: neither waits for the other.
+        # The streams of the last call and of the last captured call. Neither waits for the other.
         self._last_stream: int | None = None
         self._last_recorded: int | None = None
-        # Calls whose tensors must live: until their event passed, or while a graph is recorded.
+        # Calls whose tensors must live until their event has passed, or while a graph is captured.
         self._launched: deque[tuple[Call, SeenEvent]] = deque()
         self._recorded: list[tuple[Call, int]] = []
-        # Once closing: whether it was unusable before, so that somebody has been told why.
+        # Set when closing: whether the communicator was unusable before, so that an earlier error
+        # has said why.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
         self._side: Stream | None = None
-        # While one thread prepares the calls of all ranks: of this one.
+        # This rank's prepared call, while one thread prepares the calls of all ranks.
         self._collecting = False
         self._collected: Prepared | None = None
         self._sends_alone = False  # while a message is launched
@@ -149,7 +150,7 @@ class DeviceCallEngine(CallEngine):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of this communicator's calls are."""
+        """The device on which the tensors of this communicator's calls lie."""
         return self._device_core.runtime.torch_device(self._device_core.device)
 
     @property
@@ -171,7 +172,7 @@ class DeviceCallEngine(CallEngine):
 
     @contextmanager
     def _turn(self, name: str) -> Iterator[None]:
-        """The turn of a call of a communicator that is still usable then, on its device."""
+        """Holds the turn on the device for one call, after a check that calls are possible."""
         runtime, device = self.device_place
         with self._queue.turn, runtime.on_device(device):
             self._check_usable(name)
@@ -191,7 +192,7 @@ class DeviceCallEngine(CallEngine):
     def _check_capture(self, name: str) -> None:
         runtime, device = self.device_place
         if runtime.is_capturing(device):
-            # The streams of the other ranks' threads are not part of this capture.
+            # This capture does not include the streams of the other ranks' threads.
             raise UnsupportedError(
                 f"{where(name, self._rank, self._world_size)}: the current stream records a graph, "
                 "and the ranks of one process on one device share a launch, which threads cannot "
@@ -232,8 +233,9 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_place
         self._recorded = [each for each in self._recorded if runtime.is_capturing(device, each[1])]
         if runtime.is_capturing(device, stream):
-            # The event of a capture never passes. Memory that came free during the capture could be
-            # handed out to a later part of the graph; after it, a graph's tensors are its owner's.
+            # The event of a capture never passes. Memory freed during the capture could be handed
+            # out to a later part of the graph. After the capture the graph's owner keeps its
+            # tensors.
             self._recorded.append((call, stream))
             return
         while self._launched and self._launched[0][1].query():
@@ -241,7 +243,7 @@ class DeviceCallEngine(CallEngine):
         self._launched.append((call, done))
 
     def _run(self, call: Call, stream: int) -> None:
-        """With the turn, on the device: orders the call on ``stream`` and launches it."""
+        """Orders the call on ``stream`` and launches it; the caller holds the turn."""
         native = self._device_core.native
         self._follow_last(stream)
         native.stream = stream
@@ -264,7 +266,7 @@ class DeviceCallEngine(CallEngine):
             runtime.wait_event(device, stream, runtime.record_event(device, last))
 
     def _prepare(self, call: Call, stream: int) -> Prepared:
-        """With the turn: what :meth:`_run` would launch."""
+        """Returns the launch that :meth:`_run` would make; the caller holds the turn."""
         self._collecting = True
         try:
             self._run(call, stream)
@@ -275,19 +277,19 @@ class DeviceCallEngine(CallEngine):
         return prepared
 
     def _withdraw(self) -> None:
-        """The launch that :meth:`_prepare` returned is not made."""
+        """Withdraws the launch that :meth:`_prepare` returned."""
         self._device_core.native.withdraw()
 
     def _submit(self, prepared: Prepared) -> None:
-        """Launches a call that is ready."""
+        """Launches a prepared call, or hands it to :meth:`_prepare`."""
         if self._collecting:
             self._collected = prepared
             return
         core = self._device_core
         stream = core.native.stream
         if self._sends_alone:
-            # Not every rank of this process takes part in a message, and none may be put behind
-            # another: room for them is kept (DeviceOrder.sends).
+            # Not every rank of this process takes part in a message, so there is no joint launch.
+            # Messages may not wait for each other: DeviceOrder.sends() keeps room for them.
             launch([prepared], stream)
             return
         if self.joint_launch is not None:
@@ -335,7 +337,7 @@ class DeviceCallEngine(CallEngine):
         return self._device_core.native.chosen(algorithm)
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
-        """Raises if this rank waits in vain for threads of this process to make their calls."""
+        """Raises if this rank cannot expect other threads of this process to make their calls."""
         core, name = self._device_core, self._name
         self._check_usable(name)
         if core.any_aborted():
@@ -365,7 +367,7 @@ class DeviceCallEngine(CallEngine):
         opname: str,
         timeout: timedelta | float | None = None,
     ) -> Work:
-        """Runs ``fn`` now, on this thread; the Work is done when the calls that it made are.
+        """Runs ``fn`` now, on this thread; its Work is done when the calls of ``fn`` are.
 
         Args:
             fn: may call collectives of this communicator; returns the output tensors.
@@ -405,7 +407,7 @@ class DeviceCallEngine(CallEngine):
     def recording(self) -> Recording:
         """See :meth:`CallEngine.recording`."""
         if self._refuse is None:
-            # A device that does not answer any more hides no records.
+            # The records can be read even if the device does not answer any more.
             with suppress(Exception):
                 for _, done in tuple(self._launched):
                     done.query()
@@ -417,13 +419,13 @@ class DeviceCallEngine(CallEngine):
         return recorder.everything() if recorder is not None else []
 
     def _see_completed(self, calls: list[Calls]) -> None:
-        """The device has done ``calls``."""
+        """Notes in the records that the device has completed ``calls``."""
         if self._records is not None:
             for each in calls:
                 self._records.seen_completed(*each)
 
     def _seen(self, event: Event) -> SeenEvent:
-        """``event``, behind all collectives by now; it is noted in the records that it passed."""
+        """Wraps an event behind all collectives so far, whose passing is noted in the records."""
         records = self._records
         if records is None:
             return SeenEvent(event)
@@ -431,7 +433,7 @@ class DeviceCallEngine(CallEngine):
 
     @contextmanager
     def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
-        """Around the launch of Triton's kernels for a collective of ``_native.call_words``."""
+        """Records the launch of Triton kernels for a collective with these ``call_words``."""
         records, (runtime, device) = self._records, self.device_place
         if records is None:
             yield
@@ -453,7 +455,10 @@ class DeviceCallEngine(CallEngine):
             raise self._fault(name)
 
     def _check_work(self, name: str) -> None:
-        """As a call is checked; but a communicator that was closed in order has done its work."""
+        """Raises if a Work's call may have failed.
+
+        An orderly close does not count: it has waited for all calls.
+        """
         if self._told is not False:
             self._check_usable(name)
         elif self._device_core.native.raised:
@@ -469,7 +474,7 @@ class DeviceCallEngine(CallEngine):
             head = where(name, self._rank, self._world_size)
             raise ArgumentError(f"{head}: {error}") from error
         except RuntimeError as error:
-            # Peers may have launched their part, and would take the next call for this one.
+            # Peers may have launched their part, and would mistake the next call for this one.
             head = where(name, self._rank, self._world_size)
             raise self._give_up(RingcommError, f"{head}: {error}") from error
         except KeyboardInterrupt:
@@ -484,7 +489,8 @@ class DeviceCallEngine(CallEngine):
         Args:
             kind: of the error.
             text: of the error.
-            waits: what a call that was not launched waits for; None: it was refused.
+            waits: the fault of a call that waited in vain before its launch; None: the call was
+                refused.
         """
 
         def word(told: Fault) -> RingcommError:
@@ -507,13 +513,13 @@ class DeviceCallEngine(CallEngine):
         self._device_core.abort(text)
 
     def _waits_in_vain(self, kind: str, peer: int) -> Fault:
-        """The fault of the call that is about to be launched, which fails."""
+        """Returns the fault of the call that was about to be launched, and records its failure."""
         recorder = self._device_core.recorder
         number = recorder.gave_up(kind, peer) if recorder is not None else 0
         return {"kind": kind, "peer": peer, "sequence": number}
 
     def _events_of_the_end(self) -> list[Event]:
-        """Passed once nothing that was launched runs any more."""
+        """Returns events that have passed once no launched kernel runs any more."""
         runtime, device = self.device_place
         events: list[Event] = [done for _, done in self._launched]
         last = self._last_stream
@@ -523,7 +529,7 @@ class DeviceCallEngine(CallEngine):
         return events
 
     def _end_calls(self, grace_s: float) -> bool:
-        """Lets no more calls begin, and waits for those that have; False after ``grace_s``."""
+        """Refuses new calls and waits for those under way; False if ``grace_s`` was too short."""
         deadline = time.monotonic() + grace_s
         if not self._queue.turn.acquire(timeout=grace_s):
             return False
@@ -532,7 +538,7 @@ class DeviceCallEngine(CallEngine):
                 self._told = self._refuse is not None
             self._disable(closed(self._rank, self._world_size, self.name))
             if self._last_recorded is not None:
-                # Replays are on streams that nobody has told this communicator about.
+                # This communicator does not know the streams of replays.
                 self._device_core.synchronize()
             events = self._events_of_the_end()
             while not all(event.query() for event in events):
@@ -550,7 +556,7 @@ class DeviceCallEngine(CallEngine):
         if not self._end_calls(grace_s):
             self.abort("closed with a call under way")
             if not self._end_calls(EXIT_GRACE_S):
-                # A kernel that does not end still uses the region: it is left alone for good.
+                # The region is never freed, since a kernel that does not end still uses it.
                 return
         if not self._told and self._device_core.aborted:
             self._unreported = self._fault("close")
@@ -562,10 +568,11 @@ class DeviceCallEngine(CallEngine):
         self._recorded.clear()
 
     def close(self) -> None:
-        """As the host's; waits for what was launched.
+        """Waits for the launched calls, then frees the communicator's memory.
 
         Raises:
-            RingcommError: a kernel gave up, and no earlier call has said so. All is given back.
+            RingcommError: a kernel gave up, and no earlier call has said so. The memory is freed
+                all the same.
         """
         super().close()
         error, self._unreported = self._unreported, None
@@ -574,7 +581,7 @@ class DeviceCallEngine(CallEngine):
 
     def __del__(self) -> None:
         super().__del__()
-        # Not after a construction that failed, nor in a forked child.
+        # There is nothing to close if the constructor failed, or in a forked child.
         if not hasattr(self, "_told") or self._closed:
             return
         self._order.leave(self.joint_launch or self._device_core)

@@ -1,4 +1,4 @@
-"""How long things of a device live: peers that are watched, and memory that outlives its owner."""
+"""Watches of peers' processes, and device memory that outlives its communicator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from ringcomm.cuda.runtime import Event
 from ringcomm.errors import RingcommError, start_thread
 from ringcomm.memory.device_heap import DeviceBlock, existing_heap
 
-# Tells kernels that wait for a rank when its process has ended.
-#
-# A kernel cannot ask the operating system, so one thread of the process watches the peers'
-# processes and marks the ended ones in the page that the kernel looks at.
+# A kernel cannot ask the operating system whether a rank's process has ended. So one thread watches
+# the peers' processes and marks the ended ones in the page that the kernel reads.
 
-# How late the end of a process is noticed.
+# The longest delay until the end of a process is noticed.
 POLL_MS = 100
 
 
@@ -35,10 +33,10 @@ class Watched:
 
 
 class _Watcher:
-    """What this process watches; replaced as a whole in a forked child."""
+    """The watches of this process; a forked child replaces the whole object."""
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may end a communicator on a thread that holds it.
+        # Reentrant: the garbage collector may end a communicator on a thread that holds this lock.
         self.guard = threading.RLock()
         self.watched: list[Watched] = []
         self.thread: threading.Thread | None = None
@@ -58,10 +56,10 @@ os.register_at_fork(after_in_child=_forget_watches_in_child)
 
 
 def process_of(pid: int) -> _native.Process:
-    """A process that runs, to ask later whether it has ended.
+    """Returns an object that tells whether a process, which runs now, has ended.
 
     Raises:
-        RingcommError: there is no file descriptor left for it.
+        RingcommError: no file descriptor is left for it.
     """
     try:
         return _native.Process(pid)
@@ -89,14 +87,14 @@ def _loop(process: _Watcher, wake: threading.Event) -> None:
 
 
 def watch(native: _native.DeviceComm, processes: Mapping[int, _native.Process]) -> Watched:
-    """Watches peers from here on.
+    """Begins to watch peers.
 
     Args:
-        native: whose page is marked.
-        processes: of the peers that are processes of their own, by rank.
+        native: the communicator whose page is marked.
+        processes: of the peers in other processes, by rank.
 
     Raises:
-        RingcommError: there is no thread left to watch them.
+        RingcommError: the watching thread cannot be started.
     """
     watched = Watched(native, dict(processes))
     process = _watcher
@@ -118,7 +116,7 @@ def watch(native: _native.DeviceComm, processes: Mapping[int, _native.Process]) 
 
 
 def unwatch(watched: Watched) -> None:
-    """Ends it; a second call does nothing."""
+    """Ends a watch; a second call does nothing."""
     process = _watcher
     with process.guard:
         if watched in process.watched:
@@ -126,25 +124,23 @@ def unwatch(watched: Watched) -> None:
             watched.processes.clear()  # the loop may still refer to it
 
 
-# What outlives a communicator: its region while peers may write there, and its last kernels.
-#
-# A peer acknowledges what it read by writing into this rank's region, possibly after this rank has
-# closed. So a region is given back only when every peer has said farewell or has ended: its
-# process, or the stay of a rank of this process (docs/protocol.md). And a communicator that nobody
-# refers to any more is closed once its kernels have ended.
+# A peer acknowledges data by writing into this rank's region, possibly after this rank has closed.
+# So a region is given back only when every peer has said farewell or has ended. A peer has ended
+# with its process or, as a rank of this process, with its stay (docs/protocol.md). A communicator
+# that nobody refers to any more is closed once its kernels have ended.
 
 WORD_BYTES = 4
-# After the communicators (100), before the mappings of peers' heaps (90).
+# Runs after the communicators (100) and before the mappings of peers' heaps (90).
 EXIT_PRIORITY = 95
 EXIT_GRACE_S = 5.0
 POLL_S = 0.001
 
 
 class Peer(NamedTuple):
-    """A rank that may write into a region: its process, None for this one, and its stay there.
+    """A rank that may write into a region: its process (None for this process) and its stay.
 
-    The process is one that was opened while it ran: its pid may be another's later, or still be
-    there when it has ended, until its parent asks how.
+    The process was opened while it ran. A pid would not do: it may belong to another process later,
+    or remain after the end until the parent has waited for the process.
     """
 
     process: _native.Process | None
@@ -164,7 +160,10 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Retired:
-    """A region: where each peer's farewell arrives, the peers, and what to do without them."""
+    """A retired region, with the addresses of its peers' farewells.
+
+    ``left`` is called when all peers have left.
+    """
 
     block: DeviceBlock
     farewell_ptrs: tuple[int, ...]
@@ -197,7 +196,7 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class _Abandoned:
-    """A core, what passes when its kernels have ended, and what those work on."""
+    """A core to close, events that pass when its kernels end, and the objects that those use."""
 
     core: Core
     events: Sequence[Event]
@@ -212,10 +211,10 @@ class _Abandoned:
 
 
 class _Process:
-    """What this process holds; replaced as a whole in a forked child, whose parent it belongs to.
+    """The regions, cores and stays of this process; a forked child replaces the whole object.
 
-    Whatever is here arrives wherever the garbage collector runs, even inside :func:`reclaim` on the
-    same thread: deques, that take and give entries without a lock.
+    The garbage collector may add entries at any point, even inside :func:`reclaim` on the same
+    thread. So these are deques, which add and remove entries without a lock.
     """
 
     def __init__(self) -> None:
@@ -240,10 +239,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def begin_stay() -> int:
-    """A rank of this process sets out to meet others; what it says of itself holds this number.
+    """Begins the stay of a rank of this process, and returns its number for the rendezvous.
 
-    A rank whose rendezvous fails before it knows where the peers' regions are can say farewell to
-    nobody. Those of its own process are told by the end of its stay.
+    If the rendezvous fails before the rank knows its peers' regions, it cannot say farewell. Peers
+    in its own process then learn of its end by the end of its stay.
     """
     stay = secrets.randbits(63)
     _process.stays.add(stay)
@@ -251,7 +250,7 @@ def begin_stay() -> int:
 
 
 def end_stay(stay: int) -> None:
-    """The rank will touch no peer's region any more; a second call does nothing."""
+    """Ends the stay of a rank that touches no peer's region any more; may be called repeatedly."""
     _process.stays.discard(stay)
     reclaim()
 
@@ -262,11 +261,10 @@ def retire(
     peers: Sequence[Peer],
     left: Callable[[], None] = lambda: None,
 ) -> None:
-    """Keeps ``block`` until all peers have left it, and calls ``left`` then.
+    """Keeps ``block`` until all peers have left it, then calls ``left``.
 
-    ``farewell_ptrs`` and ``peers`` are in one order.
-
-    The end of the caller's own stay, or the next rendezvous, looks whether it may go.
+    ``farewell_ptrs`` and ``peers`` have the same order. The end of the caller's own stay and each
+    later rendezvous check whether the block may go.
     """
     _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers), left))
 
@@ -277,8 +275,8 @@ def abandon(core: Core, events: Sequence[Event], kept: Sequence[object], *, reco
     Args:
         core: of the communicator.
         events: pass when the kernels that it launched have ended.
-        kept: what those work on.
-        recorded: a graph holds calls of it, and may be replayed until the process ends.
+        kept: the objects that those kernels use.
+        recorded: a graph holds calls of ``core``, and may be replayed until the process ends.
     """
     process = _process
     process.abandoned.append(_Abandoned(core, tuple(events), tuple(kept), recorded))
@@ -289,7 +287,7 @@ def abandon(core: Core, events: Sequence[Event], kept: Sequence[object], *, reco
 
 
 def reclaim() -> None:
-    """Gives back what may go; runs before new regions are made, and whenever a stay ends."""
+    """Frees the entries that may go; runs before new regions are made and when a stay ends."""
     process = _process
     with process.guard:
         _sift(process.abandoned)
@@ -320,13 +318,13 @@ def _end_abandoned() -> None:
         if entry.recorded:
             entry.core.abort("this process ends")  # replays, too
             entry.core.synchronize()
-        # Otherwise a kernel that does not end still uses the region: it is left alone for good.
+        # If a kernel does not end, it still uses the region, which is then never freed.
         if _ends(entry.events):
             entry.core.close()
 
 
 def _ends(events: Sequence[Event]) -> bool:
-    """Whether the events pass soon."""
+    """Waits for the events; False if they have not passed after EXIT_GRACE_S."""
     deadline = time.monotonic() + EXIT_GRACE_S
     while not all(event.query() for event in events):
         if time.monotonic() >= deadline:

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks on devices: their places, the plan for them, a proof of every link."""
+"""The rendezvous of ranks on devices: their places, their plan, and a proof of every link."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ __all__ = ["Links", "meet_on_device", "prove_links"]
 
 C = TypeVar("C")
 
-# Proves the links between the ranks' devices before anything relies on them.
-#
-# A driver may report peer access, and even map a peer's memory, where data never arrive. So every
-# rank writes to every peer and looks for what the peers write to it, and reads every peer's memory,
-# with the same pointers that the kernels will use.
+# A driver may report peer access, and even map a peer's memory, although data never arrive. So
+# every rank writes to every peer, reads every peer's memory, and checks what the peers wrote to
+# its own, with the same pointers that the kernels will use.
 
 LINE_BYTES = 64
 WORD_BYTES = 8
@@ -50,11 +48,11 @@ LAST_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Links:
-    """This rank and whom it reaches, by rank, itself included.
+    """The links from this rank to all ranks, itself included.
 
-    ``scratch_offset_bytes`` counts from the beginning of every rank's region: world_size lines of
-    64 bytes, one for each rank to write to, that nothing else uses until all ranks have proved
-    their links. They are left as they are.
+    World_size lines of 64 bytes begin at ``scratch_offset_bytes`` in every rank's region. Each rank
+    writes one of them. Nothing else uses the lines until all ranks have proved their links, and the
+    proof does not clear them.
     """
 
     heap: DeviceHeap
@@ -64,18 +62,18 @@ class Links:
     scratch_offset_bytes: int
 
     def line_ptr(self, owner: int, writer: int) -> int:
-        """The line of rank ``owner``'s region that rank ``writer`` writes, as this rank sees it."""
+        """Returns this rank's address of the line in ``owner``'s region that ``writer`` writes."""
         region_ptr = self.mapped[owner].base_ptr + self.handles[owner].region_offset_bytes
         return region_ptr + self.scratch_offset_bytes + writer * LINE_BYTES
 
     def word(self, owner: int, writer: int) -> bytes:
-        """What that line holds once it is written; no two communicators have the same."""
+        """Returns the word that ``writer`` writes to its line; it differs by communicator."""
         handle = self.handles[owner]
         text = f"{handle.token} {handle.proof} {owner} {writer}"
         return hashlib.sha256(text.encode()).digest()[:WORD_BYTES]
 
     def holds(self, owner: int, writer: int) -> bool:
-        """Whether this rank sees the word there now."""
+        """True when this rank now sees the word of ``writer`` in its line."""
         ptr = self.line_ptr(owner, writer)
         return self.heap.runtime.read(self.heap.device, ptr, WORD_BYTES) == self.word(owner, writer)
 
@@ -93,11 +91,11 @@ def prove_links(
 ) -> None:
     """Writes to all peers and returns when this rank has seen what all peers wrote.
 
-    All ranks call it, between the exchange of handles and the confirmation that all are ready:
-    a rank may leave it while a peer still looks.
+    All ranks call this between the exchange of handles and the confirmation that all are ready. A
+    rank may return while a peer still looks.
 
     Args:
-        links: the ranks; all of them are mapped.
+        links: to all ranks, whose heaps are mapped.
         operation: named in errors.
         deadline: in seconds of ``time.monotonic()``.
         timeout_s: the wait that ends at ``deadline``, for errors.
@@ -107,7 +105,7 @@ def prove_links(
         RendezvousError: a link does not carry data, or a peer did not come; names both ranks, both
             devices, the direction, and usual causes.
     """
-    # The own line first: whoever finds its word from this rank may read this one, too.
+    # A rank writes its own line first, because a peer that sees its word reads that line, too.
     for owner in (links.rank, *(r for r in range(len(links.handles)) if r != links.rank)):
         links.write(owner)
     peers = [rank for rank in range(len(links.handles)) if rank != links.rank]
@@ -142,22 +140,22 @@ def _broken_link(
     )
 
 
-# Blocks per collective of a rank with a GPU of its own: they must fill its links and leave the rest
-# of the multiprocessors to the model. A choice, not swept.
+# Blocks per collective of a rank with a GPU of its own. They must fill its links and leave the rest
+# of the multiprocessors to the model. No benchmark has swept this choice.
 CHANNELS_ALONE = 32
-# What every rank loads before its first call, so that no later call of these has to load while a
-# peer waits; other dtypes load at their first call.
+# Kernels that every rank loads before its first call, so that no call of them has to load while a
+# peer waits. Other dtypes load at their first call.
 PRELOADED = (
     ("move", ("rc_move", "rc_packet_move")),
     ("reduce_float32", ("rc_reduce_scatter_sum", "rc_all_reduce_sum", "rc_packet_sum")),
 )
-# A proof that takes longer has failed: it is a few reads and writes of 8 bytes.
+# A proof that takes longer has failed, since it only reads and writes a few words of 8 bytes.
 LINK_PROOF_S = 30.0
 
 
 @dataclass(frozen=True)
 class _RankPlace:
-    """Where a rank is; what all ranks must know before they can lay out their regions."""
+    """The place of a rank, which all ranks must know before they can lay out their regions."""
 
     pid: int
     stay: int
@@ -189,8 +187,8 @@ def meet_on_device(
         membership: of the communicator; its store is where the members meet.
         device: this rank's, as an ordinal of this process.
         heap_bytes: capacity of the device's heap, if this is its first use.
-        build: makes the communicator of a core, the membership, the order of the device's kernels
-            and, where ranks share process and device, of what launches for all of them.
+        build: makes the communicator from the core, the membership, the device's order and, if
+            ranks share process and device, their joint launch.
 
     Raises:
         RendezvousError: a rank is missing or failed; named.
@@ -232,7 +230,7 @@ def meet_on_device(
     except BaseException as error:
         rendezvous.fail(error)
         if core is not None:
-            # A peer may have seen all ranks ready: it shall not wait for this one.
+            # A peer may have seen all ranks ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
             core.close()
         lifecycle.end_stay(stay)
@@ -287,8 +285,8 @@ def _places(
     rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int
 ) -> list[_RankPlace]:
     identity = heap.runtime.identity(heap.device)
-    # One rank reads the machine for all: in different containers they may see different GPUs, and
-    # equal plans need equal input.
+    # One rank reads the machine for all, because equal plans need equal input and ranks in
+    # different containers may see different GPUs.
     topology = _read_topology(heap) if meeting.rank == 0 else ""
     mine = _RankPlace(
         os.getpid(), stay, identity.uuid, heap.runtime.kind, identity.multiprocessors, topology
@@ -317,30 +315,30 @@ def _topology(places: Sequence[_RankPlace]) -> Topology:
 
 
 def _message_channels(places: Sequence[_RankPlace], channels: int) -> int:
-    """Blocks per message, equal on all ranks: what collectives of ``channels`` blocks leave.
+    """Returns the blocks per message beside collectives of ``channels`` blocks.
 
-    Every rank of a GPU may have a send and a receive under way, and a collective between them,
-    whose blocks may each take a multiprocessor.
+    The number is equal on all ranks. Every rank of a GPU may have a send, a receive and a
+    collective under way at once, whose blocks may each take a multiprocessor.
     """
     left = min(_shares(places)) - channels
     return max(1, min(left // 2, _message_share(places)))
 
 
 def _message_share(places: Sequence[_RankPlace]) -> int:
-    """Blocks per message with which messages take a quarter of the multiprocessors at most."""
+    """Returns the blocks per message with which messages take at most 1/4 of multiprocessors."""
     return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
 
 
 def _shares(places: Sequence[_RankPlace]) -> list[int]:
-    """By rank: the multiprocessors of its GPU, divided among the ranks that share it."""
+    """Returns each rank's multiprocessors: those of its GPU divided among its ranks."""
     ranks_on = Counter(place.uuid for place in places)
     return [place.multiprocessors // ranks_on[place.uuid] for place in places]
 
 
 def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
-    """Blocks per collective, equal on all ranks: as many as the fullest GPU has for each rank.
+    """Returns the blocks per collective: the share of each rank on the most shared GPU.
 
-    Room for the messages of all its ranks is left.
+    The number is equal on all ranks, and leaves room for the messages of all ranks of that GPU.
     """
     if membership.options.channels:
         return membership.options.channels

@@ -21,20 +21,16 @@ from ringcomm.errors import UnsupportedError, where
 __all__ = ["DeviceMessages", "PeerMessage", "TensorAndPeer", "launch_batch", "launches_of"]
 
 Tensor = torch.Tensor
-# Point-to-point calls on a device.
-#
 # Messages between two ranks match in the order in which they are sent and received; a tag is
 # checked, not searched for. Sends run on one stream of the communicator and receives on another, so
 # that two ranks may both send first.
 
-# (tensor, peer): of a message.
+# (tensor, peer) of a message.
 TensorAndPeer = tuple[Tensor, int]
 
-# Messages between devices that go out together, in as few launches as there can be.
-#
-# A kernel that sends to a rank may wait until that rank receives. Of two ranks that both send
-# before they receive, each would wait for the other if they did so one by one; in one launch they
-# do both at once.
+# A batch goes out in as few launches as possible. A kernel that sends to a rank may wait until that
+# rank receives. Two ranks that both send before they receive would wait for each other if they did
+# so one by one. In one launch they do both at once.
 
 
 class PeerMessage(NamedTuple):
@@ -48,12 +44,12 @@ class PeerMessage(NamedTuple):
 
 
 def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
-    """The launches that carry ``messages``, in their order, each as indices into ``messages``.
+    """Returns the launches that carry ``messages``, in order, as indices into ``messages``.
 
     A launch carries messages of one communicator and tag, at most one each way with a rank.
     Further messages between two ranks follow in later launches, in the order of the batch, which
-    is the same on both. All ranks launch by round, then by tag, then by communicator: so no launch
-    waits for one that comes later.
+    is the same on both. All ranks launch by round, then by tag, then by communicator, so that no
+    launch waits for a later one.
     """
     turns: Counter[tuple[int, int, bool]] = Counter()
     launches: dict[tuple[int, int, int], list[int]] = {}
@@ -71,7 +67,7 @@ def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
 
 
 def launch_batch(messages: Sequence[PeerMessage]) -> DeviceWork:
-    """Launches what :func:`launches_of` has put together.
+    """Launches the messages of one launch, as :func:`launches_of` has grouped them.
 
     Raises:
         ArgumentError: bad argument; none of these messages was sent.
@@ -120,19 +116,19 @@ class DeviceMessages(DeviceCallEngine, Messages):
         return src
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """As :meth:`send`; the current stream goes on until ``Work.wait()``."""
+        """Sends like :meth:`send`, but the current stream goes on until ``Work.wait()``."""
         self.check_message("isend", tensor, dst, tag, write=False)
         return self._post("isend", [(tensor, dst)], [], tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """As :meth:`recv`; the tensor is filled for who waits for the Work."""
+        """Receives like :meth:`recv`, but only streams that wait for the Work see the data."""
         peer = self.check_message("irecv", tensor, src, tag, write=True)
         return self._post("irecv", [], [(tensor, peer)], tag, source=peer)
 
     def exchange_messages(
         self, sends: Sequence[TensorAndPeer], receives: Sequence[TensorAndPeer], tag: int = 0
     ) -> Work:
-        """Several messages as one launch, in which none waits for another.
+        """Sends and receives several messages in one launch, in which none waits for another.
 
         Args:
             sends: (tensor, destination); at most one to each rank.
@@ -155,7 +151,10 @@ class DeviceMessages(DeviceCallEngine, Messages):
         return self._post(name, list(sends), list(receives), tag)
 
     def check_message(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
-        """Raises what :meth:`isend`, or to ``write`` :meth:`irecv` would; returns the peer."""
+        """Checks the arguments of an :meth:`isend`, or with ``write`` of an :meth:`irecv`.
+
+        Returns the peer.
+        """
         checks = self.checks(op)
         if write and peer is None:
             raise UnsupportedError(
@@ -219,7 +218,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
         return streams or [self._side_stream()]
 
     def _run_alone(self, call: Call) -> None:
-        """Launches a message by itself, with none of the other ranks'."""
+        """Launches messages of this rank alone, outside joint launches."""
         self._sends_alone = True
         try:
             call.run(cast(Any, Launches(self._device_core.native, self._submit)))
@@ -227,7 +226,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
             self._sends_alone = False
 
     def _spans(self, messages: list[TensorAndPeer]) -> tuple[list[int], list[int], int]:
-        """Addresses and sizes by rank, and the ranks that have one as bits."""
+        """Returns addresses and sizes by rank, and a bit mask of the ranks with a message."""
         ptrs, sizes, ranks = [0] * self._world_size, [0] * self._world_size, 0
         for tensor, peer in messages:
             ptrs[peer], sizes[peer] = tensor.data_ptr(), size_bytes(tensor)

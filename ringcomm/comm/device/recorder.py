@@ -1,8 +1,8 @@
-"""The flight recorder of a rank on a device, and what its host knows of the calls that it enqueued.
+"""The flight recorder of a rank on a device.
 
-A call is recorded as it is enqueued. Its end is noted when the host sees it for other reasons: an
-event of the communicator's has passed, the device was awaited, a kernel left a fault record, or
-somebody reads the records and with them the kernels' count of calls.
+A call is recorded when it is enqueued. Its end is noted when the host happens to see it: an event
+of the communicator has passed, the host waited for the device, a kernel left a fault record, or a
+reader of the records also read the kernels' count of calls.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["COLLECTIVES", "MESSAGES", "Calls", "DeviceRecorder", "SeenEvent"]
 
 COLLECTIVES, MESSAGES = 0, 1
 _ALIGN_BYTES = 64
-# (track, first, last): calls by their numbers.
+# (track, first, last) of calls with consecutive numbers.
 Calls = tuple[int, int, int]
 
 
 class DeviceRecorder:
-    """A rank's own records, and the way to those of its peers.
+    """A rank's own records, and the mapped records of its peers.
 
     Args:
-        comm: whose calls are recorded from here on.
-        membership: who takes part; ``options.records`` is 1 or more.
+        comm: the communicator whose calls are recorded from here on.
+        membership: of the communicator; ``options.records`` is 1 or more.
         operation: named in errors.
 
     Attributes:
-        native: the records.
+        native: this rank's records.
 
     Raises:
         HeapError: the heap of this process has no room.
@@ -74,10 +74,10 @@ class DeviceRecorder:
         )
 
     def connect(self, handles: Sequence[DeviceHandle], operation: str) -> None:
-        """Maps the peers' records. One that cannot be mapped is missing in what is read later.
+        """Maps the peers' records. Those that cannot be mapped are missing in recordings.
 
         Raises:
-            RendezvousError: a rank announced records where none can be.
+            RendezvousError: a rank announced records at an impossible place.
         """
         self._blocks = [self._block_of(handle.recorder, operation) for handle in handles]
         proofs = {str(handle.rank): handle.proof for handle in handles}
@@ -95,13 +95,13 @@ class DeviceRecorder:
         try:
             heap = map_heap(address, self._heap, operation)
         except RingcommError:
-            # The driver maps device memory where the kernel may refuse memory of the host. The
-            # communicator works without; who reads the records is told whose are missing.
+            # The operating system may refuse to map host memory although the driver maps device
+            # memory. The communicator works without, and recordings show whose records are missing.
             return None
         return heap, heap.base_ptr + offset
 
     def recorded(self, rank: int, most: int) -> bytes:
-        """As ``_native.Comm.recorded``."""
+        """Returns a copy of a rank's recorder with its last ``most`` records; empty if unknown."""
         if rank >= len(self._blocks) or self._blocks[rank] is None:
             return b""
         _, ptr = self._blocks[rank] or (None, 0)
@@ -109,20 +109,20 @@ class DeviceRecorder:
         return _native.recorder_snapshot(ptr, self._records, place, self._world_id, most)
 
     def everything(self) -> list[Calls]:
-        """All that was enqueued by now."""
+        """Returns all calls that have been enqueued so far."""
         return [(track, 1, self.native.enqueued(track)) for track in (COLLECTIVES, MESSAGES)]
 
     def gave_up(self, kind: str, peer: int) -> int:
-        """The last collective failed before it was launched; returns its number."""
+        """Notes that the last collective failed before its launch; returns its number."""
         number = self.native.enqueued(COLLECTIVES)
         self.native.seen_failed(COLLECTIVES, number, _native.STATUSES[kind], peer)
         return number
 
     def located(self, fault: dict[str, Any]) -> dict[str, Any]:
-        """A fault with the numbers that its calls have in the records; notes this rank's failures.
+        """Returns a fault with the call numbers of the records; notes this rank's failures.
 
-        A kernel's own numbers do not do: each block counts for itself, and replays count, too. A
-        number is 0 where several calls from different lines may be meant.
+        A kernel's own numbers differ, as each block counts for itself and replays count, too. A
+        number is 0 if calls from different call sites may be meant.
         """
         own = self._comm.fault()
         message = self._note(own) if own is not None else 0
@@ -140,7 +140,7 @@ class DeviceRecorder:
         }
 
     def _note(self, own: dict[str, Any]) -> int:
-        """Notes what this rank's kernel says that failed; returns its number if it is a message."""
+        """Notes the call that failed by this rank's fault record; returns a message's number."""
         status, peer = _native.STATUSES[own["kind"]], own["peer"]
         if not own["message"]:
             calls = self._calls(self._rank, own["sequence"], own["my_call"])
@@ -156,7 +156,7 @@ class DeviceRecorder:
         return _number_of(found)
 
     def _read(self, rank: int, track: int) -> list[Record]:
-        """Records of calls that are not known to be done."""
+        """Returns the records of calls that are not known to be completed."""
         block = self.recorded(rank, _native.MAX_RECORDS)
         if not block:
             return []
@@ -168,7 +168,7 @@ class DeviceRecorder:
         ]
 
     def _calls(self, rank: int, sequence: int, words: tuple[int, ...]) -> list[Record]:
-        """The collectives that a kernel of ``rank`` may mean by this number and these words."""
+        """Returns the collectives that a kernel of ``rank`` may mean by a number and call words."""
         if sequence == 0:
             return []
         call, numbers = call_of(words), set(self.native.numbers_of(sequence))
@@ -179,24 +179,24 @@ class DeviceRecorder:
         ]
 
     def close(self) -> None:
-        """`ringcomm trace --pid` finds the records no more; peers may still read them."""
+        """Hides the records from `ringcomm trace --pid`; peers may still read them."""
         self.native.stop()
         self.native.unlist()
         self._blocks = []
 
 
 def _number_of(calls: Sequence[Record]) -> int:
-    """The number that stands for ``calls``, of which one is meant; 0: their lines differ."""
+    """Returns the number for a fault that means one of ``calls``; 0: their call sites differ."""
     return calls[-1].number if len({each.site for each in calls}) == 1 else 0
 
 
 class SeenEvent:
-    """An event of a communicator's; that it has passed is noted in the records.
+    """An event of a communicator whose passing is noted in the records.
 
     Args:
         event: of the runtime.
         records: None: nothing is noted.
-        calls: that have ended once it has passed.
+        calls: those that have ended once the event has passed.
     """
 
     __slots__ = ("_calls", "_records", "event")

@@ -1,4 +1,4 @@
-"""How communicators and ranks share one device: the order of kernels, and launches in common."""
+"""Sharing of one device by communicators and ranks: the order of kernels, and joint launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "order_of",
 ]
 
-# Of one rank, ready to be launched.
+# A call of one rank, ready to be launched.
 Prepared = _native.DeviceComm | TritonLaunch
 
 
@@ -38,21 +38,21 @@ def launch(prepared: Sequence[Prepared], stream: int) -> None:
         _native.launch(natives, stream)
 
 
-# Keeps the communicators of one process on one device from blocking each other.
+# DeviceOrder keeps the communicators of one process on one device from blocking each other.
 #
-# Kernels of a collective wait for peers, so all blocks that wait at a time must fit on the device
-# together. Of the launches under way each stream counts the largest, since those of one stream
-# follow each other. A launch that does not fit beside them is put behind the oldest whose end makes
-# room, by events, on the device. Messages are in no such order, since a send may wait for a receive
-# that comes after a collective: from a communicator's first message on, room for those of all its
-# ranks here is kept beside the collectives. Ranks that launch the collectives of several
-# communicators in different orders then get as much concurrency as the device has, and past that
+# Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the device
+# together. Launches on one stream follow each other, so only the largest of each stream counts. A
+# launch that does not fit waits, by events on the device, for the oldest launches whose end makes
+# room. Messages cannot be ordered like this, since a send may wait for a receive that comes after a
+# collective. So from a communicator's first message on, room for the messages of all its local
+# ranks is kept beside the collectives. If ranks launch the collectives of several communicators in
+# different orders, they run concurrently as far as the device has room. Beyond that they end with
 # the deadline (docs/cuda.md).
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a communicator may have on the device at once: its ranks' collective, and messages."""
+    """The most blocks that a communicator's collective and its messages have on the device."""
 
     collective: int
     messages: int
@@ -67,9 +67,9 @@ class _UnderWay:
 
 
 def _gains(launches: Iterable[_UnderWay]) -> list[tuple[_UnderWay, int]]:
-    """Of ``launches``, oldest first, those whose end frees blocks, and how many.
+    """Returns the launches whose end frees blocks, oldest first, each with the number freed.
 
-    The end of one that a launch as large follows on its stream frees none.
+    A launch frees none if one at least as large follows it on its stream.
     """
     taken: dict[int, int] = {}
     gains = []
@@ -136,9 +136,10 @@ class DeviceOrder:
             self._sending.add(id(owner))
 
     def before(self, owner: object, blocks: int, stream: int) -> None:
-        """Puts ``stream`` behind what must end before ``blocks`` more blocks fit."""
+        """Puts ``stream`` behind the launches that must end before ``blocks`` more blocks fit."""
         if len(self._members) < 2 or self._runtime.is_capturing(self._device, stream):
-            # Alone, or part of a graph, whose launches follow each other on its streams.
+            # A single communicator cannot conflict with others, and the launches of a graph follow
+            # each other on its streams.
             return
         with self._guard:
             self._under_way = deque(each for each in self._under_way if not each.done.query())
@@ -156,7 +157,7 @@ class DeviceOrder:
                 free += gain
 
     def after(self, owner: object, blocks: int, stream: int) -> None:
-        """Notes a launch that ``stream`` has just got."""
+        """Notes a launch that was just made on ``stream``."""
         if len(self._members) < 2 or self._runtime.is_capturing(self._device, stream):
             return
         done = self._runtime.record_event(self._device, stream)
@@ -169,7 +170,7 @@ _orders: dict[tuple[int, int], DeviceOrder] = {}
 
 
 def order_of(runtime: DeviceRuntime, device: int) -> DeviceOrder:
-    """The one of ``device``."""
+    """Returns the order of launches of ``device``."""
     with _guard:
         key = (id(runtime), device)
         if key not in _orders:
@@ -177,24 +178,23 @@ def order_of(runtime: DeviceRuntime, device: int) -> DeviceOrder:
         return _orders[key]
 
 
-# Ranks that share a process and a device meet on the host, and one launch carries them all.
-#
-# Kernels that wait for each other must run at the same time. Two launches on one device need not:
-# they may be on one stream (the legacy default stream, usually), in one hardware queue, or too
-# large together. The blocks of one launch that fits do. So the last of the ranks to make a call
-# launches it for all; streams wait on events, and the host only for the other threads to arrive.
+# Kernels that wait for each other must run at the same time. Two launches on one device may not:
+# they may be on one stream (usually the legacy default stream), in one hardware queue, or too large
+# together. The blocks of one launch that fits do run together. So the last of the ranks of a
+# process and device to make a call launches it for all. Streams wait on events, and the host waits
+# only for the other threads to arrive.
 
-# How often a rank that waits for others looks whether it does so in vain.
+# The interval at which a waiting rank checks whether the others can still come.
 LOOK_S = 0.05
 
 
-# Called with the ranks that have not come, and for how many seconds: raises to give up.
+# Called with the missing ranks and the seconds waited so far; raises to give up.
 Look = Callable[[Sequence[int], float], None]
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A rank's prepared call, the stream that it is ordered on, and its place there."""
+    """A rank's prepared call, its stream, and an event that marks the call's place there."""
 
     prepared: Prepared
     stream: int
@@ -203,7 +203,7 @@ class _Arrival:
 
 @dataclass(eq=False)
 class _Round:
-    """One launch: who has come, and how it ended."""
+    """One joint launch: the ranks that have arrived, and its outcome."""
 
     arrived: dict[int, _Arrival] = field(default_factory=dict)
     ended: bool = False
@@ -220,7 +220,7 @@ class JointLaunch:
         self._device = device
         self._ranks = tuple(ranks)
         self._order = order
-        # A stream of its own, so that calls follow each other whatever streams the ranks use.
+        # A separate stream, so that calls follow each other whatever streams the ranks use.
         self._stream = runtime.make_stream(device)
         self._changed = threading.Condition()
         self._round = _Round()
@@ -231,12 +231,12 @@ class JointLaunch:
         Args:
             rank: of the caller.
             prepared: its call.
-            stream: the call's place is after its work by now, and before its later work.
+            stream: the call runs after its work so far and before its later work.
             look: called about 20 times a second while others are missing.
 
         Raises:
-            BaseException: what ``look`` raised, and this rank's call is withdrawn; or what the
-                launch raised, on all ranks.
+            BaseException: the error of ``look``, after which this rank's call is withdrawn, or the
+                error of the launch, which all ranks raise.
         """
         with self._changed:
             mine = self._round
@@ -258,8 +258,8 @@ class JointLaunch:
                     missing = [each for each in self._ranks if each not in mine.arrived]
                     look(missing, time.monotonic() - started)
         except BaseException:
-            # Otherwise a rank that comes later would launch this call, whose tensors are the
-            # caller's again.
+            # Otherwise a later rank would launch this call, though the caller may use its tensors
+            # again.
             mine.arrived.pop(rank, None)
             raise
 
@@ -279,7 +279,8 @@ class JointLaunch:
             kinds.setdefault(arrival.prepared.prepared_kind, []).append(arrival)
         streams = [self._stream]
         while len(streams) < len(kinds):
-            # The kernels will find the mismatch and name both calls, if they run side by side.
+            # Different kinds are a mismatch. The kernels find it and name both calls if they run
+            # at the same time.
             streams.append(self._runtime.make_stream(self._device))
         for ((_, channels), each), stream in zip(kinds.items(), streams, strict=True):
             for arrival in each:
@@ -293,7 +294,7 @@ class JointLaunch:
                 self._runtime.wait_event(self._device, arrival.stream, done)
 
     def launch_together(self, prepared: Sequence[Prepared], stream: int) -> None:
-        """Launches the prepared calls of all ranks on ``stream``: one thread made them all."""
+        """Launches on ``stream`` the calls of all ranks, which one thread has prepared."""
         runtime, device, own = self._runtime, self._device, self._stream.handle
         with self._changed:
             # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
@@ -316,13 +317,13 @@ def joint_launch_of(
     proofs: Sequence[int],
     order: DeviceOrder,
 ) -> JointLaunch:
-    """The meeting of these ranks, the same object for each of them.
+    """Returns the joint launch of these ranks, the same object for each of them.
 
     Args:
         runtime: of this process.
-        device: that they share.
-        ranks: of the communicator.
-        proofs: of the same ranks, by which no other communicator can be meant.
+        device: the shared device.
+        ranks: the communicator's ranks in this process and on the device.
+        proofs: of the same ranks; they identify the communicator.
         order: of the device.
     """
     key = (device, *proofs)

@@ -20,7 +20,7 @@ __all__ = ["FIRST_POLL_S", "LAST_POLL_S", "DeviceWork", "StreamContext"]
 
 
 class StreamContext(RankContext):
-    """A rank's own stream: on one stream, a rank would wait for what another is about to do."""
+    """A rank's own stream: on a shared one its kernel would block those of the awaited peers."""
 
     def __init__(self, place: tuple[DeviceRuntime, int], stream: Stream) -> None:
         self._runtime, self._device = place
@@ -38,8 +38,6 @@ class StreamContext(RankContext):
     def rejoin(self) -> None:
         self._follow(self._runtime.current_stream(self._device), self._stream.handle)
 
-
-# Handles of calls that run on a device beside the caller's stream.
 
 FIRST_POLL_S = 0.00002
 LAST_POLL_S = 0.001
@@ -71,7 +69,7 @@ class DeviceWork(Work):
         self._source = source
 
     def part(self, name: str, outputs: Outputs, source: int | None) -> DeviceWork:
-        """The handle of one message of several that went out together.
+        """Returns the handle of one message of several that went out together.
 
         Args:
             name: of the message's own call.
@@ -121,7 +119,7 @@ class DeviceWork(Work):
         return self._done.query() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What a kernel of this communicator gave up with, or None (also while it runs)."""
+        """Returns the error of a kernel of this communicator, or None (also while it runs)."""
         try:
             self._check()
         except Exception as error:
@@ -129,9 +127,9 @@ class DeviceWork(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[Outputs]:
-        """A future that gives the outputs, ordered on the stream that its consumer uses.
+        """Returns a future that gives the outputs, ordered on the stream that its consumer uses.
 
-        It gives the error instead if a kernel has given up by now.
+        The future gives the error instead if a kernel has given up by now.
         """
         with self._guard:
             if self._future is None:
@@ -142,7 +140,7 @@ class DeviceWork(Work):
         on = self._runtime.torch_device(self._device)
         emulated = on.type == "cpu"
         if emulated:
-            # torch knows no streams there, so the value must be there.
+            # torch has no streams on the CPU, so the outputs must be complete.
             self._done.synchronize()
         future: torch.futures.Future[Outputs] = torch.futures.Future(
             devices=None if emulated else [on]
@@ -159,7 +157,7 @@ class DeviceWork(Work):
         return future
 
     def source_rank(self) -> int:
-        """The rank that sends the message; only of a receive. Known at once: nothing is waited for.
+        """Returns the rank that sends the message, without waiting; only for a receive.
 
         Raises:
             RingcommError: this is no receive, or a kernel of this communicator gave up by now.
@@ -176,7 +174,7 @@ class DeviceWork(Work):
 
 
 def _nothing() -> None:
-    """A device call is not interrupted by its waiter: waiting does not block."""
+    """Does nothing on Ctrl-C: a waiter of a device call does not block."""
 
 
 def _never() -> bool:

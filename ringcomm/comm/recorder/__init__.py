@@ -1,1 +1,1 @@
-"""The flight recorder: what the ranks of a communicator did last."""
+"""The flight recorder, which keeps the last calls of every rank of a communicator."""

@@ -1,8 +1,7 @@
 """Flight recorders of running processes, read out of their heaps without their help.
 
-A process holds its own heap and those of its peers as open files, so one rank shows them all, and
-a rank that was killed is still there in its peers' descriptors. Nothing is written, and no process
-is stopped.
+A process holds its own heap and those of its peers as open files. One process is therefore enough
+to read all ranks, even a rank that was killed. Nothing is written, and no process is stopped.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class Found:
 
 
 def live_recordings(pids: Iterable[int]) -> list[Recording]:
-    """The recordings of all communicators that these processes take part in.
+    """Reads the recordings of all communicators that these processes take part in.
 
     Raises:
-        RingcommError: no such process, one of another user, or one without a flight recorder.
+        RingcommError: a process does not exist, is another user's, or has no flight recorder.
     """
     found: dict[tuple[int, int, int], Found] = {}
     known: set[int] = set()
@@ -77,12 +76,14 @@ def live_recordings(pids: Iterable[int]) -> list[Recording]:
 
 
 def ended_ranks(recording: Recording, pid: int) -> frozenset[int]:
-    """The ranks whose processes have ended, zombies and those whose pid is another's now included.
+    """Returns the ranks whose processes have ended.
+
+    Zombies count, and so do ranks whose pid now belongs to another process.
 
     Args:
         recording: a live one, just taken.
-        pid: of a process that it was read from. Where that has other pids than this process, the
-            pids of ranks mean nothing here, and nobody is said to have ended.
+        pid: of a process that it was read from. If that process is in another pid namespace, the
+            ranks' pids mean nothing here, and the result is empty.
     """
     try:
         theirs, mine = (os.readlink(f"/proc/{each}/ns/pid") for each in (pid, "self"))
@@ -97,12 +98,13 @@ def _has_ended(rank: RankRecording, taken_ns: int) -> bool:
     if state in ENDED:
         return True
     begun = [each.begin_ns for each in (*rank.collectives, *rank.messages)]
-    # Of the times of two clocks with ticks of 10 ms.
+    # A process that is younger than its first record is another one with the same pid. The margin
+    # is for comparing times of two clocks with ticks of 10 ms.
     return bool(begun) and (taken_ns - min(begun)) / 1e9 > age_s + CLOCKS_DIFFER_S
 
 
 def _state_of(pid: int) -> tuple[str, float]:
-    """The state letter of a process, "" when there is none, and its age in seconds."""
+    """Returns the state letter of a process ("" when there is none) and its age in seconds."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -113,7 +115,7 @@ def _state_of(pid: int) -> tuple[str, float]:
 
 
 def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
-    """Tokens of the heaps that a process has open, each with a descriptor for the moment."""
+    """Yields the token of each heap that a process has open, with a descriptor open meanwhile."""
     folder = Path(f"/proc/{pid}/fd")
     if _state_of(pid)[0] in ENDED:
         raise RingcommError(f"trace: expected a running process, got pid {pid}, which has ended")
@@ -144,7 +146,7 @@ def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _open_regular(path: Path) -> int | None:
-    """Opens what a descriptor refers to if it is memory or a file without a name."""
+    """Opens the file behind a descriptor if it is memory or a file without a name."""
     if not os.readlink(path).endswith(" (deleted)") or not stat.S_ISREG(path.stat().st_mode):
         return None
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -159,7 +161,7 @@ def _token(descriptor: int) -> int | None:
 
 
 def _recorders(descriptor: int) -> Iterator[Found]:
-    """The recorders that a heap lists; entries that lead nowhere are passed over."""
+    """Yields the recorders that a heap lists, except entries that lead nowhere."""
     count = min(_HEAP_HEAD.unpack(os.pread(descriptor, _HEAP_HEAD.size, 0))[3], _MOST_RECORDERS)
     size_bytes = os.fstat(descriptor).st_size
     table = os.pread(descriptor, 8 * count, _HEAP_HEAD.size)
@@ -169,12 +171,12 @@ def _recorders(descriptor: int) -> Iterator[Found]:
         try:
             yield _recorder(descriptor, offset)
         except RingcommError:
-            continue  # given back while it was looked up
+            continue  # its memory was given back meanwhile
 
 
 def _recorder(descriptor: int, offset: int) -> Found:
     header = read_header(os.pread(descriptor, HEADER_BYTES, offset))
-    # Twice: a record that is equal both times, its version too, did not change in between.
+    # Read twice: a record whose bytes and version are equal both times did not change in between.
     first = os.pread(descriptor, header.block_bytes, offset)
     second = os.pread(descriptor, header.block_bytes, offset)
     if len(second) < header.block_bytes:
@@ -188,7 +190,7 @@ def _recorder(descriptor: int, offset: int) -> Found:
 
 
 def _by_world(found: Iterable[Found]) -> list[Recording]:
-    """One recording per communicator; those that never connected, one per rank."""
+    """Makes one recording per communicator, and one per rank of those that never connected."""
     worlds: dict[tuple[int, int], list[Found]] = {}
     for each in found:
         key = (each.header.world_id, 0 if each.header.world_id else each.header.created_ns)

@@ -31,10 +31,10 @@ from ringcomm.errors import RingcommError
 
 __all__ = ["FlightRecorder", "at_this_call_site"]
 
-# Nothing about a fault may keep it from its user for longer: a file system that hangs, a world so
-# large that its records take long to read.
+# Reading records and writing a trace may delay the error of a fault by no more than this, even if
+# the file system hangs or a large world has many records.
 LIMIT_S = 2.0
-# What is read of each rank at a fault, per kind; more would take longer than it helps.
+# Records read of each rank and track at a fault. Reading more takes too long for what it adds.
 KEPT_RECORDS = 256
 
 T = TypeVar("T")
@@ -42,15 +42,15 @@ Fault = dict[str, Any]
 
 
 def _both(path: str) -> list[Path]:
-    """A path as it was imported, by which frames name it, and where links in it lead."""
+    """Returns a path as it was imported, which frames show, and with its links resolved."""
     return [Path(path).absolute(), Path(path).resolve()]
 
 
 def _tell_apart_frames() -> None:
-    """Says which frames are the library's, and so no call sites.
+    """Registers the folders and files whose frames are never call sites.
 
-    Nor are those in which a thread begins, and those between a context manager and who enters it.
-    The command's programs and the bench use the library as anyone does.
+    These are the library, torch, and the standard library's frames that start a thread or enter a
+    context manager. The command's programs and the bench count as user code.
     """
     homes = [file.parent.parent.parent for file in _both(__file__)]
     folders = [*homes, *(home.parent / "kernels" / "tl" for home in homes)]
@@ -68,7 +68,7 @@ _tell_apart_frames()
 
 
 def at_this_call_site(run: Callable[[], T]) -> Callable[[], T]:
-    """``run`` for another thread, where its calls count as made here."""
+    """Wraps ``run`` so that on another thread its calls are recorded with this call site."""
     site = _native.call_site()
 
     def held() -> T:
@@ -86,12 +86,12 @@ def _ago(then_ns: int, now_ns: int) -> str:
 
 
 def _is_under_way(record: Record) -> bool:
-    # A call that others aborted was, when the fault came, and so was one that gave up beside it.
+    # A call that was aborted, or that gave up too, was still running when the fault came.
     return record.state in OPEN or record.status in ("aborted", "timeout")
 
 
 def _seen_state(record: Record, now_ns: int) -> str:
-    """What the host knows of a call on a device."""
+    """Words the state of a call on a device, as far as the host has seen it."""
     enqueued = f"enqueued {_ago(record.begin_ns, now_ns)} ago"
     if record.state == "captured":
         return f"captured into a graph {_ago(record.begin_ns, now_ns)} ago"
@@ -114,7 +114,7 @@ def _in_words(record: Record, now_ns: int, on_device: bool) -> str:
 
 
 def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int) -> str:
-    """What the awaited rank's records say, as sentences that end with a blank."""
+    """Tells from its records what the awaited rank did, as sentences that end with a blank."""
     who = f"Rank {peer.rank}"
     lasts = [track[-1] for track in (peer.collectives, peer.messages) if track]
     if not lasts:
@@ -123,7 +123,7 @@ def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: i
         newest = max(lasts, key=lambda record: record.begin_ns)
         return f"{who}'s last call: {_in_words(newest, now_ns, peer.on_device)}. "
     told = _story_of_collectives(reporter, peer, fault, now_ns)
-    # It may be what keeps the peer from this call.
+    # The message may be what keeps the peer from this call.
     if peer.messages and _is_under_way(peer.messages[-1]):
         told += f"Its last message: {_in_words(peer.messages[-1], now_ns, peer.on_device)}. "
     return told
@@ -136,7 +136,8 @@ def _story_of_collectives(
     same = peer.collective(fault["sequence"])
     mine = reporter.collective(fault["sequence"])
     if same is not None and mine is not None and same.call != mine.call:
-        # Kernels that wait for different words do not see each other's headers.
+        # Kernels that wait for different words never read each other's headers, so they time out
+        # instead of reporting the mismatch.
         words = _in_words(same, now_ns, peer.on_device)
         return f"{who} has made another call instead: {words}. "
     if same is not None and _is_under_way(same):
@@ -150,7 +151,7 @@ def _story_of_collectives(
 
 
 def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | None) -> None:
-    # What the peer published may be of an earlier call, of which this rank made another one then.
+    # The peer may have published an earlier call, in whose place this rank made another one.
     number = fault["their_sequence"]
     mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
     parted = mine is not None and theirs is not None and mine.call != theirs.call
@@ -166,7 +167,7 @@ def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | 
 
 
 def _tell(fault: Fault, recording: Recording) -> Fault:
-    """A fault with what the recorders add to it in words."""
+    """Returns the fault with what the recorders add to it in words."""
     told = dict(fault)
     reporter, peer = recording.rank(fault["rank"]), recording.rank(fault["peer"])
     if reporter is None:
@@ -182,10 +183,10 @@ def _tell(fault: Fault, recording: Recording) -> Fault:
 
 
 class Source(Protocol):
-    """What copies the recorders of all ranks."""
+    """Gives copies of the recorders of all ranks."""
 
     def recorded(self, rank: int, most: int) -> bytes:
-        """Of a rank; empty where there is none to read."""
+        """Returns a copy of a rank's recorder; empty when it cannot be read."""
         ...
 
 
@@ -193,10 +194,10 @@ class FlightRecorder:
     """Reads the recorders of all ranks of a communicator.
 
     Args:
-        source: of its records; None: nothing is recorded.
+        source: copies the recorders; None: nothing is recorded.
         name: of the communicator.
         rank_of: rank and world size.
-        locate: turns the numbers in a fault into those of the records, before these are read.
+        locate: translates the call numbers in a kernel's fault into those of the records.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class FlightRecorder:
         self._made = _native.clock_pair()
 
     def recording(self) -> Recording:
-        """What all ranks recorded so far; of no ranks where nothing is recorded."""
+        """Returns what all ranks have recorded so far; without ranks if nothing is recorded."""
         return self._read(self._copies(_native.MAX_RECORDS))
 
     def _copies(self, most: int) -> list[bytes]:
@@ -223,14 +224,14 @@ class FlightRecorder:
         return [copy for copy in copies if copy]
 
     def _read(self, copies: list[bytes]) -> Recording:
-        # By a moment that this rank knows of itself; a peer's memory may be damaged.
+        # This rank's own clock pair: those in a peer's memory may be damaged.
         clock = Clock(self._made, _native.clock_pair())
         ranks = tuple(read_block(copy, clock=clock) for copy in copies)
         world_id = read_header(copies[0]).world_id if copies else 0
         return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
 
     def explained(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
-        """As :meth:`traced`, of a fault whose numbers are those of kernels."""
+        """Does what :meth:`traced` does for a fault that may have the call numbers of a kernel."""
         if self._locate is None:
             return self.traced(fault, word)
         try:
@@ -239,14 +240,14 @@ class FlightRecorder:
             return {**fault, "trace": f". Its flight recorders cannot be read: {trouble}"}
 
     def traced(self, fault: Fault, word: Callable[[Fault], RingcommError]) -> Fault:
-        """A fault with what the recorders tell of it, and with a trace, which this leaves.
+        """Writes a trace file, and returns the fault with what the recorders add to it.
 
-        Whatever goes wrong, the fault is what the user must hear of: this raises nothing, and is
-        left after ``LIMIT_S`` with what is known by then.
+        The user must hear of the fault whatever goes wrong here. So this raises nothing, and
+        returns after at most ``LIMIT_S`` with what is known by then.
 
         Args:
             fault: ``_native.Comm.fault()``.
-            word: makes the error of it, for the trace.
+            word: makes the error of a fault; its text goes into the trace.
         """
         begin_s = time.monotonic()
         late = f". Its trace was not written within {LIMIT_S:g} s"
@@ -264,7 +265,8 @@ class FlightRecorder:
             trace_file.prune()
 
         try:
-            # Here, not on the thread: who waits no longer for that may close the communicator.
+            # Copied here and not on the thread: once this method has returned, the communicator
+            # may be closed while the thread still runs.
             copies = self._copies(KEPT_RECORDS)
             if not copies:
                 return fault

@@ -1,4 +1,4 @@
-"""What a flight recorder holds: records of calls, and how they are read out of its memory."""
+"""Records of calls, and the reader that takes them out of a flight recorder's memory."""
 
 from __future__ import annotations
 
@@ -36,18 +36,15 @@ __all__ = [
     "with_failure",
 ]
 
-# What the flight recorders of a communicator say: its last calls, on all ranks.
-#
-# ``recorder_block`` reads them out of memory, ``trace_file`` out of a file.
-
 RUNNING, DONE, FAILED = "running", "done", "failed"
-# On a device.
+# States on a device.
 ENQUEUED, BEGUN, COMPLETED, CAPTURED = "enqueued", "begun", "completed", "captured"
 STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
-# Of calls of which no end is known.
+# States of calls whose end has not been seen.
 OPEN = (RUNNING, ENQUEUED, BEGUN)
 _MESSAGES = ("send", "recv")
-# From gradients in one dtype to results in another; ranks agree on the elements of the bucket.
+# The optimizer's calls take gradients in one dtype and give results in another, so ranks agree on
+# the number of elements of the bucket.
 OPTIMIZERS = ("reduce_scatter_norm", "adamw_all_gather", "reduce_scatter_adamw_all_gather")
 
 
@@ -56,23 +53,24 @@ class Record:
     """One call of one rank.
 
     Attributes:
-        track: "collectives" or "messages", which keep no order with each other.
-        number: counts the calls of the track from 1; of a collective equal on all ranks.
+        track: "collectives" or "messages"; the two tracks are not ordered with each other.
+        number: counts the calls of the track from 1. A collective's is equal on all ranks.
         collective: "all_reduce", "send" and so on.
-        dtype, op: by name; "" where the call has none. An optimizer's call has "bfloat16 to
-            float32", of its gradients and its results.
+        dtype, op: names; "" where the call has none. An optimizer's call names the dtypes of its
+            gradients and its results: "bfloat16 to float32".
         root: of the call, or the tag of a message or of an optimizer's call; -1: none.
         algorithm, kernels: "direct", "native" and so on.
-        match_bytes: the size on which all ranks must agree, of an optimizer's call in elements;
+        match_bytes: the size on which all ranks must agree, for an optimizer's call in elements;
             0: none.
         size_bytes: of the whole buffer, or of the message.
-        state: "running", "done" or "failed"; ``status`` says how it failed, else "". On a device
-            "enqueued", then perhaps seen "begun", then seen "completed" or "failed"; or "captured"
-            into a graph, which makes the call whenever it is replayed.
+        state: "running", "done" or "failed". On a device "enqueued", then "begun" if the host saw
+            that, then "completed" or "failed"; or "captured" into a graph, which makes the call
+            whenever it is replayed.
+        status: says how the call failed; "" if it has not.
         peer: of a message, or awaited by a collective that failed; -1: none.
-        begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` 0: it runs. On a device when
-            the host enqueued the call, and when the host saw that it had ended; 0: it has not.
-        site: "file.py:12", where it was called; "" if not from Python of the user's.
+        begin_ns, end_ns: CLOCK_MONOTONIC of the machine; ``end_ns`` is 0 while the call runs. On a
+            device the times at which the host enqueued the call and saw that it had ended.
+        site: the call site, "file.py:12"; "" if the user's Python did not make the call.
     """
 
     track: str
@@ -94,7 +92,7 @@ class Record:
 
     @property
     def call(self) -> tuple[object, ...]:
-        """What must be equal on all ranks in a collective of one number."""
+        """The fields that must be equal on all ranks in the collective with this number."""
         parts = (self.collective, self.dtype, self.op, self.root, self.algorithm, self.kernels)
         return (*parts, self.match_bytes)
 
@@ -103,9 +101,9 @@ class Record:
 class RankRecording:
     """The records of one rank, oldest first in each track.
 
-    ``waits_for`` is the rank that it awaits, or awaited when it gave up; -1: none. ``torn`` counts
-    records that could not be read whole, as their owner was writing them or died at it.
-    ``on_device``: of a communicator on a device, which says less (docs/trace.md).
+    ``waits_for`` is the rank that this one awaits, or awaited when it gave up; -1: none. ``torn``
+    counts records that could not be read whole, because their owner was writing them or died while
+    writing. ``on_device``: the communicator is on a device, where less is known (docs/trace.md).
     """
 
     rank: int
@@ -117,7 +115,7 @@ class RankRecording:
     on_device: bool = False
 
     def waiting_for(self, word: int, world_size: int) -> RankRecording:
-        """The same with another ``waits_for``, from the word of the rank's control page."""
+        """Returns a copy whose ``waits_for`` comes from the word in the rank's control page."""
         return replace(self, waits_for=word - 1 if 0 < word <= world_size else -1)
 
     @property
@@ -126,7 +124,7 @@ class RankRecording:
         return self.collectives[-1] if self.collectives else None
 
     def collective(self, number: int) -> Record | None:
-        """The collective of this number; None: never made here, or forgotten."""
+        """Returns the collective with this number; None if never made here, or overwritten."""
         return next((each for each in self.collectives if each.number == number), None)
 
     def message(self, number: int) -> Record | None:
@@ -139,10 +137,10 @@ class Recording:
 
     Attributes:
         communicator: its name.
-        world_size: how many ranks it has.
-        world_id: of the communicator, equal on all ranks and of no other; 0: unknown.
-        taken_ns: when it was taken, CLOCK_MONOTONIC.
-        ranks: what was found, by rank; a rank whose recorder cannot be read is missing.
+        world_size: its number of ranks.
+        world_id: identifies the communicator, equal on all its ranks; 0: unknown.
+        taken_ns: when the recording was taken, CLOCK_MONOTONIC.
+        ranks: in order of rank; a rank whose recorder cannot be read is missing.
     """
 
     communicator: str
@@ -156,12 +154,12 @@ class Recording:
 
 
 def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
-    """The recording with the fault of another rank's kernel, which that rank may not know of yet.
+    """Enters a kernel's fault into the records of its rank, whose host may not know of it yet.
 
     Args:
         recording: of all ranks.
-        fault: what a kernel left; ``located`` if it means the one collective ``sequence`` of the
-            rank that reports it. Otherwise nothing changes.
+        fault: a kernel's fault record. If it is ``located``, it means exactly the collective
+            ``sequence`` of the rank that reports it. Otherwise nothing changes.
     """
     number, now_ns = fault["sequence"], recording.taken_ns
 
@@ -185,7 +183,7 @@ def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
 
 
 def describe(record: Record) -> str:
-    """A call as its user would name it, with dtype, op, root, size and number."""
+    """Words a call as its user would, with dtype, op, root, size and algorithm."""
     size = f"{record.size_bytes} bytes"
     if record.collective in _MESSAGES:
         other = "any rank" if record.peer < 0 else f"rank {record.peer}"
@@ -205,7 +203,7 @@ def describe(record: Record) -> str:
 
 
 def at(record: Record | None) -> str:
-    """Where a call was made, as words behind others; none where that is not known."""
+    """Returns " at" and the call site of a record; "" if that is not known."""
     return f" at {record.site}" if record is not None and record.site else ""
 
 
@@ -216,9 +214,9 @@ def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list
 
 
 def divergence(recording: Recording) -> int | None:
-    """The number of the first collective that is not the same call on all ranks, if there is one.
+    """Returns the number of the first collective that is not the same call on all ranks, if any.
 
-    A rank that has not come so far, or has forgotten it, differs from none.
+    A rank that has not made the call yet, or no longer has its record, is not compared.
     """
     for number, calls in _calls_by_number(recording.ranks):
         if len({call.call for call in calls if call is not None}) > 1:
@@ -226,7 +224,7 @@ def divergence(recording: Recording) -> int | None:
     return None
 
 
-# Reads a flight recorder out of a copy of its memory (``kernels/host/recorder.h``).
+# The layout below is that of ``kernels/host/recorder.h``.
 
 Bytes = bytes | bytearray
 MAGIC = int.from_bytes(b"RINGREC1", "little")
@@ -241,13 +239,13 @@ _TRACKS = ("collectives", "messages")
 _NAMES: dict[str, list[str]] = _native.RECORD_NAMES
 _STATUSES = {code: name for name, code in _native.STATUSES.items()}
 _KERNELS = ("native", "triton")
-# Of calls and bytes: no owner comes so far.
+# Larger numbers of calls or bytes show that a record is damaged.
 _MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class Header:
-    """Of a recorder: whose it is, and how it is laid out."""
+    """The beginning of a recorder, which says whose it is and how it is laid out."""
 
     capacity: int
     rank: int
@@ -271,7 +269,7 @@ def _fail(why: str) -> NoReturn:
 
 
 def _text(raw: bytes) -> str:
-    """Text up to the zero byte, with nothing in it that a terminal obeys."""
+    """Decodes the text up to the zero byte, without characters that control a terminal."""
     return printable(raw.partition(b"\0")[0].decode("utf-8", "replace"), "")
 
 
@@ -279,7 +277,7 @@ def read_header(block: Bytes) -> Header:
     """Reads the beginning of a recorder.
 
     Raises:
-        RingcommError: there is none, or of another version.
+        RingcommError: there is no recorder, or one of another version.
     """
     if len(block) < HEADER_BYTES:
         _fail(f"{len(block)} bytes")
@@ -309,9 +307,9 @@ def read_header(block: Bytes) -> Header:
 
 @dataclass(frozen=True)
 class Clock:
-    """Turns the ticks of records into ns of CLOCK_MONOTONIC, by two moments known in both.
+    """Turns ticks of records into ns of CLOCK_MONOTONIC, by two moments known in both units.
 
-    Records that shall be compared need one clock.
+    Records that are to be compared must be converted with the same clock.
     """
 
     then: tuple[int, int]
@@ -319,7 +317,7 @@ class Clock:
 
     @classmethod
     def since(cls, header: Header) -> Clock:
-        """By the moment at which a recorder was made, and this one."""
+        """Returns the clock given by the moment at which a recorder was made, and by now."""
         return cls((header.created_ticks, header.created_ns), _native.clock_pair())
 
     def ns(self, ticks: int) -> int:
@@ -334,7 +332,7 @@ def _name(kind: str, code: int) -> str:
 
 
 def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
-    """The optimizer's calls have the dtype of their results and a tag in place of a root."""
+    """Decodes the two fields; an optimizer's call has its results' dtype and a tag as its root."""
     if collective in OPTIMIZERS:
         results, tag = _native.results_and_tag(root)
         return f"{_name('dtypes', dtype)} to {_name('dtypes', results)}", tag or -1
@@ -342,7 +340,7 @@ def _dtype_and_root(collective: str, dtype: int, root: int) -> tuple[str, int]:
 
 
 def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
-    """:attr:`Record.call` of a call of a fault record (``my_call``, ``their_call``)."""
+    """Converts a call of a fault record (``my_call``, ``their_call``) to :attr:`Record.call`."""
     collective, dtype, op, root, algorithm, kernels, match_bytes = words
     name = _name("collectives", collective)
     dtypes, root = _dtype_and_root(name, dtype, root)
@@ -360,7 +358,7 @@ def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
 def _record(
     raw: tuple[int | bytes, ...], track: str, created_ticks: int, clock: Clock
 ) -> Record | None:
-    """A record from its fields, None for what its owner cannot have written."""
+    """Makes a record of its fields; None if its owner cannot have written them."""
     numbers = [value for value in raw if isinstance(value, int)]
     _, state, number, match_bytes, collective, dtype, op, root, algorithm, kernels = numbers[:10]
     size_bytes, begin, end, status, peer = numbers[10:]
@@ -400,10 +398,10 @@ def read_block(
     Args:
         block: header and records.
         unstable: indices of records that changed while they were copied.
-        clock: default this recorder's own.
+        clock: by default made from this recorder's header.
 
     Raises:
-        RingcommError: it is no recorder, or cut short.
+        RingcommError: ``block`` is no recorder, or is cut short.
     """
     header = read_header(block)
     if len(block) < header.block_bytes:
@@ -419,7 +417,7 @@ def read_block(
         record = None
         if raw[0] % 2 == 0 and index not in skipped:
             record = _record(raw, _TRACKS[where], header.created_ticks, clock)
-        # No owner gives a number twice.
+        # A number that occurs twice shows a damaged record.
         if record is None or tracks[where].setdefault(record.number, record) is not record:
             torn += 1
     collectives, messages = (tuple(track[each] for each in sorted(track)) for track in tracks)
@@ -429,7 +427,7 @@ def read_block(
 
 
 def unstable_records(first: bytes, second: bytes) -> list[int]:
-    """Indices of the records in which two copies of one recorder differ."""
+    """Returns the indices of the records in which two copies of one recorder differ."""
     begins = range(HEADER_BYTES, min(len(first), len(second)), RECORD_BYTES)
     return [
         index

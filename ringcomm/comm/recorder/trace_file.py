@@ -1,7 +1,7 @@
-"""Recordings as files: where the first rank that sees a fault leaves one, and what one holds.
+"""Trace files: recordings that the first rank to see a fault writes.
 
 A trace is one JSON object: ``format``, ``version``, ``sha256`` of the body's text, and ``body``.
-Reading one trusts nothing in it.
+The reader checks every field.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ VARIABLE = "RINGCOMM_TRACE_DIR"
 OFF = "off"
 FORMAT, VERSION = "ringcomm-trace", 1
 KEPT_TRACES = 32
-# A file that nobody has written to for so long was left by a process that died at it.
+# The writer of a file that has not changed for so long has died.
 STALE_S = 3600
 LARGEST_BYTES = 256 << 20
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
 _UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
 _MOST_TEXT = 1 << 16
-# Ranks that are threads of a process leave one trace; each would slow down the others.
+# Ranks that are threads of one process write one trace: more would only slow each other down.
 _writing = threading.Lock()
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a trace holds: a recording, who wrote it when (seconds since 1970), and its error."""
+    """A recording, the rank and time (seconds since 1970) that wrote it, and the error."""
 
     recording: Recording
     written_by: int
@@ -63,18 +63,18 @@ class Trace:
 
 
 def is_off() -> bool:
-    """Whether the user wants no traces."""
+    """True when the user wants no traces."""
     return os.environ.get(VARIABLE, "") == OFF
 
 
 def directory() -> Path | None:
-    """Where traces go, be it there yet or not; None where the user turned them off.
+    """Returns the folder for traces, which may not exist yet; None if traces are turned off.
 
-    ``RINGCOMM_TRACE_DIR``, or else ``ringcomm-<uid>`` in the system's temporary folder, which must
-    be this user's alone.
+    The folder is ``RINGCOMM_TRACE_DIR``, or else ``ringcomm-<uid>`` in the system's temporary
+    folder, which must be this user's alone.
 
     Raises:
-        RingcommError: the default is somebody else's, or open to others.
+        RingcommError: the default folder belongs to another user, or is open to others.
     """
     if is_off():
         return None
@@ -95,7 +95,7 @@ def directory() -> Path | None:
 
 
 def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
-    """The regular files with such names, oldest first. Others may remove some meanwhile."""
+    """Lists the regular files with such names, oldest first; others may remove some meanwhile."""
     found = []
     try:
         paths = [path for path in folder.iterdir() if name.fullmatch(path.name)]
@@ -109,7 +109,7 @@ def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_resu
 
 
 def newest() -> Path:
-    """The newest trace in :func:`directory`.
+    """Returns the newest trace in :func:`directory`.
 
     Raises:
         RingcommError: there is none.
@@ -129,8 +129,8 @@ def newest() -> Path:
 
 
 def text_of(trace: Trace) -> str:
-    """A trace as the text of its file."""
-    # Not dataclasses.asdict(), which takes ten times as long.
+    """Returns the text of a trace's file."""
+    # dataclasses.asdict() takes ten times as long.
     ranks = [
         {
             **vars(rank),
@@ -147,14 +147,14 @@ def text_of(trace: Trace) -> str:
 
 
 def leave(recording: Recording, rank: int, error: str) -> str:
-    """Writes a trace for this communicator unless a rank has. Never raises.
+    """Writes a trace for this communicator unless another rank has. Never raises.
 
     Returns:
-        How an error message goes on: where the file is, or why there is none.
+        Text to append to an error message: where the file is, or why there is none.
     """
     if is_off():
         return ""
-    # Texts are the user's, and a peer's; the reader refuses what a terminal obeys.
+    # Both texts may come from the user or a peer, and the reader refuses control characters.
     name = printable(recording.communicator, "")[:_MOST_TEXT]
     recording = dataclasses.replace(recording, communicator=name)
     try:
@@ -179,7 +179,7 @@ def _write(trace: Trace) -> Path:
 
 
 def _publish(text: str, path: Path) -> None:
-    """Writes a file that has its name only once it is complete; one that is there stays."""
+    """Writes a file under a name that it gets only once complete; an existing file stays."""
     descriptor, unfinished = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -195,7 +195,7 @@ def _publish(text: str, path: Path) -> None:
 
 
 def prune() -> None:
-    """Removes this user's oldest traces, and what writers that died left. Never raises."""
+    """Removes this user's oldest traces and the files of writers that died. Never raises."""
     with suppress(OSError, RingcommError):
         folder = directory()
         if folder is None:
@@ -214,7 +214,7 @@ def read(path: Path) -> Trace:
     """Reads a trace and checks every field.
 
     Raises:
-        RingcommError: it cannot be read, is no trace, of another version, or damaged.
+        RingcommError: the file cannot be read, is no trace, has another version, or is damaged.
     """
 
     def fail(why: str) -> NoReturn:
@@ -247,7 +247,7 @@ def read(path: Path) -> Trace:
 
 
 def _value(kind: Any, plain: Any, name: str) -> Any:
-    """A dataclass, a tuple of them or a scalar from JSON; ValueError names what is wrong."""
+    """Makes a dataclass, a tuple or a scalar from JSON; ValueError names what is wrong."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _object(kind, plain, name)
     if isinstance(kind, types.GenericAlias):

@@ -1,1 +1,1 @@
-"""What connects the GPUs of a machine, and which rings and algorithms follow from that."""
+"""The connections between the GPUs of a machine, and the choice of algorithm and rings."""

@@ -1,6 +1,6 @@
-"""What connects the GPUs of one machine, as a description to compare, and to keep as JSON.
+"""A description of the connections between one machine's GPUs, also as a JSON file.
 
-The file says what NVML said and nothing else; what NVML did not say is null or left out::
+The file holds NVML's answers and nothing else. Missing answers are null or left out::
 
     {
       "format": "ringcomm topology 1",
@@ -14,6 +14,9 @@ The file says what NVML said and nothing else; what NVML did not say is null or 
     }
 
 A "source" entry, for people, may say where a description comes from.
+
+GPUs are named by UUID or PCI bus id, never by index: NVML numbers all GPUs of the machine, a
+process only those that ``CUDA_VISIBLE_DEVICES`` leaves it.
 """
 
 from __future__ import annotations
@@ -45,13 +48,6 @@ __all__ = [
     "to_json",
 ]
 
-# What connects the GPUs of one machine, as a description that can be recorded and compared.
-#
-# :func:`ringcomm.comm.topology.nvml.read_machine` makes one from NVML,
-# :func:`ringcomm.comm.topology.model.load` from a file; :func:`ringcomm.comm.topology.plan.plan`
-# chooses algorithm and rings from it. GPUs are named by UUID or PCI bus id, never by index: NVML
-# numbers all GPUs of the machine, a process only those that ``CUDA_VISIBLE_DEVICES`` leaves it.
-
 # The nearest common ancestor of two GPUs on PCIe, nearest first, in the words of nvidia-smi.
 LEVELS = {
     "PSB": "one board",
@@ -66,10 +62,10 @@ _BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-
 
 
 def plain_bus_id(text: str) -> str:
-    """A PCI bus id as Linux writes it, ``0000:1b:00.0``; NVML's has eight digits of domain.
+    """Returns a PCI bus id as Linux writes it, ``0000:1b:00.0``; NVML's domain has eight digits.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: ``text`` is no PCI bus id.
     """
     match = _BUS_ID.fullmatch(text.strip())
     if not match:
@@ -79,8 +75,10 @@ def plain_bus_id(text: str) -> str:
 
 
 def plain_name(text: str) -> str:
-    """A PCI bus id as :func:`plain_bus_id` has it, or a UUID without what tells NVML's spelling
-    (``GPU-...``, ``MIG-...``) from CUDA's (no prefix)."""
+    """Returns a PCI bus id as :func:`plain_bus_id` does, or a UUID in CUDA's spelling.
+
+    NVML's spelling has a prefix (``GPU-...``, ``MIG-...``), CUDA's has none.
+    """
     plain = text.strip().lower()
     if _BUS_ID.fullmatch(plain):
         return plain_bus_id(plain)
@@ -94,7 +92,7 @@ class NvLinks:
     """NVLinks that run side by side.
 
     Attributes:
-        count: how many are active.
+        count: number of active links.
         version: of the links, such as "4.0"; None if unknown.
         link_gbps: 10^9 bytes per second of one link in one direction; None if unknown.
     """
@@ -105,13 +103,13 @@ class NvLinks:
 
     @property
     def gbps(self) -> float | None:
-        """Bandwidth of all of them in one direction; None if unknown or if there are none."""
+        """Bandwidth of all links in one direction; None if unknown or if there are none."""
         return self.count * self.link_gbps if self.count and self.link_gbps else None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One physical GPU. What NVML did not say is None.
+    """One physical GPU. Answers that NVML did not give are None.
 
     Attributes:
         uuid: as NVML writes it.
@@ -136,13 +134,13 @@ class Gpu:
 
     @property
     def place(self) -> tuple[bool, int, str, str]:
-        """Sorts GPUs of one NUMA node (or, where that is unknown, one CPU list) together."""
+        """A sort key that keeps GPUs of one NUMA node (if unknown, of one CPU list) together."""
         return (self.numa_node is None, self.numa_node or 0, self.cpus or "", self.pci_bus_id)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What NVML says of two GPUs, given by PCI bus id.
+    """NVML's answers about two GPUs, which are given by PCI bus id.
 
     Attributes:
         nvlinks: the NVLinks from one directly to the other.
@@ -159,7 +157,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Connection:
-    """The best way between two GPUs.
+    """The best connection between two GPUs.
 
     Attributes:
         kind: "nvswitch", "nvlink", "pcie", "refused" (no peer access) or "unknown".
@@ -184,7 +182,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Topology:
-    """The GPUs of a machine and what connects them, in an order that no reader can influence.
+    """The GPUs of a machine and the connections between them, in canonical order.
 
     Attributes:
         machine: a name for people; no decision depends on it.
@@ -237,17 +235,19 @@ class Topology:
         object.__setattr__(self, "_by_ends", by_ends)
 
     def find(self, name: str) -> Gpu | None:
-        """The GPU with this UUID (its own or an instance's, in NVML's spelling or CUDA's) or PCI
-        bus id; None if it is not here."""
+        """Returns the GPU with this UUID or PCI bus id; None if there is none.
+
+        The UUID may be the GPU's own or an instance's, in NVML's spelling or CUDA's.
+        """
         return self._by_name.get(plain_name(name))
 
     def pair(self, one: Gpu, other: Gpu) -> Pair:
-        """What was read of two GPUs; a pair without answers if nothing was."""
+        """Returns the answers about two GPUs; a pair without answers if there are none."""
         first, second = sorted((one.pci_bus_id, other.pci_bus_id))
         return self._by_ends.get(frozenset((first, second)), Pair(first, second))
 
     def connection(self, one: Gpu, other: Gpu) -> Connection:
-        """The best way between two different GPUs, with no more links than both ends have."""
+        """Returns the best connection of two GPUs, with no more links than both ends have."""
         pair = self.pair(one, other)
         # NVIDIA Multi-Instance GPU User Guide, "Application Considerations": in MIG mode there is
         # no access from GPU to GPU, neither over PCIe nor over NVLink.
@@ -260,12 +260,12 @@ class Topology:
         return Connection("pcie" if pair.level else "unknown", level=pair.level)
 
     def connections(self) -> Iterator[tuple[Gpu, Gpu, Connection]]:
-        """Every two GPUs once."""
+        """Yields every two GPUs once, with their connection."""
         return ((a, b, self.connection(a, b)) for a, b in combinations(self.gpus, 2))
 
 
 def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
-    """The links that two ends agree on: fewer, slower, and of a version only if it is the same."""
+    """Returns the links that two ends agree on: the lower count and speed, and an equal version."""
     speeds = {one.link_gbps, other.link_gbps}
     known = [speed for speed in speeds if speed is not None]
     return NvLinks(
@@ -276,21 +276,21 @@ def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
 
 
 FORMAT = "ringcomm topology 1"
-# Of 16 GPUs it has some 40000.
+# A file of 16 GPUs has some 40000 bytes.
 LARGEST_BYTES = 16 << 20
 
 Object = Mapping[str, object]
 
 
 def to_json(topology: Topology) -> str:
-    """The description as JSON text; equal topologies give equal text."""
+    """Returns the description as JSON text; equal topologies give equal text."""
     values: dict[str, Any] = {"format": FORMAT, **asdict(topology)}
     public = {name: value for name, value in values.items() if not name.startswith("_")}
     return json.dumps(public, indent=1) + "\n"
 
 
 def from_json(text: str, name: str = "topology") -> Topology:
-    """The description that :func:`to_json` wrote.
+    """Returns the description that :func:`to_json` wrote.
 
     Args:
         text: the JSON text.
@@ -341,7 +341,7 @@ def save(topology: Topology, path: str | Path) -> None:
 
 
 class _Reader:
-    """One JSON object, read name by name; every complaint says where."""
+    """A JSON object that is read name by name; every error says where it occurred."""
 
     def __init__(self, value: object, where: str) -> None:
         self.where = where
@@ -399,7 +399,7 @@ class _Reader:
         return _Reader(self._checked(name, "an object", dict, {}), f"{self.where}.{name}")
 
     def end(self) -> None:
-        """Raises for what nobody asked for: a misspelt name must not read as "unknown"."""
+        """Raises for names that were not read: a misspelt one must not count as "unknown"."""
         if self._left:
             name = next(iter(self._left))
             raise self.wrong("no such entry", self._left[name], name)

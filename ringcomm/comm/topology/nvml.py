@@ -1,4 +1,4 @@
-"""Reads what NVML (nvidia-ml-py, imported only here and only on call) says of this machine.
+"""The reader of NVML (nvidia-ml-py, imported only here and only on call) for this machine.
 
 Sources: NVML API Reference Guide (docs.nvidia.com/deploy/nvml-api), chapters "NvLink Methods",
 "Device Queries", "Field Value Enums" and "CPU and Memory Affinity"; the functions are named where
@@ -37,10 +37,10 @@ DATA_RATES["5.0"] = 50.0
 
 
 def read_machine() -> Topology:
-    """What NVML says of this machine: all its GPUs, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Reads NVML's answers about all GPUs of this machine, regardless of ``CUDA_VISIBLE_DEVICES``.
 
-    Never raises for what cannot be read: without NVML the topology has no GPU and ``absent`` says
-    why; an answer that is missing is None in its place, and in ``notes`` if it is unusual.
+    Answers that cannot be read raise nothing. Without NVML the topology has no GPU and ``absent``
+    says why. A missing answer is None, and ``notes`` mention it if it is unusual.
     """
     machine = platform.node()
     try:
@@ -61,7 +61,7 @@ def read_machine() -> Topology:
 
 @dataclass
 class _Nvml:
-    """Calls by name, with None for every question that this driver or device does not answer."""
+    """NVML functions by name; a question that this driver or device does not answer gives None."""
 
     module: Any
     notes: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class _Nvml:
         return value.decode(errors="replace") if isinstance(value, bytes) else value
 
     def _note(self, function: str, error: Exception) -> None:
-        # These say "there is none" or "this driver is too old", which leaves a blank, no more.
+        # These mean "there is none" or "this driver is too old", which is not worth a note.
         usual = ("NotSupported", "InvalidArgument", "FunctionNotFound", "NotFound")
         if type(error).__name__ not in {f"NVMLError_{name}" for name in usual}:
             note = f"{function}: {error}"
@@ -88,7 +88,7 @@ class _Nvml:
 
 @dataclass
 class _Links:
-    """The active NVLinks of one GPU, by what is at the other end."""
+    """The active NVLinks of one GPU, by their other end."""
 
     to_gpu: dict[str, NvLinks]
     to_switch: NvLinks
@@ -127,8 +127,10 @@ class _Machine:
             self._uuids[bus_id] = uuid
 
     def _bus_id(self, function: str, *arguments: object) -> str | None:
-        """From nvmlDeviceGetPciInfo or nvmlDeviceGetNvLinkRemotePciInfo_v2, whose Python name
-        has no suffix."""
+        """Asks nvmlDeviceGetPciInfo or nvmlDeviceGetNvLinkRemotePciInfo_v2 for a bus id.
+
+        The Python name of the latter has no suffix.
+        """
         info = self._nvml.ask(function, *arguments)
         text = getattr(info, "busId", None)
         if isinstance(text, bytes):
@@ -177,7 +179,7 @@ class _Machine:
         return [uuid for uuid in uuids if uuid is not None]
 
     def _links(self, bus_id: str) -> _Links:
-        """Follows nvmlDeviceGetNvLinkState, .._RemoteDeviceType and .._RemotePciInfo."""
+        """Reads a GPU's links (nvmlDeviceGetNvLinkState, .._RemoteDeviceType, .._RemotePciInfo)."""
         handle = self._handles[bus_id]
         ends: dict[str, list[NvLinks]] = {}
         astray: Counter[str] = Counter()
@@ -199,7 +201,7 @@ class _Machine:
         return _Links(bundles, switch)
 
     def _far_end(self, handle: Any, link: int) -> str:
-        """A bus id, "switch", "cpu", or words for what cannot be used."""
+        """Returns a bus id, "switch", "cpu", or words for an end that cannot be used."""
         kind = self._nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
         if kind == REMOTE_SWITCH:
             return "switch"
@@ -247,12 +249,12 @@ def _bundle(links: list[NvLinks]) -> NvLinks:
 
 
 def _bits(words: Any) -> list[int]:
-    """Numbers of the bits that are set in NVML's array of 64-bit words."""
+    """Returns the numbers of the bits that are set in NVML's array of 64-bit words."""
     return [64 * i + b for i, word in enumerate(words or ()) for b in range(64) if word >> b & 1]
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as "0-2,5"."""
+    """Formats ``[0, 1, 2, 5]`` as "0-2,5"."""
     firsts = [n for n in numbers if n - 1 not in numbers]
     lasts = [n for n in numbers if n + 1 not in numbers]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))

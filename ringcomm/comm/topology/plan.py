@@ -1,7 +1,7 @@
-"""Chooses the algorithm family and the rings of a world from what connects its GPUs.
+"""The choice of a world's algorithm family and rings from the connections between its GPUs.
 
-A plan depends on the topology and the ranks' GPUs alone, so that ranks that have equal ones derive
-equal plans with no message between them.
+A plan depends only on the topology and the ranks' GPUs. Ranks that know the same ones derive the
+same plan without a message.
 
 Sources: the rings of the DGX-1 are those that its double links suggest (NVIDIA DGX-1 With Tesla
 V100 System Architecture, WP-08437-002, "NVLink"; S. Jeaugey, "Distributed Training and Fast
@@ -30,16 +30,14 @@ __all__ = [
     "rings_gbps",
 ]
 
-# Ring orders over a few devices: edge-disjoint Hamiltonian cycles, and the best single one.
-#
-# Pure arithmetic over matrices, so that it is tested without a machine. A *ring* is an order of all
-# devices; the one at place i sends to the one at place i + 1, the last to the first. An NVLink is
-# full duplex: a ring takes one link of every hop in its own direction only, so that its reverse
-# finds the links' other direction free.
+# The search for edge-disjoint Hamiltonian cycles is arithmetic over matrices, so tests need no such
+# machine. A *ring* is an order of all devices. The one at place i sends to the one at place i + 1,
+# the last to the first. An NVLink is full duplex: a ring takes one link of every hop in its own
+# direction only, and leaves the other direction to its reverse.
 
-# (8 - 1)! orders can be looked at one by one; no machine without a switch has more GPUs.
+# The search can enumerate (8 - 1)! orders, and no machine without a switch has more GPUs.
 SEARCHED_DEVICES = 8
-# Steps of one search: a fraction of a second. Every machine in the tests needs far fewer.
+# So many steps take a fraction of a second. Every machine in the tests needs far fewer.
 SEARCH_STEPS = 3000
 
 Ring = tuple[int, ...]
@@ -47,19 +45,19 @@ Matrix = Sequence[Sequence[float]]
 
 
 def disjoint_rings(links: Sequence[Sequence[int]]) -> tuple[tuple[Ring, ...], int]:
-    """As many rings as fit at once when each takes one link of every hop.
+    """Finds as many rings as fit at once when each takes one link of every hop.
 
-    Rings are exact: no larger number fits, unless the search ran out of steps (which no known
-    machine comes near). A ring that is wanted more than once is repeated, and what all have in
-    common is divided out: four links between every two of three devices make two rings, one each
-    way, with four links per hop.
+    No larger number of rings fits, unless the search ran out of steps, which no known machine comes
+    near. A ring that is used several times is repeated, after division by the common factor of all
+    rings: four links between every two of three devices make two rings, one each way, with four
+    links per hop.
 
     Args:
         links: symmetric [n, n] numbers of links, n from 2 to ``SEARCHED_DEVICES``.
 
     Returns:
-        Rings that begin with device 0, none if no ring exists; and the links that each has of
-        every hop.
+        The rings, which begin with device 0 (none if no ring exists), and the number of links that
+        each ring has at every hop.
     """
     count = len(links)
     if count == 2:
@@ -79,7 +77,7 @@ def disjoint_rings(links: Sequence[Sequence[int]]) -> tuple[tuple[Ring, ...], in
 
 
 def best_ring(quality: Matrix) -> Ring:
-    """The ring whose worst hop is best; among equals, the one with the fewest such hops, and so on.
+    """Finds the ring whose worst hop is best; ties are broken by the next worst hop, and so on.
 
     Args:
         quality: symmetric [n, n], larger is better, n from 1 to ``SEARCHED_DEVICES``.
@@ -89,7 +87,7 @@ def best_ring(quality: Matrix) -> Ring:
 
 
 def hops(ring: Ring) -> Iterator[tuple[int, int]]:
-    """Sender and receiver of every hop of a ring."""
+    """Yields the sender and receiver of every hop of a ring."""
     return ((ring[place - 1], ring[place]) for place in range(len(ring)))
 
 
@@ -100,7 +98,7 @@ def _orders(count: int, directed: bool) -> Iterator[Ring]:
 
 
 def _smallest_cut(links: Sequence[Sequence[int]]) -> int:
-    """Links out of the set of devices that has the fewest: every ring leaves every set."""
+    """Returns the fewest links that leave any set of devices, since every ring leaves every set."""
     everyone = set(range(len(links)))
     sets = (
         {0, *more} for size in range(len(links) - 1) for more in combinations(everyone - {0}, size)
@@ -109,7 +107,7 @@ def _smallest_cut(links: Sequence[Sequence[int]]) -> int:
 
 
 class _Search:
-    """Depth-first search for rings that together take no link twice."""
+    """A depth-first search for rings that together take no link twice."""
 
     def __init__(self, links: Sequence[Sequence[int]], directed: bool) -> None:
         count = len(links)
@@ -129,7 +127,7 @@ class _Search:
         self._best: list[Ring] = []
 
     def run(self, bound: int) -> list[Ring]:
-        """The most rings found, at most ``bound``."""
+        """Returns the largest set of rings found, of at most ``bound``."""
         for wanted in range(bound, 0, -1):
             if len(self._best) >= wanted or self._steps >= SEARCH_STEPS:
                 break
@@ -153,7 +151,7 @@ class _Search:
                 return False
             for edge in edges:
                 self._left[edge] -= 1
-            # Sets of rings, not sequences: what an earlier branch tried is not tried again.
+            # The order of rings does not matter, so later branches skip what earlier ones tried.
             rest = candidates if tight is not None else candidates[number:]
             if self._extend([*taken, ring], rest, wanted):
                 return True
@@ -164,8 +162,10 @@ class _Search:
     def _tight_edge(
         self, candidates: list[tuple[Ring, int, list[int]]], missing: int
     ) -> int | None:
-        """An edge that must be used, because its device has no link to spare; of these, the one
-        that the fewest candidates use."""
+        """Returns an edge that must be used because its device has no link to spare.
+
+        Of several such edges, this is the one that the fewest candidates use.
+        """
         spare: Counter[int] = Counter()
         for (a, b), left in zip(self._edges, self._left, strict=True):
             spare[a] += left
@@ -181,15 +181,15 @@ class _Search:
 
 @dataclass(frozen=True)
 class TopologyPlan:
-    """How a world communicates.
+    """The algorithm and the rings of a world.
 
     Attributes:
         algorithm: "direct" (every rank reads from every other) or "ring" (from one neighbour).
         rings: orders of all ranks, each beginning with rank 0; the rank at place i sends to the
-            one at place i + 1, the last to the first. Several are meant to run at once, with equal
-            shares of the data; together they take no NVLink twice in one direction. They stand
-            for every algorithm, as "ring" may be asked for where "direct" was chosen.
-        reason: why, in words for people.
+            one at place i + 1, the last to the first. Several rings run at once with equal shares
+            of the data; together they take no NVLink twice in one direction. A plan of "direct"
+            has rings, too, as a call may ask for "ring".
+        reason: of the choice, for people.
     """
 
     algorithm: str
@@ -199,7 +199,7 @@ class TopologyPlan:
 
 @dataclass(frozen=True)
 class _Device:
-    """What some ranks share: a GPU, an instance of one, or something that is not known."""
+    """A device that some ranks share: a GPU, an instance of one, or an unknown device."""
 
     ranks: tuple[int, ...]
     gpu: Gpu | None
@@ -215,15 +215,15 @@ class _Device:
 
 
 def plan(topology: Topology, placements: Sequence[str | None]) -> TopologyPlan:
-    """The plan of a world.
+    """Makes the plan of a world.
 
     Args:
         topology: of the machine that all ranks run on.
         placements: of each rank, the UUID (NVML's spelling or CUDA's) or PCI bus id of its GPU;
-            None if unknown. Ranks with equal ones share the GPU.
+            None if unknown. Ranks with equal placements share the GPU.
 
     Returns:
-        A plan, whatever is unknown: it then says so in its reason, and assumes no link.
+        A plan even if connections are unknown. It then assumes no links, and its reason says so.
 
     Raises:
         ArgumentError: there is no rank.
@@ -243,7 +243,7 @@ def plan(topology: Topology, placements: Sequence[str | None]) -> TopologyPlan:
 
 
 def host_plan(ranks: int) -> TopologyPlan:
-    """The plan of ranks on CPUs: shared memory is a switch (docs/algorithms.md)."""
+    """Makes the plan of ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
     reason = "ranks on CPUs share memory, so that every peer is one hop away"
     return TopologyPlan("direct", (tuple(range(ranks)),), reason)
 
@@ -251,11 +251,11 @@ def host_plan(ranks: int) -> TopologyPlan:
 def rings_gbps(
     topology: Topology, placements: Sequence[str | None], rings: Sequence[Ring]
 ) -> float | None:
-    """What rings carry together when all run at once with equal shares of the data.
+    """Computes the bandwidth of rings that run at once with equal shares of the data.
 
     Returns:
         10^9 bytes per second in one direction through every rank, by the data rate of the NVLinks;
-        None if a hop is not NVLink, or nothing is known of it, or all ranks share a GPU.
+        None if a hop is not NVLink or is unknown, or if all ranks share a GPU.
     """
     devices = _devices(topology, placements)
     home = {rank: index for index, device in enumerate(devices) for rank in device.ranks}
@@ -270,7 +270,7 @@ def rings_gbps(
         connection = _connection(topology, devices[a], devices[b])
         if connection.links.gbps is None:
             return None
-        # All hops from one GPU into the switch share its links; direct links are the pair's own.
+        # All hops from one GPU into the switch share its links. Direct links serve one pair.
         if connection.kind == "nvswitch":
             times = sum(n for (sender, _), n in load.items() if sender == a)
         shares.append(connection.links.gbps / times)
@@ -278,8 +278,10 @@ def rings_gbps(
 
 
 def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Device]:
-    """Devices in canonical order: NUMA nodes one after the other, bus ids in each, and at the end
-    those of unknown place, by their first rank."""
+    """Lists the devices in canonical order: by NUMA node, then by bus id.
+
+    Devices of unknown place follow, by their first rank.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(placements):
         gpu = topology.find(name) if name is not None else None
@@ -307,8 +309,8 @@ def _connection(topology: Topology, one: _Device, other: _Device) -> Connection:
     if one.gpu is None or other.gpu is None:
         return Connection("unknown")
     if one.gpu is other.gpu:
-        # Two MIG instances. Those that share a GPU instance could share memory, but names do not
-        # tell which do.
+        # Two MIG instances of one GPU instance could share memory, but their names do not tell
+        # that they belong to the same one.
         return Connection("refused")
     return topology.connection(one.gpu, other.gpu)
 
@@ -348,7 +350,7 @@ def _why_ring(devices: list[_Device], between: dict[tuple[int, int], Connection]
 def _troubles(
     topology: Topology, devices: list[_Device], between: dict[tuple[int, int], Connection]
 ) -> list[str]:
-    """What a user should know before trusting the plan."""
+    """Lists what a user should know before trusting the plan."""
     told = []
     unknown = [device.ranks[0] for device in devices if not device.known]
     if topology.absent:
@@ -369,7 +371,7 @@ def _troubles(
 def _rings(
     devices: list[_Device], between: dict[tuple[int, int], Connection]
 ) -> tuple[tuple[Ring, ...], str]:
-    """Orders of the devices, and what there is to say about them."""
+    """Returns orders of the devices, and words about them for the plan's reason."""
     count = len(devices)
     canonical = tuple(range(count))
     if count < 3 or all(each.kind == "nvswitch" for each in between.values()):
@@ -389,11 +391,11 @@ def _rings(
 
 
 def _nvlink_rings(count: int, between: dict[tuple[int, int], Connection]) -> tuple[Ring, ...]:
-    """The rings over direct NVLinks that carry most together; none if there is no such ring."""
+    """Finds the rings over direct NVLinks that carry most together; none if there is no ring."""
     direct = {ends: each.links for ends, each in between.items() if each.kind == "nvlink"}
     speeds = {links.link_gbps for links in direct.values()}
-    # Rings have equal shares, so that a slow link slows all: with links of two speeds, fewer
-    # rings that leave the slow ones out may carry more. Speeds that are unknown count as equal.
+    # Rings have equal shares, so a slow link slows all of them. With links of two speeds, fewer
+    # rings without the slow links may carry more. Unknown speeds count as equal.
     floors = [0.0] if None in speeds else sorted(speed for speed in speeds if speed is not None)
     best: tuple[float, tuple[Ring, ...]] = (0.0, ())
     for floor in floors:
@@ -413,7 +415,7 @@ def _either(between: dict[tuple[int, int], Connection], a: int, b: int) -> Conne
 
 
 def _quality(connection: Connection) -> float:
-    """Orders connections from bad to good."""
+    """Rates a connection; better ones have larger numbers."""
     levels = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5, "PSB": 6}
     if connection.kind in ("nvlink", "nvswitch"):
         return 100 + (connection.links.gbps or connection.links.count)
@@ -421,7 +423,7 @@ def _quality(connection: Connection) -> float:
 
 
 def _expand(ring: Ring, devices: list[_Device]) -> Ring:
-    """Ranks in the order of a ring of devices, from rank 0 on."""
+    """Returns the ranks in the order of a ring of devices, beginning with rank 0."""
     ranks = [rank for index in ring for rank in devices[index].ranks]
     start = ranks.index(0)
     return (*ranks[start:], *ranks[:start])
