@@ -47,7 +47,7 @@ class MismatchError(RingcommError):
 
 
 class CorruptedError(RingcommError):
-    """What a peer published is damaged: following it would leave that peer's memory."""
+    """A peer's header is damaged: following it would leave that peer's memory."""
 
 
 class PeerLost(RingcommError):

@@ -109,7 +109,7 @@ _COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
 
 
 def _param_groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
-    """What FSDP2 gathers and reduces at once, each with the name of a module that it is of."""
+    """Returns FSDP2's groups of parameters, each with the name of its module."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -131,7 +131,7 @@ def _comms(param_group: FSDPParamGroup) -> dict[str, Comm]:
 
 
 def _process_groups(param_group: Any) -> list[ProcessGroup]:
-    """Those in which it gathers and reduces, in an order that is the same on all ranks."""
+    """Returns the process groups that it uses, in the same order on all ranks."""
     groups = [param_group.mesh_info.shard_process_group, param_group._reduce_scatter_process_group]
     # With a number as reshard_after_forward, the backward gathers among fewer ranks.
     if param_group.post_forward_mesh_info is not None:
@@ -196,7 +196,7 @@ class _Connections:
 
 
 class _OnHeap(Comm):
-    """What both plug points share.
+    """The part that both plug points share.
 
     Args:
         connections: of the plugged model.

@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """What a regular file holds; does not wait for whoever writes into a pipe.
+    """Reads a regular file; never waits for a writer of a pipe.
 
     Raises:
         OSError: it cannot be opened or read.
@@ -96,7 +96,7 @@ def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:
 
 
 def number_below(value: Any, limit: int) -> bool:
-    """Whether it is an integer, and no bool, in [0, limit)."""
+    """True if ``value`` is an integer, and no bool, in [0, limit)."""
     return type(value) is int and 0 <= value < limit
 
 
@@ -163,7 +163,7 @@ _TUPLE, _DICT = "$tuple", "$dict"
 
 
 def encode(value: object, what: str) -> Any:
-    """What ``json`` can write of ``value`` with nothing lost.
+    """Converts ``value`` into what ``json`` can write, with nothing lost.
 
     Args:
         value: None, bools, ints, floats, strings, and lists, tuples and dicts of them.

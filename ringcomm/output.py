@@ -1,4 +1,4 @@
-"""What the commands' pictures share: matplotlib, if it is there, their look and their files."""
+"""The pictures of the commands: matplotlib, if it is there, their look and their files."""
 
 from __future__ import annotations
 

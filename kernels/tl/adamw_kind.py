@@ -1,4 +1,4 @@
-"""What of a shard, and of its norm, a kernel is compiled for."""
+"""The properties of a shard, and of its norm, that a kernel is compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the optimizer's kernels the host decides: what they are compiled for, and launches.
+"""The host's part of the optimizer's kernels: the constants they are compiled for, and launches.
 
 The collectives are plans for :func:`ringcomm._tl.launch.launch`. Their ``out_ptr`` is the address
 of a record that the device reads: an AdamWShard, or for a reduce-scatter two addresses.
@@ -40,7 +40,7 @@ _PROGRAM_ELEMS = 1024
 def shard_kind(
     grad: str, param: str, op: str, world: int, *, master: str, keeps_max: bool, stochastic: bool
 ) -> ShardKind:
-    """What the kernels of a shard are compiled for.
+    """Returns the constants that the kernels of a shard are compiled for.
 
     Args:
         grad: dtype of the gradients, as the native module names it.

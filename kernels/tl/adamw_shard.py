@@ -53,7 +53,7 @@ def shard_word(shard, offset):
 
 @triton.jit
 def own_params(shard, KIND: tl.constexpr):
-    """Where this rank's chunk of the parameters begins."""
+    """Returns the address of this rank's chunk of the parameters."""
     ITEM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     return shard_word(shard, PARAMS) + shard_word(shard, BEGIN) * ITEM
 
@@ -204,7 +204,7 @@ def segment_at(segments, count, element):
 
 @triton.jit
 def are_aligned(dests, state, sources, KIND: tl.constexpr):
-    """Whether lanes may move 16 bytes at once, in all arrays of an update."""
+    """True if lanes may move 16 bytes at once, in all arrays of an update."""
     aligned = is_aligned(dests) & is_aligned(sources) & is_aligned((state[0], state[1]))
     if KIND.keeps_max:
         aligned = aligned & is_aligned((state[2],))

@@ -1,4 +1,4 @@
-"""What the optimizer's collectives share: chunks in whole blocks, and offers.
+"""The parts that the optimizer's collectives share: chunks in whole blocks, and offers.
 
 The Triton twin of ringcomm/optimizer/buckets.h. Buckets lie in the heap: every rank reads its
 chunk of the peers' gradients where they are, and stores its new parameters where they belong.

@@ -1,4 +1,4 @@
-"""What every collective does before and after its schedule."""
+"""The beginning and the end of every collective, around its schedule."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ def tagged(numbers: Iterable[int]) -> tuple[int, ...]:
 
 @triton.jit
 def untagged(number):
-    """What :func:`tagged` was given, as int64."""
+    """Returns the int64 that :func:`tagged` was given."""
     return (number + tl.full((), 0, tl.int64)) >> TAG_BITS
 
 

@@ -102,7 +102,7 @@ def rank_of(ws):
 
 @triton.jit
 def peer_address(ptrs, peer):
-    """Where the copy of ``peer`` lies, as this rank's kernels use it."""
+    """Returns the address of the copy of ``peer``, as this rank's kernels use it."""
     return tl.load(word64(tl.full((), 0, tl.int64) + ptrs) + peer)
 
 

@@ -82,7 +82,7 @@ def piece_bytes(size_bytes, piece, G: tl.constexpr):
 
 @triton.jit
 def is_zero_copy(ws, address, size_bytes):
-    """Whether peers read the slice where it lies, in this rank's heap."""
+    """True if peers read the slice in place, in this rank's heap."""
     me = get(ws, RANK)
     inside = in_heap_of(ws, me, address - of_peer(ws, me, HEAP), size_bytes)
     return inside & (size_bytes >= ZERO_COPY_MIN_BYTES)
@@ -121,7 +121,7 @@ def await_slot(ws, stream, reader, item, status, G: tl.constexpr):
 
 @triton.jit
 def my_slot(ws, stream, reader, item, G: tl.constexpr):
-    """Where item ``item`` of this call goes."""
+    """Returns the address of the slot for item ``item`` of this call."""
     epoch = sent(ws, stream, reader, G) + 1 + item
     return slot_of(ws, get(ws, RANK), stream, reader, epoch, G)
 

@@ -1,4 +1,4 @@
-"""Where tests have faults happen in the interpreter: each publication, acknowledgement and wait.
+"""The points at which tests inject faults into the interpreter: publications, acks and waits.
 
 The Triton twin of ``Team::passing`` (ringcomm/core/team.h): the plan that the process
 has armed (``ringcomm._native.arm_fault``) counts these passages as it does those of native calls.

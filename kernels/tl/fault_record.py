@@ -43,7 +43,7 @@ HOST_FAULT = tl.constexpr(STRUCTURES["host.fault"])
 
 @triton.jit
 def is_aborted(ws, rank):
-    """Whether the abort word of ``rank`` is up; pairs with the release in :func:`raise_fault`."""
+    """True if the abort word of ``rank`` is up; pairs with the release in :func:`raise_fault`."""
     return load_acquire_sys(of_peer(ws, rank, REGION) + PAGE_ABORTED) != 0
 
 

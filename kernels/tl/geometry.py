@@ -1,4 +1,4 @@
-"""How a region of the heap is laid out: what is constant while a communicator lives."""
+"""The layout of a region of the heap: its constants for as long as a communicator lives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Geometry:
 
     @property
     def piece_bytes(self) -> int:
-        """What a piece of a slice carries."""
+        """The bytes that a piece of a slice carries."""
         return self.cut_bytes or self.segment_bytes
 
     @property
@@ -54,5 +54,5 @@ class Geometry:
 
     @classmethod
     def of(cls, geometry: Mapping[str, int]) -> Geometry:
-        """From the ``geometry`` of a native communicator."""
+        """Makes one from the ``geometry`` of a native communicator."""
         return cls(**geometry)

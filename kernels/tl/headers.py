@@ -34,7 +34,7 @@ RESULT_OFFSET = tl.constexpr(STRUCTURES["header.result_offset"])
 
 @triton.jit
 def in_heap_of(ws, owner, offset, size_bytes):
-    """Whether the bytes lie in the heap of ``owner``; ``offset`` may be any number."""
+    """True if the bytes lie in the heap of ``owner``; ``offset`` may be any number."""
     heap_bytes = tl.load(word64(get(ws, TABLE) + TABLE_HEAP_BYTES) + owner)
     return (offset >= 0) & (offset <= heap_bytes) & (size_bytes <= heap_bytes - offset)
 

@@ -1,4 +1,4 @@
-"""What the interpreter asks of its process, and a GPU of its own clock and host page.
+"""Questions that a kernel asks: the interpreter its process, a GPU its own clock and host page.
 
 A kernel in Triton's interpreter is Python: it can read the host's clock, be interrupted, and look
 whether a peer's process still lives. A compiled kernel reads ``globaltimer`` and the words that its

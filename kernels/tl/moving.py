@@ -53,7 +53,7 @@ def accumulate(total, x):
 
 @triton.jit
 def is_aligned(addresses):
-    """Whether all of them are multiples of 16, so that lanes may access 16 bytes at once."""
+    """True if all addresses are multiples of 16, so that lanes may access 16 bytes at once."""
     bits = addresses[0]
     for i in tl.static_range(1, len(addresses)):
         bits = bits | addresses[i]

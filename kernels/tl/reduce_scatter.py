@@ -49,7 +49,7 @@ def slice_for(ws, chunks, rank, G: tl.constexpr):
 
 @triton.jit
 def sources_of(ws, mine, G: tl.constexpr):
-    """Where every rank's version of a piece lies, in rank order."""
+    """Returns the addresses of every rank's version of a piece, in rank order."""
     WORLD: tl.constexpr = G.world
     found = ()
     for p in tl.static_range(WORLD):

@@ -1,4 +1,4 @@
-"""What a block knows of the call in progress: its own few words of device memory, per channel.
+"""The state of a block during a call: its own few words of device memory, per channel.
 
 CUDA blocks keep this in shared memory (kernels/cuda/workspace.h), which Triton does not hand out by
 name. ``ws`` is the address of a block's words: int64 each, written by one lane and read by all, so
@@ -74,7 +74,7 @@ def set_of_peer(ws, peer, word, value):
 
 @triton.jit
 def state_address(table, channel, G: tl.constexpr):
-    """Where the state of ``channel`` lies, from the address of the rank table."""
+    """Returns the address of the state of ``channel``, from that of the rank table."""
     size: tl.constexpr = 8 * (PEERS + PEER_WORDS * G.world)
     return tl.load(word64(table + TABLE_SCRATCH)) + channel * size
 
@@ -141,7 +141,7 @@ def seen(ws, stream, sender, G: tl.constexpr):
 
 @triton.jit
 def sequence_word(ws, G: tl.constexpr):
-    """Where this rank counts the collectives of this channel."""
+    """Returns the address of the word in which this rank counts the collectives of this channel."""
     return word64(channel_line(my_region(ws), get(ws, CHANNEL), G))
 
 
@@ -166,7 +166,7 @@ def ring_rank(ws, position, G: tl.constexpr):
 
 @triton.jit
 def ring_position(ws, G: tl.constexpr):
-    """Where this rank stands in that ring."""
+    """Returns this rank's position in that ring."""
     rank = get(ws, RANK)
     position = rank
     for p in range(G.world):

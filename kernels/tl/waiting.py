@@ -120,7 +120,7 @@ else:
 
 @triton.jit
 def same_call(ws, theirs):
-    """Whether the header at ``theirs`` is of the call that this block is in."""
+    """True if the header at ``theirs`` is of the call that this block is in."""
     same = get(ws, HEADER) == tl.load(word64(theirs))
     for i in tl.static_range(1, ID_WORDS):
         same = same & (get(ws, HEADER + i) == tl.load(word64(theirs) + i))
@@ -152,7 +152,7 @@ def other_call_seen(ws, peer, G: tl.constexpr):
 
 @triton.jit
 def reason_to_give_up(ws, peer, waited_ns, G: tl.constexpr):
-    """Why a wait for ``peer`` that began ``waited_ns`` ago must end, or 0."""
+    """Returns why a wait for ``peer`` that began ``waited_ns`` ago must end, or 0."""
     status = tl.full((), 0, tl.int32)
     if waited_ns > get(ws, TIMEOUT_NS):
         status = tl.full((), TIMEOUT, tl.int32)

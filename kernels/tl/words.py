@@ -75,7 +75,7 @@ def exchange_release_sys(address, value):
 
 @triton.jit
 def reached(seen, want):
-    """Whether epoch ``seen`` is ``want`` or up to 2^31 - 1 past it, modulo 2^32."""
+    """True if epoch ``seen`` is ``want`` or up to 2^31 - 1 past it, modulo 2^32."""
     return (seen.to(tl.int64) - want.to(tl.int64)).to(tl.int32) >= 0
 
 

@@ -135,7 +135,7 @@ class Posted(NamedTuple):
 
 @dataclass
 class Batch:
-    """What came since ``_start_coalescing``: works of what runs, messages that still wait."""
+    """The calls since ``_start_coalescing``: works of those that run, messages that still wait."""
 
     works: list[Work] = field(default_factory=list)
     posted: list[Posted] = field(default_factory=list)
@@ -200,7 +200,7 @@ def op_of(opts: Any) -> Any:
 
 
 def is_plain_call(opts: Any, kind: type[Any]) -> bool:
-    """Whether a call is synchronous, of the form that torch.distributed makes, and asks no more."""
+    """True if a call is synchronous, with only the options that torch.distributed passes."""
     if type(opts) is not kind or opts.asyncOp:
         return False
     unset: bool = opts.timeout == UNSET_TIMEOUT

@@ -143,7 +143,7 @@ def _check_alone(operation: str) -> None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:
-    """Where the tensors of a group are, as far as the group can tell."""
+    """Returns the device type of a group's tensors, as far as the group can tell."""
     bound = group.bound_device_id
     if bound is not None:
         return bound

@@ -58,7 +58,7 @@ class Communicators:
         timeout: timedelta,
         options: CommOptions | None,
     ) -> _Made:
-        """Those of a group called ``name``, where torch allows blanks in names."""
+        """Builds those of a group called ``name``, in which torch allows blanks."""
         host = Communicator.from_store(
             store,
             rank,
@@ -71,7 +71,7 @@ class Communicators:
 
     @classmethod
     def over(cls, group: ProcessGroup, user: str, options: CommOptions) -> Communicators:
-        """Those of the ranks of a group of another backend, which meet over its store.
+        """Builds those of the ranks of a group of another backend, which meet over its store.
 
         Args:
             group: of torch; all its members call.
@@ -101,7 +101,7 @@ class Communicators:
         return self.host
 
     def is_on_host(self, tensor: Tensor, operation: str) -> bool:
-        """Whether the tensor is one for the host's communicator; connects no device."""
+        """True if the tensor is one for the host's communicator; connects no device."""
         return self._device_of(tensor, operation) is None
 
     def _elsewhere(self, tensors: Sequence[Tensor], operation: str) -> Communicator:

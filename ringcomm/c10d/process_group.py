@@ -130,7 +130,7 @@ class PeerToPeer(Calls):
         return self._collected(PendingWork(communicator.irecv(tensor, None, tag), [tensor]))
 
     def is_on_host(self, tensor: Tensor, operation: str) -> bool:
-        """Whether the host's communicator serves the tensor."""
+        """True if the host's communicator serves the tensor."""
         return self._communicators.is_on_host(tensor, operation)
 
     def batch(self, ops: Sequence[P2POp]) -> Work:
@@ -403,7 +403,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     @property
     def options(self) -> None:
-        """What a split hands to its child as options: nothing, the child takes the defaults."""
+        """The options that a split hands to its child: none, so the child takes the defaults."""
         return None
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
@@ -435,7 +435,7 @@ class ProcessGroup(  # type: ignore[misc]
         self._sequence = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has issued on the group."""
+        """Returns how many collectives this rank has issued on the group."""
         return self._sequence
 
     def monitored_barrier(

@@ -21,7 +21,7 @@ __all__ = ["current", "find_device", "use"]
 
 
 class _Process:
-    """What this process uses; replaced as a whole in a forked child."""
+    """The runtime that this process uses; replaced as a whole in a forked child."""
 
     def __init__(self, parents: bool = False) -> None:
         self.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Where a kernel unit's machine code comes from: the package, a cache on disk, or a compiler."""
+"""The machine code of a kernel unit: from the package, a cache on disk, or a compiler."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Nvrtc:
         self.identity = " ".join(["NVRTC", version, *builds])
 
     def architectures(self) -> Sequence[int]:
-        """Those that it makes machine code for: 80, 90, ..."""
+        """The architectures that it makes machine code for: 80, 90, ..."""
         return tuple(self._nvrtc.getSupportedArchs())
 
     def compile(
@@ -204,7 +204,7 @@ class KernelCache:
             os.close(folder)
 
     def why_unusable(self) -> str:
-        """Why nothing can be kept, or an empty string; makes the folder if there is none."""
+        """Says why nothing can be kept, or an empty string; makes the folder if there is none."""
         try:
             folder = self._try_to_open()
         except OSError as error:
@@ -307,7 +307,7 @@ MANIFEST = "units.json"
 
 
 class Compiler(Protocol):
-    """What :class:`ringcomm.cuda.build.Nvrtc` is; tests have another."""
+    """The interface of :class:`ringcomm.cuda.build.Nvrtc`; tests have another compiler."""
 
     identity: str
 
@@ -348,7 +348,7 @@ class Prebuilt:
             ) from error
 
     def target(self, source: UnitSource, capability: Capability) -> Target | None:
-        """What a device of ``capability`` would load of the unit's binary, if it can be used."""
+        """Returns what a device of ``capability`` would load of the unit's binary, if any."""
         # In a source tree, the sources may have changed since the binaries were built.
         if self.sources.get(source.unit.name) != source.fingerprint():
             return None
@@ -381,14 +381,14 @@ class KernelBuilder:
     cache: KernelCache
 
     def prebuilt_by(self, unit: str, capability: Capability) -> str | None:
-        """As :func:`prebuilt_by`."""
+        """See :func:`prebuilt_by`."""
         source = units.read_source(self.root, units.unit(unit))
         if self.prebuilt is None or self.prebuilt.target(source, capability) is None:
             return None
         return self.prebuilt.compiler
 
     def load(self, unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
-        """As :func:`load_unit`."""
+        """See :func:`load_unit`."""
         source = units.read_source(self.root, units.unit(unit))
         there = self.prebuilt if prebuilt else None
         if there is not None and there.target(source, capability) is not None:
@@ -405,7 +405,7 @@ class KernelBuilder:
         )
 
     def load_all(self, units: Iterable[str], capability: Capability) -> dict[str, bytes]:
-        """As :func:`load_units`."""
+        """See :func:`load_units`."""
         names = list(units)
         # NVRTC compiles in the calling thread, without Python's lock.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -413,7 +413,7 @@ class KernelBuilder:
             return dict(zip(names, codes, strict=True))
 
     def describe(self, capability: Capability) -> str:
-        """As :func:`describe_source`."""
+        """See :func:`describe_source`."""
         targets: set[Target | None] = {None}
         stale = ""
         if self.prebuilt is not None:
@@ -491,7 +491,7 @@ def load_units(units: Iterable[str], capability: Capability) -> dict[str, bytes]
 
 
 def describe_source(capability: Capability) -> str:
-    """In words, where :func:`load_unit` takes kernels from; compiles none.
+    """Says in words where :func:`load_unit` takes kernels from; compiles none.
 
     Raises:
         UnsupportedError: as :func:`load_unit`.

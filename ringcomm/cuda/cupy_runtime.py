@@ -75,7 +75,7 @@ class CudaDriver:
         return stream.value or 0
 
     def has_passed(self, event: int) -> bool:
-        """Whether an event, of this API or of the runtime API, has passed.
+        """True if an event, of this API or of the runtime API, has passed.
 
         cudaEventQuery says "not ready" and also leaves it as the thread's last error, which torch
         looks at after its next launch and takes for that launch's.
@@ -105,7 +105,7 @@ SAID_CHARS = 300
 
 
 def said(error: BaseException) -> str:
-    """What a library said, on one line."""
+    """Returns a library's error message on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:SAID_CHARS]}"
 
 
@@ -134,7 +134,7 @@ def _visible() -> str:
 
 
 def count_devices(cuda: Any) -> int:
-    """How many devices the driver shows to CuPy; at least one."""
+    """Returns how many devices the driver shows to CuPy; at least one."""
     try:
         has_driver = cuda.driverGetVersion() != 0
         count = int(cuda.getDeviceCount()) if has_driver else 0
@@ -284,7 +284,7 @@ class CudaStreams:
             self._cuda.streamWaitEvent(stream, event.handle)
 
     def query(self, event: int) -> bool:
-        """Whether the event has passed; allowed while a graph is captured."""
+        """True if the event has passed; allowed while a graph is captured."""
         with self._driver.outside_captures():
             return self._driver.has_passed(event)
 

@@ -1,4 +1,4 @@
-"""What ringcomm needs of a GPU's runtime, and which runtime this process uses.
+"""The interface of a GPU's runtime as ringcomm needs it.
 
 ``DeviceRuntime`` is the seam between the communicator and the machine: ``cuda_runtime`` implements
 it with CuPy and torch.cuda, and tests put one over CPU memory in its place.
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """Which physical GPU a device is; travels to the other ranks.
+    """The physical GPU behind a device; travels to the other ranks.
 
     ``index`` holds in this process only: under ``CUDA_VISIBLE_DEVICES`` one GPU has different
     ordinals in different processes. ``uuid`` is the GPU's own; ranks of equal ``uuid`` share it.
@@ -79,7 +79,7 @@ class Kernel(Protocol):
 
     @property
     def handle(self) -> int:
-        """What the driver launches (CUfunction)."""
+        """The function that the driver launches (CUfunction)."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class Kernel(Protocol):
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """How many blocks of ``threads`` threads run on one multiprocessor at once."""
+        """The number of blocks of ``threads`` threads that run on one multiprocessor at once."""
         ...
 
 
@@ -121,7 +121,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def torch_device(self, device: int) -> torch.device:
-        """Where torch makes tensors that belong to ``device``."""
+        """Returns the torch device of tensors that belong to ``device``."""
         ...
 
     def identity(self, device: int) -> DeviceIdentity: ...
@@ -131,7 +131,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def is_device_tensor(self, tensor: torch.Tensor, device: int) -> bool:
-        """Whether the tensor's memory is on ``device``."""
+        """True if the tensor's memory is on ``device``."""
         ...
 
     # ---- memory -----------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def read(self, device: int, ptr: int, size_bytes: int) -> bytes:
-        """What stands in device memory now; does not wait for work on the caller's streams."""
+        """Reads device memory as it is now; does not wait for work on the caller's streams."""
         ...
 
     def write(self, device: int, ptr: int, data: bytes) -> None:
@@ -170,7 +170,7 @@ class DeviceRuntime(Protocol):
     # ---- other processes and devices --------------------------------------------------------
 
     def export_handle(self, device: int, ptr: int) -> bytes:
-        """What lets another process open what :meth:`allocate` returned.
+        """Returns a handle by which another process opens what :meth:`allocate` returned.
 
         Raises:
             UnsupportedError: the driver does not share this memory.
@@ -224,7 +224,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
-        """Whether ``stream`` (None: this thread's current one) records a graph."""
+        """True while ``stream`` (None: this thread's current one) records a graph."""
         ...
 
     def synchronize(self, device: int) -> None:

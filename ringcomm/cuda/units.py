@@ -94,7 +94,7 @@ def unit(name: str) -> Unit:
 
 @dataclass(frozen=True)
 class Target:
-    """What a compilation is for: machine code of one architecture, or PTX for it and later ones.
+    """The target of a compilation: machine code of one architecture, or PTX for it and later ones.
 
     Attributes:
         major, minor: compute capability.
@@ -142,7 +142,7 @@ def best_target(targets: Iterable[Target], capability: tuple[int, int]) -> Targe
 
 
 def targets_for(capabilities: Iterable[str]) -> list[Target]:
-    """Of :data:`PREBUILT`, those that devices such as ``"9.0"`` load; all for no device."""
+    """Returns those of :data:`PREBUILT` that devices such as ``"9.0"`` load; all for none."""
     devices = [tuple(map(int, text.split("."))) for text in capabilities]
     if not devices:
         return list(PREBUILT)
@@ -151,7 +151,7 @@ def targets_for(capabilities: Iterable[str]) -> list[Target]:
 
 
 def compiler_target(known: Sequence[int], capability: tuple[int, int]) -> Target | None:
-    """What a compiler that knows the architectures ``known`` (80, 90, ...) makes for a device.
+    """Returns a device's target for a compiler that knows ``known`` (80, 90, ...).
 
     Machine code of exactly that architecture, or PTX of the latest one before it, or None.
     """
@@ -245,7 +245,7 @@ def read_source(root: Path, unit: Unit) -> UnitSource:
 
 
 def manifest(root: Path, compiler: str, targets: Sequence[Target]) -> str:
-    """What a build leaves beside its binaries, as JSON: by whom, for what, and of which sources."""
+    """Returns the JSON that a build leaves beside its binaries: compiler, targets, and sources."""
     sources = {unit.name: read_source(root, unit).fingerprint() for unit in UNITS.values()}
     record = {"compiler": compiler, "targets": [str(t) for t in targets], "sources": sources}
     return json.dumps(record, indent=2) + "\n"

@@ -100,7 +100,7 @@ library = torch.library.Library("ringcomm", "DEF")  # type: ignore[no-untyped-ca
 
 
 def named(operation: str) -> str:
-    """How errors call it, to tell it from the in-place function of the same name."""
+    """Returns its name in errors, which tells it from the in-place function of the same name."""
     return f"functional.{operation}"
 
 

@@ -49,7 +49,7 @@ def evaluated_while_tracing(fn: F) -> F:
 
 
 def place_of(group: Any, operation: str) -> Place:
-    """What a graph has to know of ``group``; traceable.
+    """Returns what a graph has to know of ``group``; traceable.
 
     Raises:
         ArgumentError: this rank is not in the group, or it is not a group of ringcomm.

@@ -73,7 +73,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
 
 
 def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
-    """As :func:`empty`, filled with zeros."""
+    """Makes a tensor as :func:`empty` does, filled with zeros."""
     tensor = _tensor(size, dtype, device, "ringcomm.zeros")
     if tensor.numel():
         # As bytes: not every dtype has a fill kernel, and zero is all zero bits in each of them.

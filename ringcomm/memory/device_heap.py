@@ -94,7 +94,7 @@ class DeviceHeap:
         return self.runtime.current_stream(self.device)
 
     def contains(self, ptr: int, size_bytes: int) -> bool:
-        """Whether the ``size_bytes`` bytes at ``ptr`` lie in this heap."""
+        """True if the ``size_bytes`` bytes at ``ptr`` lie in this heap."""
         return 0 <= ptr - self.base_ptr <= self.capacity_bytes - size_bytes
 
     def allocate(self, size_bytes: int, operation: str) -> DeviceBlock:
@@ -165,7 +165,7 @@ class DeviceHeap:
         )
 
     def stats(self) -> dict[str, int]:
-        """As ``ringcomm.heap_stats``; space that waits for work to end counts as used."""
+        """Returns ``ringcomm.heap_stats``; space that waits for work to end counts as used."""
         with self._lock:
             self._reclaim()
             used_bytes = self._allocator.used_bytes
@@ -204,7 +204,7 @@ EXIT_PRIORITY = 80
 
 
 class _Process:
-    """What this process holds; replaced as a whole in a forked child."""
+    """The heaps that this process holds; replaced as a whole in a forked child."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -33,7 +33,7 @@ USUAL_CAUSES = (
 
 @dataclass(frozen=True)
 class RecorderAddress:
-    """Where a rank's flight recorder is: in the heap of its process on the host."""
+    """The place of a rank's flight recorder, in the heap of its process on the host."""
 
     rank: int
     pid: int
@@ -45,7 +45,7 @@ class RecorderAddress:
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """Where a rank's device heap and its region in it are, and what all ranks must agree on.
+    """The place of a rank's device heap and of its region, and what all ranks must agree on.
 
     ``ipc_handle`` is hexadecimal; it is empty when the driver gave none, for the reason that
     ``ipc_refusal`` states. ``proof`` is random in every communicator: what the ranks write to
@@ -118,7 +118,7 @@ def make_handle(
     layout: str,
     recorder: RecorderAddress | None = None,
 ) -> DeviceHandle:
-    """What this rank tells its peers; ``region`` is offset in the heap and size, in bytes."""
+    """Makes what this rank tells its peers; ``region`` is offset in the heap and size, in bytes."""
     host, boot, pid_namespace = machine_identity()
     identity = heap.runtime.identity(heap.device)
     ipc_handle, ipc_refusal = _export(heap)
@@ -189,7 +189,7 @@ class _OpenedHeap(MappedDeviceHeap):
 
 
 class _Process:
-    """What this process has mapped; replaced as a whole in a forked child."""
+    """The heaps that this process has mapped; replaced as a whole in a forked child."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -217,7 +217,7 @@ def close_mappings() -> None:
 
 
 def opened_heaps() -> int:
-    """How many heaps of other processes are mapped now."""
+    """Returns how many heaps of other processes are mapped now."""
     return len(_process.opened)
 
 

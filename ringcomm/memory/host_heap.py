@@ -31,7 +31,7 @@ _CGROUP_LIMIT_FILES = (
 
 
 class _Process:
-    """What this process holds; replaced as a whole in a forked child."""
+    """The heap that this process holds; replaced as a whole in a forked child."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -178,7 +178,7 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
 
 
 class HeapAddress(Protocol):
-    """Where a rank's heap is: its process, the descriptor there, and how to know the heap."""
+    """The place of a rank's heap: its process, the descriptor there, and a proof of identity."""
 
     @property
     def rank(self) -> int: ...

@@ -1,1 +1,1 @@
-"""How the ranks of one machine find each other: environment variables, stores, heap handles."""
+"""The rendezvous of the ranks of one machine: environment variables, stores, heap handles."""

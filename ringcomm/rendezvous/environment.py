@@ -1,4 +1,4 @@
-"""What a rank learns from its environment: its rank, its world, a store to meet at, its cores.
+"""The environment of a rank: its number, its world, a store to meet at, its cores.
 
 Importing this module does not load torch: the process that starts the ranks of a command has no
 other use for it.
@@ -270,7 +270,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
 
 
 def launched_world() -> str | None:
-    """What torchrun, mpirun or Slurm set, such as "WORLD_SIZE=2"; None when none of them did."""
+    """Returns what torchrun, mpirun or Slurm set, such as "WORLD_SIZE=2", or None."""
     for _, rank, size, _ in LAUNCHERS:
         if os.environ.get(rank) and os.environ.get(size):
             return f"{size}={os.environ[size]}"

@@ -1,4 +1,4 @@
-"""How the ranks of a new communicator tell each other where their heaps are.
+"""The exchange of handles, by which the ranks of a new communicator find each other's heaps.
 
 Everything goes through a torch store as JSON text, checked field by field on arrival. Two
 rounds: each rank posts its handle and reads all others; then each rank posts whether it could
@@ -64,7 +64,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class HeapHandle:
-    """Where a rank's heap and its region in it are, and what all ranks must agree on.
+    """The place of a rank's heap and of its region, and what all ranks must agree on.
 
     ``host``, ``boot`` and ``pid_namespace`` say which ranks can map each other. ``proof`` is
     random in every communicator and stands in the region, which only this user's processes read.
@@ -91,7 +91,7 @@ class HeapHandle:
 
 
 def launch_attempt() -> str:
-    """Which attempt of an elastic launch this process belongs to; part of every key in a store.
+    """Returns the attempt of an elastic launch of this process; part of every key in a store.
 
     torchrun's store outlives its attempts (``--max-restarts``), with the keys of those before.
     """
@@ -111,7 +111,7 @@ def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
 
 
 def _look_up(meeting: Meeting, key: str) -> bytes | None:
-    """What stands under ``key``, or None if nothing does yet."""
+    """Returns the value of ``key``, or None if there is none yet."""
     try:
         return meeting.store.get(key) if meeting.store.check([key]) else None
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def _look_up(meeting: Meeting, key: str) -> bytes | None:
 
 
 def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
-    """What every rank posted under ``prefix``, by rank."""
+    """Waits for what every rank posts under ``prefix``; returns it by rank."""
     missing = list(range(meeting.world_size))
     texts: dict[int, bytes] = {}
     pause_s = FIRST_POLL_S
@@ -152,7 +152,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Announced(Protocol):
-    """What a handle says for all ranks to agree on."""
+    """The part of a handle that all ranks must agree on."""
 
     @property
     def rank(self) -> int: ...

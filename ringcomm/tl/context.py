@@ -1,4 +1,4 @@
-"""What a Triton kernel needs of a communicator, and memory that the kernels of all ranks reach."""
+"""A context for Triton kernels that communicate, and memory that the kernels of all ranks reach."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Context:
         return self._allocate(memory.empty, shape, dtype)
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Symmetric:
-        """As :meth:`empty`, zeros on every rank before any rank can reach it."""
+        """Makes memory like :meth:`empty`, zeros on every rank before any rank can reach it."""
         return self._allocate(memory.zeros, shape, dtype)
 
     def _allocate(
@@ -181,7 +181,7 @@ class Context:
         return Symmetric(whole[: prod(shape)].view(shape), ptrs)
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
-        """What ``make`` returned when it was called for ``key`` first; for words of one's kernels.
+        """Returns what ``make`` returned at the first call for ``key``; for words of one's kernels.
 
         Args:
             key: names it in this context.

@@ -67,7 +67,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Words:
-    """What the blocks of all_gather_matmul synchronise by; counts on from call to call."""
+    """The words by which all_gather_matmul's blocks synchronise; they are never reset."""
 
     ranks: Symmetric
     arrived: Tensor
