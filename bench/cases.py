@@ -1,4 +1,4 @@
-"""What is measured: the collectives, their sizes, their bandwidth factors and exact inputs."""
+"""The measured cases: collectives, sizes, bandwidth factors and exact inputs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def input_values(case: Case, rank: int) -> torch.Tensor:
 
 
 def expected_values(case: Case) -> torch.Tensor:
-    """What the output of ``case.rank`` must be, computed without any communication."""
+    """Computes what the output of ``case.rank`` must be, without any communication."""
     name, rank, chunk = case.collective.name, case.rank, case.chunk_elems
     if name in ("all_reduce", "reduce"):
         return _tiled(case, _reduced_pattern(case), case.total_elems)

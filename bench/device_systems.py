@@ -191,7 +191,7 @@ class Systems:
         return step
 
     def _copy(self, name: str) -> Call:
-        """As many bytes as the update of a shard must move, half of them in and half out."""
+        """Copies as many bytes as the update of a shard must move, half of them in and half out."""
         half = self._case.bytes_per_parameter * self._case.elems // 2
         source = torch.empty(half, dtype=torch.uint8, device=self._device.tensors)
         source.random_(0, 8)

@@ -1,4 +1,4 @@
-"""Where tensors lie and how time passes there: the host's clock, or the events of a GPU."""
+"""The devices of tensors, and the time there: the host's clock, or the events of a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Device(Protocol):
         """A call that replays ``count`` calls, taken in turn from ``calls``, as one graph."""
 
     def facts(self) -> dict[str, str]:
-        """What a reader of the figures must know about it."""
+        """The facts about it that a reader of the figures must know."""
 
 
 class Host:

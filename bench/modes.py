@@ -1,4 +1,4 @@
-"""How ranks share processors: what every row of results is labelled with."""
+"""The ways in which ranks share processors; every row of results is labelled with one."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Options:
         return (self.subject, *self.peers)
 
     def placements_of(self, collective: Collective) -> list[str]:
-        """Those that were asked for and that the collective has."""
+        """Returns the placements that were asked for and that the collective has."""
         asked = {
             "both": (OUT_OF_PLACE, IN_PLACE),
             "usual": (collective.usual,),

@@ -1,4 +1,4 @@
-"""Where figures come from: machine, software, commit and command, without private paths."""
+"""The provenance of figures: machine, software, commit and command, without private paths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def collect(
 
 
 def _without_outputs(arguments: Sequence[str]) -> list[str]:
-    """Where results went is nobody's business and changes no figure."""
+    """Leaves out the files that results went to, which change no figure."""
     kept, words = [], iter(arguments)
     for word in words:
         if word in OUTPUT_OPTIONS:

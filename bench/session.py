@@ -142,7 +142,7 @@ def _clear(sets: Sequence[Prepared]) -> None:
 
 
 def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
-    """How many sets of buffers to take in turn, so that twice the cache goes by between uses."""
+    """Counts the sets of buffers to take in turn: twice the cache goes by between two uses."""
     ranks_on_device = case.world if mode in ONE_GPU_MODES else 1
     set_bytes = ranks_on_device * (case.input_elems + case.output_elems) * case.dtype.itemsize
     return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))

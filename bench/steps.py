@@ -43,7 +43,7 @@ _RANK, _WORLD, _STORE = (f"RINGCOMM_STEPS_{name}" for name in ("RANK", "WORLD", 
 
 @dataclass(frozen=True)
 class StepCase:
-    """What a table of the result is about."""
+    """The subject of one table of results."""
 
     what: str  # "shard" or "step"
     dtype: torch.dtype

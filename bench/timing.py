@@ -35,7 +35,7 @@ def host_elapsed_us(calls: Iterable[Call]) -> float:
 
 
 class Clock(Protocol):
-    """How the time of calls is taken."""
+    """The interface of a clock that times calls."""
 
     def elapsed_us(self, calls: Iterable[Call]) -> float:
         """Makes the calls and returns how long they took, in microseconds."""
@@ -50,7 +50,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Entrant:
-    """What one system is timed by.
+    """The calls by which one system is timed.
 
     Args:
         calls: made in rotation, one per set of buffers.
@@ -65,7 +65,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is measured. ``batch`` 0: as many calls as fit into ``turn_us``.
+    """The amount of measuring. ``batch`` 0: as many calls as fit into ``turn_us``.
 
     ``rest_s`` seconds of sleep come before each turn (see :meth:`Board.barrier`).
     """
@@ -151,7 +151,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def ratios(timing: Timing, subject: Timing) -> list[float]:
-    """How many times longer than the subject, round by round: above 1 the subject is faster."""
+    """Returns times relative to the subject's, round by round: above 1 the subject is faster."""
     return [other / own for other, own in zip(timing.times_us, subject.times_us, strict=True)]
 
 

@@ -44,7 +44,7 @@ def distinct_bytes(collective: str, size_bytes: int, world: int) -> int:
 
 
 def ring_bytes(collective: str, size_bytes: int, world: int) -> int:
-    """What the ring of ``reduce_scatter.h`` and ``all_gather.h`` reads and writes, out of place.
+    """Counts the bytes that the rings of ``reduce_scatter.h`` and ``all_gather.h`` move.
 
     Every rank: one hop without a predecessor (2 chunks: in, slot), W-2 hops that read a slot and
     fill the next with the own version or output beside it (3 chunks), and the last one (3

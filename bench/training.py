@@ -162,7 +162,7 @@ def _write(rows: list[Row], asked: argparse.Namespace, words: list[str]) -> None
 
 
 def _without_files(words: list[str]) -> list[str]:
-    """Where results went changes no figure."""
+    """Leaves out the files that results went to, which change no figure."""
     kept, rest = [], iter(words)
     for word in rest:
         if word in ("--json", "--csv", "--profile"):

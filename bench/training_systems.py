@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many elements are trained."""
+        """The number of elements that are trained."""
         layer = 12 * self.width**2 + 13 * self.width
         return self.depth * layer + (VOCABULARY + self.context + 2) * self.width
 
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Of bytes, with one weight for both ends."""
+    """A GPT of bytes, with one weight for both ends."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -36,19 +36,19 @@ class Unavailable(Exception):
 
 
 def is_system(spec: str) -> bool:
-    """Whether ``spec`` names a system: one of SYSTEMS, or ``ringcomm:ALGORITHM`` and the like."""
+    """True if ``spec`` names a system: one of SYSTEMS, or ``ringcomm:ALGORITHM`` and the like."""
     name, colon, algorithm = spec.partition(":")
     return name in SYSTEMS and (not colon or algorithm in _WITH_ALGORITHMS.get(name, ()))
 
 
 def runs_on(spec: str, device: str) -> bool:
-    """Whether the system has calls on "cpu" or "cuda" at all."""
+    """True if the system has calls on "cpu" or "cuda" at all."""
     return device in _MODULES[spec.partition(":")[0]][1]
 
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """Where a system runs: this process's rank, and the options that concern one system only."""
+    """The setting of a system: this process's rank, and options that concern one system only."""
 
     store: dist.Store
     rank: int

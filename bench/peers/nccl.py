@@ -56,7 +56,7 @@ class Nccl:
 
 
 def why_not(mode: str, version: tuple[int, ...]) -> str | None:
-    """Why NCCL of this version cannot be timed in ``mode``; None where it can."""
+    """Says why NCCL of this version cannot be timed in ``mode``; None where it can."""
     if not version:
         return "this torch has no NCCL"
     if mode == ONE_LAUNCH:

@@ -41,7 +41,7 @@ class TorchInterface(Protocol):
 
 
 class Allocator:
-    """Where the buffers of a case come from.
+    """The source of a case's buffers.
 
     Args:
         tensors: the device of ordinary tensors.

@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 class Subcommand(Protocol):
-    """What a module of this package provides."""
+    """The functions that each module of this package provides."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 

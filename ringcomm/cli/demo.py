@@ -79,7 +79,7 @@ def stages_line(each: Standing) -> str:
 
 
 def stages_summary(standings: Sequence[Standing]) -> list[str]:
-    """What the table shows, or which stages failed."""
+    """Says what the table shows, or which stages failed."""
     failed = failed_stages(standings)
     if failed:
         return [
@@ -101,7 +101,7 @@ NAME_CHARS = 23
 
 @dataclass(frozen=True)
 class Findings:
-    """What the three parts gave."""
+    """The results of the three parts."""
 
     cells: Sequence[Cell]
     results: Sequence[Result]
@@ -109,12 +109,12 @@ class Findings:
 
     @property
     def wrong_cells(self) -> list[Cell]:
-        """Those whose outputs were not what they must be."""
+        """The cells whose outputs were wrong."""
         return [cell for cell in self.cells if cell.wrong_elems]
 
     @property
     def passed(self) -> bool:
-        """Whether every collective was right and every loss and weight equal."""
+        """True if every collective was right and every loss and weight equal."""
         equal = all(result.equal for result in self.results)
         return equal and not self.wrong_cells and not failed_stages(self.standings)
 
@@ -181,7 +181,7 @@ def training_line(result: Result) -> str:
 
 
 def summary(findings: Findings, elapsed_s: float) -> str:
-    """What was shown, and what failed."""
+    """Says what was shown, and what failed."""
     lines = [f"\nSummary ({elapsed_s:.0f} s)", *_collectives_summary(findings)]
     for result in findings.results:
         name = f"{result.parameters / 1e6:.3g} M parameters"
@@ -289,7 +289,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Programme:
-    """How much the demo does."""
+    """The amount of work that the demo does."""
 
     sizes_bytes: tuple[int, ...]
     cell_s: float

@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case is built: the ranks, the vector's size N and the kind of memory."""
+    """The setting of a case: the ranks, the vector's size N and the kind of memory."""
 
     world: World
     elems: int
@@ -66,7 +66,7 @@ class Place:
 
     @property
     def own_begin(self) -> int:
-        """Where this rank's chunk begins in a vector of N elements."""
+        """The first element of this rank's chunk in a vector of N elements."""
         return self.world.rank * self.chunk_elems
 
     @property

@@ -54,7 +54,7 @@ def contest(model: ModelConfig, steps_per_block: int, blocks: int, limit_s: floa
 
 @dataclass(frozen=True)
 class Result:
-    """What a contest gave; losses in nats per byte, speeds are medians over the blocks.
+    """The result of a contest; losses in nats per byte, speeds are medians over the blocks.
 
     ``loss_difference`` is the largest over all steps and ranks, ``unequal_weights`` the number of
     weights that differ in any bit after the last step: both are 0 when the systems agree.
@@ -76,7 +76,7 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether every loss of every step and every final weight is bitwise equal."""
+        """True if every loss of every step and every final weight is bitwise equal."""
         return self.loss_difference == 0 and self.unequal_weights == 0
 
 
@@ -186,7 +186,7 @@ DDP, FSDP2 = "DDP, Gloo", "FSDP2, Gloo"
 
 @dataclass(frozen=True)
 class Entrant:
-    """What takes part: its name, its engine, and the stage whose closed form its memory has."""
+    """A participant: its name, its engine, and the stage whose closed form its memory has."""
 
     name: str
     engine: EngineConfig
@@ -222,7 +222,7 @@ def tour(model: ModelConfig, steps_per_round: int, rounds: int, limit_s: float) 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one entrant gave.
+    """The result of one entrant.
 
     Attributes:
         name: of the entrant.
@@ -261,7 +261,7 @@ class Standing:
 
     @property
     def equal(self) -> bool:
-        """Whether all losses and weights are stage 0's, to the bit."""
+        """True if all losses and weights are stage 0's, to the bit."""
         return self.unequal_losses == 0 and self.unequal_weights == 0
 
 
@@ -332,7 +332,7 @@ class _Runner:
         return zero.full_state_dict(self._trainer.engine.module)
 
     def standing(self, first: _Runner, step_s: Mapping[str, Tensor]) -> Standing:
-        """What came of it, beside what ``first`` gave; collective.
+        """Returns its result, compared with that of ``first``; collective.
 
         Args:
             first: stage 0.

@@ -142,7 +142,7 @@ def check_heap(shmem_setting: str) -> Finding:
 
 
 def _refusal(reader: str, *arguments: str) -> str:
-    """Why another process does not find "found" with the program ``reader``; empty: it does."""
+    """Says why the program ``reader`` does not print "found" in a process; empty: it does."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", reader, *arguments],
         capture_output=True,
@@ -158,7 +158,7 @@ _OPENER = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(0); print(f.read().d
 
 
 def check_descriptor_paths() -> Finding:
-    """Whether one process can map another's memory through /proc/<pid>/fd, as ranks do."""
+    """Checks that one process can map another's memory through /proc/<pid>/fd, as ranks do."""
     descriptor = os.memfd_create("ringcomm-doctor")
     try:
         os.write(descriptor, b"found")
@@ -188,7 +188,7 @@ print("found")
 
 
 def check_single_copy() -> Finding:
-    """Whether one process can copy out of another (process_vm_readv), which spares a copy."""
+    """Checks whether one process can copy out of another (process_vm_readv)."""
     found = ctypes.create_string_buffer(b"found")
     reason = _refusal(_COPIER, str(os.getpid()), str(ctypes.addressof(found)))
     if not reason:

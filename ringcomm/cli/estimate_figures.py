@@ -86,7 +86,7 @@ def parse_positive(text: str) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """What times follow from.
+    """The numbers from which times follow.
 
     Attributes:
         tokens: that a rank computes in a step.
@@ -110,7 +110,7 @@ class Forward:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward runs all of it again."""
+        """True if the backward runs all of the forward again."""
         return self.checkpointing == "full"
 
 
@@ -291,7 +291,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What was asked, and the answer; ``activations`` is None where the shape is not known."""
+    """The question and its answer; ``activations`` is None where the shape is not known."""
 
     request: Request
     rows: tuple[Row, ...]
@@ -318,7 +318,7 @@ def work_out(request: Request) -> Report:
 
 
 def total_bytes(report: Report, stage: int, world_size: int) -> int:
-    """What a rank would need in another world."""
+    """Returns the memory that a rank would need in another world."""
     request = report.request
     state = model_state(request.model, stage, world_size, request.each)
     working = _working(request, stage, world_size)

@@ -202,7 +202,7 @@ def _matrix(topology: Topology) -> list[str]:
 
 
 def _legend(topology: Topology) -> list[str]:
-    """Of the words that the matrix uses."""
+    """Returns the legend of the words that the matrix uses."""
     connections = [each for _, _, each in topology.connections()]
     kinds = {each.kind for each in connections}
     through = {each.level for each in connections if each.kind in ("pcie", "refused")}

@@ -61,7 +61,7 @@ def report(recording: Recording, last: int, ended: Collection[int] = frozenset()
 
 
 def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
-    """What a rank does at the moment, or did when its process ended, in a line."""
+    """Says in a line what a rank does at the moment, or did when its process ended."""
     who, verb = f"rank {rank.rank} (pid {rank.pid})", "is"
     if rank.rank in ended:
         who, verb = f"{who}, whose process has ended,", "was"
@@ -90,7 +90,7 @@ def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
 
 
 def _enqueued(rank: RankRecording, taken_ns: int) -> str:
-    """What the host of a rank on a device knows: what it enqueued last, and what is still open."""
+    """Says what the host of a rank on a device enqueued last, and what of that is still open."""
     records = [*rank.collectives, *rank.messages]
     if not records:
         return "has made no call"
@@ -113,7 +113,7 @@ def _enqueued(rank: RankRecording, taken_ns: int) -> str:
 
 
 def _verdict(recording: Recording, parted: int | None) -> list[str]:
-    """Where the ranks part, and who has come how far."""
+    """Says where the ranks part, and who has come how far."""
     lines = []
     if parted is not None:
         lines.append(f"the ranks part at call {parted}:")

@@ -59,7 +59,7 @@ class ModelElems:
 
     @property
     def has_units(self) -> bool:
-        """Whether it is known what stage 3 gathers."""
+        """True if it is known what stage 3 gathers."""
         return bool(self.units) or self.root > 0
 
     @classmethod
@@ -175,7 +175,7 @@ MASTERS = ("fp32", "remainder", "none")
 
 @dataclass(frozen=True)
 class BytesPerElement:
-    """What one element of a parameter takes, by purpose, in bytes.
+    """The bytes that one element of a parameter takes, by purpose.
 
     The defaults are those of 16-bit training whose reduced gradient stays in FP32.
 
@@ -213,7 +213,7 @@ class BytesPerElement:
         master: str = "fp32",
         amsgrad: bool = False,
     ) -> BytesPerElement:
-        """What ringcomm keeps for Adam and AdamW.
+        """Returns what ringcomm keeps for Adam and AdamW.
 
         Args:
             dtype: of parameters and gradients: float32, bfloat16 or float16.
@@ -404,7 +404,7 @@ CHECKPOINTING = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What a rank holds between forward and backward, in bytes.
+    """The bytes that a rank holds between forward and backward.
 
     Attributes:
         layers: what the layers keep for the backward, or their checkpoints.
@@ -422,7 +422,7 @@ class ActivationBytes:
 
 
 def attention_core_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:
-    """Of a layer, what grows with the square of the context: 5 a s^2 b in 16 bits.
+    """Returns the part of a layer that grows with the square of the context: 5 a s^2 b in 16 bits.
 
     Softmax's output, dropout's mask of one byte, dropout's output. An attention kernel that stores
     no scores (FlashAttention) keeps none of it.
@@ -431,7 +431,7 @@ def attention_core_bytes(shape: Transformer, micro_batch: int, elem_bytes: int =
 
 
 def layer_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:
-    """What a layer keeps for its backward: equation 1 in 16 bits.
+    """Returns what a layer keeps for its backward: equation 1 in 16 bits.
 
     34 s b h is 16 elements and 2 masks of one byte per channel and token.
     """

@@ -1,4 +1,4 @@
-"""What a step sends, how long it takes, and how much of that is computing.
+"""The traffic of a step, its time, and the share of it that is computing.
 
 Volumes: Rajbhandari et al., "ZeRO" (SC'20), section 7. Times: Rajbhandari et al.,
 "ZeRO-Infinity" (SC'21), section 4.
@@ -27,7 +27,7 @@ class Moved:
     elem_bytes: int
 
     def sent_elems(self, world_size: int) -> int:
-        """What a rank sends at most: all but its own chunk, (world - 1) / world of the elements."""
+        """The most that a rank sends: all but its chunk, (world - 1) / world of the elements."""
         return self.elems - self.elems // world_size
 
 
@@ -57,7 +57,7 @@ class Traffic:
 
 
 def traffic(model: ModelElems, stage: int, each: BytesPerElement) -> Traffic:
-    """What a step moves: 2 P elements at stages 0 to 2 and 3 P at stage 3, for P trained ones.
+    """Counts a step's traffic: 2 P elements at stages 0 to 2, 3 P at stage 3, for P trained ones.
 
     Stage 0 reduces the gradients and gathers the sums; stages 1 and 2 reduce them and gather the
     parameters; stage 3 reduces them and gathers all parameters, frozen ones too, for the forward
@@ -105,12 +105,12 @@ class StepTime:
 
     @property
     def serial_s(self) -> float:
-        """Of the step when communication and computing take turns."""
+        """The time of the step when communication and computing take turns."""
         return self.compute_s + self.communication_s
 
     @property
     def overlapped_s(self) -> float:
-        """Of the step when the shorter of them hides behind the longer."""
+        """The time of the step when the shorter of the two hides behind the longer."""
         return max(self.compute_s, self.communication_s)
 
     @property

@@ -70,14 +70,14 @@ def training(world: int) -> Bench:
 
 
 def optimizer_plan() -> list[Bench]:
-    """As :func:`plan`, for the optimizer and what trains with it."""
+    """Plans as :func:`plan` does, for the optimizer and what trains with it."""
     most, *others = sorted(WORLDS, reverse=True)
     rest = [step(world) for world in others if world != 2]
     return [shard(), step(2), step(most), training(1), training(2), *rest]
 
 
 def plan(nccl_version: Sequence[int]) -> list[Bench]:
-    """In the order of their weight: what comes last is what a slow machine goes without."""
+    """Plans the benches in the order of their weight: a slow machine goes without the last ones."""
     most, *others = sorted(WORLDS, reverse=True)
     runs = [sweep(2), small(), sweep(most), *(sweep(world) for world in others if world != 2)]
     # Without NCCL beside them, one run of processes shows what there is to show.

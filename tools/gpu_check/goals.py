@@ -154,7 +154,7 @@ def _optimizer_goals(reports: Sequence[Report]) -> list[Goal]:
 
 
 def _speed_of_subject(report: Report, row: Row) -> str:
-    """What ringcomm moves beside ``row``, and what the row's own system does."""
+    """Returns what ringcomm moves beside ``row``, and what the row's own system does."""
     ours = next((each.algbw_gbps for each in report.rows if each.system == "ringcomm"), None)
     if ours is None or row.algbw_gbps is None:
         return ""

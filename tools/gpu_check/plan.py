@@ -44,7 +44,7 @@ _WEIGHT = ("record", "build", "test", "bench", "steps", "sanitize")
 
 @dataclass
 class Result:
-    """How one stage ended: a verdict, a line about it, and what later stages want of it.
+    """The end of one stage: a verdict, a line about it, and what later stages want of it.
 
     ``tail`` is the end of what a failed command printed.
     """

@@ -1,4 +1,4 @@
-"""What a run leaves: JSON for programs, CSV of the rows, Markdown for readers, and the log."""
+"""The record of a run: JSON for programs, CSV of the rows, Markdown for readers, and the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compute-sanitizer says, put into a count of errors."""
+"""Counts the errors in what compute-sanitizer says."""
 
 from __future__ import annotations
 

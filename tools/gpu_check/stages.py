@@ -31,7 +31,7 @@ _TARGETS = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}
 
 @dataclass
 class Workplace:
-    """Where a run happens: its commands, a folder for what they write, and the GPU's facts.
+    """The place of a run: its commands, a folder for what they write, and the GPU's facts.
 
     Attributes:
         saver: writes the record of some results; None: there will be no record.

@@ -1,4 +1,4 @@
-"""What a training run is: plain values that the starting process hands to its ranks.
+"""The configuration of a training run: plain values that the starting process hands to its ranks.
 
 Free of torch, so that a wrong option is reported at once, by one process.
 """
@@ -53,7 +53,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What shares the work of a step among the ranks.
+    """The engine that shares the work of a step among the ranks.
 
     Attributes:
         name: "zero" (ringcomm.zero and ringcomm.optim.AdamW), "ddp" (DistributedDataParallel) or
@@ -169,5 +169,5 @@ class TrainConfig:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """What ``dataclasses.asdict`` made plain."""
+        """Restores what ``dataclasses.asdict`` made plain."""
         return cls(**{**values, "model": ModelConfig(**values["model"])})

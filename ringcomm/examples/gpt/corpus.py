@@ -80,7 +80,7 @@ def _walk(root: Path, python_only: bool) -> Iterator[Path]:
 
 
 def _is_text(path: Path, required: bool) -> bool:
-    """Whether the file holds text; one that the user named and that does not is an error."""
+    """True if the file holds text; one that the user named and that holds none is an error."""
     try:
         with path.open("rb") as file:
             text = b"\0" not in file.read(PROBE_BYTES)

@@ -33,14 +33,14 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """Where an engine works: the ranks and this rank's device."""
+    """The ranks of an engine, and this rank's device."""
 
     group: dist.ProcessGroup
     device: torch.device
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int) -> TrainingGroup:
-        """That of ``rank`` in the default group; takes its GPU, if ``config`` asks for GPUs.
+        """Makes that of ``rank`` in the default group; takes its GPU, if ``config`` asks for GPUs.
 
         Raises:
             UnsupportedError: this process has no such GPU; says why.
@@ -96,7 +96,7 @@ class TrainingEngine(ABC):
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied by; None where they are not."""
+        """The factor of the losses; None where they have none."""
         return None
 
 
@@ -147,7 +147,7 @@ class ZeroEngine(TrainingEngine):
 
 
 class TorchEngine(TrainingEngine):
-    """What DDP and FSDP2 share: torch's fused AdamW."""
+    """The part that DDP and FSDP2 share: torch's fused AdamW."""
 
     def __init__(self, place: TrainingGroup, model: nn.Module, module: nn.Module) -> None:
         super().__init__(place, model)

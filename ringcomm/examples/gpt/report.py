@@ -1,4 +1,4 @@
-"""What ``ringcomm train`` says of a run: its outcome, memory, picture and files."""
+"""The report of ``ringcomm train`` on a run: its outcome, memory, picture and files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _anonymous_bytes() -> int:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """What ``ringcomm estimate`` says that a rank takes for the model, in bytes.
+    """The bytes that a rank takes for the model, as ``ringcomm estimate`` says.
 
     Attributes:
         state: parameters, gradients and the optimizer's state.
@@ -108,7 +108,7 @@ class ClosedForm:
     def of(
         cls, model: nn.Module, stage: int, world_size: int, dtype: torch.dtype, two_passes: bool
     ) -> ClosedForm:
-        """That of a model that is not sharded yet.
+        """Makes that of a model that is not sharded yet.
 
         Args:
             model: with all its parameters.
@@ -129,7 +129,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at step 0, or behind what an earlier one saved.
+    """The start of a run: step 0, or the step after an earlier run's checkpoint.
 
     Attributes:
         losses: of the steps before, as in :class:`Outcome`.
@@ -147,7 +147,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank held, in bytes.
+    """The memory that a rank held, in bytes.
 
     Attributes:
         before_bytes: before the model was built.
@@ -159,18 +159,18 @@ class RankMemory:
 
     @property
     def most_bytes(self) -> int:
-        """At the step where it held most."""
+        """The memory at the step where the rank held most."""
         return max(self.steps_bytes)
 
     @property
     def added_bytes(self) -> list[int]:
-        """At each step, what training has added."""
+        """The memory that training has added, at each step."""
         return [size - self.before_bytes for size in self.steps_bytes]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """The outcome of a run.
 
     Attributes:
         first_step: at which it began.
@@ -194,7 +194,7 @@ class Outcome:
 
 
 def gather_memory(before_bytes: int, steps_bytes: Sequence[int]) -> list[RankMemory]:
-    """What every rank held, by rank; collective, on the default group."""
+    """Returns the memory that every rank held, by rank; collective, on the default group."""
     own = torch.tensor([before_bytes, *steps_bytes])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
@@ -316,7 +316,7 @@ class Report:
     closed_form: ClosedForm | None
 
     def headline(self, source: Source) -> str:
-        """What is about to be trained."""
+        """Says what is about to be trained."""
         config, model = self.config, self.config.model
         extras = []
         if config.accum > 1:
@@ -336,7 +336,7 @@ class Report:
         )
 
     def summary(self, outcome: Outcome) -> str:
-        """What came of it."""
+        """Says what came of the run."""
         steps = len(outcome.losses)
         parts = PRINTED_LOSSES - 1
         shown = sorted({round(i * (steps - 1) / parts) for i in range(PRINTED_LOSSES)})
@@ -361,7 +361,7 @@ class Report:
         return "\n".join(lines)
 
     def memory_table(self, outcome: Outcome) -> str:
-        """What each rank held between backward and the optimizer's step, at most."""
+        """Tabulates the most that each rank held between backward and the optimizer's step."""
         lines = [f"{'MB = 1e6 bytes':<14}{'before':>10}{'at most':>10}{'of it training':>16}"]
         for rank, held in enumerate(outcome.memory):
             before, most = held.before_bytes / MB, held.most_bytes / MB

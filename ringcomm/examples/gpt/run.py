@@ -57,7 +57,7 @@ SHARED = ("model", "batch", "steps", "learning_rate", "seed")
 
 @dataclass(frozen=True)
 class Saving:
-    """Where and when a run saves.
+    """The place and the times at which a run saves.
 
     Attributes:
         folder: of its checkpoints.
@@ -71,7 +71,7 @@ class Saving:
     resume: str | None
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether to save once ``step`` of all ``steps`` are done."""
+        """True if the run saves once ``step`` of all ``steps`` are done."""
         return step % self.every == 0 or step == steps
 
 
@@ -99,7 +99,7 @@ def save_run(
 
 
 def resume_run(saving: Saving, engine: ZeroEngine, config: TrainConfig) -> Start | None:
-    """Where the run begins; loads the latest checkpoint if it is to resume; collective.
+    """Returns where the run begins; loads the latest checkpoint if it is to resume; collective.
 
     Returns:
         None with "auto" where all steps are done.
@@ -161,7 +161,7 @@ def _check(saving: Saving, saved: dict[str, Any], wanted: dict[str, Any]) -> Non
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is made of on one rank.
+    """The parts of a run on one rank.
 
     Attributes:
         trainer: of the model.
@@ -213,7 +213,7 @@ class Run:
 
 
 class _Progress:
-    """What the steps of a run have given so far.
+    """The results of a run's steps so far.
 
     Attributes:
         held: bytes at each.
@@ -237,14 +237,14 @@ class _Progress:
             self.held.append(self._run.meter.held_bytes())
 
     def note(self) -> str:
-        """What the progress bar says; waits for a GPU."""
+        """Returns the text of the progress bar; waits for a GPU."""
         return (
             f"loss {self._losses[-1].item():.3f}  {self.speed.tokens_per_s():,.0f} tokens/s  "
             f"{self.held[-1] / MB:,.0f} MB"
         )
 
     def all_losses(self) -> list[float]:
-        """Of all steps from 0 on, the mean over the ranks; collective."""
+        """Returns the losses of all steps, averaged over the ranks; collective."""
         means = self._run.trainer.mean_over_ranks(torch.stack(self._losses))
         return [*self._run.start.losses, *means.tolist()]
 
@@ -272,7 +272,7 @@ class Speed:
         self._began += time.perf_counter() - stopped
 
     def tokens_per_s(self) -> float:
-        """So far, after a step at least."""
+        """The speed so far, after one step at least."""
         if self._steps == 1:
             return self._tokens_per_step / self._first_s
         seconds = time.perf_counter() - self._began

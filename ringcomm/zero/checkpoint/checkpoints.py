@@ -22,7 +22,7 @@ from ringcomm.zero.checkpoint.tensor_file import SavedFile, write_file, write_te
 
 
 class Ranks(Protocol):
-    """What saving needs of a world; all ranks see the same folder.
+    """The interface of a world that saving needs; all ranks see the same folder.
 
     If a rank is lost, :meth:`exchange` raises on the others.
     """
@@ -119,7 +119,7 @@ class Checkpoints:
         self._ranks: Ranks = OneRank() if ranks is None else ranks
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Returns the folder of a step's checkpoint, which need not exist."""
         if type(step) is not int or not 0 <= step < 10**18:
             raise ArgumentError(f"step: expected a number from 0 on, got {step!r}")
         return self.root / f"step-{step:08d}"
@@ -234,7 +234,7 @@ class _Save:
         return target
 
     def _agreed_by_first(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returned on rank 0, which alone does it."""
+        """Returns what ``work`` returned on rank 0, which alone does it."""
         first = self._ranks.rank == 0
         return agreed(self._ranks, self._operation, work if first else lambda: None)[0]
 

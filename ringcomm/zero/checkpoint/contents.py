@@ -1,4 +1,4 @@
-"""What each rank brings to a save, described, put together, and written."""
+"""The contents that each rank brings to a save: described, put together, and written."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _check(elems: int, begin: int, data: Tensor, shape: Sequence[int] | None) ->
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank saves.
+    """The contents that one rank saves.
 
     Attributes:
         tensors: by name, this rank's parts.
@@ -166,7 +166,7 @@ class Contents:
     rank_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types; all but the elements, and of ``data`` the checksum.
+        """Describes it in plain JSON types: all but the elements, and the checksum of ``data``.
 
         Raises:
             ArgumentError: a name or a tensor is none.
@@ -198,7 +198,7 @@ class Contents:
         }
 
     def entries(self) -> list[Entry]:
-        """What goes into this rank's file."""
+        """The tensors that go into this rank's file."""
         parts = [
             Entry(
                 piece_key(name, (shard.begin,)),

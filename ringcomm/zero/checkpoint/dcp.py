@@ -134,7 +134,7 @@ class StorageReader(storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> Path:
-        """Where it loads from."""
+        """The folder that it loads from."""
         return self.path
 
     @classmethod
@@ -233,7 +233,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _Wrote:
-    """What the coordinator has to know of an item that a rank has written.
+    """The facts about an item that a rank has written, for the coordinator.
 
     Attributes:
         value: of an item that is no tensor.
@@ -271,7 +271,7 @@ class StorageWriter(storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> Path:
-        """Where it saves."""
+        """The folder that it saves to."""
         return self.path
 
     @classmethod

@@ -166,7 +166,7 @@ def _cut(weights: list[_Weight], max_file_bytes: int) -> dict[str, list[_Weight]
 
 
 def _index(files: Mapping[str, list[_Weight]]) -> bytes:
-    """Which weight is where, as Hugging Face's libraries read it."""
+    """Makes the index of which weight is where, as Hugging Face's libraries read it."""
     total = sum(weight.size_bytes for run in files.values() for weight in run)
     places = {weight.name: name for name, run in files.items() for weight in run}
     return text_of({"metadata": {"total_size": total}, "weight_map": places}).encode()

@@ -41,7 +41,7 @@ class Piece:
         return prod(self.sizes)
 
     def shared(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
-        """What it shares with another box, in the tensor's coordinates; None if nothing."""
+        """Returns the intersection with another box, in the tensor's coordinates, or None."""
         box = []
         for mine, size, theirs, other in zip(self.offsets, self.sizes, offsets, sizes, strict=True):
             begin, end = max(mine, theirs), min(mine + size, theirs + other)
@@ -177,7 +177,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank saved for itself: plain data, and whole tensors in its file."""
+    """The record of what one rank saved for itself: plain data, and whole tensors."""
 
     data: Any = None
     tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
@@ -312,7 +312,7 @@ def _describe(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _crc32(body: Mapping[str, Any]) -> str:
-    """Of the data, not of their order and layout in the file."""
+    """Returns the CRC of the data, not of their order and layout in the file."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 

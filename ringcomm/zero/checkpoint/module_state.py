@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a sharded module and its optimizer: tensors, facts, extra state.
+"""A sharded module and its optimizer as a checkpoint holds them: tensors, facts, extra state.
 
 Tensors are taken out, and None stands where they were; the rest is plain data:
 
@@ -168,7 +168,7 @@ VERSION = 1
 
 
 def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
-    """What a checkpoint says beside the tensors; plain JSON, equal on all ranks."""
+    """Returns what a checkpoint says beside the tensors; plain JSON, equal on all ranks."""
     told: dict[str, Any] = {
         "version": VERSION,
         "stage": engine.stage,
@@ -314,7 +314,7 @@ _TENSORS = (Tensor, nn.Parameter)
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Of all modules of one rank.
+    """The extra state of all modules of one rank.
 
     Attributes:
         plain: by module, plain data.
@@ -326,7 +326,7 @@ class ExtraState:
 
 
 def modules_with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules whose class says how to get extra state, as torch finds them."""
+    """Returns by name the modules whose class says how to get extra state, as torch finds them."""
     return {
         name: module
         for name, module in root.named_modules()
@@ -367,7 +367,7 @@ def read_extra_state(
     device: torch.device,
     fail: Callable[[str], CheckpointError],
 ) -> dict[str, Any]:
-    """By module, what ``set_extra_state()`` shall get.
+    """Returns by module what ``set_extra_state()`` shall get.
 
     Args:
         root: whose modules must be those that were saved.

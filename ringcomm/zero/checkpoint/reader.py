@@ -55,7 +55,7 @@ class Reader:
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return self.manifest.world_size
 
     @property
@@ -68,7 +68,7 @@ class Reader:
         return list(self.manifest.tensors)
 
     def elems(self, name: str) -> int:
-        """How many elements a tensor has."""
+        """Returns how many elements a tensor has."""
         return self._saved(name).elems
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ def _extra_state(engine: ShardEngine) -> ExtraState:
 
 
 def shards_of(engine: ShardEngine, step: ShardedStep | None) -> dict[str, FlatShard]:
-    """What this rank saves, by name."""
+    """Returns what this rank saves, by name."""
     return {
         part.name: FlatShard(part.elems, part.begin, part.local, part.shape)
         for part in _parts(engine, step)
@@ -151,7 +151,7 @@ def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_sta
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """The result of a load.
 
     Attributes:
         step: under which it was saved.
@@ -236,7 +236,7 @@ class _Loading:
         self.extra: Mapping[str, Any] = {}
 
     def fail(self, text: str) -> CheckpointError:
-        """What to raise about the checkpoint."""
+        """Makes the error to raise about the checkpoint."""
         return CheckpointError(f"{self.operation}: {self.reader.folder}: {text}")
 
     def _read_data(self, data: Any) -> Mapping[str, Any]:
@@ -272,7 +272,7 @@ class _Loading:
         self._check_own()
 
     def _check_own(self) -> None:
-        """What ranks have each for themselves, and what is read last."""
+        """Checks what each rank has for itself, and what is read last."""
         rank = self.engine.comm.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
         for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
@@ -351,7 +351,7 @@ class _Loading:
 
 
 class TrainState:
-    """What ``torch.distributed.checkpoint`` calls a Stateful, at any stage and in any world.
+    """A Stateful of ``torch.distributed.checkpoint``, for any stage and any world.
 
     It needs a process group of torch, of any backend, with the ranks of the module's communicator::
 
@@ -377,7 +377,7 @@ class TrainState:
             self._step = module_state.step_of(self._engine, optimizer, "TrainState")
 
     def state_dict(self) -> dict[str, Any]:
-        """By name, what this rank has of each flat tensor, to be saved or loaded in place.
+        """Returns by name this rank's part of each flat tensor, to be saved or loaded in place.
 
         "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
         those of modules' extra state, the rest of which is "extra".
