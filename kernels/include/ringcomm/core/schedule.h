@@ -13,7 +13,7 @@ struct Span {
 
 // Bytes of all spans of a list.
 template <class Spans>
-constexpr uint64_t sum_bytes(const Spans& spans) {
+RC_FN constexpr uint64_t sum_bytes(const Spans& spans) {
   uint64_t total = 0;
   for (const Span& s : spans) total += s.bytes;
   return total;
