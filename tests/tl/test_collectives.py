@@ -147,8 +147,9 @@ def _without_waiting(store, rank, world, broken):
         setattr(endpoint, "same_call", lambda ws, theirs: True)  # noqa: B010
     with connect(store, rank, world, segment_bytes=256, slots=2) as comm:
         for turn in range(3):
+            comm.barrier()
             if rank == 1:
-                time.sleep(0.2)  # the other one is early, and must wait
+                time.sleep(0.4)  # the other one is early, and must wait
             tensor = torch.full((500,), float(rank + turn))
             comm.all_reduce(tensor)
             if not torch.equal(tensor, torch.full((500,), 1.0 + 2 * turn)):
