@@ -4,6 +4,9 @@
 VENV ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 
+# Each test that starts an interpreter would compile every module again without its byte code.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy;

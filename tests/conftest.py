@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,6 +42,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(COMPILES_LIMIT_S))
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what stands after collection out of every later garbage collection.
+
+    The collected tests and torch's modules are some million objects. The tests call
+    ``gc.collect()`` often, which would look at each of them: a third of the time in tests/zero.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Builds the emulated driver before the workers begin: no test's deadline has to cover it."""
+    from tests.support.emulator import library
+
+    if library.COMPILER is not None:
+        library.library_path()
 
 
 @pytest.fixture(scope="session")

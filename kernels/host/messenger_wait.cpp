@@ -12,7 +12,6 @@ namespace {
 // to do with the core.
 constexpr uint64_t kPollNs = 10'000;
 constexpr int kYields = 200;
-constexpr uint64_t kSleepNs = 10'000'000;
 
 // Calls of look_at_clock() on this thread's stack.
 thread_local int looking_here = 0;
@@ -133,7 +132,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
                        (yields++ < kYields && comm_.waiter().yield(r->bytes));
     lock.lock();
     if (awake) continue;
-    sleep(std::min(kSleepNs, give_up_ns));
+    sleep(std::min(Waiter::kSleepNs, give_up_ns));
     // Not the driver while a signal handler may run: it may wait for a message itself.
     driving_ = false;
     look_at_clock(lock, r, started_ns);
@@ -157,7 +156,7 @@ Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
     if (!driving_) {
       drive(lock, r, started_ns, give_up_ns, false);
     } else {
-      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kSleepNs, give_up_ns)));
+      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(Waiter::kSleepNs, give_up_ns)));
       look_at_clock(lock, r, started_ns);
     }
     if (!r->done() && Waiter::now_ns() - started_ns >= give_up_ns) {
@@ -218,7 +217,7 @@ void Messenger::stop() {
     // A signal handler that closes the communicator runs inside a wait of this very thread, which
     // will touch nothing any more either.
     while (waiters_ > looking_here || driving_ || looking_ > looking_here) {
-      changed_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
+      changed_.wait_for(lock, std::chrono::nanoseconds(Waiter::kSleepNs));
       kick();
     }
   }

@@ -25,9 +25,6 @@
 namespace ringcomm::host {
 namespace {
 
-// Between two looks at the clock a sleeper sleeps this long: it bounds how late a dead peer, an
-// abort or Ctrl-C is noticed, and 100 wake-ups a second cost nothing.
-constexpr uint64_t kSleepNs = 10'000'000;
 // A process whose memory has gone may take so long to end, and is looked at so often until then.
 constexpr uint64_t kExitNs = 10'000'000'000, kExitPollNs = 1'000'000;
 

@@ -51,6 +51,10 @@ class Process {
 
 class Waiter {
  public:
+  // Between two looks at the clock a sleeper sleeps this long: it bounds how late a dead peer, an
+  // abort or Ctrl-C is noticed, and 100 wake-ups a second cost nothing.
+  static constexpr uint64_t kSleepNs = 10'000'000;
+
   explicit Waiter(PausePolicy policy) : policy_(policy) {}
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;

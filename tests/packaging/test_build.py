@@ -94,7 +94,10 @@ class Workshop:
         out.mkdir()
         blocked = str(self.folder / "blocked")
         # nvcc takes minutes for all kernels; tests/proof/compile runs that build.
-        arguments = "-DRINGCOMM_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="
+        arguments = (
+            "-DRINGCOMM_CUDA=OFF -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="
+            " -DCMAKE_UNITY_BUILD=ON"
+        )
         environment = {"PYTHONPATH": blocked, "CMAKE_ARGS": arguments, "CXX": str(self.compiler)}
         run(sys.executable, "-c", CALL_HOOK, hook, out, cwd=source, **environment)
         (built,) = out.iterdir()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,29 @@ def compile_to(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
     return output
+
+
+def together(unit: Path, sources: Iterable[Path]) -> Path:
+    """Writes one translation unit that includes the sources: their headers are read only once."""
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+    return unit
+
+
+def shared_by_workers(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]
+) -> Path:
+    """Returns a folder that ``make`` fills once in a run, whichever worker comes to it first."""
+    own = factory.getbasetemp()
+    # A worker's own folder lies in that of the run (pytest-xdist).
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder / "made"
+        if not done.exists():
+            make(folder)
+            done.touch()
+    return folder
 
 
 def skip_without_sanitizer(folder: Path, flags: Sequence[str] = THREAD_SANITIZER) -> None:

@@ -20,6 +20,7 @@ from tests.support.compiler import (
     NEEDS_COMPILER,
     compile_to,
     skip_without_sanitizer,
+    together,
 )
 
 SOURCES = [
@@ -105,8 +106,10 @@ def program(tmp_path_factory) -> Path:
     skip_without_sanitizer(folder, ADDRESS_SANITIZER)
     write_sources(folder, MUTANTS)
     include, chosen = folder / "kernels/include", ("-include", str(folder / "chosen.h"))
-    parts = [folder / f"kernels/host/{name}.cpp" for name in SOURCES]
-    parts.append(ROOT / "tests/proof/fuzz/hostile_test.cpp")
+    parts = [
+        together(folder / "sources.cpp", (folder / f"kernels/host/{each}.cpp" for each in SOURCES)),
+        ROOT / "tests/proof/fuzz/hostile_test.cpp",
+    ]
 
     def compiled(part: Path) -> Path:
         output = folder / f"{part.stem}.o"

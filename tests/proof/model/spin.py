@@ -140,7 +140,7 @@ class Checker:
         mutant: str = "",
         *,
         cycles: bool = False,
-        optimize: bool = True,
+        large: bool = False,
         depth: int = DEPTH,
     ) -> Result:
         """Explores all states of the model, up to the first error.
@@ -149,7 +149,8 @@ class Checker:
             model: what to explore.
             mutant: a further macro, that makes a mistake.
             cycles: look for cycles without progress, in place of assertions and deadlocks.
-            optimize: for explorations that take longer than a compilation.
+            large: the exploration takes longer than an optimized compilation, or its states do not
+                fit into memory as they are.
             depth: steps of the longest path.
         """
         key = (model.world, model.epochs)
@@ -164,11 +165,13 @@ class Checker:
         (folder / "schedule.pml").write_text(self._tables[key])
         run(["spin", f"-P{COMPILER} -E -x c", *macros, "-a", model.source], folder)
         kind = ["-DNP"] if cycles else ["-DSAFETY"]
-        options = ["-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}", "-w", "-O1" if optimize else "-O0"]
+        # Most of the time goes into compiling pan.c: -O0 and plain states cost less in all.
+        options = ["-DCOLLAPSE", "-O1"] if large else ["-O0"]
+        options += [f"-DMEMLIM={MEMORY_MB}", "-w"]
         run([str(COMPILER), *options, *kind, "-o", "pan", "pan.c"], folder)
         flags = ["-l", "-E"] if cycles else []  # -E: a deadlock is not asked for
         output = run(
-            [folder / "pan", *flags, f"-m{depth}", "-w22" if optimize else "-w16"],
+            [folder / "pan", *flags, f"-m{depth}", "-w22" if large else "-w18"],
             folder,
             limit_s=1200,
         )

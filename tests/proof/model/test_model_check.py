@@ -58,7 +58,7 @@ def checker(tmp_path_factory):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_protocol_holds(checker, name):
-    found = checker.check(CHOSEN[name])
+    found = checker.check(CHOSEN[name], large=name in LARGE)
     assert found.error == "", found.output
     assert found.complete, found.output
     print(f"{name}: {found.states} states")
@@ -76,7 +76,7 @@ def test_every_wait_for_a_word_ends(checker):
     ("right", "mutant", "error"), MUTANTS, ids=[f"{m.source} {name}" for m, name, _ in MUTANTS]
 )
 def test_a_mistake_is_rejected(checker, right, mutant, error):
-    found = checker.check(right, mutant, cycles=error == "cycle", optimize=False)
+    found = checker.check(right, mutant, cycles=error == "cycle")
     assert found.error == error, found.output
 
 
@@ -90,8 +90,8 @@ def test_every_mistake_of_the_models_is_tried():
 def test_what_the_order_of_stores_of_x86_forgives(checker):
     """The fence behind the abort word, but no other rule of lent buffers."""
     ordered = model("lend.pml", 2, "TOTAL_STORE_ORDER")
-    assert checker.check(ordered, "MUTANT_NO_FENCE_AFTER_THE_WORD", optimize=False).error == ""
-    other = checker.check(ordered, "MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED", optimize=False)
+    assert checker.check(ordered, "MUTANT_NO_FENCE_AFTER_THE_WORD").error == ""
+    other = checker.check(ordered, "MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED")
     assert other.error == "assertion"
 
 
@@ -131,14 +131,14 @@ def test_the_models_take_their_arithmetic_from_the_headers(
     path = tmp_path / "include/ringcomm" / header
     assert path.read_text().count(text) == 1
     path.write_text(path.read_text().replace(text, wrong))
-    found = Checker(tmp_path, tmp_path / "include").check(right, optimize=False)
+    found = Checker(tmp_path, tmp_path / "include").check(right)
     assert found.error == error, found.output
 
 
 @needs_spin
 def test_an_exploration_that_stops_early_says_so(checker):
-    assert checker.check(SLEEP, optimize=False).complete
-    assert not checker.check(SLEEP, optimize=False, depth=20).complete
+    assert checker.check(SLEEP).complete
+    assert not checker.check(SLEEP, depth=20).complete
 
 
 STEP = re.compile(r"^ *// (\w+\.(?:h|cpp)): (\w+)$", re.M)

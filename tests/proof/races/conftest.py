@@ -6,18 +6,23 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.compiler import compile_to, skip_without_sanitizer
+from tests.support.compiler import compile_to, shared_by_workers, skip_without_sanitizer
+
+# The loops over elements, and the waits, in neither of which a mutant is.
+STEADY = ("isa_baseline", "waiter")
 
 
-@pytest.fixture(scope="session")
-def sanitized_objects(tmp_path_factory) -> list[Path]:
-    """The loops over elements, and the waits, in neither of which a mutant is."""
-    folder = tmp_path_factory.mktemp("sanitized")
-    skip_without_sanitizer(folder)
-
+def compile_objects(folder: Path) -> None:
     def compiled(name: str) -> Path:
         source = ROOT / f"kernels/host/{name}.cpp"
         return compile_to(folder / f"{name}.o", ROOT / "kernels/include", source, extra=("-c",))
 
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(compiled, ("isa_baseline", "waiter")))
+        list(pool.map(compiled, STEADY))
+
+
+@pytest.fixture(scope="session")
+def sanitized_objects(tmp_path_factory) -> list[Path]:
+    skip_without_sanitizer(tmp_path_factory.mktemp("probe"))
+    folder = shared_by_workers(tmp_path_factory, "sanitized", compile_objects)
+    return [folder / f"{name}.o" for name in STEADY]

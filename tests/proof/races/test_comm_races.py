@@ -8,7 +8,7 @@ import pytest
 from tests.proof.races.mutants import Mutant, write_sources
 from tests.proof.races.test_races import run
 from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, compile_to
+from tests.support.compiler import NEEDS_COMPILER, compile_to, together
 
 # World, generations, rounds; the first shows the mutants.
 SHOWING = (2, 20, 12)
@@ -79,10 +79,12 @@ def program(sanitized_objects, tmp_path_factory) -> Path:
     include = ROOT / "kernels/include"
     write_sources(folder, MUTANTS)
     chosen = ("-c", "-include", str(folder / "chosen.h"))
+    steady = (ROOT / f"kernels/host/{name}.cpp" for name in STEADY)
+    mutated = (folder / f"kernels/host/{name}.cpp" for name in MUTATED)
     jobs: list[tuple[Path, tuple[str, ...]]] = [
+        (together(folder / "mutated.cpp", mutated), chosen),
+        (together(folder / "steady.cpp", steady), ("-c",)),
         (ROOT / "tests/proof/races/comm_race_test.cpp", ("-c",)),
-        *((ROOT / f"kernels/host/{name}.cpp", ("-c",)) for name in STEADY),
-        *((folder / f"kernels/host/{name}.cpp", chosen) for name in MUTATED),
     ]
 
     def compiled(job: tuple[Path, tuple[str, ...]]) -> Path:

@@ -13,7 +13,7 @@ from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
 
 WAITER = "host/waiter.cpp"
-AN_HOUR = Mutant(WAITER, "kSleepNs = 10'000'000;", "kSleepNs = 3'600'000'000'000;")
+AN_HOUR = Mutant("host/waiter.h", "kSleepNs = 10'000'000;", "kSleepNs = 3'600'000'000'000;")
 LOOK = "if (load_relaxed_sys(sleeping) != 0) team.wake(word);"
 MUTANTS = {
     "nobody looks for a sleeper": Mutant(SIGNAL, LOOK, f"if (!CHOSEN) {LOOK}"),
@@ -52,7 +52,7 @@ def program(tmp_path_factory):
         ROOT / "tests/proof/races/wake_test.cpp",
         folder / "kernels/host/waiter.cpp",
         flags=PLAIN,
-        extra=("-include", str(folder / "chosen.h")),
+        extra=(f"-I{folder}", "-include", str(folder / "chosen.h")),
     )
 
 
