@@ -231,9 +231,29 @@ def compile_text(
         nvrtc.destroyProgram(program)
 
 
+# The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters.
+_PART = re.compile(r"^RC_(?:REDUCE|ADAMW)_KERNELS\((\w+),.*\n", re.MULTILINE)
+
+
+def kernels_of(name: str) -> set[str]:
+    """Returns the kernels that :func:`compile_unit` makes of ``name``."""
+    unit, _, part = name.partition("/")
+    parts = set(_PART.findall(units.read_source(units.source_root(), units.UNITS[unit]).text))
+    left_out = parts - {part} if part else set()
+    return {each for each in units.UNITS[unit].kernels if each.split("_")[-1] not in left_out}
+
+
 def compile_unit(name: str, target: str) -> Binary:
-    """Compiles one unit of the kernels with NVRTC."""
+    """Compiles one unit of the kernels with NVRTC.
+
+    Args:
+        name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
+            ``adamw_float16/float32``, with one dtype of parameters alone.
+        target: ``sm_90a``, for example.
+    """
+    name, _, part = name.partition("/")
     unit = units.UNITS[name]
     source = units.read_source(units.source_root(), unit)
     macros = [f"-D{macro}" for macro in unit.macros]
-    return compile_text(source.text, target, source.headers, macros)
+    text = _PART.sub(lambda line: line[0] if line[1] == part else "", source.text)
+    return compile_text(text if part else source.text, target, source.headers, macros)
