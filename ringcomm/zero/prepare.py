@@ -262,7 +262,10 @@ def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Ten
 
 
 def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
-    """Casts parameters without a bucket, broadcasts buffers and casts them; collective.
+    """Casts parameters without a bucket, makes them dense, and settles buffers; collective.
+
+    A checkpoint reads into a view of each such parameter as one row, which only dense ones have.
+    Buffers are broadcast and cast.
 
     Args:
         parts: the engine's parts, after :func:`move_in`.
@@ -272,9 +275,12 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     precision = options.precision
     placed = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
     for param in parts.module.parameters():
-        if id(param) not in placed and precision.param and param.dtype in DTYPE_NAMES:
+        if id(param) in placed:
+            continue
+        casts = precision.param is not None and param.dtype in DTYPE_NAMES
+        if casts or not param.is_contiguous():
             rollback.keep_data(param)
-            param.data = param.to(precision.param)
+            param.data = param.to(precision.param if casts else param.dtype).contiguous()
     # Several modules may have one buffer. The keys are ids of the old buffers, which ``rollback``
     # keeps alive.
     settled: dict[int, Tensor] = {}

@@ -62,6 +62,35 @@ def test_n_and_m_steps_are_n_saved_loaded_and_m(worlds, tmp_path, stage, kind):
     assert all(worlds(2).run(work))
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage):
+    """A transposed weight, one of channels last, and every other element of a vector."""
+
+    def model(value: float) -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 3, 2))
+        module[0].weight = nn.Parameter(torch.empty(4, 4).t(), requires_grad=False)
+        module[1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module[1].weight.requires_grad_(False)
+        module[1].bias = nn.Parameter(torch.empty(6)[::2], requires_grad=False)
+        for param in module.parameters():
+            with torch.no_grad():
+                param.copy_(torch.arange(param.numel()).view(param.shape) + value)
+        return module
+
+    def work(comm):
+        saved, other = (zero.shard(model(value), stage=stage, comm=comm) for value in (1, 50))
+        zero.save(tmp_path, 1, saved)
+        zero.load(tmp_path, other)
+        for module in (saved, other):
+            with zero.gathered(module):
+                got = [param.detach().clone() for param in module.parameters()]
+            wanted = [param.detach() for param in model(1).parameters()]
+            assert all(map(torch.equal, got, wanted))
+        return True
+
+    assert all(worlds(2).run(work))
+
+
 @pytest.mark.parametrize("name", ["partial", "conv", "mlp", "wandering"])
 def test_any_stage_and_world_takes_over(worlds, tmp_path, name):
     """From 3 ranks at each stage to 2 ranks at another one; bucket sizes differ, too."""
