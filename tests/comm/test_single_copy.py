@@ -227,7 +227,7 @@ def _until_ended(pid: int) -> None:
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # gone before open(), or before read()
             return
         if state in "ZX":
             return

@@ -110,7 +110,7 @@ class Held:
 class Player:
     """One rank of a chain. Tests of the checks override what it does."""
 
-    settle_s = 10.0
+    settle_s = 30.0
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store = store
