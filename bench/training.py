@@ -35,6 +35,7 @@ from .steps import HostClock
 from .timing import Call, Clock, Entrant, Pace, Timing, measure, ratios
 from .training_systems import (
     DDP,
+    DDP_HERE,
     FSDP2,
     FSDP2_HERE,
     PLAIN,
@@ -44,7 +45,7 @@ from .training_systems import (
     profiled_steps,
 )
 
-_RIVALS = (DDP, FSDP2, FSDP2_HERE, PLAIN)
+_RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, PLAIN)
 
 
 def rows_of(shape: Shape, world: int, timings: Mapping[str, Timing]) -> list[Row]:

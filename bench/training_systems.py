@@ -18,7 +18,8 @@ from ringcomm.examples.gpt.model import GPT, VOCABULARY
 
 Tensor = torch.Tensor
 Step = Callable[[], object]
-DDP, FSDP2, FSDP2_HERE = "ddp on gloo", "fsdp2 on gloo", "fsdp2 on ringcomm"
+DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
+FSDP2, FSDP2_HERE = "fsdp2 on gloo", "fsdp2 on ringcomm"
 PLAIN = "torch alone"
 # What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
@@ -92,8 +93,10 @@ def batch_of(shape: Shape, comm: ringcomm.Communicator) -> Tensor:
     return torch.randint(0, VOCABULARY, size, generator=generator).to(comm.device)
 
 
-def _ddp(shape: Shape, batch: Tensor) -> Step:
-    module = DistributedDataParallel(shape.model().to(batch.device), gradient_as_bucket_view=True)
+def _ddp(shape: Shape, batch: Tensor, backend: str) -> Step:
+    group = dist.new_group(backend=backend)
+    model = shape.model().to(batch.device)
+    module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     return _step(module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), batch)
 
 
@@ -129,7 +132,8 @@ def entrants(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Step]:
     if batch.is_cuda:
         return {**steps, PLAIN: _plain(shape, batch)}
     steps[ARITHMETIC] = _arithmetic(shape, batch)
-    steps[DDP] = _ddp(shape, batch)
+    steps[DDP] = _ddp(shape, batch, "gloo")
+    steps[DDP_HERE] = _ddp(shape, batch, "ringcomm")
     steps[FSDP2] = _fsdp2(shape, batch, "gloo")
     steps[FSDP2_HERE] = _fsdp2(shape, batch, "ringcomm")
     return steps

@@ -12,6 +12,7 @@ from ringcomm.bench.report import read
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
     DDP,
+    DDP_HERE,
     FSDP2,
     FSDP2_HERE,
     TRACED_STEPS,
@@ -60,7 +61,7 @@ def test_the_command(tmp_path):
     report = read(file)
     systems = [row.system for row in report.rows]
     stages = [f"stage {stage}" for stage in range(4)]
-    assert systems == [*stages, ARITHMETIC, DDP, FSDP2, FSDP2_HERE]
+    assert systems == [*stages, ARITHMETIC, DDP, DDP_HERE, FSDP2, FSDP2_HERE]
     assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in report.rows)
     assert report.provenance["command"] == f"python -m ringcomm.bench.training {' '.join(TINY)}"
     assert not dist.is_initialized()
