@@ -22,6 +22,7 @@ from .modes import PROCESSES
 from .options import Options
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
+_MPI_PLACE = ("PMI_RANK", "PMI_SIZE")
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -148,7 +149,9 @@ def _rank_command(module: str, arguments: Sequence[str]) -> list[str]:
 def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int:
     """Runs commands with their own variables; one that fails takes the others with it."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
-        shared = {**os.environ, _STORE_FILE: f"{directory}/store"}
+        # A job that mpiexec started may call the harness; its own place is not that of a rank.
+        outside = {key: os.environ[key] for key in os.environ if key not in _MPI_PLACE}
+        shared = {**outside, _STORE_FILE: f"{directory}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
         started: list[subprocess.Popen[bytes]] = []
         try:

@@ -35,7 +35,10 @@ def module(tmp_path, monkeypatch):
     return make
 
 
-def test_ranks_find_their_places_and_one_store(module, tmp_path):
+def test_ranks_find_their_places_and_one_store(module, tmp_path, monkeypatch):
+    """They do so inside a job of MPI, too, whose places are other ones."""
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
     seen = tmp_path / "seen"
     seen.mkdir()
     assert run_processes(module("places", PLACES), [str(seen)], 3) == 0
