@@ -22,6 +22,7 @@ from .modes import PROCESSES
 from .options import Options
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
+_MPI_PLACE = ("PMI_RANK", "PMI_SIZE")
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -79,6 +80,11 @@ def join(options: Options) -> Placing:
         hosted = _host_store(None, comm.size) if comm.rank == 0 else None
         port = comm.bcast(hosted.port if hosted else 0)
         return Placing(comm.rank, comm.size, hosted or _host_store(port, comm.size))
+    return placed()
+
+
+def placed() -> Placing:
+    """Finds the place of a rank that the harness started, which ends with the harness."""
     _die_with_parent()
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -112,32 +118,46 @@ def _join_torchrun(systems: Sequence[str]) -> Placing:
 
 
 def run_ranks(options: Options, arguments: Sequence[str]) -> int:
-    """Starts the ranks of this harness, waits, and returns the exit status.
+    """Starts the ranks of :mod:`.collectives`, waits, and returns the exit status.
 
-    One rank that fails takes the others with it. Raises :class:`LaunchError` without mpiexec.
+    Raises :class:`LaunchError` without mpiexec.
     """
-    world, systems = options.ranks, options.systems
-    rank_command = [sys.executable, "-m", f"{__package__}.collectives", *arguments]
+    module, world, systems = f"{__package__}.collectives", options.ranks, options.systems
+    rank_command = _rank_command(module, arguments)
+    if "impi" in systems:
+        command, environment = _intel_mpiexec(options)
+        return _run([([*command, "-n", str(world), *rank_command], environment)], options.busy)
+    if "mpi" in systems:
+        return _run([([_mpiexec(), "-n", str(world), *rank_command], {})], options.busy)
+    return run_processes(module, arguments, world, options.busy)
+
+
+def run_processes(module: str, arguments: Sequence[str], world: int, busy: int = 0) -> int:
+    """Runs ``module`` in ``world`` processes, each of which finds its place with :func:`placed`.
+
+    Waits for them, beside ``busy`` loops that compute, and returns the exit status.
+    """
+    command = _rank_command(module, arguments)
+    places = [{"RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+    return _run([(command, place) for place in places], busy)
+
+
+def _rank_command(module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int:
+    """Runs commands with their own variables; one that fails takes the others with it."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
-        shared = {**os.environ, _STORE_FILE: f"{directory}/store"}
+        # A job that mpiexec started may call the harness; its own place is not that of a rank.
+        outside = {key: os.environ[key] for key in os.environ if key not in _MPI_PLACE}
+        shared = {**outside, _STORE_FILE: f"{directory}/store"}
         shared.setdefault("OMP_NUM_THREADS", "1")
-        if "impi" in systems:
-            command, environment = _intel_mpiexec(options)
-            commands = [[*command, "-n", str(world), *rank_command]]
-            environments = [{**shared, **environment}]
-        elif "mpi" in systems:
-            commands = [[_mpiexec(), "-n", str(world), *rank_command]]
-            environments = [shared]
-        else:
-            commands = [rank_command] * world
-            environments = [
-                {**shared, "RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)
-            ]
         started: list[subprocess.Popen[bytes]] = []
         try:
-            with busy_loops(options.busy):
-                for command, environment in zip(commands, environments, strict=True):
-                    started.append(subprocess.Popen(command, env=environment))
+            with busy_loops(busy):
+                for command, own in commands:
+                    started.append(subprocess.Popen(command, env={**shared, **own}))
                 return _wait(started)
         finally:
             _stop(started)

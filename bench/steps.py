@@ -19,9 +19,7 @@ import argparse
 import csv
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +32,11 @@ import ringcomm
 
 from . import provenance
 from .board import Board
+from .launch import placed, run_processes, started_by
 from .timing import Clock, Entrant, Pace, Timing, host_elapsed_us, measure, ratios
 
 Step = Callable[[], object]
 SUBJECT = "ringcomm"
-_RANK, _WORLD, _STORE = (f"RINGCOMM_STEPS_{name}" for name in ("RANK", "WORLD", "STORE"))
 
 
 @dataclass(frozen=True)
@@ -196,9 +194,9 @@ def _rows(case: StepCase, world: int, timings: Mapping[str, Timing]) -> list[dic
 
 
 def _run_rank(cases: list[StepCase], pace: Pace, output: Path | None, arguments: list[str]) -> None:
-    rank, world = int(os.environ[_RANK]), int(os.environ[_WORLD])
+    place = placed()
+    rank, world, store = place.rank, place.world, place.store
     torch.set_num_threads(1)
-    store = dist.FileStore(os.environ[_STORE], world)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world
     )
@@ -248,20 +246,13 @@ def main(arguments: list[str]) -> int:
     world = asked.ranks if asked.what == "step" else 1
     elems = int((asked.millions or (64 if asked.what == "step" else 16)) * 2**20)
     dtypes = [getattr(torch, name) for name in asked.dtype or ("float32", "bfloat16")]
-    if _RANK in os.environ:
+    if started_by(os.environ) == "harness":
         cases = [StepCase(asked.what, dtype, elems) for dtype in dtypes]
         pace = Pace(rounds=asked.rounds, warmup_rounds=2, batch=1, turn_us=0)
         kept = [word for word in arguments if word not in ("-o", "--output", str(asked.output))]
         _run_rank(cases, pace, asked.output, kept)
         return 0
-    with tempfile.TemporaryDirectory(prefix="ringcomm-steps-") as folder:
-        shared = {**os.environ, _WORLD: str(world), _STORE: f"{folder}/store"}
-        shared.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "ringcomm.bench.steps", *arguments]
-        ranks = [
-            subprocess.Popen(command, env={**shared, _RANK: str(rank)}) for rank in range(world)
-        ]
-        return max(rank.wait() for rank in ranks)
+    return run_processes("ringcomm.bench.steps", arguments, world)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,8 +25,9 @@ import ringcomm
 
 from . import provenance
 from .board import Board
-from .busy import REST_S, busy_loops, lead_session
+from .busy import REST_S, lead_session
 from .devices import Gpu
+from .launch import placed, run_processes, started_by
 from .modes import PROCESSES, PROCESSES_ON_ONE_GPU
 from .report import Report, Row, write_csv, write_json
 from .session import quartiles
@@ -36,6 +35,7 @@ from .steps import HostClock
 from .timing import Call, Clock, Entrant, Pace, Timing, measure, ratios
 from .training_systems import (
     DDP,
+    DDP_HERE,
     FSDP2,
     FSDP2_HERE,
     PLAIN,
@@ -45,8 +45,7 @@ from .training_systems import (
     profiled_steps,
 )
 
-_RANK, _WORLD, _STORE = (f"RINGCOMM_TRAINING_{name}" for name in ("RANK", "WORLD", "STORE"))
-_RIVALS = (DDP, FSDP2, FSDP2_HERE, PLAIN)
+_RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, PLAIN)
 
 
 def rows_of(shape: Shape, world: int, timings: Mapping[str, Timing]) -> list[Row]:
@@ -107,13 +106,13 @@ class SynchronizedClock:
 
 
 def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words: list[str]) -> None:
-    rank, world = int(os.environ[_RANK]), int(os.environ[_WORLD])
+    place = placed()
+    rank, world, store = place.rank, place.world, place.store
     on_gpu = asked.device == "cuda"
     clock: Clock = SynchronizedClock() if on_gpu else HostClock()
     if asked.busy:
         lead_session()
     torch.set_num_threads(1)
-    store = dist.FileStore(os.environ[_STORE], world)
     dist.init_process_group(
         "cpu:gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world
     )
@@ -193,7 +192,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     asked = parse(arguments)
-    if _RANK in os.environ:
+    if started_by(os.environ) == "harness":
         shapes = [
             Shape(asked.width, asked.depth, asked.heads, asked.sequences, context)
             for context in asked.context or [64]
@@ -202,16 +201,7 @@ def main(arguments: list[str]) -> int:
         pace = Pace(rounds=asked.rounds, warmup_rounds=1, batch=1, turn_us=0, rest_s=rest_s)
         _run_rank(shapes, pace, asked, arguments)
         return 0
-    with tempfile.TemporaryDirectory(prefix="ringcomm-training-") as folder:
-        shared = {**os.environ, _WORLD: str(asked.ranks), _STORE: f"{folder}/store"}
-        shared.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "ringcomm.bench.training", *arguments]
-        with busy_loops(asked.busy):
-            ranks = [
-                subprocess.Popen(command, env={**shared, _RANK: str(rank)})
-                for rank in range(asked.ranks)
-            ]
-            return max(rank.wait() for rank in ranks)
+    return run_processes("ringcomm.bench.training", arguments, asked.ranks, asked.busy)
 
 
 if __name__ == "__main__":
