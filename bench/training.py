@@ -1,11 +1,14 @@
-"""A training step at each ZeRO stage, against DDP and FSDP2 on Gloo.
+"""Training at each ZeRO stage, against DDP and FSDP2 on Gloo and on ringcomm.
 
 ``python -m ringcomm.bench.training`` runs it.
 
-With ``--device cuda`` all ranks share one GPU, and the rival is torch's fused AdamW on each rank
-alone, with no communication at all. All systems train one GPT of the same size on the ranks of one
-machine, each on its own copy, in one run and interleaved (see :mod:`.timing`). A step is
-forward, backward, update and zero_grad.
+All systems train one GPT of the same size on the same text on the ranks of one machine, each on
+its own copy, in one run and interleaved (see :mod:`.timing`). A step is forward, backward, update
+and zero_grad. After the last one the losses of every step and the weights are compared: those that
+must be equal to the bit and are not count as ``wrong``, and the exit status is 1.
+
+With ``--device cuda`` all ranks share one GPU, the rival is torch's fused AdamW on each rank
+alone, with no communication at all, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import ringcomm
+from ringcomm.errors import ArgumentError
+from ringcomm.examples.gpt.corpus import find_source, load, min_corpus_bytes
 
 from . import provenance
 from .board import Board
@@ -40,15 +46,70 @@ from .training_systems import (
     FSDP2_HERE,
     PLAIN,
     TRAINING,
+    Batches,
     Shape,
+    Training,
+    differences,
     entrants,
     profiled_steps,
+    twins,
 )
 
 _RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, PLAIN)
+_MB = 1e6
 
 
-def rows_of(shape: Shape, world: int, timings: Mapping[str, Timing]) -> list[Row]:
+@dataclass(frozen=True)
+class Finding:
+    """What the training of one system has shown, over all ranks.
+
+    Attributes:
+        wrong: losses and weights that are not the twin's; None where it has no twin.
+        first_loss, last_loss: in nats per byte, mean of the ranks.
+        held_bytes: what it adds to a rank's memory, on the rank where that is most.
+    """
+
+    wrong: int | None
+    first_loss: float
+    last_loss: float
+    held_bytes: int
+
+    @property
+    def text(self) -> str:
+        return (
+            f"loss {self.first_loss:.3f} to {self.last_loss:.3f}; "
+            f"{self.held_bytes / _MB:.1f} MB a rank"
+        )
+
+
+def find_out(board: Board, world: int, trained: Mapping[str, Training]) -> dict[str, Finding]:
+    """Compares each system with its twin; collective, and the same on all ranks."""
+    compared: Mapping[str, str] = {} if PLAIN in trained else twins(world)
+    mine = {
+        name: (
+            differences(each, trained[compared[name]]) if name in compared else None,
+            each.losses[0].item(),
+            each.losses[-1].item(),
+            each.held_bytes,
+        )
+        for name, each in trained.items()
+    }
+    by_rank = board.exchange(mine)
+    found = {}
+    for name in trained:
+        wrong, first, last, held = zip(*(here[name] for here in by_rank), strict=True)
+        found[name] = Finding(
+            sum(wrong) if name in compared else None,
+            statistics.mean(first),
+            statistics.mean(last),
+            max(held),
+        )
+    return found
+
+
+def rows_of(
+    shape: Shape, world: int, timings: Mapping[str, Timing], findings: Mapping[str, Finding]
+) -> list[Row]:
     """A row per system; ratios are over the rival: torch alone, or DDP."""
     rival = timings[PLAIN if PLAIN in timings else DDP]
     rows = []
@@ -73,12 +134,13 @@ def rows_of(shape: Shape, world: int, timings: Mapping[str, Timing]) -> list[Row
                 time_us=round(timing.median_us, 1),
                 best_us=round(timing.best_us, 1),
                 p95_us=round(timing.p95_us, 1),
+                wrong=findings[name].wrong,
                 ratio=middle,
                 ratio_low=low,
                 ratio_high=high,
                 rounds=len(timing.times_us),
                 batch=1,
-                note="; ".join(others),
+                note="; ".join([findings[name].text, *others]),
                 mode=PROCESSES_ON_ONE_GPU if PLAIN in timings else PROCESSES,
             )
         )
@@ -87,7 +149,8 @@ def rows_of(shape: Shape, world: int, timings: Mapping[str, Timing]) -> list[Row
 
 def _line(row: Row) -> str:
     milliseconds = (row.time_us or 0.0) / 1e3
-    return f"{row.placement}  {row.system:<18} {milliseconds:9.2f} ms  {row.note}"
+    told = {None: "", 0: "equal; "}.get(row.wrong, f"WRONG: {row.wrong} losses or weights; ")
+    return f"{row.placement}  {row.system:<20} {milliseconds:9.2f} ms  {told}{row.note}"
 
 
 class SynchronizedClock:
@@ -105,7 +168,7 @@ class SynchronizedClock:
         torch.cuda.synchronize()
 
 
-def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words: list[str]) -> None:
+def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words: list[str]) -> int:
     place = placed()
     rank, world, store = place.rank, place.world, place.store
     on_gpu = asked.device == "cuda"
@@ -114,30 +177,37 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
         lead_session()
     torch.set_num_threads(1)
     dist.init_process_group(
-        "cpu:gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world
+        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world
     )
     comm = ringcomm.Communicator.from_store(
         dist.PrefixStore("ringcomm", store), rank, world, device=asked.device
     )
     board = Board(store, rank, world)
+    source = find_source(asked.data, min_corpus_bytes(max(shape.context for shape in shapes)))
+    corpus = load(source)
     rows: list[Row] = []
     for shape in shapes:
-        calls = {name: Entrant([step]) for name, step in entrants(shape, comm).items()}
-        rows += rows_of(shape, world, measure(board, calls, pace, clock))
-        del calls
-    for shape in shapes if asked.profile else []:
-        for stage in (2, 3):
-            _profile(shape, stage, comm, asked.profile)
+        batches = Batches(shape, corpus, rank, world, comm.device)
+        trained = entrants(batches, comm)
+        calls = {name: Entrant([training]) for name, training in trained.items()}
+        timings = measure(board, calls, pace, clock)
+        rows += rows_of(shape, world, timings, find_out(board, world, trained))
+        del calls, trained
+        for stage in (2, 3) if asked.profile else ():
+            _profile(batches, stage, comm, asked.profile)
     board.barrier()
     if rank == 0:
+        print(f"# {world} ranks; {source}")
         _write(rows, asked, _without_files(words))
     comm.close()
     dist.destroy_process_group()
+    # One rank tells it: a rank that fails takes the others with it, which may still write.
+    return 1 if rank == 0 and any(row.wrong for row in rows) else 0
 
 
-def _profile(shape: Shape, stage: int, comm: ringcomm.Communicator, file: Path) -> None:
+def _profile(batches: Batches, stage: int, comm: ringcomm.Communicator, file: Path) -> None:
     """Prints how much of the communication nobody waited for, and writes this rank's spans."""
-    profile = profiled_steps(shape, stage, comm)
+    profile = profiled_steps(batches, stage, comm)
     profile.write(
         file.with_name(f"{file.stem}-stage{stage}-rank{comm.rank}{file.suffix}"), comm.rank
     )
@@ -145,7 +215,7 @@ def _profile(shape: Shape, stage: int, comm: ringcomm.Communicator, file: Path) 
     comm.all_reduce(share)
     if comm.rank == 0:
         mean = share.item() / comm.world_size
-        print(f"{shape}  stage {stage}: {mean:.0%} of the communication was hidden")
+        print(f"{batches.shape}  stage {stage}: {mean:.0%} of the communication was hidden")
 
 
 def _write(rows: list[Row], asked: argparse.Namespace, words: list[str]) -> None:
@@ -179,6 +249,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=1, help="a rank (default 1)")
     parser.add_argument("--context", type=int, action="append", help="bytes (default 64)")
+    parser.add_argument(
+        "--data", metavar="PATH", help="text file or folder (default: Python's standard library)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-r", "--rounds", type=int, default=9)
     parser.add_argument(
@@ -199,8 +272,12 @@ def main(arguments: list[str]) -> int:
         ]
         rest_s = REST_S if asked.busy else 0.0
         pace = Pace(rounds=asked.rounds, warmup_rounds=1, batch=1, turn_us=0, rest_s=rest_s)
-        _run_rank(shapes, pace, asked, arguments)
-        return 0
+        return _run_rank(shapes, pace, asked, arguments)
+    try:
+        find_source(asked.data, min_corpus_bytes(max(asked.context or [64])))
+    except ArgumentError as error:
+        print(error, file=sys.stderr)
+        return 2
     return run_processes("ringcomm.bench.training", arguments, asked.ranks, asked.busy)
 
 

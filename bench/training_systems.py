@@ -1,31 +1,43 @@
-"""The systems that :mod:`.training` times: one GPT, trained by each of them."""
+"""The systems that :mod:`.training` compares: one GPT, trained on the same text by each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
 from ringcomm.examples.gpt.config import ModelConfig
+from ringcomm.examples.gpt.corpus import Corpus
 from ringcomm.examples.gpt.model import GPT, VOCABULARY
+from ringcomm.examples.gpt.report import MemoryMeter, load_first_use
 
 Tensor = torch.Tensor
-Step = Callable[[], object]
 DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
 FSDP2, FSDP2_HERE = "fsdp2 on gloo", "fsdp2 on ringcomm"
+STAGES = tuple(f"stage {stage}" for stage in range(4))
 PLAIN = "torch alone"
 # What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
 # What reports call a training step.
 TRAINING = "training_step"
 TRACED_STEPS = 5
+LEARNING_RATE = 1e-3
+SEED = 0
+
+# Whose losses and weights a system must have, to the bit: the stages those of stage 0; torch's
+# wrappers those of the same wrapper on Gloo, but of two ranks only, since the sum of two numbers
+# has one value whatever their order.
+STAGE_TWINS = dict.fromkeys(STAGES[1:], STAGES[0])
+PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2}
 
 
 @dataclass(frozen=True)
@@ -45,95 +57,165 @@ class Shape:
 
     def model(self) -> GPT:
         """Returns the model, with the same weights on every rank."""
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         return GPT(ModelConfig(self.width, self.depth, self.heads, self.context, tied=True))
 
     def __str__(self) -> str:
         return f"{self.width}x{self.depth}, {self.sequences}x{self.context} bytes a rank"
 
 
-def _step(module: nn.Module, optimizer: Any, batch: Tensor) -> Step:
-    def step() -> None:
+@dataclass(frozen=True)
+class Batches:
+    """The rows of each step's batch that are one rank's."""
+
+    shape: Shape
+    corpus: Corpus
+    rank: int
+    world: int
+    device: torch.device
+
+    def of(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each int64 [sequences, context]."""
+        rows, context = self.shape.sequences, self.shape.context
+        tokens, targets = self.corpus.batch(SEED, step, rows * self.world, context)
+        own = slice(self.rank * rows, (self.rank + 1) * rows)
+        return tokens[own].to(self.device), targets[own].to(self.device)
+
+
+class Training:
+    """A model that one system trains; a call is a step.
+
+    Two steps are taken at once: the first builds what is built at a step, and the second what
+    depends on that.
+
+    Attributes:
+        module: the model, as the system wraps it.
+        losses: of this rank's rows, one FP32 scalar a step.
+        held_bytes: what training adds to this rank's memory, between the backward and the
+            optimizer's step.
+    """
+
+    def __init__(self, build: Callable[[], tuple[nn.Module, Any]], batches: Batches) -> None:
+        meter = MemoryMeter(batches.device, has_heap=True, trims=True)
+        before_bytes = meter.held_bytes()
+        self.module, self._optimizer = build()
+        self._batches = batches
+        self.losses: list[Tensor] = []
+        self()
+        self._backward()
+        self.held_bytes = meter.held_bytes() - before_bytes
+        self._update()
+
+    def __call__(self) -> None:
+        self._backward()
+        self._update()
+
+    def _backward(self) -> None:
+        tokens, targets = self._batches.of(len(self.losses))
         # On a GPU matrices are multiplied in bfloat16, as training does it.
-        with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
-            loss = module(batch[:, :-1], batch[:, 1:])
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            loss = self.module(tokens, targets)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.losses.append(loss.detach())
 
-    step()  # builds what is built at the first one
-    step()  # and what depends on it
-    return step
+    def _update(self) -> None:
+        if self._optimizer is None:
+            self.module.zero_grad()
+            return
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns what this rank can compare of the weights: all, or under FSDP2 its shards.
+
+        Collective.
+        """
+        if isinstance(self._optimizer, ringcomm.optim.AdamW):
+            return ringcomm.zero.full_state_dict(self.module)
+        found = {}
+        for name, param in self.module.named_parameters():
+            data = param.detach()
+            found[name] = data.to_local() if isinstance(data, DTensor) else data
+        return found
 
 
-def _zero(shape: Shape, stage: int, comm: ringcomm.Communicator, batch: Tensor) -> Step:
-    module = ringcomm.zero.shard(shape.model().to(comm.device), stage, comm=comm)
-    return _step(module, ringcomm.optim.AdamW(module.parameters(), lr=1e-4), batch)
+def differences(trained: Training, twin: Training) -> int:
+    """Counts this rank's losses and weights that differ in any bit from the twin's; collective."""
+    unequal = int((torch.stack(trained.losses) != torch.stack(twin.losses)).sum())
+    theirs = twin.weights()
+    return unequal + sum(
+        int((weight != theirs[name]).sum()) for name, weight in trained.weights().items()
+    )
+
+
+def twins(world: int) -> Mapping[str, str]:
+    """The systems whose losses and weights must be another's, and that other's name."""
+    return {**STAGE_TWINS, **PAIR_TWINS} if world == 2 else STAGE_TWINS
 
 
 def profiled_steps(
-    shape: Shape, stage: int, comm: ringcomm.Communicator
+    batches: Batches, stage: int, comm: ringcomm.Communicator
 ) -> ringcomm.zero.StepProfile:
     """Profiles a few steps of a stage that overlaps: its communication, and waits for that."""
-    batch = batch_of(shape, comm)
     options = ringcomm.zero.ZeroOptions(overlap=True)
-    module = ringcomm.zero.shard(shape.model().to(comm.device), stage, comm=comm, options=options)
-    step = _step(module, ringcomm.optim.AdamW(module.parameters(), lr=1e-4), batch)
-    with ringcomm.zero.profiled(module) as profile:
+    training = Training(lambda: _zero(batches.shape, stage, comm, options), batches)
+    with ringcomm.zero.profiled(training.module) as profile:
         for _ in range(TRACED_STEPS):
             with profile.span("step", kind="compute"):
-                step()
+                training()
     return profile
 
 
-def batch_of(shape: Shape, comm: ringcomm.Communicator) -> Tensor:
-    """int64 [B, T + 1], the rank's own."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    size = (shape.sequences, shape.context + 1)
-    return torch.randint(0, VOCABULARY, size, generator=generator).to(comm.device)
+Built = tuple[nn.Module, Any]
 
 
-def _ddp(shape: Shape, batch: Tensor, backend: str) -> Step:
-    group = dist.new_group(backend=backend)
-    model = shape.model().to(batch.device)
-    module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    return _step(module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), batch)
+def _zero(
+    shape: Shape,
+    stage: int,
+    comm: ringcomm.Communicator,
+    options: ringcomm.zero.ZeroOptions | None = None,
+) -> Built:
+    module = ringcomm.zero.shard(shape.model().to(comm.device), stage, comm=comm, options=options)
+    return module, ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
 
 
-def _fsdp2(shape: Shape, batch: Tensor, backend: str) -> Step:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), backend_override={0: backend})
-    model = shape.model().to(batch.device)
+def _with_adamw(module: nn.Module) -> Built:
+    return module, torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _ddp(shape: Shape, group: dist.ProcessGroup) -> Built:
+    return _with_adamw(
+        DistributedDataParallel(shape.model(), process_group=group, gradient_as_bucket_view=True)
+    )
+
+
+def _fsdp2(shape: Shape, group: dist.ProcessGroup) -> Built:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = shape.model()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), batch)
+    return _with_adamw(model)
 
 
-def _plain(shape: Shape, batch: Tensor) -> Step:
-    module = shape.model().to(batch.device)
-    return _step(module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), batch)
+def entrants(batches: Batches, comm: ringcomm.Communicator) -> dict[str, Training]:
+    """Begins training on each system; collective.
 
-
-def _arithmetic(shape: Shape, batch: Tensor) -> Step:
-    module = shape.model().to(batch.device)
-
-    def step() -> None:
-        module(batch[:, :-1], batch[:, 1:]).backward()
-        module.zero_grad()
-
-    step()
-    return step
-
-
-def entrants(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Step]:
-    """A step of each system: on CPUs against Gloo, on a GPU against torch without communication."""
-    batch = batch_of(shape, comm)
-    steps = {f"stage {stage}": _zero(shape, stage, comm, batch) for stage in range(4)}
-    if batch.is_cuda:
-        return {**steps, PLAIN: _plain(shape, batch)}
-    steps[ARITHMETIC] = _arithmetic(shape, batch)
-    steps[DDP] = _ddp(shape, batch, "gloo")
-    steps[DDP_HERE] = _ddp(shape, batch, "ringcomm")
-    steps[FSDP2] = _fsdp2(shape, batch, "gloo")
-    steps[FSDP2_HERE] = _fsdp2(shape, batch, "ringcomm")
-    return steps
+    On CPUs they compete with Gloo, on a GPU with torch without communication.
+    """
+    shape, device = batches.shape, batches.device
+    load_first_use()
+    builds: dict[str, Callable[[], Built]] = {
+        name: lambda stage=stage: _zero(shape, stage, comm)  # type: ignore[misc]
+        for stage, name in enumerate(STAGES)
+    }
+    if device.type == "cuda":
+        builds[PLAIN] = lambda: _with_adamw(shape.model().to(device))
+    else:
+        builds[ARITHMETIC] = lambda: (shape.model(), None)
+        gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
+        builds[DDP] = lambda: _ddp(shape, gloo)
+        builds[DDP_HERE] = lambda: _ddp(shape, here)
+        builds[FSDP2] = lambda: _fsdp2(shape, gloo)
+        builds[FSDP2_HERE] = lambda: _fsdp2(shape, here)
+    return {name: Training(build, batches) for name, build in builds.items()}

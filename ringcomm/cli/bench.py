@@ -1,12 +1,13 @@
-"""``ringcomm bench``: starts the benchmark harness, which is a program of its own."""
+"""``ringcomm bench``: starts the benchmark harness, whose programs run by themselves."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 
-HARNESS = "ringcomm.bench.collectives"
+COLLECTIVES, TRAINING = "ringcomm.bench.collectives", "ringcomm.bench.training"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the harness with the options as given, and returns its exit status."""
-    command = [sys.executable, "-m", HARNESS, *args.arguments]
-    with subprocess.Popen(command) as harness:
+    return run_harness(COLLECTIVES, args.arguments)
+
+
+def run_harness(module: str, arguments: Sequence[str]) -> int:
+    """Runs one of the harness's programs, and returns its exit status."""
+    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as harness:
         while True:
             try:
                 return harness.wait()

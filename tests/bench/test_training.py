@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ringcomm
+from ringcomm.bench import training
 from ringcomm.bench.report import read
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
@@ -15,8 +17,10 @@ from ringcomm.bench.training_systems import (
     DDP_HERE,
     FSDP2,
     FSDP2_HERE,
+    STAGES,
     TRACED_STEPS,
     Shape,
+    twins,
 )
 from tests.bench.programs import run_program
 
@@ -45,6 +49,42 @@ def test_a_stage_trains_as_torch_does():
             torch.testing.assert_close(mine, wanted, rtol=2**-22, atol=1e-10)
 
 
+def test_torchs_wrappers_are_compared_where_sums_have_one_order():
+    assert twins(2).keys() == {*STAGES[1:], DDP_HERE, FSDP2_HERE}
+    assert twins(1).keys() == twins(3).keys() == set(STAGES[1:])
+
+
+# The weight is that of both ends of the model, and has two names.
+@pytest.mark.parametrize(("what", "wrong"), [("nothing", 0), ("a loss", 1), ("a weight", 2)])
+def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
+    """One rank, in this process; stage 3 is changed before its comparison with stage 0."""
+    monkeypatch.setenv("RINGCOMM_BENCH_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    find_out = training.find_out
+
+    def changed(board, world, trained):
+        last = trained[STAGES[3]]
+        if what == "a loss":
+            last.losses[1] = last.losses[1] * (1 + 2**-23)
+        if what == "a weight":
+            with ringcomm.zero.gathered(last.module, write_from=0), torch.no_grad():
+                next(last.module.parameters()).view(-1)[5] += 1
+        return find_out(board, world, trained)
+
+    monkeypatch.setattr(training, "find_out", changed)
+    status = training.main([*TINY, "-n", "1"])
+    told = capsys.readouterr().out
+    assert status == (wrong > 0)
+    assert told.count("WRONG: ") == told.count(f"WRONG: {wrong} losses or weights") == (wrong > 0)
+
+
+def test_text_that_is_not_there_is_refused(tmp_path):
+    done = run_program("ringcomm.bench.training", *TINY, "--data", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert "none: no such file or folder" in done.stderr
+
+
 def test_the_command(tmp_path):
     file = tmp_path / "report.json"
     spans = tmp_path / "profile.json"
@@ -60,8 +100,10 @@ def test_the_command(tmp_path):
             assert sum(each["name"] == "step" for each in trace["traceEvents"]) == TRACED_STEPS
     report = read(file)
     systems = [row.system for row in report.rows]
-    stages = [f"stage {stage}" for stage in range(4)]
-    assert systems == [*stages, ARITHMETIC, DDP, DDP_HERE, FSDP2, FSDP2_HERE]
+    assert systems == [*STAGES, ARITHMETIC, DDP, DDP_HERE, FSDP2, FSDP2_HERE]
+    compared = {row.system for row in report.rows if row.wrong is not None}
+    assert compared == twins(2).keys() and report.wrong == 0
+    assert done.stdout.count("equal; loss ") == len(compared)
     assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in report.rows)
     assert report.provenance["command"] == f"python -m ringcomm.bench.training {' '.join(TINY)}"
     assert not dist.is_initialized()
