@@ -61,7 +61,7 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Finding:
-    """What the training of one system has shown, over all ranks.
+    """The outcome of one system's training, over all ranks.
 
     Attributes:
         wrong: losses and weights that are not the twin's; None where it has no twin.

@@ -34,7 +34,7 @@ NOT_PLAIN: int
 def read_tensors_with(
     exchange: object, tensor: type, parameter: type, op: type, ops: list[tuple[object, int]]
 ) -> bool:
-    """How tensors are read from here on: DLPack's C exchange interface of exactly these classes.
+    """Sets how tensors are read from here on: DLPack's C exchange interface of exactly these classes.
 
     `ops` are the constants that stand for the codes of `OPS`, and `op` the class of whatever else
     has the hash of one of them and means the same. False: the interface is one that
@@ -42,12 +42,12 @@ def read_tensors_with(
     """
 
 def is_plain(tensor: object) -> bool:
-    """Whether the memory of a tensor can be used as it is: a contiguous tensor on the CPU."""
+    """Tells whether a tensor's memory can be used as it is: it is contiguous and on the CPU."""
 
 def call_words(
     match_bytes: int, collective: int, dtype: int, redop: int, algorithm: int, root: int = -1
 ) -> tuple[int, int, int, int]:
-    """What a header of a call of Triton kernels holds behind its sequence number."""
+    """Returns the words of a Triton call's header behind its sequence number."""
 
 def layout_offset(
     sizes: tuple[int, int, int, int],
@@ -57,7 +57,7 @@ def layout_offset(
     peer: int = 0,
     slot: int = 0,
 ) -> int:
-    """Where a signal, epoch, channel line, the staging or a slot lies in a region.
+    """Returns the place in a region of a signal, epoch, channel line, slot or the staging.
 
     `sizes` are world, channels, slots and segment_bytes.
     """
@@ -117,10 +117,10 @@ def disarm_fault() -> None:
     """Nothing happens any more, and nothing is counted."""
 
 def fault_passages() -> dict[str, int]:
-    """How often each kind of point was passed since `arm_fault`: publish, acknowledge, await."""
+    """Counts the points passed since `arm_fault`, by kind: publish, acknowledge, await."""
 
 def fault_armed() -> bool:
-    """Whether a plan is armed."""
+    """Tells whether a plan is armed."""
 
 def pass_fault_point(point: int, rank: int, sequence: int) -> None:
     """For what passes a point in Python; `sequence` 0: no collective."""
@@ -132,7 +132,7 @@ MISMATCH: int
 """Status of a receive whose message had another size; the communicator stays usable."""
 
 def supports(dtype: int, op: int) -> bool:
-    """Whether `op` can reduce `dtype`."""
+    """Tells whether `op` can reduce `dtype`."""
 
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2", or "baseline" (SSE2 or NEON)."""
@@ -277,7 +277,7 @@ def adamw_shard_bytes(shard: AdamWShard) -> bytes:
 def adamw_table_bytes(
     *, control: int, hyper: int, group: int, active: int, step: int, factors: int, params: int
 ) -> bytes:
-    """What `prepare_adamw` takes, for a copy in device memory."""
+    """Returns the table that `prepare_adamw` takes, for a copy in device memory."""
 
 def adamw_shard(shard: AdamWShard, grad: int, grad_dtype: int) -> None:
     """Updates a shard from its chunk's gradient."""
@@ -317,7 +317,7 @@ class Comm:
         """`records`: how many calls the flight recorder keeps, under `name`."""
     @property
     def single_copy(self) -> bool:
-        """Whether all ranks copy out of each other's processes: they want to, and are let to."""
+        """True where all ranks want to copy out of each other's processes, and may."""
     @property
     def region_offset_bytes(self) -> int: ...
     @property
@@ -347,16 +347,16 @@ class Comm:
         """Code of the algorithm that a large call runs: "auto" is resolved."""
     @property
     def geometry(self) -> dict[str, int]:
-        """How the region is laid out: world, channels, slots, segment_bytes, staging_bytes."""
+        """The region's layout: world, channels, slots, segment_bytes, staging_bytes."""
     def rank_table(self, scratch: int) -> bytes:
-        """What a kernel in Triton's interpreter is given: a RankTable with `scratch` for its state.
+        """Returns the RankTable of a kernel in Triton's interpreter, with `scratch` for its state.
 
         Raises ValueError for more than 64 ranks.
         """
     def health(self, peer: int) -> int:
         """Status of the peer's process: 0 while it lives."""
     def all_reduce_plain(self, tensor: object, op: object, algorithm: object, /) -> int:
-        """Of a tensor itself, where it is plain: else `NOT_PLAIN`, and nothing was communicated."""
+        """Reduces a tensor itself, if it is plain: else returns `NOT_PLAIN` and communicates nothing."""
     def reduce_scatter_plain(
         self, output: object, input: object, op: object, algorithm: object, /
     ) -> int: ...
@@ -473,7 +473,7 @@ class Comm:
     def drive_in_background(self) -> None:
         """From here on a thread drives requests that nobody waits for (isend, irecv)."""
     def fault(self) -> dict[str, Any] | None:
-        """Where the fault of this communicator began, or None.
+        """Returns the origin of this communicator's fault, or None.
 
         kind ("timeout", "peer_lost", "peer_closed", "mismatch", "aborted", "interrupted"), op,
         rank (who reports), peer (about whom; -1: none), step, wanted, seen, waiting_for,
@@ -525,7 +525,7 @@ class DeviceRecorder:
 
     @property
     def offset_bytes(self) -> int:
-        """Where in the heap."""
+        """The place in the heap."""
     def set_world_id(self, world_id: int) -> None: ...
     def release(self) -> None:
         """Gives the block back; nothing is recorded from here on."""
@@ -577,7 +577,7 @@ class DeviceComm:
     timeout_ms: int
     @property
     def region_bytes(self) -> int:
-        """What the rank takes of its device heap."""
+        """The size of the rank's part of its device heap."""
     @property
     def words_bytes(self) -> int:
         """The part of it that `words` initialises; behind it nothing needs to be."""
@@ -585,7 +585,7 @@ class DeviceComm:
     def table_offset_bytes(self) -> int: ...
     @property
     def table_ptr(self) -> int:
-        """Where the table lies on the device; 0 before `table` was called."""
+        """The table's address on the device; 0 before `table` was called."""
     def chosen(self, algorithm: int) -> int:
         """As `Comm.chosen`."""
     @property
@@ -606,16 +606,16 @@ class DeviceComm:
         host_page: int,
         rings: list[list[int]],
     ) -> bytes:
-        """What to write at `table_offset_bytes`; from here on calls may be prepared."""
+        """Returns the bytes for `table_offset_bytes`; from here on calls may be prepared."""
     def activate(self, host_page: int) -> None:
         """`host_page`: HOST_PAGE_BYTES of zeros that host and device share; 0 before they go."""
     def set_recorder(self, recorder: DeviceRecorder) -> None:
         """Records all calls from here on."""
     @property
     def sequence_offset_bytes(self) -> int:
-        """Where in the region the kernels' count of collectives is (8 bytes)."""
+        """The place in the region of the kernels' count of collectives (8 bytes)."""
     def farewell_offset_bytes(self, writer: int) -> int:
-        """Where in a region `writer` says that it will not touch the region any more (4 bytes)."""
+        """Returns the place in a region of the farewell of `writer` (4 bytes): it touches it no more."""
     @property
     def message_channels(self) -> int:
         """Blocks of a message."""
@@ -630,7 +630,7 @@ class DeviceComm:
         """Kernel and blocks of the prepared call; calls of equal kinds can share a launch."""
     @property
     def raised(self) -> bool:
-        """Whether a kernel of this rank gave up."""
+        """Tells whether a kernel of this rank gave up."""
     def fault(self) -> dict[str, Any] | None: ...
     def request_abort(self) -> None: ...
     def mark_lost(self, peer: int) -> None: ...
@@ -737,13 +737,13 @@ def launch(ranks: list[DeviceComm], stream: int) -> None:
     """Launches the prepared calls of ranks on the current device, all in one grid."""
 
 def abort_reason(reason: str) -> bytes:
-    """What to write at REASON_OFFSET_BYTES of a control page before its abort word is raised."""
+    """Returns the bytes for REASON_OFFSET_BYTES of a control page, before its abort word is raised."""
 
 def fault_in_page(page: bytes, owner: int, world: int) -> dict[str, Any] | None:
     """The fault record in the control page of rank `owner`; None while its abort word is down."""
 
 def recorder_bytes(records: int) -> int:
-    """What a flight recorder of so many records of each track takes."""
+    """Returns the size of a flight recorder of so many records of each track."""
 
 def recorder_snapshot(
     block_ptr: int, records: int, rank_of: tuple[int, int], world_id: int, most: int = ...

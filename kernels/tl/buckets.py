@@ -36,8 +36,8 @@ def chunk_elems(elems, G: tl.constexpr):
 
 @triton.jit
 def slice_of(ws, elems, rank, G: tl.constexpr):
-    """Where the chunk of ``rank`` begins in the bucket, and this channel's part [begin, end) of
-    the chunk."""
+    """Returns the begin of the chunk of ``rank`` in the bucket, and this channel's part [begin, end)
+    of the chunk."""
     size = chunk_elems(elems, G)
     origin = tl.minimum(rank * size, elems)
     begin, end = part_of(tl.minimum(size, elems - origin), get(ws, CHANNEL), G.channels)
@@ -94,7 +94,7 @@ def accept(
 
 @triton.jit
 def dests_of(ws, own, origin_bytes, G: tl.constexpr):
-    """Where the results of my chunk go: ``own``, then the accepted places in the peers' buckets,
+    """Returns the places for my chunk's results: ``own``, then those accepted in the peers' buckets,
     successor first; ``origin_bytes`` is where the chunk begins in a bucket."""
     WORLD: tl.constexpr = G.world
     found = (own,)

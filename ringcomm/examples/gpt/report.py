@@ -299,7 +299,7 @@ PRINTED_LOSSES = 10
 
 @dataclass(frozen=True)
 class Report:
-    """Of a run.
+    """The report of a run.
 
     Attributes:
         config: of the training.
