@@ -34,7 +34,7 @@ NOT_PLAIN: int
 def read_tensors_with(
     exchange: object, tensor: type, parameter: type, op: type, ops: list[tuple[object, int]]
 ) -> bool:
-    """Sets how tensors are read from here on: DLPack's C exchange interface of exactly these classes.
+    """Has tensors read through DLPack's C exchange interface of exactly these classes.
 
     `ops` are the constants that stand for the codes of `OPS`, and `op` the class of whatever else
     has the hash of one of them and means the same. False: the interface is one that
@@ -356,7 +356,7 @@ class Comm:
     def health(self, peer: int) -> int:
         """Status of the peer's process: 0 while it lives."""
     def all_reduce_plain(self, tensor: object, op: object, algorithm: object, /) -> int:
-        """Reduces a tensor itself, if it is plain: else returns `NOT_PLAIN` and communicates nothing."""
+        """Reduces a plain tensor; returns `NOT_PLAIN`, and communicates nothing, for another."""
     def reduce_scatter_plain(
         self, output: object, input: object, op: object, algorithm: object, /
     ) -> int: ...
@@ -615,7 +615,7 @@ class DeviceComm:
     def sequence_offset_bytes(self) -> int:
         """The place in the region of the kernels' count of collectives (8 bytes)."""
     def farewell_offset_bytes(self, writer: int) -> int:
-        """Returns the place in a region of the farewell of `writer` (4 bytes): it touches it no more."""
+        """Returns the place in a region of the farewell of `writer` (4 bytes)."""
     @property
     def message_channels(self) -> int:
         """Blocks of a message."""
@@ -737,7 +737,7 @@ def launch(ranks: list[DeviceComm], stream: int) -> None:
     """Launches the prepared calls of ranks on the current device, all in one grid."""
 
 def abort_reason(reason: str) -> bytes:
-    """Returns the bytes for REASON_OFFSET_BYTES of a control page, before its abort word is raised."""
+    """Returns the bytes for REASON_OFFSET_BYTES of a control page that is to be aborted."""
 
 def fault_in_page(page: bytes, owner: int, world: int) -> dict[str, Any] | None:
     """The fault record in the control page of rank `owner`; None while its abort word is down."""

@@ -12,14 +12,16 @@ from typing import Any
 
 from ringcomm import _native
 
-from .adamw_all_gather import adamw_all_gather_kernel
+from .adamw import adamw_shard_kernel
 from .adamw_kind import NormKind, ShardKind
-from .adamw_shard import adamw_shard_kernel
-from .grad_norm import grad_norm_kernel
+from .fused_steps import (
+    adamw_all_gather_kernel,
+    grad_norm_kernel,
+    reduce_scatter_adamw_all_gather_kernel,
+    reduce_scatter_norm_kernel,
+)
 from .hooks import IS_INTERPRETED, interpreting, lives
 from .launch import DTYPES, OPTIONS, KernelPlan
-from .reduce_scatter_adamw_all_gather import reduce_scatter_adamw_all_gather_kernel
-from .reduce_scatter_norm import reduce_scatter_norm_kernel
 
 __all__ = [
     "launch_adamw_shard",

@@ -15,12 +15,20 @@ import triton.language as tl
 
 from ringcomm import _native
 
-from .call import end_call, peer_at
-from .fault_record import ABORTED, TIMEOUT, is_aborted
+from .endpoint import end_call, peer_at
 from .moving import accumulate, copy, is_aligned, pointer, round_to
 from .state import CHANNEL, HEADER, RANK, READS_PEERS, TIMEOUT_NS, open_state
 from .state import get as state_word
-from .waiting import POLLS_PER_LOOK, await_slowly, clock_ns, give_up, pause
+from .waiting import (
+    ABORTED,
+    POLLS_PER_LOOK,
+    TIMEOUT,
+    await_slowly,
+    clock_ns,
+    give_up,
+    is_aborted,
+    pause,
+)
 from .words import PAIR, exchange_release_sys, load_acquire_sys, reached, word32, word64
 
 __all__ = [

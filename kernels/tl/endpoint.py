@@ -1,15 +1,12 @@
-"""One rank's end of all streams during a call on one channel: send, receive, release.
+"""One rank's end of all streams during a call on one channel, and the call around it."""
 
-The Triton twin of ringcomm/protocol/endpoint.h; docs/protocol.md is the contract of both. A
-chunk is a tuple (address, bytes); a slice is this channel's part of it.
-"""
+from collections.abc import Iterable
 
 import triton
 import triton.language as tl
 
-from .fault_points import ACKNOWLEDGE, PUBLISH, passing
-from .fault_record import STREAM_BYTES
-from .headers import NOT_IN_HEAP, RESULT_OFFSET, in_heap_of, open_stream
+from ringcomm._native import STRUCTURES
+
 from .moving import copy
 from .state import (
     ACKED,
@@ -20,27 +17,106 @@ from .state import (
     ITEM_BYTES,
     ITEMS,
     RANK,
+    READS_PEERS,
+    RESULT,
     SOURCE,
+    TABLE,
+    TABLE_HEAP_BYTES,
     epoch_line,
     get,
     of_peer,
+    open_state,
     seen,
     sent,
+    sequence_word,
     set_of_peer,
     signal_line,
     slot_of,
 )
-from .waiting import await_acquire_sys
-from .words import (
-    CONSUMED,
-    READY,
-    SEEN,
-    SENT,
-    SLOT_HEADER,
-    exchange_release_sys,
-    word32,
-    word64,
+from .waiting import (
+    ABORTED,
+    ACKNOWLEDGE,
+    CORRUPT,
+    MISMATCH,
+    PUBLISH,
+    STREAM_BYTES,
+    await_acquire_sys,
+    fail_aborted,
+    fail_header,
+    is_aborted,
+    other_call_seen,
+    passing,
+    same_call,
 )
+from .words import CONSUMED, READY, SEEN, SENT, SLOT_HEADER, exchange_release_sys, word32, word64
+
+# --------------------------------------------------------------------------------------------------
+# Reading the header of a peer's call: is it of this call, and does it point into that peer's heap?
+#
+# The Triton twin of ringcomm/protocol/header_check.h and of Endpoint::open, but for alignment.
+# --------------------------------------------------------------------------------------------------
+
+NOT_IN_HEAP = tl.constexpr(-1)
+RESULT_OFFSET = tl.constexpr(STRUCTURES["header.result_offset"])
+
+
+@triton.jit
+def in_heap_of(ws, owner, offset, size_bytes):
+    """True if the bytes lie in the heap of ``owner``; ``offset`` may be any number."""
+    heap_bytes = tl.load(word64(get(ws, TABLE) + TABLE_HEAP_BYTES) + owner)
+    return (offset >= 0) & (offset <= heap_bytes) & (size_bytes <= heap_bytes - offset)
+
+
+@triton.jit
+def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
+    """Reads the header of the sender's call, and compares it with this one."""
+    if status == 0:
+        first = of_peer(ws, sender, BASE) + 1
+        header = slot_of(ws, sender, stream, get(ws, RANK), first, G)
+        theirs = word64(header + STREAM_BYTES)
+        stream_bytes = tl.load(theirs)
+        item_bytes = tl.load(theirs + 1)
+        offset = tl.load(theirs + 2)
+        staged = offset == NOT_IN_HEAP
+        whole = tl.maximum(expected_bytes, 1)
+        in_heap = in_heap_of(ws, sender, offset, expected_bytes) & (item_bytes == whole)
+        sound = tl.where(staged, item_bytes == G.piece_bytes, in_heap)
+        if not (same_call(ws, header) & (stream_bytes == expected_bytes)):
+            status = fail_header(
+                ws, tl.full((), MISMATCH, tl.int32), sender, header, expected_bytes
+            )
+        elif not sound:
+            status = fail_header(ws, tl.full((), CORRUPT, tl.int32), sender, header, expected_bytes)
+        else:
+            data = tl.where(staged, offset * 0, of_peer(ws, sender, HEAP) + offset)
+            set_of_peer(ws, sender, DATA, data)
+            items = tl.maximum((expected_bytes + item_bytes - 1) // item_bytes, 1)
+            set_of_peer(ws, sender, ITEM_BYTES, item_bytes)
+            set_of_peer(ws, sender, ITEMS, items)
+            if data != 0:
+                tl.store(word64(ws) + READS_PEERS, tl.full((), 1, tl.int64))
+    return status
+
+
+@triton.jit
+def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl.constexpr):
+    """After the first piece of ``sender`` came: RESULT says where my results go in its heap."""
+    if status == 0:
+        header = slot_of(ws, sender, stream, get(ws, RANK), of_peer(ws, sender, BASE) + 1, G)
+        offset = tl.load(word64(header + RESULT_OFFSET))
+        if in_heap_of(ws, sender, offset, result_bytes):
+            set_of_peer(ws, sender, RESULT, of_peer(ws, sender, HEAP) + offset)
+        else:
+            status = fail_header(ws, tl.full((), CORRUPT, tl.int32), sender, header, expected_bytes)
+    return status
+
+
+# --------------------------------------------------------------------------------------------------
+# One rank's end of all streams during a call on one channel: send, receive, release.
+#
+# The Triton twin of ringcomm/protocol/endpoint.h; docs/protocol.md is the contract of both. A chunk
+# is a tuple (address, bytes); a slice is this channel's part of it.
+# --------------------------------------------------------------------------------------------------
 
 # Pieces sent before the first is awaited; see kLookahead.
 LOOKAHEAD = tl.constexpr(1)
@@ -244,3 +320,103 @@ def commit_seen(ws, stream, sender, status, G: tl.constexpr):
         tl.debug_barrier()
         tl.store(word32(epoch_line(ws, stream, sender, G) + SEEN), epoch.to(tl.int32))
         tl.debug_barrier()
+
+
+# --------------------------------------------------------------------------------------------------
+# The beginning and the end of every collective, around its schedule.
+# --------------------------------------------------------------------------------------------------
+
+# Arguments of the collectives' kernels whose values Triton must not compile for: it would compile
+# again (seconds) for buffers that lie otherwise, while peers wait.
+RUNTIME = ["chunk_bytes", "timeout_ns"]
+# In tuples Triton compiles for what is a multiple of 16 all the same (Triton 3.6 to 3.9,
+# specialize_impl in runtime/jit.py), so there numbers go as 4 * n + 3, which never is one.
+TAG_BITS = tl.constexpr(2)
+_TAG = 3
+
+
+def tagged(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers as a kernel takes them in a tuple; :func:`untagged` gives them back."""
+    return tuple((number << TAG_BITS.value) + _TAG for number in numbers)
+
+
+@triton.jit
+def untagged(number):
+    """Returns the int64 that :func:`tagged` was given."""
+    return (number + tl.full((), 0, tl.int64)) >> TAG_BITS
+
+
+@triton.jit
+def of_rank(items, rank):
+    """Entry ``rank`` of a tuple of tagged addresses."""
+    found = untagged(items[0])
+    for r in tl.static_range(1, len(items)):
+        if rank == r:
+            found = untagged(items[r])
+    return found
+
+
+@triton.jit
+def peer_at(ws, distance, G: tl.constexpr):
+    """The rank that this one visits at ``distance``: its successor first, so that no two ranks
+    read the same peer at the same time."""
+    peer = get(ws, RANK) + distance
+    return tl.where(peer < G.world, peer, peer - G.world)
+
+
+@triton.jit
+def begin_call(tables, timeout_ns, call, G: tl.constexpr):
+    """Numbers the call, and looks for what peers published in calls that this rank did not make.
+
+    Args:
+        tables: addresses of the RankTable of each rank in this launch.
+        timeout_ns: deadline of one wait.
+        call: the four words of ``_native.call_words``; tagged, as the tables are.
+        G: the communicator's Geometry.
+
+    Returns:
+        The block's state, and the status of the call so far.
+    """
+    zero = tl.full((), 0, tl.int64)
+    words = (untagged(call[0]), untagged(call[1]), untagged(call[2]), untagged(call[3]))
+    table = of_rank(tables, tl.program_id(1))
+    ws = open_state(table, tl.program_id(0), timeout_ns + zero, words, G)
+    one = tl.full((), 1, tl.int64)
+    sequence = tl.atomic_add(sequence_word(ws, G), one, sem="relaxed", scope="gpu") + 1
+    tl.store(word64(ws) + HEADER, sequence)
+    tl.store(word64(ws) + HEADER + 8, tl.full((), 0x3FF0000000000000, tl.int64))  # factor: 1.0
+    tl.debug_barrier()
+    status = tl.full((), 0, tl.int32)
+    if is_aborted(ws, get(ws, RANK)):
+        status = tl.full((), ABORTED, tl.int32)
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        if status == 0:
+            theirs = other_call_seen(ws, peer, G)
+            if theirs != 0:
+                mismatch = tl.full((), MISMATCH, tl.int32)
+                status = fail_header(ws, mismatch, peer, theirs, zero)
+    return ws, status
+
+
+@triton.jit
+def end_call(ws, status, G: tl.constexpr):
+    """After the schedule: what was read in peers' buffers is what they meant to send.
+
+    A sender that gave up may use its buffer again, but it raises its abort word first.
+    """
+    reads_peers = get(ws, READS_PEERS)
+    tl.debug_barrier()
+    if (status == 0) & (reads_peers != 0):
+        # Orders the block's reads of data before those of the words; it touches nothing else. It is
+        # one lane's, between barriers.
+        tl.atomic_add(
+            word64(ws) + READS_PEERS, tl.full((), 0, tl.int64), sem="acq_rel", scope="sys"
+        )
+        tl.debug_barrier()
+        for distance in range(1, G.world):
+            peer = peer_at(ws, distance, G)
+            if status == 0:
+                if is_aborted(ws, peer):
+                    status = fail_aborted(ws)
+    return status

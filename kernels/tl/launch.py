@@ -11,13 +11,11 @@ import triton.language as tl
 
 from ringcomm import _native
 
-from .all_gather import all_gather_kernel
-from .all_reduce import all_reduce_kernel
-from .call import tagged
+from .collectives import all_gather_kernel, all_reduce_kernel, reduce_scatter_kernel
+from .endpoint import tagged
 from .geometry import Geometry
 from .hooks import IS_INTERPRETED, interpreting, lives
 from .moving import NUM_WARPS
-from .reduce_scatter import reduce_scatter_kernel
 
 __all__ = [
     "DTYPES",

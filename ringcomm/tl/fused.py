@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ringcomm._tl.all_gather_matmul import all_gather_matmul_kernel
-from ringcomm._tl.reduce_scatter_rms_norm import reduce_scatter_rms_norm_kernel
+from ringcomm._tl.fused_compute import all_gather_matmul_kernel, reduce_scatter_rms_norm_kernel
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.tl.context import Context, Symmetric
 

@@ -45,7 +45,7 @@ with ringcomm.local_world(2) as world:
     results = world.run(work)
 assert all(torch.equal(r, torch.full((1000,), 3.0)) for r in results)
 assert importlib.metadata.version("ringcomm") == ringcomm.__version__
-for kernels in ("launch", "words", "reduce_scatter"):
+for kernels in ("launch", "words", "collectives"):
     assert importlib.util.find_spec(f"ringcomm._tl.{kernels}") is not None
 print(pathlib.Path(ringcomm.__file__).parent)
 print(pathlib.Path(importlib.util.find_spec("ringcomm.bench").origin).parent)

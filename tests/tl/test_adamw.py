@@ -140,8 +140,7 @@ def test_collectives_have_the_bits_of_the_native_ones(world):
 def _early(store, rank, world, waits):
     """Tells whether the peer's parameters are there when the call ends, though the peer is slow."""
     with interpreted():
-        from ringcomm._tl import buckets
-        from ringcomm._tl import reduce_scatter_adamw_all_gather as module
+        from ringcomm._tl import fused_steps as module
     update = vars(module)["update_run"]
 
     def update_late(*arguments):
@@ -152,7 +151,7 @@ def _early(store, rank, world, waits):
         setattr(module, "update_run", update_late)  # noqa: B010
     if not waits:
         # Only how return_offers() waits; the offers are awaited.
-        setattr(buckets, "await_acquire_sys", lambda *arguments: arguments[-2])  # noqa: B010
+        setattr(module, "await_acquire_sys", lambda *arguments: arguments[-2])  # noqa: B010
     case = Case(1024, *KINDS[0])
     with connect(store, rank, world, kernels="native") as comm:
         ours, native = Memory(case, rank, world), Memory(case, rank, world)

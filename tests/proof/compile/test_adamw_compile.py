@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("triton")
 
 from ringcomm import _native
+from ringcomm._tl.adamw import TURN, adamw_shard_kernel
 from ringcomm._tl.adamw_launch import (
     plan_adamw_all_gather,
     plan_one_pass,
     plan_reduce_scatter_norm,
     shard_kind,
 )
-from ringcomm._tl.adamw_shard import TURN, adamw_shard_kernel
 from ringcomm._tl.hooks import IS_INTERPRETED
 from ringcomm._tl.moving import NUM_WARPS
 from tests.proof.compile.compiled import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIGNAL, ENDPOINT = "include/ringcomm/protocol/signal.h", "include/ringcomm/protocol/endpoint.h"
-WAITER, RECORD, WORDS = "host/waiter.cpp", "tl/fault_record.py", "tl/words.py"
+WAITER, RECORD, WORDS = "host/waiter.cpp", "tl/waiting.py", "tl/words.py"
 
 
 @dataclass(frozen=True)

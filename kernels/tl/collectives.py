@@ -1,0 +1,544 @@
+"""Reduce-scatter, all-gather and all-reduce, each direct and as a ring."""
+
+import triton
+import triton.language as tl
+
+from .endpoint import (
+    CONSUMED_WORD,
+    LOOKAHEAD,
+    RUNTIME,
+    await_slot,
+    begin_call,
+    begin_receive,
+    chunk_of,
+    commit_seen,
+    commit_sent,
+    end_call,
+    fill_slot,
+    finish_sending,
+    is_zero_copy,
+    items_of,
+    my_slot,
+    of_rank,
+    peer_at,
+    piece_bytes,
+    pieces_of,
+    publish_release_sys,
+    receive,
+    release_sys,
+    send_piece,
+    slice_of,
+    write_header,
+)
+from .moving import copy, reduce
+from .state import CHANNEL, RANK, SOURCE, get, of_peer, ring_position, ring_rank, sent
+from .waiting import await_acquire_sys
+from .words import PAIR, SHARED, SLOT_HEADER
+
+# --------------------------------------------------------------------------------------------------
+# Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
+#
+# B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank, as in
+# ringcomm/collectives/reduce_scatter.h:
+#
+#  direct   1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else in
+#           pair slots, segment by segment) and sums the W versions of its own chunk in rank order
+#           in FP32, with one rounding.
+#  ring     W-1 hops of partial sums around the ring, rounded to the element type at each hop.
+# --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def slice_for(ws, chunks, rank, G: tl.constexpr):
+    """This channel's part of the chunk of ``rank``.
+
+    ``chunks`` is an even cut: (address, bytes in all, bytes of a chunk).
+    """
+    address, size_bytes = chunk_of(chunks[0], chunks[1], chunks[2], rank)
+    return slice_of(address, size_bytes, get(ws, CHANNEL), G)
+
+
+@triton.jit
+def sources_of(ws, mine, G: tl.constexpr):
+    """Returns the addresses of every rank's version of a piece, in rank order."""
+    WORLD: tl.constexpr = G.world
+    found = ()
+    for p in tl.static_range(WORLD):
+        source = tl.where(get(ws, RANK) == p, mine, of_peer(ws, p, SOURCE))
+        found = found + (source,)
+    return found
+
+
+@triton.jit
+def send_chunks(ws, chunks, item, status, DTYPE: tl.constexpr, G: tl.constexpr):
+    """Item ``item`` of every chunk to its owner."""
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        address, size_bytes = slice_for(ws, chunks, peer, G)
+        status = send_piece(ws, PAIR, peer, address, size_bytes, item, status, DTYPE, G)
+    return status
+
+
+@triton.jit
+def reduce_piece(
+    ws, target, mine, mine_bytes, piece, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """Waits for everybody's version of segment ``piece`` of this rank's slice, and reduces it."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    begin = piece * G.piece_bytes
+    size_bytes = piece_bytes(mine_bytes, piece, G)
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        status = receive(ws, PAIR, peer, mine_bytes, begin, size_bytes, status, G)
+    if status == 0:
+        sources = sources_of(ws, mine + begin, G)
+        reduce(target + begin, sources, (size_bytes // ITEM).to(tl.int32), DTYPE, DIVISOR)
+    tl.debug_barrier()
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        release_sys(ws, PAIR, peer, mine_bytes, begin + size_bytes, status, G)
+    return status
+
+
+@triton.jit
+def reduce_scatter_direct(
+    ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
+):
+    """The schedule of the direct form; ``out`` is the address of this rank's result."""
+    me = get(ws, RANK)
+    whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], me)
+    mine, mine_bytes = slice_for(ws, chunks, me, G)
+    pieces = pieces_of(mine_bytes, G)
+    rounds = pieces
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        address, size_bytes = slice_for(ws, chunks, peer, G)
+        rounds = tl.maximum(rounds, items_of(ws, address, size_bytes, G))
+        begin_receive(ws, PAIR, peer, G)
+    for j in range(rounds + LOOKAHEAD):
+        status = send_chunks(ws, chunks, j, status, DTYPE, G)
+        if (j >= LOOKAHEAD) & (j - LOOKAHEAD < pieces):
+            target = out + (mine - whole)
+            status = reduce_piece(
+                ws, target, mine, mine_bytes, j - LOOKAHEAD, status, DTYPE, DIVISOR, G
+            )
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        commit_seen(ws, PAIR, peer, status, G)
+        address, size_bytes = slice_for(ws, chunks, peer, G)
+        status = finish_sending(ws, PAIR, peer, address, size_bytes, status, G)
+    return status
+
+
+@triton.jit
+def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
+    """Waits for the slot of item ``item`` to the successor, and writes the first one's header."""
+    status = await_slot(ws, PAIR, after, item, status, G)
+    slot = my_slot(ws, PAIR, after, item, G)
+    if (item == 0) & (status == 0):
+        segment = stream_bytes * 0 + G.piece_bytes
+        write_header(ws, slot, stream_bytes, segment, segment * 0 - 1)
+    return slot, status
+
+
+@triton.jit
+def finish_ring(ws, before, after, items, status, G: tl.constexpr):
+    """The ring's streams are done."""
+    commit_seen(ws, PAIR, before, status, G)
+    if status == 0:
+        commit_sent(ws, PAIR, after, items, G)
+
+
+@triton.jit
+def reduce_hop(ws, target, own, before, count, step, status, DTYPE: tl.constexpr):
+    """The partial sum that arrived (from step 1 on) plus this rank's version, rounded."""
+    if status == 0:
+        if step == 0:
+            reduce(target, (own,), count, DTYPE, 1)
+        else:
+            reduce(target, (of_peer(ws, before, SOURCE), own), count, DTYPE, 1)
+
+
+@triton.jit
+def store_sum(kept, out, sources, begin, size_bytes, DTYPE: tl.constexpr, DIVISOR: tl.constexpr):
+    """The last hop of a reduce-scatter: the sum goes to its place."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    reduce(out + begin, sources, (size_bytes // ITEM).to(tl.int32), DTYPE, DIVISOR)
+    return kept
+
+
+@triton.jit
+def reduce_ring(
+    ws, chunks, out, kept, status, DTYPE: tl.constexpr, FINISH: tl.constexpr, KIND: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """The schedule of the ring form, whatever becomes of the sums.
+
+    Args:
+        ws: the block's state.
+        chunks: an even cut.
+        out: for FINISH.
+        kept: a value that FINISH takes and returns, from piece to piece.
+        status: of the call so far.
+        DTYPE: of the elements, and of the partial sums that travel.
+        FINISH: of the last hop: FINISH(kept, out, sources, begin, size_bytes, DTYPE, KIND), with
+            the addresses of a partial sum and of this rank's version of ``size_bytes`` bytes that
+            begin ``begin`` bytes behind its chunk.
+        KIND: for FINISH.
+        G: the communicator's Geometry.
+
+    Returns:
+        kept and the status.
+    """
+    HOPS: tl.constexpr = G.world - 1
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    position = ring_position(ws, G)
+    after = ring_rank(ws, (position + 1) % G.world, G)
+    before = ring_rank(ws, (position + HOPS) % G.world, G)
+    whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], get(ws, RANK))
+    # Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
+    _, longest = slice_for(ws, chunks, position * 0, G)
+    rounds = pieces_of(longest, G)
+    stream_bytes = rounds * (HOPS * G.piece_bytes)
+    begin_receive(ws, PAIR, before, G)
+    for j in range(rounds):
+        for t in range(HOPS + 1):
+            owner = ring_rank(ws, (position + 2 * G.world - 1 - t) % G.world, G)
+            address, size_bytes = slice_for(ws, chunks, owner, G)
+            here = piece_bytes(size_bytes, j, G)
+            own = address + j * G.piece_bytes
+            item = j * HOPS + t
+            if t > 0:
+                begin = (item - 1) * G.piece_bytes
+                status = receive(
+                    ws, PAIR, before, stream_bytes, begin, begin * 0 + G.piece_bytes, status, G
+                )
+            if t < HOPS:
+                slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
+                count = (here // ITEM).to(tl.int32)
+                reduce_hop(ws, slot + SLOT_HEADER, own, before, count, t, status, DTYPE)
+                if status == 0:
+                    publish_release_sys(ws, PAIR, after, item, G)
+            else:
+                if status == 0:
+                    sources = (of_peer(ws, before, SOURCE), own)
+                    kept = FINISH(kept, out, sources, own - whole, here, DTYPE, KIND)
+            tl.debug_barrier()
+            if t > 0:
+                release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
+    finish_ring(ws, before, after, rounds * HOPS, status, G)
+    return kept, status
+
+
+@triton.jit
+def reduce_scatter_ring(
+    ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
+):
+    """The ring form; ``out`` is the address of this rank's result."""
+    _, status = reduce_ring(ws, chunks, out, status, status, DTYPE, store_sum, DIVISOR, G)
+    return status
+
+
+@triton.jit
+def reduce_alone(ws, source, target, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
+    """A world of one: the result is the input."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    address, bytes_here = slice_of(source, size_bytes, get(ws, CHANNEL), G)
+    for j in range(pieces_of(bytes_here, G)):
+        begin = j * G.piece_bytes
+        count = (piece_bytes(bytes_here, j, G) // ITEM).to(tl.int32)
+        reduce(target + (address - source) + begin, (address + begin,), count, DTYPE, 1)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def reduce_scatter_kernel(
+    tables, inputs, outputs, chunk_bytes, timeout_ns, call,
+    RING: tl.constexpr, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Grid (channels, ranks of this launch).
+
+    Args:
+        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
+            world * chunk_bytes bytes of input, and of its chunk_bytes bytes of output.
+        chunk_bytes: of one rank's result.
+        timeout_ns: deadline of one wait.
+        call: the four words of ``_native.call_words``.
+        RING: the ring form, else the direct one.
+        DTYPE: tl.float32, tl.bfloat16 or tl.float16.
+        DIVISOR: 1 for SUM, the world size for AVG.
+        G: the communicator's Geometry.
+    """
+    ws, status = begin_call(tables, timeout_ns, call, G)
+    rank = tl.program_id(1)
+    size_bytes = chunk_bytes + tl.full((), 0, tl.int64)
+    source = of_rank(inputs, rank)
+    target = of_rank(outputs, rank)
+    chunks = (source, size_bytes * G.world, size_bytes)
+    if G.world == 1:
+        reduce_alone(ws, source, target, size_bytes, DTYPE, G)
+    elif RING:
+        status = reduce_scatter_ring(ws, chunks, target, status, DTYPE, DIVISOR, G)
+    else:
+        status = reduce_scatter_direct(ws, chunks, target, status, DTYPE, DIVISOR, G)
+    end_call(ws, status, G)
+
+
+# --------------------------------------------------------------------------------------------------
+# All-gather: every rank's contribution to every rank.
+#
+# B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers, as in
+# ringcomm/collectives/all_gather.h:
+#
+#  direct   1 hop. The contribution is published once, for all readers: zero copy where it lies in
+#           the heap (the input, or its place in the output), else through the shared slots.
+#  ring     W-1 hops: each rank forwards what it received from its predecessor.
+# --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.constexpr):
+    """Segment ``piece`` of a slice from one place to another."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    begin = piece * G.piece_bytes
+    count = (piece_bytes(size_bytes, piece, G) // ITEM).to(tl.int32)
+    copy(target + begin, source + begin, count, DTYPE)
+
+
+@triton.jit
+def copy_slice(target, source, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
+    """A whole slice from one place to another, unless they are the same."""
+    if target != source:
+        for j in range(pieces_of(size_bytes, G)):
+            copy_piece(target, source, size_bytes, j, DTYPE, G)
+
+
+@triton.jit
+def share_piece(ws, address, size_bytes, item, status, DTYPE: tl.constexpr, G: tl.constexpr):
+    """Publishes item ``item`` of a slice to all peers."""
+    for distance in range(1, G.world):
+        status = await_slot(ws, SHARED, peer_at(ws, distance, G), item, status, G)
+    if status == 0:
+        # All readers' epochs advance together on the shared stream, so any peer names the slot.
+        slot = my_slot(ws, SHARED, peer_at(ws, 1, G), item, G)
+        fill_slot(ws, slot, address, size_bytes, item, DTYPE, G)
+        for distance in range(1, G.world):
+            publish_release_sys(ws, SHARED, peer_at(ws, distance, G), item, G)
+    return status
+
+
+@triton.jit
+def collect_piece(
+    ws, sender, address, size_bytes, piece, status, DTYPE: tl.constexpr, G: tl.constexpr
+):
+    """Waits for segment ``piece`` of what ``sender`` shares, and copies it to its place."""
+    if piece < pieces_of(size_bytes, G):
+        ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        begin = piece * G.piece_bytes
+        bytes_here = piece_bytes(size_bytes, piece, G)
+        status = receive(ws, SHARED, sender, size_bytes, begin, bytes_here, status, G)
+        if status == 0:
+            count = (bytes_here // ITEM).to(tl.int32)
+            copy(address + begin, of_peer(ws, sender, SOURCE), count, DTYPE)
+        tl.debug_barrier()
+        release_sys(ws, SHARED, sender, size_bytes, begin + bytes_here, status, G)
+    return status
+
+
+@triton.jit
+def finish_sharing(ws, zero_copy, items, status, G: tl.constexpr):
+    """Zero copy: waits for all readers. Always: counts the items."""
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        if zero_copy:
+            epoch = sent(ws, SHARED, peer, G) + items
+            status = await_acquire_sys(ws, SHARED, peer, CONSUMED_WORD, items, epoch, status, G)
+    if status == 0:
+        for distance in range(1, G.world):
+            commit_sent(ws, SHARED, peer_at(ws, distance, G), items, G)
+    return status
+
+
+@triton.jit
+def all_gather_direct(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
+    """The schedule of the direct form.
+
+    Args:
+        ws: the block's state.
+        source: address of this rank's contribution; may be its place in the output.
+        chunks: the output's even cut.
+        status: of the call so far.
+        DTYPE: an integer type as wide as the elements.
+        G: the communicator's Geometry.
+    """
+    own, size_bytes = slice_for(ws, chunks, get(ws, RANK), G)
+    whole = chunks[0] + tl.minimum(get(ws, RANK) * chunks[2], chunks[1])
+    mine = source + (own - whole)
+    shared = mine
+    if (not is_zero_copy(ws, mine, size_bytes)) & is_zero_copy(ws, own, size_bytes):
+        copy_slice(own, mine, size_bytes, DTYPE, G)
+        tl.debug_barrier()
+        shared = own
+    zero_copy = is_zero_copy(ws, shared, size_bytes)
+    items = tl.where(zero_copy, size_bytes * 0 + 1, pieces_of(size_bytes, G))
+    rounds = pieces_of(size_bytes, G)
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        _, peer_bytes = slice_for(ws, chunks, peer, G)
+        rounds = tl.maximum(rounds, pieces_of(peer_bytes, G))
+        begin_receive(ws, SHARED, peer, G)
+    for j in range(rounds + LOOKAHEAD):
+        if j < items:
+            status = share_piece(ws, shared, size_bytes, j, status, DTYPE, G)
+        if (shared != own) & (j < pieces_of(size_bytes, G)) & (status == 0):
+            copy_piece(own, mine, size_bytes, j, DTYPE, G)
+        if j >= LOOKAHEAD:
+            for distance in range(1, G.world):
+                peer = peer_at(ws, distance, G)
+                address, peer_bytes = slice_for(ws, chunks, peer, G)
+                status = collect_piece(
+                    ws, peer, address, peer_bytes, j - LOOKAHEAD, status, DTYPE, G
+                )
+    for distance in range(1, G.world):
+        commit_seen(ws, SHARED, peer_at(ws, distance, G), status, G)
+    return finish_sharing(ws, zero_copy, items, status, G)
+
+
+@triton.jit
+def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
+    """The schedule of the ring form; arguments as for the direct one."""
+    HOPS: tl.constexpr = G.world - 1
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    position = ring_position(ws, G)
+    after = ring_rank(ws, (position + 1) % G.world, G)
+    before = ring_rank(ws, (position + HOPS) % G.world, G)
+    own, own_bytes = slice_for(ws, chunks, get(ws, RANK), G)
+    whole = chunks[0] + tl.minimum(get(ws, RANK) * chunks[2], chunks[1])
+    mine = source + (own - whole)
+    if status == 0:
+        copy_slice(own, mine, own_bytes, DTYPE, G)
+    tl.debug_barrier()
+    _, longest = slice_for(ws, chunks, position * 0, G)
+    rounds = pieces_of(longest, G)
+    stream_bytes = rounds * (HOPS * G.piece_bytes)
+    begin_receive(ws, PAIR, before, G)
+    for j in range(rounds):
+        for t in range(HOPS + 1):
+            owner = ring_rank(ws, (position + 2 * G.world - t) % G.world, G)
+            address, size_bytes = slice_for(ws, chunks, owner, G)
+            begin = j * G.piece_bytes
+            count = (piece_bytes(size_bytes, j, G) // ITEM).to(tl.int32)
+            item = j * HOPS + t
+            data = mine + begin
+            if t > 0:
+                at = (item - 1) * G.piece_bytes
+                status = receive(
+                    ws, PAIR, before, stream_bytes, at, at * 0 + G.piece_bytes, status, G
+                )
+                data = of_peer(ws, before, SOURCE)
+            if t < HOPS:
+                slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
+                if status == 0:
+                    copy(slot + SLOT_HEADER, data, count, DTYPE)
+                    publish_release_sys(ws, PAIR, after, item, G)
+            if t > 0:
+                if status == 0:
+                    copy(address + begin, data, count, DTYPE)
+                tl.debug_barrier()
+                release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
+    finish_ring(ws, before, after, rounds * HOPS, status, G)
+    return status
+
+
+@triton.jit
+def gather_alone(ws, source, target, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
+    """A world of one: the output is the input."""
+    address, bytes_here = slice_of(source, size_bytes, get(ws, CHANNEL), G)
+    copy_slice(target + (address - source), address, bytes_here, DTYPE, G)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def all_gather_kernel(
+    tables, inputs, outputs, chunk_bytes, timeout_ns, call,
+    RING: tl.constexpr, DTYPE: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Grid (channels, ranks of this launch).
+
+    Args:
+        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
+            chunk_bytes bytes of input, and of its world * chunk_bytes bytes of output.
+        chunk_bytes: of one rank's contribution.
+        timeout_ns: deadline of one wait.
+        call: the four words of ``_native.call_words``.
+        RING: the ring form, else the direct one.
+        DTYPE: an integer type as wide as the elements.
+        G: the communicator's Geometry.
+    """
+    ws, status = begin_call(tables, timeout_ns, call, G)
+    rank = tl.program_id(1)
+    size_bytes = chunk_bytes + tl.full((), 0, tl.int64)
+    source = of_rank(inputs, rank)
+    target = of_rank(outputs, rank)
+    chunks = (target, size_bytes * G.world, size_bytes)
+    if G.world == 1:
+        gather_alone(ws, source, target, size_bytes, DTYPE, G)
+    elif RING:
+        status = all_gather_ring(ws, source, chunks, status, DTYPE, G)
+    else:
+        status = all_gather_direct(ws, source, chunks, status, DTYPE, G)
+    end_call(ws, status, G)
+
+
+# --------------------------------------------------------------------------------------------------
+# All-reduce: every rank ends with the reduction of everybody's buffer.
+#
+# B bytes, W ranks; a reduce-scatter, then an all-gather of the results, in one kernel:
+#
+#  direct   2 hops, 2(W-1)/W * B bytes; sums in rank order with one rounding.
+#  ring     2(W-1) hops, 2(W-1)/W * B bytes.
+#
+# The CUDA kernels overlap the two halves segment by segment, and have a form of one hop for small
+# buffers (ringcomm/collectives/all_reduce.h); here the second half begins when a channel's first
+# has ended.
+# --------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=[*RUNTIME, "size_bytes"])
+def all_reduce_kernel(
+    tables, inputs, outputs, size_bytes, chunk_bytes, timeout_ns, call,
+    RING: tl.constexpr, DTYPE: tl.constexpr, MOVED: tl.constexpr, DIVISOR: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """Grid (channels, ranks of this launch).
+
+    Args:
+        tables, inputs, outputs: by rank of the launch: addresses of its RankTable, of its
+            size_bytes bytes of input, and of as many of output; both may be the same.
+        size_bytes: of the buffer.
+        chunk_bytes: of one rank's part of it, a multiple of 64.
+        timeout_ns: deadline of one wait.
+        call: the four words of ``_native.call_words``.
+        RING: the ring form, else the direct one.
+        DTYPE: tl.float32, tl.bfloat16 or tl.float16.
+        MOVED: an integer type as wide as DTYPE.
+        DIVISOR: 1 for SUM, the world size for AVG.
+        G: the communicator's Geometry.
+    """
+    ws, status = begin_call(tables, timeout_ns, call, G)
+    rank = tl.program_id(1)
+    zero = tl.full((), 0, tl.int64)
+    total = size_bytes + zero
+    source = of_rank(inputs, rank)
+    target = of_rank(outputs, rank)
+    given = (source, total, chunk_bytes + zero)
+    wanted = (target, total, chunk_bytes + zero)
+    own, _ = chunk_of(target, total, chunk_bytes + zero, get(ws, RANK))
+    if G.world == 1:
+        reduce_alone(ws, source, target, total, DTYPE, G)
+    elif RING:
+        status = reduce_scatter_ring(ws, given, own, status, DTYPE, DIVISOR, G)
+        status = all_gather_ring(ws, own, wanted, status, MOVED, G)
+    else:
+        status = reduce_scatter_direct(ws, given, own, status, DTYPE, DIVISOR, G)
+        status = all_gather_direct(ws, own, wanted, status, MOVED, G)
+    end_call(ws, status, G)
