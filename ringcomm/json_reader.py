@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import reprlib
 import stat
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ringcomm.errors import RendezvousError, UnsupportedError, printable
 
 __all__ = [
     "FORMAT_VERSION",
+    "LONGEST_FILE_TEXT",
     "decode",
     "digest_of",
     "encode",
     "number_below",
     "read_bounded",
     "read_fields",
+    "read_object",
     "read_record",
     "shown",
     "text_of",
@@ -145,6 +150,83 @@ def _is_hex(text: str) -> bool:
         return bytes.fromhex(text).hex() == text
     except ValueError:
         return False
+
+
+# JSON of files and peers, read into frozen dataclasses by their annotations.
+
+T = TypeVar("T")
+LONGEST_FILE_TEXT = 1 << 16
+_EXPECTED = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
+
+
+def read_object(kind: type[T], plain: Any, where: str = "") -> T:
+    """Makes a dataclass of an object as ``json`` has parsed it.
+
+    Its fields are bools, ints from -1 to 2^64 - 1, floats, strings of printable characters, any of
+    these or None, tuples of them, and dataclasses of all that. A field with a default may be
+    missing, and null where the default is a number.
+
+    Args:
+        kind: the dataclass.
+        plain: the object.
+        where: its name in errors; "" for the whole.
+
+    Raises:
+        ValueError: says where something else was expected, and what.
+    """
+    if type(plain) is not dict:
+        raise _wrong(where, "an object", plain)
+    known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
+    for name, value in plain.items():
+        if name not in known:
+            raise _wrong(f"{where}.{name}", f"no such entry of a {kind.__name__}", value)
+    hints = typing.get_type_hints(kind)
+    return kind(
+        **{
+            name: _read(hints[name], plain.get(name), f"{where}.{name}")
+            for name, field in known.items()
+            if not _is_left_out(field, name in plain, plain.get(name))
+        }
+    )
+
+
+def _is_left_out(field: dataclasses.Field[Any], is_there: bool, value: Any) -> bool:
+    if field.default is dataclasses.MISSING:
+        return False
+    return not is_there or (value is None and type(field.default) is int)
+
+
+def _read(kind: Any, plain: Any, where: str) -> Any:
+    if isinstance(kind, types.UnionType):
+        (kind,) = set(typing.get_args(kind)) - {types.NoneType}
+        return None if plain is None else _read(kind, plain, where)
+    if isinstance(kind, types.GenericAlias):
+        of, *more = typing.get_args(kind)
+        if type(plain) is not list:
+            raise _wrong(where, "a list", plain)
+        if more != [...] and len(plain) != len(more) + 1:
+            raise _wrong(where, f"a list of {len(more) + 1}", plain)
+        return tuple(_read(of, each, f"{where}[{index}]") for index, each in enumerate(plain))
+    if dataclasses.is_dataclass(kind):
+        return read_object(typing.cast("type[Any]", kind), plain, where)
+    if kind is float and type(plain) is int and abs(plain) < 1 << 64:
+        plain = float(plain)
+    if type(plain) is not kind:
+        raise _wrong(where, _EXPECTED[kind], plain)
+    if kind is int and not -1 <= plain < 1 << 64:
+        raise _wrong(where, "a number that is not out of range", plain)
+    if kind is str and not _is_printable(plain):
+        raise _wrong(where, f"at most {LONGEST_FILE_TEXT} characters to print", plain)
+    return plain
+
+
+def _is_printable(text: str) -> bool:
+    allowed = all(char.isprintable() or char in "\n\t" for char in text)
+    return allowed and len(text) <= LONGEST_FILE_TEXT
+
+
+def _wrong(where: str, expected: str, got: Any) -> ValueError:
+    return ValueError(f"{where.strip('.') or 'the whole'}: expected {expected}, got {shown(got)}")
 
 
 def digest_of(values: Mapping[str, Any]) -> str:

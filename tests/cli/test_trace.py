@@ -196,12 +196,18 @@ def test_a_file_that_was_changed_is_refused(saved, capsys):
 
 
 CHANGES = {
-    "a field too many": (lambda b: b.update(more=1), "fields of a Trace"),
-    "a field too few": (lambda b: b["recording"].pop("world_id"), "fields of a Recording"),
+    "a field too many": (
+        lambda b: b.update(more=1),
+        "body.more: expected no such entry of a Trace",
+    ),
+    "a field too few": (
+        lambda b: b["recording"].pop("world_id"),
+        "body.recording.world_id: expected a number",
+    ),
     "a text for a number": (lambda b: b["recording"].update(world_size="2"), "world_size"),
     "a bool for a number": (lambda b: b["recording"].update(world_size=True), "world_size"),
     "a huge number": (lambda b: b["recording"].update(taken_ns=1 << 70), "out of range"),
-    "ranks that are no list": (lambda b: b["recording"].update(ranks={}), "not a list"),
+    "ranks that are no list": (lambda b: b["recording"].update(ranks={}), "ranks: expected a list"),
     "a rank twice": (lambda b: b["recording"]["ranks"][1].update(rank=0), "twice"),
     "a rank out of range": (lambda b: b["recording"]["ranks"][1].update(rank=2), "out of range"),
     "records out of order": (
@@ -210,7 +216,7 @@ CHANGES = {
     ),
     "escapes for a terminal": (
         lambda b: b["recording"]["ranks"][0]["collectives"][0].update(site="\x1b[2J"),
-        "no text to print",
+        "characters to print",
     ),
     "a state that is none": (
         lambda b: b["recording"]["ranks"][0]["collectives"][0].update(state="odd"),

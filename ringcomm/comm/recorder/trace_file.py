@@ -15,15 +15,13 @@ import stat
 import tempfile
 import threading
 import time
-import types
-import typing
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 from ringcomm.comm.recorder.records import STATES, Record, Recording
 from ringcomm.errors import RingcommError, printable
-from ringcomm.json_reader import read_bounded
+from ringcomm.json_reader import LONGEST_FILE_TEXT, read_bounded, read_object
 
 __all__ = [
     "VARIABLE",
@@ -46,10 +44,8 @@ STALE_S = 3600
 LARGEST_BYTES = 256 << 20
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
 _UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
-_MOST_TEXT = 1 << 16
 # Ranks that are threads of one process write one trace: more would only slow each other down.
 _writing = threading.Lock()
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +151,10 @@ def leave(recording: Recording, rank: int, error: str) -> str:
     if is_off():
         return ""
     # Both texts may come from the user or a peer, and the reader refuses control characters.
-    name = printable(recording.communicator, "")[:_MOST_TEXT]
+    name = printable(recording.communicator, "")[:LONGEST_FILE_TEXT]
     recording = dataclasses.replace(recording, communicator=name)
     try:
-        path = _write(Trace(recording, rank, time.time(), printable(error)[:_MOST_TEXT]))
+        path = _write(Trace(recording, rank, time.time(), printable(error)[:LONGEST_FILE_TEXT]))
     except Exception as trouble:
         return f". No trace was written: {type(trouble).__name__}: {trouble}"
     return f". What each rank did last: ringcomm trace {path}"
@@ -239,42 +235,11 @@ def read(path: Path) -> Trace:
     if hashlib.sha256(text.encode()).hexdigest() != whole.get("sha256"):
         fail("one that was changed after it was written (its sha256 differs)")
     try:
-        trace = _object(Trace, body, "body")
+        trace = read_object(Trace, body, "body")
         _check(trace.recording)
     except (ValueError, RecursionError) as error:
-        fail(f"one whose {error}")
+        fail(f"one that is damaged: {error}")
     return trace
-
-
-def _value(kind: Any, plain: Any, name: str) -> Any:
-    """Makes a dataclass, a tuple or a scalar from JSON; ValueError names what is wrong."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _object(kind, plain, name)
-    if isinstance(kind, types.GenericAlias):
-        if type(plain) is not list:
-            raise ValueError(f"{name} is not a list")
-        of = typing.get_args(kind)[0]
-        return tuple(_value(of, each, f"{name}[{index}]") for index, each in enumerate(plain))
-    if kind is float and type(plain) is int:
-        plain = float(plain)
-    if type(plain) is not kind:
-        raise ValueError(f"{name} is not of type {kind.__name__}")
-    if kind is int and not -1 <= plain < 1 << 64:
-        raise ValueError(f"{name} is out of range")
-    if kind is str and (len(plain) > _MOST_TEXT or not _is_printable(plain)):
-        raise ValueError(f"{name} is no text to print")
-    return plain
-
-
-def _is_printable(text: str) -> bool:
-    return all(char.isprintable() or char in "\n\t" for char in text)
-
-
-def _object(kind: type[T], plain: Any, name: str) -> T:
-    hints = typing.get_type_hints(kind)
-    if type(plain) is not dict or set(plain) != set(hints):
-        raise ValueError(f"{name} does not have the fields of a {kind.__name__}")
-    return kind(**{key: _value(hints[key], plain[key], f"{name}.{key}") for key in hints})
 
 
 def _check(recording: Recording) -> None:

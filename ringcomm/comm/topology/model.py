@@ -28,10 +28,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ringcomm.errors import ArgumentError
-from ringcomm.json_reader import read_bounded
+from ringcomm.json_reader import read_bounded, read_object, shown
 
 __all__ = [
     "LEVELS",
@@ -307,8 +307,8 @@ def from_json(text: str, name: str = "topology") -> Topology:
             "Record it again: ringcomm topo --save FILE"
         ) from error
     try:
-        return _topology(_Reader(value, ""))
-    except ArgumentError as error:
+        return _topology(value)
+    except (ArgumentError, ValueError) as error:
         raise ArgumentError(
             f"{name}: not a recorded topology: {error}. Record it again: ringcomm topo --save FILE"
         ) from error
@@ -340,141 +340,48 @@ def save(topology: Topology, path: str | Path) -> None:
         raise ArgumentError(f"{path}: the topology cannot be recorded: {error}") from error
 
 
-class _Reader:
-    """A JSON object that is read name by name; every error says where it occurred."""
-
-    def __init__(self, value: object, where: str) -> None:
-        self.where = where
-        if not isinstance(value, dict):
-            raise self.wrong("an object", value)
-        self._left = dict(value)
-
-    def wrong(self, expected: str, got: object, name: str = "") -> ArgumentError:
-        at = f"{self.where}.{name}".strip(".")
-        return ArgumentError(f"{at or 'the whole'}: expected {expected}, got {got!r:.80}")
-
-    def text(self, name: str, default: str | None = None) -> str:
-        return cast(str, self._checked(name, "a string", str, default))
-
-    def optional_text(self, name: str) -> str | None:
-        return None if self._missing(name) else self.text(name)
-
-    def optional_flag(self, name: str) -> bool | None:
-        return cast("bool | None", self._optional(name, "true, false or null", bool))
-
-    def optional_count(self, name: str) -> int | None:
-        value = cast("int | None", self._optional(name, "a number >= 0", int))
-        if value is not None and (isinstance(value, bool) or value < 0):
-            raise self.wrong("a number >= 0", value, name)
-        return value
-
-    def optional_rate(self, name: str) -> float | None:
-        value = cast("float | None", self._optional(name, "a number > 0", (int, float)))
-        if value is not None and not (not isinstance(value, bool) and 0 < value < math.inf):
-            raise self.wrong("a number > 0", value, name)
-        try:
-            return None if value is None else float(value)
-        except OverflowError:  # an integer of some hundred digits
-            raise self.wrong("a number > 0", "one that is too large", name) from None
-
-    def list(self, name: str) -> list[object]:
-        return cast("list[object]", self._checked(name, "a list", list, []))
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        values = self.list(name)
-        for value in values:
-            if not isinstance(value, str):
-                raise self.wrong("strings", value, name)
-        return tuple(cast("list[str]", values))
-
-    def optional_counts(self, name: str) -> tuple[int, int] | None:
-        values = None if self._missing(name) else self.list(name)
-        if values is None:
-            return None
-        if len(values) != 2 or any(type(value) is not int for value in values):
-            raise self.wrong("two numbers or null", values, name)
-        return cast("tuple[int, int]", tuple(values))
-
-    def part(self, name: str) -> _Reader:
-        return _Reader(self._checked(name, "an object", dict, {}), f"{self.where}.{name}")
-
-    def end(self) -> None:
-        """Raises for names that were not read: a misspelt one must not count as "unknown"."""
-        if self._left:
-            name = next(iter(self._left))
-            raise self.wrong("no such entry", self._left[name], name)
-
-    def _missing(self, name: str) -> bool:
-        if self._left.get(name) is None:
-            self._left.pop(name, None)
-            return True
-        return False
-
-    def _optional(self, name: str, expected: str, kind: Any) -> object:
-        return None if self._missing(name) else self._checked(name, expected, kind)
-
-    def _checked(self, name: str, expected: str, kind: Any, default: object = None) -> object:
-        value = self._left.pop(name, default)
-        if not isinstance(value, kind):
-            raise self.wrong(expected, value, name)
-        return value
+def _topology(value: Any) -> Topology:
+    """Undoes ``to_json``; missing entries are unknown, but for the names of GPUs."""
+    if type(value) is dict:
+        written = value.pop("format", "no format")
+        if written != FORMAT:
+            raise ArgumentError(f"format: expected {FORMAT!r}, got {shown(written)}")
+        value.pop("source", None)
+    recorded = read_object(_Recorded, value)
+    for index, gpu in enumerate(recorded.gpus):
+        if gpu.numa_node is not None and gpu.numa_node < 0:
+            raise _out_of_range(f"gpus[{index}].numa_node", "a number >= 0", gpu.numa_node)
+        _check_links(gpu.switch, f"gpus[{index}].switch")
+    for index, pair in enumerate(recorded.pairs):
+        if pair.level is not None and pair.level not in LEVELS:
+            raise _out_of_range(f"pairs[{index}].level", f"one of {', '.join(LEVELS)}", pair.level)
+        _check_links(pair.nvlinks, f"pairs[{index}].nvlinks")
+    gpus = [replace(gpu, pci_bus_id=plain_bus_id(gpu.pci_bus_id)) for gpu in recorded.gpus]
+    pairs = [
+        replace(pair, first=plain_bus_id(pair.first), second=plain_bus_id(pair.second))
+        for pair in recorded.pairs
+    ]
+    return Topology(**{**vars(recorded), "gpus": tuple(gpus), "pairs": tuple(pairs)})
 
 
-def _topology(reader: _Reader) -> Topology:
-    written = reader.text("format", "no format")
-    if written != FORMAT:
-        raise reader.wrong(f"{FORMAT!r}", written, "format")
-    reader.optional_text("source")
-    gpus = reader.list("gpus")
-    pairs = reader.list("pairs")
-    topology = Topology(
-        machine=reader.text("machine", ""),
-        gpus=tuple(_gpu(_Reader(gpu, f"gpus[{index}]")) for index, gpu in enumerate(gpus)),
-        pairs=tuple(_pair(_Reader(pair, f"pairs[{index}]")) for index, pair in enumerate(pairs)),
-        driver=reader.optional_text("driver"),
-        absent=reader.text("absent", ""),
-        notes=reader.texts("notes"),
-    )
-    reader.end()
-    return topology
+@dataclass(frozen=True)
+class _Recorded:
+    """The entries of a file, which are those of a :class:`Topology` before they are checked."""
+
+    machine: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    driver: str | None = None
+    absent: str = ""
+    notes: tuple[str, ...] = ()
 
 
-def _gpu(reader: _Reader) -> Gpu:
-    gpu = Gpu(
-        uuid=reader.text("uuid"),
-        pci_bus_id=plain_bus_id(reader.text("pci_bus_id")),
-        name=reader.text("name", ""),
-        numa_node=reader.optional_count("numa_node"),
-        cpus=reader.optional_text("cpus"),
-        pcie=reader.optional_counts("pcie"),
-        switch=_nvlinks(reader.part("switch")),
-        mig=reader.optional_flag("mig"),
-        mig_instances=reader.texts("mig_instances"),
-    )
-    reader.end()
-    return gpu
+def _check_links(links: NvLinks, where: str) -> None:
+    if links.count < 0:
+        raise _out_of_range(f"{where}.count", "a number >= 0", links.count)
+    if links.link_gbps is not None and not 0 < links.link_gbps < math.inf:
+        raise _out_of_range(f"{where}.link_gbps", "a number > 0", links.link_gbps)
 
 
-def _pair(reader: _Reader) -> Pair:
-    level = reader.optional_text("level")
-    if level is not None and level not in LEVELS:
-        raise reader.wrong(f"one of {', '.join(LEVELS)}", level, "level")
-    pair = Pair(
-        first=plain_bus_id(reader.text("first")),
-        second=plain_bus_id(reader.text("second")),
-        nvlinks=_nvlinks(reader.part("nvlinks")),
-        level=level,
-        peer_access=reader.optional_flag("peer_access"),
-    )
-    reader.end()
-    return pair
-
-
-def _nvlinks(reader: _Reader) -> NvLinks:
-    links = NvLinks(
-        count=reader.optional_count("count") or 0,
-        version=reader.optional_text("version"),
-        link_gbps=reader.optional_rate("link_gbps"),
-    )
-    reader.end()
-    return links
+def _out_of_range(where: str, expected: str, got: object) -> ArgumentError:
+    return ArgumentError(f"{where}: expected {expected}, got {shown(got)}")

@@ -146,7 +146,7 @@ def test_topologies():
 def test_a_rate_too_large_for_a_float():
     sound = json.loads((TOPOLOGIES / "dgx_1v.json").read_text())
     sound["pairs"][0]["nvlinks"]["link_gbps"] = 10**400
-    with pytest.raises(ArgumentError, match=r"link_gbps.*too large"):
+    with pytest.raises(ArgumentError, match=r"link_gbps: expected a number"):
         model.from_json(json.dumps(sound), "file")
 
 
