@@ -3,16 +3,11 @@
 A plan depends only on the topology and the ranks' GPUs. Ranks that know the same ones derive the
 same plan without a message.
 
-Sources: the rings of the DGX-1 are those that its double links suggest (NVIDIA DGX-1 With Tesla
-V100 System Architecture, WP-08437-002, "NVLink"; S. Jeaugey, "Distributed Training and Fast
-Inter-GPU Communication with NCCL", GTC 2019, S9656: one ring per link and direction); for the cost
-of ring and direct see docs/algorithms.md.
+For the cost of ring and direct see docs/algorithms.md.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
@@ -24,56 +19,33 @@ __all__ = [
     "SEARCHED_DEVICES",
     "TopologyPlan",
     "best_ring",
-    "disjoint_rings",
+    "hops",
     "host_plan",
+    "mesh_rings",
     "plan",
     "rings_gbps",
 ]
 
-# The search for edge-disjoint Hamiltonian cycles is arithmetic over matrices, so tests need no such
-# machine. A *ring* is an order of all devices. The one at place i sends to the one at place i + 1,
-# the last to the first. An NVLink is full duplex: a ring takes one link of every hop in its own
-# direction only, and leaves the other direction to its reverse.
+# A *ring* is an order of all devices. The one at place i sends to the one at place i + 1, the last
+# to the first. An NVLink is full duplex: a ring takes the direction of each hop, and leaves the
+# other one to its reverse.
 
 # The search can enumerate (8 - 1)! orders, and no machine without a switch has more GPUs.
 SEARCHED_DEVICES = 8
-# So many steps take a fraction of a second. Every machine in the tests needs far fewer.
-SEARCH_STEPS = 3000
+# Machines of sm_80 and later without a switch join no more GPUs pair by pair (HGX A100 4-GPU).
+MESH_DEVICES = 4
 
 Ring = tuple[int, ...]
 Matrix = Sequence[Sequence[float]]
 
 
-def disjoint_rings(links: Sequence[Sequence[int]]) -> tuple[tuple[Ring, ...], int]:
-    """Finds as many rings as fit at once when each takes one link of every hop.
+def mesh_rings(count: int) -> tuple[Ring, ...]:
+    """Returns the rings of devices that are joined pair by pair: all orders that begin with 0.
 
-    No larger number of rings fits, unless the search ran out of steps, which no known machine comes
-    near. A ring that is used several times is repeated, after division by the common factor of all
-    rings: four links between every two of three devices make two rings, one each way, with four
-    links per hop.
-
-    Args:
-        links: symmetric [n, n] numbers of links, n from 2 to ``SEARCHED_DEVICES``.
-
-    Returns:
-        The rings, which begin with device 0 (none if no ring exists), and the number of links that
-        each ring has at every hop.
+    Each direction of each pair is a hop of equally many of them, (count - 2)!, so with equal shares
+    of the data no link idles.
     """
-    count = len(links)
-    if count == 2:
-        return (((0, 1),), links[0][1]) if links[0][1] else ((), 0)
-    bound = _smallest_cut(links)
-    search = _Search(links, directed=False)
-    there = search.run(bound // 2)
-    rings = [way for ring in there for way in (ring, (0, *reversed(ring[1:])))]
-    if len(rings) < bound:
-        # Rings that are not each other's reverse use an odd number of links, if anything does.
-        search = _Search(links, directed=True)
-        one_way = search.run(bound)
-        rings = one_way if len(one_way) > len(rings) else rings
-    repeats = Counter(rings)
-    common = math.gcd(*repeats.values())
-    return tuple(ring for ring in repeats for _ in range(repeats[ring] // common)), common
+    return tuple(_orders(count, directed=True))
 
 
 def best_ring(quality: Matrix) -> Ring:
@@ -97,88 +69,6 @@ def _orders(count: int, directed: bool) -> Iterator[Ring]:
             yield (0, *rest)
 
 
-def _smallest_cut(links: Sequence[Sequence[int]]) -> int:
-    """Returns the fewest links that leave any set of devices, since every ring leaves every set."""
-    everyone = set(range(len(links)))
-    sets = (
-        {0, *more} for size in range(len(links) - 1) for more in combinations(everyone - {0}, size)
-    )
-    return min(sum(links[a][b] for a in inside for b in everyone - inside) for inside in sets)
-
-
-class _Search:
-    """A depth-first search for rings that together take no link twice."""
-
-    def __init__(self, links: Sequence[Sequence[int]], directed: bool) -> None:
-        count = len(links)
-        pairs = permutations(range(count), 2) if directed else combinations(range(count), 2)
-        self._edges = [(a, b) for a, b in pairs if links[a][b]]
-        place = {edge: index for index, edge in enumerate(self._edges)}
-        if not directed:
-            place |= {(b, a): index for (a, b), index in place.items()}
-        self._left = [links[a][b] for a, b in self._edges]
-        self._per_device = 1 if directed else 2
-        self._rings: list[tuple[Ring, int, list[int]]] = []
-        for ring in _orders(count, directed):
-            taken = [place[hop] for hop in hops(ring) if hop in place]
-            if len(taken) == count:
-                self._rings.append((ring, sum(1 << edge for edge in taken), taken))
-        self._steps = 0
-        self._best: list[Ring] = []
-
-    def run(self, bound: int) -> list[Ring]:
-        """Returns the largest set of rings found, of at most ``bound``."""
-        for wanted in range(bound, 0, -1):
-            if len(self._best) >= wanted or self._steps >= SEARCH_STEPS:
-                break
-            self._extend([], self._rings, wanted)
-        return self._best
-
-    def _extend(
-        self, taken: list[Ring], candidates: list[tuple[Ring, int, list[int]]], wanted: int
-    ) -> bool:
-        if len(taken) > len(self._best):
-            self._best = list(taken)
-        if len(taken) == wanted:
-            return True
-        self._steps += 1
-        free = sum(1 << edge for edge, left in enumerate(self._left) if left)
-        candidates = [each for each in candidates if not each[1] & ~free]
-        tight = self._tight_edge(candidates, wanted - len(taken))
-        branches = candidates if tight is None else [c for c in candidates if c[1] >> tight & 1]
-        for number, (ring, _, edges) in enumerate(branches):
-            if self._steps >= SEARCH_STEPS:
-                return False
-            for edge in edges:
-                self._left[edge] -= 1
-            # The order of rings does not matter, so later branches skip what earlier ones tried.
-            rest = candidates if tight is not None else candidates[number:]
-            if self._extend([*taken, ring], rest, wanted):
-                return True
-            for edge in edges:
-                self._left[edge] += 1
-        return False
-
-    def _tight_edge(
-        self, candidates: list[tuple[Ring, int, list[int]]], missing: int
-    ) -> int | None:
-        """Returns an edge that must be used because its device has no link to spare.
-
-        Of several such edges, this is the one that the fewest candidates use.
-        """
-        spare: Counter[int] = Counter()
-        for (a, b), left in zip(self._edges, self._left, strict=True):
-            spare[a] += left
-            spare[b] += left if self._per_device == 2 else 0
-        no_spare = {device for device in spare if spare[device] == missing * self._per_device}
-        users = {
-            edge: sum(mask >> edge & 1 for _, mask, _ in candidates)
-            for edge, (a, b) in enumerate(self._edges)
-            if self._left[edge] and (a in no_spare or (self._per_device == 2 and b in no_spare))
-        }
-        return min(users, key=lambda edge: (users[edge], edge), default=None)
-
-
 @dataclass(frozen=True)
 class TopologyPlan:
     """The algorithm and the rings of a world.
@@ -187,8 +77,8 @@ class TopologyPlan:
         algorithm: "direct" (every rank reads from every other) or "ring" (from one neighbour).
         rings: orders of all ranks, each beginning with rank 0; the rank at place i sends to the
             one at place i + 1, the last to the first. Several rings run at once with equal shares
-            of the data; together they take no NVLink twice in one direction. A plan of "direct"
-            has rings, too, as a call may ask for "ring".
+            of the data, and no direction of an NVLink idles. A plan of "direct" has rings, too, as
+            a call may ask for "ring".
         reason: of the choice, for people.
     """
 
@@ -380,34 +270,14 @@ def _rings(
         return (canonical,), "the ring follows the ranks, those of one GPU together"
     if count > SEARCHED_DEVICES:
         return (canonical,), "the ring goes through the NUMA nodes one after the other"
-    rings = _nvlink_rings(count, between)
-    if rings:
+    if count <= MESH_DEVICES and all(each.kind == "nvlink" for each in between.values()):
+        rings = mesh_rings(count)
         return rings, f"rings: {len(rings)}, with NVLink at every hop"
     quality = [[_quality(_either(between, a, b)) for b in range(count)] for a in range(count)]
     ring = best_ring(quality)
     worst = min((_either(between, a, b) for a, b in hops(ring)), key=_quality)
     about = "" if worst.kind == "refused" else f"the slowest hop of the best ring is {worst}"
     return (ring,), about
-
-
-def _nvlink_rings(count: int, between: dict[tuple[int, int], Connection]) -> tuple[Ring, ...]:
-    """Finds the rings over direct NVLinks that carry most together; none if there is no ring."""
-    direct = {ends: each.links for ends, each in between.items() if each.kind == "nvlink"}
-    speeds = {links.link_gbps for links in direct.values()}
-    # Rings have equal shares, so a slow link slows all of them. With links of two speeds, fewer
-    # rings without the slow links may carry more. Unknown speeds count as equal.
-    floors = [0.0] if None in speeds else sorted(speed for speed in speeds if speed is not None)
-    best: tuple[float, tuple[Ring, ...]] = (0.0, ())
-    for floor in floors:
-        links = [[0] * count for _ in range(count)]
-        for (a, b), bundle in direct.items():
-            if (bundle.link_gbps or 0.0) >= floor:
-                links[a][b] = links[b][a] = bundle.count
-        rings, per_hop = disjoint_rings(links)
-        carried = len(rings) * per_hop * (floor or 1.0)
-        if carried > best[0]:
-            best = (carried, rings)
-    return best[1]
 
 
 def _either(between: dict[tuple[int, int], Connection], a: int, b: int) -> Connection:
