@@ -67,6 +67,25 @@ def test_the_map_of_the_design_names_every_module():
     assert stale == set()
 
 
+def misplaced(text):
+    """Return the names after "`file`:" in a table that the file does not have."""
+    found = re.findall(r"(`[\w/.]+/[\w.]+`): ((?:`\w+`(?:, )?|NOTE \[[^]]+\])+)", text)
+    assert found
+    return [
+        name
+        for path, names in found
+        for name in re.findall(r"`(\w+)`|(NOTE \[.*\])", names)
+        if "".join(name) not in (ROOT / path.strip("`")).read_text()
+    ]
+
+
+def test_what_the_design_places_in_a_file_stands_there():
+    design = (ROOT / "docs" / "design.md").read_text()
+    assert misplaced(design) == []
+    assert misplaced(design.replace("`same_call`", "`same_calls`")) == [("same_calls", "")]
+    assert misplaced(design.replace("[Busy cores]", "[Busy]")) == [("", "NOTE [Busy]")]
+
+
 def quoted(text):
     """Return what stands between single back-ticks, outside blocks of code."""
     return re.findall(
