@@ -41,9 +41,7 @@ COMMANDS = {
     "demo": Entry("check and time every collective, then train a small model both ways"),
     "doctor": Entry("say whether collectives can work on this machine, and why not"),
     "estimate": Entry("say what memory, traffic and time a sharded training step takes"),
-    "trace": Entry(
-        "show what each rank did last, from the trace of a fault or from processes that hang"
-    ),
+    "trace": Entry("show what each rank did last, from a fault's trace or from running processes"),
     "topo": Entry("show what connects the GPUs, and the algorithm and rings that follow from it"),
     "train": Entry("train a small byte-level GPT data-parallel"),
 }
