@@ -243,17 +243,27 @@ def kernels_of(name: str) -> set[str]:
     return {each for each in units.UNITS[unit].kernels if each.split("_")[-1] not in left_out}
 
 
-def compile_unit(name: str, target: str) -> Binary:
-    """Compiles one unit of the kernels with NVRTC.
+def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
+    """Returns the text of a unit, its headers by name, and the options that make it that unit.
 
     Args:
         name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
             ``adamw_float16/float32``, with one dtype of parameters alone.
-        target: ``sm_90a``, for example.
     """
     name, _, part = name.partition("/")
     unit = units.UNITS[name]
     source = units.read_source(units.source_root(), unit)
-    macros = [f"-D{macro}" for macro in unit.macros]
     text = _PART.sub(lambda line: line[0] if line[1] == part else "", source.text)
-    return compile_text(text if part else source.text, target, source.headers, macros)
+    macros = [f"-D{macro}" for macro in unit.macros]
+    return text if part else source.text, dict(source.headers), macros
+
+
+def compile_unit(name: str, target: str) -> Binary:
+    """Compiles one unit of the kernels, or a part of it, with NVRTC.
+
+    Args:
+        name: as of :func:`unit_source`.
+        target: ``sm_90a``, for example.
+    """
+    text, headers, macros = unit_source(name)
+    return compile_text(text, target, headers, macros)

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <thread>
 
+extern "C" const char* ptx_failure();
+
 namespace emulator {
 namespace {
 
@@ -28,6 +30,9 @@ void serve(Stream* stream) {
     world().changed.notify_all();
   }
 }
+
+// As on a GPU, an error of a kernel is told by whatever is asked next, for good.
+int outcome() { return ptx_failure() == nullptr ? kSuccess : kLaunchFailed; }
 
 int breaks(Graph& graph, int result) {
   graph.broken = true;
@@ -144,14 +149,14 @@ int query(const Event& event, bool& done) {
   const Lock lock(world().mutex);
   if (event.graph) return kCapturedEvent;
   done = event.completion->done;
-  return kSuccess;
+  return outcome();
 }
 
 int synchronize(const Event& event) {
   Lock lock(world().mutex);
   if (event.graph) return kCapturedEvent;
   await(lock, event.completion);
-  return kSuccess;
+  return outcome();
 }
 
 int synchronize(Device& device) {
@@ -162,7 +167,7 @@ int synchronize(Device& device) {
     all.push_back(stream->last);
   }
   for (const auto& completion : all) await(lock, completion);
-  return kSuccess;
+  return outcome();
 }
 
 int block_registers(const Device& device, int registers) {

@@ -5,6 +5,8 @@
 #include "tests/support/emulator/device.h"
 #include "tests/support/emulator/kernel.h"
 
+extern "C" const char* ptx_failure();
+
 using CUresult = int;
 using CUdeviceptr = unsigned long long;
 using CUfunction = void*;
@@ -42,6 +44,8 @@ const char* text_of(int result) {
       return "invalid device context";
     case kInvalidHandle:
       return "invalid resource handle";
+    case kLaunchFailed:
+      return ptx_failure();
     case kLaunchTooLarge:
       return "too many blocks in cooperative launch";
     case kCaptureUnsupported:

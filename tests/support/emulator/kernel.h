@@ -1,13 +1,17 @@
 // What stands for a CUfunction in the emulated driver.
 #pragma once
 
+#include <functional>
+
 #include "kernels/cuda/args.h"
 
 // `run` does the work of a whole launch, grid_x by grid_y blocks of `lanes` threads each, and
 // returns when every block has ended. All blocks run at once: the driver has found room for them.
 // `registers` is how many a thread of the real kernel has.
 struct EmulatedKernel {
-  void (*run)(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y, int lanes);
+  std::function<void(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y,
+                     int lanes)>
+      run;
   int registers = 0;
 };
 

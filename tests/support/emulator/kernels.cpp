@@ -61,3 +61,5 @@ extern "C" const EmulatedKernel* emulated_kernel(const char* unit, const char* n
   const auto found = kernels.find(std::string(unit) + "/" + name);
   return found == kernels.end() ? nullptr : &found->second;
 }
+
+extern "C" int emulated_registers(const EmulatedKernel* kernel) { return kernel->registers; }

@@ -17,6 +17,7 @@ from tests.support import ROOT
 
 FOLDER = Path(__file__).resolve().parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+INTERPRETER = FOLDER.parent / "ptx"
 OPTIONS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-ffp-contract=off"]
 INCLUDES = [ROOT, ROOT / "kernels" / "include"]
 
@@ -31,6 +32,14 @@ _PROTOTYPES = {
     "cuGetErrorString": (c_int, [c_int, POINTER(c_char_p)]),
     "emulated_kernel": (c_void_p, [c_char_p, c_char_p]),
     "emu_test_kernel": (c_void_p, [c_char_p]),
+    "ptx_load": (c_void_p, [c_char_p]),
+    "ptx_refusal": (c_char_p, []),
+    "ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_int, c_uint, c_int]),
+    "ptx_allow": (None, [c_uint64, c_uint64]),
+    "ptx_be_strict": (None, [c_int]),
+    "ptx_failure": (c_char_p, []),
+    "ptx_forget_failure": (None, []),
+    "emulated_registers": (c_int, [c_void_p]),
     "emu_params_bytes": (c_uint64, []),
     "emu_device_make": (c_void_p, [c_int, c_int]),
     "emu_device_blocks_each": (c_int, [c_void_p, c_void_p]),
@@ -72,9 +81,10 @@ def _digest(*parts: bytes) -> str:
 
 def _compile(source: Path, headers: bytes, folder: Path) -> Path:
     """The object file, made now unless one of this very source exists."""
-    target = folder / f"{source.stem}-{_digest(headers, source.read_bytes())}.o"
+    stem = f"{source.parent.name}-{source.stem}"
+    target = folder / f"{stem}-{_digest(headers, source.read_bytes())}.o"
     if not target.exists():
-        for older in folder.glob(f"{source.stem}-*.o"):
+        for older in folder.glob(f"{stem}-*.o"):
             older.unlink()
         includes = [f"-I{include}" for include in INCLUDES]
         _run([str(COMPILER), *OPTIONS, "-fPIC", "-pthread", *includes, "-c", str(source)], target)
@@ -94,8 +104,9 @@ def library_path() -> Path:
     """The library, built now unless one of these very sources exists."""
     if COMPILER is None:
         raise RuntimeError("the emulated driver needs a C++20 compiler: set CXX")
-    sources = sorted(FOLDER.glob("*.cpp"))
-    included = sorted([*(ROOT / "kernels").rglob("*.h"), *FOLDER.glob("*.h")])
+    sources = sorted([*FOLDER.glob("*.cpp"), *INTERPRETER.glob("*.cpp")])
+    headers_of = [ROOT / "kernels", FOLDER, INTERPRETER]
+    included = sorted(path for folder in headers_of for path in folder.rglob("*.h"))
     headers = _digest(
         " ".join([COMPILER, *OPTIONS]).encode(),
         *(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in included),

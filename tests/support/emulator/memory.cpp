@@ -100,6 +100,17 @@ int emu_memory_open(const char* handle, void** ptr) {
   return kSuccess;
 }
 
+// The memory of devices, this process's own and what it has opened, that an address lies in.
+int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
+  const std::lock_guard lock(blocks_mutex());
+  auto found = blocks().upper_bound(reinterpret_cast<void*>(address));
+  if (found == blocks().begin()) return 0;
+  --found;
+  *begin = reinterpret_cast<uint64_t>(found->first);
+  *bytes = found->second.bytes;
+  return address < *begin + *bytes ? 1 : 0;
+}
+
 int emu_memory_close(void* ptr) { return drop(ptr, false); }
 
 }  // extern "C"

@@ -28,6 +28,7 @@ from tests.support.emulator.library import (
     library_path,
 )
 from tests.support.emulator.memory import EmulatedMemory
+from tests.support.emulator.ptx import THREADS, PtxKernels, allow, from_environment
 
 _FUNCTIONS: list[object] = []
 
@@ -65,6 +66,8 @@ class EmulatedRuntime(EmulatedMemory):
         assume_device: the device of tensors that lie in no device's memory; None: the host.
         physical: which GPU each device is; default 0, 1, ...
         unreachable: pairs of devices without peer access.
+        ptx: executes the PTX of the CUDA kernels, in place of the same templates on the host;
+            default: what the environment asks for.
     """
 
     devices: int = 1
@@ -76,6 +79,7 @@ class EmulatedRuntime(EmulatedMemory):
     assume_device: int | None = 0
     physical: tuple[int, ...] = ()
     unreachable: frozenset[tuple[int, int]] = frozenset()
+    ptx: PtxKernels | None = field(default_factory=from_environment)
     kind: str = field(default="emulated", init=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +139,8 @@ class EmulatedRuntime(EmulatedMemory):
         device = self.owner_of(tensor.data_ptr())
         if device is not None:
             return device
+        if self.ptx is not None:
+            allow(tensor)
         assumed = self._thread.assumed
         return self.assume_device if assumed is None else None if assumed < 0 else assumed
 
@@ -238,5 +244,9 @@ class EmulatedRuntime(EmulatedMemory):
         handle = library().emulated_kernel(unit.encode(), name.encode())
         if not handle:
             raise UnsupportedError(f"emulated driver: no kernel {name} in unit {unit}")
+        threads = self.threads
+        if self.ptx is not None:
+            handle = self.ptx.kernel(unit, name, library().emulated_registers(handle))
+            threads = THREADS
         blocks_each = library().emu_device_blocks_each(self._native[device], handle)
-        return EmulatedFunction(handle, self.threads, blocks_each)
+        return EmulatedFunction(handle, threads, blocks_each)

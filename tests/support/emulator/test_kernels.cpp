@@ -38,8 +38,8 @@ void wait_then_add(const ringcomm::device::LaunchParams& params, int, int, int) 
 }
 
 // Two blocks of the one, or four of the other, fill a multiprocessor.
-constexpr EmulatedKernel kAdd{add, 128};
-constexpr EmulatedKernel kWaitThenAdd{wait_then_add, 64};
+const EmulatedKernel kAdd{add, 128};
+const EmulatedKernel kWaitThenAdd{wait_then_add, 64};
 
 }  // namespace
 

@@ -1,0 +1,125 @@
+"""The CUDA kernels' PTX, executed: NVRTC emits it, and an interpreter runs every instruction.
+
+The interpreter stands behind the emulated driver's kernel launch, so that streams, graphs, IPC and
+all of Python are the same as with kernels that the host's compiler made of the same templates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ringcomm.cuda import units
+from tests.support import ROOT, nvrtc
+from tests.support.cuda_code import unit_source
+from tests.support.emulator.library import library
+
+# Of a block of the CUDA kernels (kernels/cuda/args.h).
+THREADS = 256
+TARGET = "compute_90a"
+
+
+# "ptx", or "ptx:SEED": emulated devices of this process and its children execute PTX.
+ENVIRONMENT = "RINGCOMM_EMULATED_KERNELS"
+
+
+def from_environment() -> PtxKernels | None:
+    """The PTX kernels that the environment asks for, if it does."""
+    kind, _, seed = os.environ.get(ENVIRONMENT, "").partition(":")
+    return PtxKernels(seed=int(seed or 0), strict=False) if kind == "ptx" else None
+
+
+def ptx_of(unit: str, target: str = TARGET) -> str:
+    """Returns the PTX of a unit, or of a part of it: see ``cuda_code.compile_unit``.
+
+    It is kept under ``build/`` for whoever asks next, by a digest of all that it is made from.
+    """
+    source, headers, macros = unit_source(unit)
+    options = [*units.OPTIONS, *macros, f"-arch={target}", str(nvrtc.getVersion())]
+    digest = hashlib.sha256(repr((source, sorted(headers.items()), options)).encode())
+    path = ROOT / "build" / "ptx" / f"{unit.replace('/', '-')}-{digest.hexdigest()[:16]}.ptx"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(_compile(source, headers, options[:-1]))
+        unfinished.rename(path)
+    return path.read_text()
+
+
+def _compile(source: str, headers: dict[str, str], options: list[str]) -> str:
+    names = [name.encode() for name in headers]
+    texts = [header.encode() for header in headers.values()]
+    program = nvrtc.createProgram(source, units.SOURCE, texts, names)
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getPTX(program).decode()
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+class RefusedError(RuntimeError):
+    """A text has something that the interpreter does not know."""
+
+
+def load(text: str) -> int:
+    """Returns the handle of the module that the text is."""
+    handle = library().ptx_load(text.encode())
+    if not handle:
+        raise RefusedError(library().ptx_refusal().decode())
+    return int(handle)
+
+
+def failure() -> str | None:
+    """What the first kernel that failed did, and where; it is told until :func:`forget`."""
+    text = library().ptx_failure()
+    return text.decode() if text else None
+
+
+def forget() -> None:
+    """Lets kernels run again after a failure."""
+    library().ptx_forget_failure()
+
+
+def allow(tensor: torch.Tensor) -> None:
+    """Lets kernels use the tensor's memory, and nothing around it."""
+    storage = tensor.untyped_storage()
+    library().ptx_allow(storage.data_ptr(), storage.nbytes())
+
+
+@dataclass(eq=False)
+class PtxKernels:
+    """Kernels of an emulated device that are executed as PTX.
+
+    Args:
+        seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
+        no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
+        strict: kernels may use memory of devices and tensors that :func:`allow` was called with,
+            as it is with all that are passed to a call; else any memory of the process.
+        part: which part of a unit a kernel is taken from; default: the whole unit.
+        edit: makes a mutant of a text.
+    """
+
+    seed: int = 0
+    no_progress_in_a_warp: bool = False
+    strict: bool = True
+    part: Callable[[str, str], str] = lambda unit, kernel: unit
+    edit: Callable[[str], str] = lambda text: text
+    _modules: dict[str, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        library().ptx_be_strict(int(self.strict))
+
+    def kernel(self, unit: str, name: str, registers: int) -> int:
+        """Returns the handle of a kernel whose threads have as many registers."""
+        part = self.part(unit, name)
+        if part not in self._modules:
+            self._modules[part] = load(self.edit(ptx_of(part)))
+        arguments = (self._modules[part], name.encode(), registers)
+        handle = library().ptx_kernel(*arguments, self.seed, int(self.no_progress_in_a_warp))
+        if not handle:
+            raise RefusedError(f"no kernel {name} in the PTX of {part}")
+        return int(handle)

@@ -1,0 +1,746 @@
+#include "tests/support/ptx/instructions.h"
+
+#include <time.h>
+
+#include <bit>
+#include <cmath>
+#include <concepts>
+#include <cstring>
+#include <limits>
+#include <unordered_map>
+
+#include "tests/support/ptx/warp.h"
+
+namespace ptx {
+namespace {
+
+template <class F>
+void each(Mask mask, F f) {
+  if (mask == ~Mask(0)) {
+    for (int lane = 0; lane < kLanes; ++lane) f(lane);
+  } else {
+    for (Mask left = mask; left != 0; left &= left - 1) f(std::countr_zero(left));
+  }
+}
+
+template <size_t bytes>
+struct UnsignedOf;
+template <>
+struct UnsignedOf<1> {
+  using Type = uint8_t;
+};
+template <>
+struct UnsignedOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct UnsignedOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct UnsignedOf<8> {
+  using Type = uint64_t;
+};
+template <class T>
+using Raw = typename UnsignedOf<sizeof(T)>::Type;
+
+template <class T>
+T get(uint64_t word) {
+  return std::bit_cast<T>(Raw<T>(word));
+}
+template <class T>
+uint64_t put(T value) {
+  return std::bit_cast<Raw<T>>(value);
+}
+
+// Arithmetic on f32 has one NaN for a result (section 9.7.3); on f64 the sign and payload are not
+// said, and this interpreter has one as well.
+template <class T>
+T canonical(T value) {
+  if constexpr (std::floating_point<T>) {
+    if (value != value)
+      return sizeof(T) == 4 ? std::bit_cast<T>(Raw<T>(0x7fffffff))
+                            : std::bit_cast<T>(Raw<T>(0x7ff8000000000000));
+  }
+  return value;
+}
+
+template <class T, auto f>
+void unary(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) { d[l] = put(T(f(get<T>(a[l])))); });
+}
+
+template <class T, auto f>
+void binary(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  each(mask, [&](int l) { d[l] = put(canonical(T(f(get<T>(a[l]), get<T>(b[l]))))); });
+}
+
+template <class T, auto f>
+void ternary(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
+  each(mask, [&](int l) { d[l] = put(canonical(T(f(get<T>(a[l]), get<T>(b[l]), get<T>(c[l]))))); });
+}
+
+template <class T, auto f>
+void compare(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  each(mask, [&](int l) { d[l] = f(get<T>(a[l]), get<T>(b[l])) ? 1 : 0; });
+}
+
+// Integers wrap, so they are computed as unsigned ones.
+template <class T>
+using Wrapping =
+    std::conditional_t<std::integral<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
+
+template <class T>
+T plus(T a, T b) {
+  return T(Wrapping<T>(a) + Wrapping<T>(b));
+}
+template <class T>
+T minus(T a, T b) {
+  return T(Wrapping<T>(a) - Wrapping<T>(b));
+}
+template <class T>
+T times(T a, T b) {
+  if constexpr (std::integral<T>)
+    return T(uint64_t(a) * uint64_t(b));  // narrower types would be promoted to int
+  else
+    return a * b;
+}
+template <class T>
+T times_plus(T a, T b, T c) {
+  return plus(times(a, b), c);
+}
+template <class T>
+T fused(T a, T b, T c) {
+  return std::fma(a, b, c);
+}
+template <class T>
+T high_product(T a, T b) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+  return T(Wide(a) * Wide(b) >> (8 * sizeof(T)));
+}
+// Division by zero gives what PTX leaves open.
+template <class T>
+T quotient(T a, T b) {
+  if constexpr (std::integral<T>) {
+    if (b == 0) return T(-1);
+    if (std::is_signed_v<T> && b == T(-1)) return minus(T(0), a);
+  }
+  return a / b;
+}
+template <class T>
+T remainder_of(T a, T b) {
+  if (b == 0) return a;
+  if (std::is_signed_v<T> && b == T(-1)) return 0;
+  return a % b;
+}
+template <class T>
+T least(T a, T b) {
+  if constexpr (std::floating_point<T>) {
+    if (a != a) return b;
+    if (b != b) return a;
+    if (a == 0 && b == 0) return std::signbit(a) ? a : b;
+  }
+  return b < a ? b : a;
+}
+template <class T>
+T greatest(T a, T b) {
+  if constexpr (std::floating_point<T>) {
+    if (a != a) return b;
+    if (b != b) return a;
+    if (a == 0 && b == 0) return std::signbit(a) ? b : a;
+  }
+  return a < b ? b : a;
+}
+template <class T>
+T negative(T a) {
+  return T(-Wrapping<T>(a));
+}
+template <class T>
+T absolute(T a) {
+  if constexpr (std::floating_point<T>) return std::fabs(a);
+  return a < 0 ? negative(a) : a;
+}
+template <class T>
+T both(T a, T b) {
+  return a & b;
+}
+template <class T>
+T either(T a, T b) {
+  return a | b;
+}
+template <class T>
+T differs(T a, T b) {
+  return a ^ b;
+}
+template <class T>
+T inverse(T a) {
+  return T(~a);
+}
+template <class T>
+T root(T a) {
+  return canonical(std::sqrt(a));
+}
+template <class T>
+T whole_part(T a) {
+  return canonical(std::trunc(a));
+}
+// Of the upper half of the argument, and exact only there; a denormal counts as zero.
+double reciprocal_seed(double a) {
+  constexpr uint64_t kUpper = 0xffffffff00000000;
+  double seed = std::bit_cast<double>(std::bit_cast<uint64_t>(a) & kUpper);
+  if (std::fpclassify(seed) == FP_SUBNORMAL) seed = std::copysign(0.0, seed);
+  double result = canonical(1.0 / seed);
+  if (std::fpclassify(result) == FP_SUBNORMAL) result = std::copysign(0.0, result);
+  return std::bit_cast<double>(std::bit_cast<uint64_t>(result) & kUpper);
+}
+
+// The amount of a shift has 32 bits whatever is shifted, and stops at the width.
+template <class T, bool left>
+void shift(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  each(mask, [&](int l) {
+    const T value = get<T>(a[l]);
+    const uint32_t by = uint32_t(b[l]);
+    if (by >= kBits)
+      d[l] = put(T(!left && std::is_signed_v<T> && value < T(0) ? -1 : 0));
+    else
+      d[l] = put(T(left ? Raw<T>(Raw<T>(value) << by) : Raw<T>(value >> by)));
+  });
+}
+
+template <class T, class Wide>
+void multiply_wide(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  each(mask, [&](int l) {
+    d[l] = put(Wide(uint64_t(Wide(get<T>(a[l]))) * uint64_t(Wide(get<T>(b[l])))));
+  });
+}
+
+template <class T>
+void insert_bits(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]), *n = w.in(i.src[3]);
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  each(mask, [&](int l) {
+    const uint32_t at = uint32_t(c[l]) & 255, length = uint32_t(n[l]) & 255;
+    T field = length >= kBits ? T(~T(0)) : T((T(1) << length) - 1);
+    field = at >= kBits ? T(0) : T(field << at);
+    const T moved = at >= kBits ? T(0) : T(get<T>(a[l]) << at);
+    d[l] = put(T((get<T>(b[l]) & ~field) | (moved & field)));
+  });
+}
+
+template <class T>
+void extract_bits(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  each(mask, [&](int l) {
+    const uint32_t at = uint32_t(b[l]) & 255, length = std::min(uint32_t(c[l]) & 255, kBits);
+    const uint64_t value = at >= 64 ? 0 : get<Raw<T>>(a[l]) >> at;
+    const uint64_t field = length >= 64 ? ~uint64_t(0) : (uint64_t(1) << length) - 1;
+    uint64_t result = value & field;
+    if (std::is_signed_v<T> && length > 0) {
+      const uint32_t sign = std::min(at + length - 1, kBits - 1);
+      if ((a[l] >> sign & 1) != 0) result |= ~field;
+    }
+    d[l] = put(Raw<T>(result));
+  });
+}
+
+void permute_bytes(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
+  each(mask, [&](int l) {
+    const uint64_t bytes = uint64_t(uint32_t(b[l])) << 32 | uint32_t(a[l]);
+    uint32_t result = 0;
+    for (int n = 0; n < 4; ++n) {
+      const uint32_t selector = uint32_t(c[l]) >> (4 * n) & 15;
+      uint8_t byte = uint8_t(bytes >> (8 * (selector & 7)));
+      if ((selector & 8) != 0) byte = (byte & 0x80) != 0 ? 0xff : 0;
+      result |= uint32_t(byte) << (8 * n);
+    }
+    d[l] = result;
+  });
+}
+
+void select(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
+  each(mask, [&](int l) { d[l] = (c[l] & 1) != 0 ? a[l] : b[l]; });
+}
+
+void move(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) { d[l] = a[l]; });
+}
+
+void not_predicate(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) { d[l] = (a[l] & 1) ^ 1; });
+}
+
+// cvt: integers keep their low bits or are extended, to integers from floats by truncation.
+template <class D, class A>
+void convert(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) {
+    const A value = get<A>(a[l]);
+    if constexpr (std::integral<D> && std::floating_point<A>) {
+      using Limits = std::numeric_limits<D>;
+      const A whole = std::trunc(value);
+      if (value != value)
+        d[l] = 0;
+      else if (whole >= std::ldexp(A(1), Limits::digits))
+        d[l] = put(Limits::max());
+      else if (whole < A(Limits::min()))
+        d[l] = put(Limits::min());
+      else
+        d[l] = put(D(whole));
+    } else {
+      d[l] = put(canonical(D(value)));
+    }
+  });
+}
+
+uint64_t to_window(uint64_t address, uint64_t window) { return address + window; }
+
+template <uint64_t window, bool into>
+void convert_address(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) {
+    if constexpr (into) {
+      d[l] = to_window(a[l], window);
+    } else {
+      if (a[l] < window || a[l] >= window + kWindowBytes)
+        throw BadAccess("an address of another space");
+      d[l] = a[l] - window;
+    }
+  });
+}
+
+using Table = std::unordered_map<std::string, Handler>;
+
+template <class T>
+void add_integers(Table& t, const std::string& type) {
+  t["add." + type] = binary<T, plus<T>>;
+  t["sub." + type] = binary<T, minus<T>>;
+  t["mul.lo." + type] = binary<T, times<T>>;
+  t["mul.hi." + type] = binary<T, high_product<T>>;
+  t["mad.lo." + type] = ternary<T, times_plus<T>>;
+  t["div." + type] = binary<T, quotient<T>>;
+  t["rem." + type] = binary<T, remainder_of<T>>;
+  t["min." + type] = binary<T, least<T>>;
+  t["max." + type] = binary<T, greatest<T>>;
+  t["shr." + type] = shift<T, false>;
+  t["bfe." + type] = extract_bits<T>;
+  if constexpr (std::is_signed_v<T>) {
+    t["neg." + type] = unary<T, negative<T>>;
+    t["abs." + type] = unary<T, absolute<T>>;
+  }
+}
+
+template <class T>
+void add_bits(Table& t, const std::string& type) {
+  t["and." + type] = binary<T, both<T>>;
+  t["or." + type] = binary<T, either<T>>;
+  t["xor." + type] = binary<T, differs<T>>;
+  t["not." + type] = unary<T, inverse<T>>;
+  t["shl." + type] = shift<T, true>;
+  t["shr." + type] = shift<T, false>;
+  t["bfi." + type] = insert_bits<T>;
+}
+
+template <class T>
+void add_floats(Table& t, const std::string& type) {
+  t["add.rn." + type] = binary<T, plus<T>>;
+  t["sub.rn." + type] = binary<T, minus<T>>;
+  t["mul.rn." + type] = binary<T, times<T>>;
+  t["div.rn." + type] = binary<T, quotient<T>>;
+  t["fma.rn." + type] = ternary<T, fused<T>>;
+  t["min." + type] = binary<T, least<T>>;
+  t["max." + type] = binary<T, greatest<T>>;
+  t["neg." + type] = unary<T, negative<T>>;
+  t["abs." + type] = unary<T, absolute<T>>;
+  t["sqrt.rn." + type] = unary<T, root<T>>;
+  t["cvt.rzi." + type + "." + type] = unary<T, whole_part<T>>;
+}
+
+template <class T>
+constexpr bool unordered(T a, T b) {
+  return a != a || b != b;
+}
+
+template <class T>
+void add_comparisons(Table& t, const std::string& type) {
+  t["setp.eq." + type] = compare<T, [](T a, T b) { return a == b; }>;
+  t["setp.ne." + type] = compare<T, ([](T a, T b) { return a < b || a > b; })>;
+  t["setp.lt." + type] = compare<T, [](T a, T b) { return a < b; }>;
+  t["setp.le." + type] = compare<T, [](T a, T b) { return a <= b; }>;
+  t["setp.gt." + type] = compare<T, ([](T a, T b) { return a > b; })>;
+  t["setp.ge." + type] = compare<T, [](T a, T b) { return a >= b; }>;
+  if constexpr (std::floating_point<T>) {
+    t["setp.equ." + type] = compare<T, [](T a, T b) { return unordered(a, b) || a == b; }>;
+    t["setp.neu." + type] = compare<T, [](T a, T b) { return a != b; }>;
+    t["setp.ltu." + type] = compare<T, [](T a, T b) { return !(a >= b); }>;
+    t["setp.leu." + type] = compare<T, ([](T a, T b) { return !(a > b); })>;
+    t["setp.gtu." + type] = compare<T, [](T a, T b) { return !(a <= b); }>;
+    t["setp.geu." + type] = compare<T, [](T a, T b) { return !(a < b); }>;
+    t["setp.num." + type] = compare<T, [](T a, T b) { return !unordered(a, b); }>;
+    t["setp.nan." + type] = compare<T, [](T a, T b) { return unordered(a, b); }>;
+  }
+}
+
+template <class A>
+void add_conversions(Table& t, const std::string& from) {
+  const auto add = [&](const std::string& to, Handler handler) {
+    const bool to_float = to[0] == 'f', from_float = from[0] == 'f';
+    const bool widens = to == "f64" && from == "f32";
+    const std::string rounding = !to_float && from_float ? "rzi."
+                                 : to_float && !widens   ? "rn."
+                                                         : "";
+    if (to != from || !to_float) t["cvt." + rounding + to + "." + from] = handler;
+  };
+  add("u8", convert<uint8_t, A>);
+  add("s8", convert<int8_t, A>);
+  add("u16", convert<uint16_t, A>);
+  add("s16", convert<int16_t, A>);
+  add("u32", convert<uint32_t, A>);
+  add("s32", convert<int32_t, A>);
+  add("u64", convert<uint64_t, A>);
+  add("s64", convert<int64_t, A>);
+  add("f32", convert<float, A>);
+  add("f64", convert<double, A>);
+}
+
+Table make_table() {
+  Table t;
+  add_integers<uint16_t>(t, "u16");
+  add_integers<int16_t>(t, "s16");
+  add_integers<uint32_t>(t, "u32");
+  add_integers<int32_t>(t, "s32");
+  add_integers<uint64_t>(t, "u64");
+  add_integers<int64_t>(t, "s64");
+  add_bits<uint16_t>(t, "b16");
+  add_bits<uint32_t>(t, "b32");
+  add_bits<uint64_t>(t, "b64");
+  add_floats<float>(t, "f32");
+  add_floats<double>(t, "f64");
+  t["and.pred"] = binary<uint8_t, both<uint8_t>>;
+  t["or.pred"] = binary<uint8_t, either<uint8_t>>;
+  t["xor.pred"] = binary<uint8_t, differs<uint8_t>>;
+  t["not.pred"] = not_predicate;
+  add_comparisons<uint16_t>(t, "u16");
+  add_comparisons<int16_t>(t, "s16");
+  add_comparisons<uint16_t>(t, "b16");
+  add_comparisons<uint32_t>(t, "u32");
+  add_comparisons<int32_t>(t, "s32");
+  add_comparisons<uint32_t>(t, "b32");
+  add_comparisons<uint64_t>(t, "u64");
+  add_comparisons<int64_t>(t, "s64");
+  add_comparisons<uint64_t>(t, "b64");
+  add_comparisons<float>(t, "f32");
+  add_comparisons<double>(t, "f64");
+  add_conversions<uint8_t>(t, "u8");
+  add_conversions<int8_t>(t, "s8");
+  add_conversions<uint16_t>(t, "u16");
+  add_conversions<int16_t>(t, "s16");
+  add_conversions<uint32_t>(t, "u32");
+  add_conversions<int32_t>(t, "s32");
+  add_conversions<uint64_t>(t, "u64");
+  add_conversions<int64_t>(t, "s64");
+  add_conversions<float>(t, "f32");
+  add_conversions<double>(t, "f64");
+  t["mul.wide.u16"] = multiply_wide<uint16_t, uint32_t>;
+  t["mul.wide.s16"] = multiply_wide<int16_t, int32_t>;
+  t["mul.wide.u32"] = multiply_wide<uint32_t, uint64_t>;
+  t["mul.wide.s32"] = multiply_wide<int32_t, int64_t>;
+  t["rcp.approx.ftz.f64"] = unary<double, reciprocal_seed>;
+  t["prmt.b32"] = permute_bytes;
+  t["cvta.shared.u64"] = convert_address<kSharedWindow, true>;
+  t["cvta.to.shared.u64"] = convert_address<kSharedWindow, false>;
+  t["cvta.param.u64"] = convert_address<kParamWindow, true>;
+  for (const char* type :
+       {"pred", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"}) {
+    t["mov." + std::string(type)] = move;
+    t["selp." + std::string(type)] = select;
+  }
+  t["cvta.to.global.u64"] = t["cvta.global.u64"] = move;
+  return t;
+}
+
+// ---- memory ------------------------------------------------------------------------------------
+
+struct Place {
+  Space space;
+  uint64_t address;  // in the space
+};
+
+Place place_of(Space space, uint64_t address) {
+  if (space != Space::kGeneric) return {space, address};
+  if (address >= kSharedWindow && address < kSharedWindow + kWindowBytes)
+    return {Space::kShared, address - kSharedWindow};
+  if (address >= kParamWindow && address < kParamWindow + kWindowBytes)
+    return {Space::kKernelParam, address - kParamWindow};
+  return {Space::kGlobal, address};
+}
+
+void check_alignment(uint64_t address, uint32_t bytes) {
+  if (address % bytes != 0)
+    throw BadAccess("misaligned: " + std::to_string(bytes) + " bytes at an address that is " +
+                    std::to_string(address % bytes) + " behind a multiple of them");
+}
+
+const uint8_t* kernel_param(Warp& w, uint64_t address, uint32_t bytes) {
+  const std::vector<uint8_t>& parameters = w.block().launch().parameters;
+  const uint64_t at = address - kSpaceBase;
+  if (address < kSpaceBase || at > parameters.size() || bytes > parameters.size() - at)
+    throw BadAccess("parameters of a kernel: out of bounds");
+  return parameters.data() + at;
+}
+
+uint64_t extended(uint64_t value, Type type, int bits) {
+  if (type.kind == 's' && type.bits < 64 && (value >> (type.bits - 1) & 1) != 0)
+    value |= ~uint64_t(0) << type.bits;
+  return bits >= 64 ? value : value & ((uint64_t(1) << bits) - 1);
+}
+
+void load_lane(Warp& w, const Instruction& i, int lane, uint8_t* to) {
+  const uint32_t bytes = uint32_t(i.type.bits / 8), all = bytes * i.count;
+  if (i.space == Space::kFrameParam) {
+    std::memcpy(to, w.frame().param(lane, uint32_t(i.offset)), all);
+    return;
+  }
+  const Place place = place_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
+  check_alignment(place.address, all);
+  BlockMemory& memory = w.block().memory();
+  if (place.space == Space::kKernelParam) {
+    std::memcpy(to, kernel_param(w, place.address, all), all);
+  } else if (place.space == Space::kShared) {
+    w.block().shared().load(w.thread(lane), place.address, to, all);
+  } else if (i.order == Order::kWeak) {
+    memory.load(w.thread(lane), place.address, to, all);
+  } else {
+    // Of a vector only its elements are loaded at once, and in any order.
+    for (uint32_t n = 0; n < i.count; ++n) {
+      const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? i.count - 1 - n : n;
+      const uint64_t value =
+          memory.load_strong(w.thread(lane), place.address + element * bytes, bytes);
+      std::memcpy(to + element * bytes, &value, bytes);
+    }
+    if (i.order == Order::kAcquire) memory.acquire(w.thread(lane));
+  }
+}
+
+void store_lane(Warp& w, const Instruction& i, int lane, const uint8_t* from) {
+  const uint32_t bytes = uint32_t(i.type.bits / 8), all = bytes * i.count;
+  if (i.space == Space::kFrameParam) {
+    std::memcpy(w.frame().param(lane, uint32_t(i.offset)), from, all);
+    return;
+  }
+  const Place place = place_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
+  check_alignment(place.address, all);
+  BlockMemory& memory = w.block().memory();
+  if (place.space == Space::kKernelParam) throw BadAccess("parameters of a kernel are constant");
+  if (place.space == Space::kShared) {
+    w.block().shared().store(w.thread(lane), place.address, from, all);
+  } else if (i.order == Order::kWeak) {
+    memory.store(w.thread(lane), place.address, from, all);
+  } else {
+    if (i.order == Order::kRelease) memory.release(w.thread(lane));
+    for (uint32_t n = 0; n < i.count; ++n) {
+      const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? n : i.count - 1 - n;
+      uint64_t value = 0;
+      std::memcpy(&value, from + element * bytes, bytes);
+      memory.store_strong(w.thread(lane), place.address + element * bytes, value, bytes);
+    }
+    // Whoever waits for it may go on before this block does anything else.
+    w.block().give_up_turn();
+  }
+}
+
+template <class T>
+uint64_t combined(Atomic operation, uint64_t old, uint64_t a, uint64_t b) {
+  const T was = get<T>(old), with = get<T>(a);
+  switch (operation) {
+    case Atomic::kAdd:
+      return put(plus(was, with));
+    case Atomic::kMin:
+      return put(least(was, with));
+    case Atomic::kMax:
+      return put(greatest(was, with));
+    case Atomic::kExchange:
+      return put(with);
+    case Atomic::kSwap:
+      return put(was == with ? get<T>(b) : was);
+    case Atomic::kAnd:
+      return put(T(was & with));
+    case Atomic::kOr:
+      return put(T(was | with));
+    case Atomic::kXor:
+      return put(T(was ^ with));
+  }
+  return 0;
+}
+
+uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
+  const bool is_signed = i.type.kind == 's';
+  if (i.type.bits == 32)
+    return is_signed ? combined<int32_t>(i.atomic, old, a, b)
+                     : combined<uint32_t>(i.atomic, old, a, b);
+  return is_signed ? combined<int64_t>(i.atomic, old, a, b)
+                   : combined<uint64_t>(i.atomic, old, a, b);
+}
+
+// ---- special registers -------------------------------------------------------------------------
+
+template <auto value>
+void special(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  each(mask, [&](int l) { d[l] = value(w, l); });
+}
+
+uint64_t zero(Warp&, int) { return 0; }
+uint64_t one(Warp&, int) { return 1; }
+uint64_t thread_x(Warp& w, int lane) { return uint64_t(w.thread(lane)); }
+uint64_t threads_x(Warp& w, int) { return uint64_t(w.block().launch().threads); }
+uint64_t block_x(Warp& w, int) { return uint64_t(w.block().x()); }
+uint64_t block_y(Warp& w, int) { return uint64_t(w.block().y()); }
+uint64_t blocks_x(Warp& w, int) { return uint64_t(w.block().launch().grid_x); }
+uint64_t blocks_y(Warp& w, int) { return uint64_t(w.block().launch().grid_y); }
+uint64_t lane_id(Warp&, int lane) { return uint64_t(lane); }
+uint64_t time_ns(Warp&, int) {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1'000'000'000 + uint64_t(t.tv_nsec);
+}
+
+}  // namespace
+
+Handler arithmetic(std::string_view opcode) {
+  static const Table table = make_table();
+  const auto found = table.find(std::string(opcode));
+  return found == table.end() ? nullptr : found->second;
+}
+
+Handler special_register(std::string_view name) {
+  static const std::unordered_map<std::string, Handler> table = {
+      {"%tid.x", special<thread_x>},    {"%tid.y", special<zero>},
+      {"%tid.z", special<zero>},        {"%ntid.x", special<threads_x>},
+      {"%ntid.y", special<one>},        {"%ntid.z", special<one>},
+      {"%ctaid.x", special<block_x>},   {"%ctaid.y", special<block_y>},
+      {"%ctaid.z", special<zero>},      {"%nctaid.x", special<blocks_x>},
+      {"%nctaid.y", special<blocks_y>}, {"%nctaid.z", special<one>},
+      {"%laneid", special<lane_id>},    {"%globaltimer", special<time_ns>},
+  };
+  const auto found = table.find(std::string(name));
+  return found == table.end() ? nullptr : found->second;
+}
+
+void load(Warp& w, const Instruction& i, Mask mask) {
+  const uint32_t bytes = uint32_t(i.type.bits / 8);
+  each(mask, [&](int lane) {
+    std::array<uint8_t, 16> loaded;
+    load_lane(w, i, lane, loaded.data());
+    for (uint32_t n = 0; n < i.count; ++n) {
+      uint64_t value = 0;
+      std::memcpy(&value, loaded.data() + n * bytes, bytes);
+      w.out(i.dst[n])[lane] = extended(value, i.type, i.from.bits);
+    }
+  });
+}
+
+void store(Warp& w, const Instruction& i, Mask mask) {
+  const uint32_t bytes = uint32_t(i.type.bits / 8);
+  each(mask, [&](int lane) {
+    std::array<uint8_t, 16> stored;
+    for (uint32_t n = 0; n < i.count; ++n)
+      std::memcpy(stored.data() + n * bytes, &w.in(i.src[1 + n])[lane], bytes);
+    store_lane(w, i, lane, stored.data());
+  });
+}
+
+void update(Warp& w, const Instruction& i, Mask mask) {
+  const uint32_t bytes = uint32_t(i.type.bits / 8);
+  const uint64_t* a = w.in(i.src[1]);
+  const uint64_t* b = i.src[2] == Instruction::kNoRow ? a : w.in(i.src[2]);
+  each(mask, [&](int lane) {
+    const Place place = place_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
+    check_alignment(place.address, bytes);
+    uint64_t old = 0;
+    if (place.space == Space::kShared) {
+      SharedMemory& shared = w.block().shared();
+      old = shared.read_for_update(place.address, bytes);
+      const uint64_t value = combined(i, old, a[lane], b[lane]);
+      shared.store(w.thread(lane), place.address, &value, bytes, true);
+    } else if (place.space == Space::kGlobal) {
+      BlockMemory& memory = w.block().memory();
+      const bool releases = i.order == Order::kRelease || i.order == Order::kAcqRel;
+      if (releases) memory.release(w.thread(lane));
+      old = memory.update(w.thread(lane), place.address, bytes,
+                          [&](uint64_t was) { return combined(i, was, a[lane], b[lane]); });
+      if (i.order == Order::kAcquire || i.order == Order::kAcqRel) memory.acquire(w.thread(lane));
+    } else {
+      throw BadAccess("parameters are constant");
+    }
+    if (i.dst[0] != Instruction::kNoRow) w.out(i.dst[0])[lane] = old;
+  });
+}
+
+void fence(Warp& w, const Instruction&, Mask mask) {
+  each(mask, [&](int lane) {
+    w.block().memory().release(w.thread(lane));
+    w.block().memory().acquire(w.thread(lane));
+  });
+}
+
+void pack(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  each(mask, [&](int l) {
+    uint64_t value = 0;
+    for (int n = i.count - 1; n >= 0; --n) value = value << i.type.bits | w.in(i.src[n])[l];
+    d[l] = value;
+  });
+}
+
+void unpack(Warp& w, const Instruction& i, Mask mask) {
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) {
+    for (int n = 0; n < i.count; ++n)
+      w.out(i.dst[n])[l] = a[l] >> (n * i.type.bits) & ((uint64_t(1) << i.type.bits) - 1);
+  });
+}
+
+void shuffle_butterfly(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
+  std::array<uint64_t, kLanes> given;
+  std::memcpy(given.data(), a, sizeof given);
+  each(mask, [&](int l) {
+    const int bound = int(c[l] & 31), segment = int(c[l] >> 8 & 31);
+    const int most = (l & segment) | (bound & ~segment);
+    const int source = l ^ int(b[l] & 31);
+    const bool inside = source <= most;
+    if (inside && (mask >> source & 1) == 0)
+      throw BadAccess("a shuffle from a lane outside its mask");
+    d[l] = inside ? given[size_t(source)] : given[size_t(l)];
+    if (i.dst[1] != Instruction::kNoRow) w.out(i.dst[1])[l] = inside ? 1 : 0;
+  });
+}
+
+}  // namespace ptx

@@ -1,0 +1,27 @@
+// The spellings of instructions that the interpreter knows, and what each does to the lanes.
+#pragma once
+
+#include <optional>
+
+#include "tests/support/ptx/module.h"
+
+namespace ptx {
+
+// The handler of an instruction that computes registers from registers, such as "add.s64", or
+// nullptr. It reads src[0] and so on, and writes dst[0].
+Handler arithmetic(std::string_view opcode);
+
+// The handlers of the others; each reads the fields of the instruction that are named.
+void load(Warp& warp, const Instruction& i, Mask mask);   // dst[count], src[0] + offset
+void store(Warp& warp, const Instruction& i, Mask mask);  // src[0] + offset, src[1..count]
+void update(Warp& warp, const Instruction& i,
+            Mask mask);  // dst[0], src[0] + offset, src[1], src[2]
+void fence(Warp& warp, const Instruction& i, Mask mask);
+void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count] of type.bits
+void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]
+void shuffle_butterfly(Warp& warp, const Instruction& i, Mask mask);
+
+// mov from a special register, such as "%tid.x", or nullptr.
+Handler special_register(std::string_view name);
+
+}  // namespace ptx

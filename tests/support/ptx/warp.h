@@ -1,0 +1,146 @@
+// Warps and blocks: which lanes run next, and what they share.
+//
+// Every lane has a program counter of its own. The lanes of a warp that stand at the same
+// instruction of the same frame run together; of several such groups the deepest in calls and,
+// among those, the earliest in the text goes first, so that groups meet again behind a branch. A
+// group that keeps branching backwards gives way to the others now and then, as sm_70 and later
+// promise, unless the schedule says that it need not. The warps of a block take turns on one OS
+// thread, so a schedule can be repeated; blocks have a thread each.
+#pragma once
+
+#include <deque>
+#include <utility>
+
+#include "tests/support/ptx/memory.h"
+
+namespace ptx {
+
+struct Schedule {
+  // The order of the warps: 0 upwards, 1 downwards, else a random one of that seed, anew each turn.
+  uint32_t seed = 0;
+  // A lane that waits for another lane of its own warp may wait for good.
+  bool no_progress_in_a_warp = false;
+};
+
+struct Launch {
+  const Module* module;
+  const Function* kernel;
+  std::vector<uint8_t> parameters;
+  int grid_x, grid_y, threads;
+  Schedule schedule;
+};
+
+class Block;
+
+// The registers and parameters of a call in progress, of those lanes of a warp that made it.
+struct Frame {
+  const Function* function = nullptr;
+  Frame* caller = nullptr;
+  const Call* call = nullptr;
+  uint32_t return_to = 0;
+  int depth = 0;
+  int lanes = 0;                // that are in it or in what it calls
+  std::vector<uint64_t> rows;   // of kLanes
+  std::vector<uint8_t> params;  // param_bytes of each lane
+  uint8_t* param(int lane, uint32_t offset) {
+    return params.data() + size_t(lane) * function->param_bytes + offset;
+  }
+};
+
+class Warp {
+ public:
+  Warp(Block& block, int first_thread);
+
+  enum class Stop { kBlocked, kTurnOver, kEnded };
+  Stop run();
+
+  // For the handlers of instructions.
+  uint64_t* out(int32_t row) { return rows_ + size_t(row) * kLanes; }
+  const uint64_t* in(int32_t row) const {
+    return row >= 0 ? rows_ + size_t(row) * kLanes : constants_ + size_t(~row) * kLanes;
+  }
+  Block& block() { return block_; }
+  Frame& frame() { return *frame_; }
+  int thread(int lane) const { return first_thread_ + lane; }
+
+  void pass_barrier();  // all threads have come
+
+ private:
+  enum class State : uint8_t { kReady, kAtBarrier, kAtShuffle, kEnded };
+  struct Lane {
+    Frame* frame;
+    uint32_t pc;
+    State state;
+    uint64_t* result;  // of a barrier that reduces
+  };
+
+  bool pick();
+  void run_group(uint32_t* backward);
+  void park(uint32_t pc);  // the group stands there
+  bool others_ready() const;
+  Mask guarded(const Instruction& i) const;
+  // Each returns whether the group goes on at pc_.
+  bool branch(const Instruction& i, Mask taken, uint32_t* backward);
+  bool call(const Instruction& i);
+  bool finish(Mask leaving);
+  bool barrier(const Instruction& i);
+  bool shuffle(const Instruction& i);
+  Frame* make_frame(const Function* function);
+  void drop_frame(Frame* frame, int lanes);
+
+  Block& block_;
+  const uint64_t* constants_;
+  int first_thread_;
+  std::array<Lane, kLanes> lanes_;
+  std::deque<Frame> frames_;
+  std::vector<Frame*> free_frames_;
+  // The group that runs.
+  Frame* frame_ = nullptr;
+  uint64_t* rows_ = nullptr;
+  Mask mask_ = 0;
+  uint32_t pc_ = 0;
+  uint32_t meets_at_ = UINT32_MAX;  // where the next group of the frame stands
+  bool gives_way_ = false;
+  uint32_t turn_ = 0;
+};
+
+class Block {
+ public:
+  Block(const Launch& launch, int x, int y);
+  void run();
+
+  const Launch& launch() const { return launch_; }
+  BlockMemory& memory() { return memory_; }
+  SharedMemory& shared() { return shared_; }
+  int x() const { return x_; }
+  int y() const { return y_; }
+
+  // `count` threads have come to a barrier; `any`: of those, whether one brought a true predicate.
+  void arrive(int count, bool any, bool reduces);
+  bool reduced() const { return reduced_; }
+  bool gives_up_turn() { return std::exchange(gives_up_turn_, false); }
+  void give_up_turn() { gives_up_turn_ = true; }
+
+ private:
+  void order_warps(std::vector<size_t>& order);
+  void rest(uint64_t turns) const;
+
+  const Launch& launch_;
+  const int x_, y_;
+  BlockMemory memory_;
+  SharedMemory shared_;
+  std::deque<Warp> warps_;
+  int arrived_ = 0, arrived_to_reduce_ = 0;
+  bool any_ = false, reduced_ = false, gives_up_turn_ = false;
+  uint64_t barriers_ = 0;
+  uint64_t random_;
+};
+
+// Runs all blocks of a launch, side by side. Whatever a kernel did wrong is kept for failure(), and
+// ends all kernels of the process.
+void run(const Launch& launch);
+// What the first kernel that failed did, or nullptr.
+const char* failure();
+void forget_failure();
+
+}  // namespace ptx
