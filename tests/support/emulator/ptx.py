@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -109,12 +110,20 @@ class PtxKernels:
     part: Callable[[str, str], str] = lambda unit, kernel: unit
     edit: Callable[[str], str] = lambda text: text
     _modules: dict[str, int] = field(default_factory=dict, init=False)
+    _kernels: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         library().ptx_be_strict(int(self.strict))
 
     def kernel(self, unit: str, name: str, registers: int) -> int:
         """Returns the handle of a kernel whose threads have as many registers."""
+        with self._lock:  # ranks that share a launch must get the same handle
+            if (unit, name) not in self._kernels:
+                self._kernels[unit, name] = self._find(unit, name, registers)
+            return self._kernels[unit, name]
+
+    def _find(self, unit: str, name: str, registers: int) -> int:
         part = self.part(unit, name)
         if part not in self._modules:
             self._modules[part] = load(self.edit(ptx_of(part)))
