@@ -26,7 +26,10 @@ _MPI_PLACE = ("PMI_RANK", "PMI_SIZE")
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
-_NO_MPI = "no {}: install ringcomm[bench] (mpi4py and mpich), or leave mpi out of --peers"
+_NO_MPI = (
+    "no {}: MPI needs mpi4py and MPICH, which pip install 'ringcomm[bench]' brings; "
+    "--peers gloo does without"
+)
 # The wheels of MPICH and of Intel MPI hold files of the same names.
 _NO_IMPI = (
     "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .cases import COLLECTIVES, DTYPES, IN_PLACE, OPS, OUT_OF_PLACE, Collective
@@ -14,6 +15,7 @@ from .peers import ALGORITHMS, SYSTEMS, is_system, runs_on
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OUTPUT_OPTIONS = ("--json", "--csv", "--plot")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
 _HOST_ALGORITHMS = ("auto", "direct", "ring")
@@ -92,6 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     peers = _systems(parser, args)
     if args.max_bytes < args.min_bytes:
         parser.error(f"--maxbytes {args.max_bytes} is below --minbytes {args.min_bytes}")
+    _check_outputs(parser, args)
     if args.op == "avg" and not DTYPES[args.datatype].is_floating_point:
         parser.error(f"--op avg needs a floating-point --datatype, not {args.datatype}")
     return Options(
@@ -123,6 +126,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         csv_path=args.csv,
         plot_path=args.plot,
     )
+
+
+def _check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses files that could not be written, before the time of a measurement is spent."""
+    for option in OUTPUT_OPTIONS:
+        path = getattr(args, option.removeprefix("--"))
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            parser.error(f"{option} {path}: its folder does not exist")
+    if args.plot is not None and Path(args.plot).suffix.lower() not in PLOT_SUFFIXES:
+        parser.error(f"--plot {args.plot}: expected a name in {', '.join(PLOT_SUFFIXES)}")
 
 
 def _systems(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, ...]:
@@ -173,16 +186,16 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
     add("-b", "--minbytes", dest="min_bytes", default="4K", help=text, **size)
     text = "largest, in the same form (default 256M)"
     add("-e", "--maxbytes", dest="max_bytes", default="256M", help=text, **size)
-    text = "factor from one size to the next (default 4)"
+    text = "factor from one size to the next; 1: the smallest size alone (default 4)"
     add("-f", "--stepfactor", dest="step_factor", type=_positive, default=4, help=text, metavar="N")
     add(
         "-d",
         "--datatype",
         choices=tuple(DTYPES),
         default="float",
-        help="of elements (default float)",
+        help="type of the elements (default float)",
     )
-    add("-o", "--op", choices=OPS, default="sum", help="of reductions (default sum)")
+    add("-o", "--op", choices=OPS, default="sum", help="reduction operator (default sum)")
     add("-r", "--root", type=int, default=0, help="root rank of rooted collectives (default 0)")
     text = "out of place, in place, both (default), or usual: the one torch.distributed has"
     choices = ("both", OUT_OF_PLACE, IN_PLACE, "usual")
@@ -195,8 +208,8 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
     add("--subject", default="ringcomm", metavar="SYSTEM", help=text)
     defaults = " or ".join(_DEFAULT_PEERS.values())
     text = (
-        f"other systems, by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on name an "
-        f"algorithm of ringcomm (default {defaults}, by device)"
+        f"other systems, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on "
+        f"name an algorithm of ringcomm (default {defaults}, by device)"
     )
     add("--peers", metavar="LIST", help=text)
     text = "ranks to start when running alone (default 2)"
@@ -238,7 +251,7 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
     add("--turn-us", type=float, default=2000.0, metavar="US", help=text)
     text = "pin each rank, and the threads of its libraries, to a core"
     add("--pin", action="store_true", help=text)
-    text = "run beside so many processes that compute all the time (default 0)"
+    text = "run beside K processes that keep a core busy (default 0)"
     add("--busy", type=_count, default=0, metavar="K", help=text)
 
 

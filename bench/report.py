@@ -147,7 +147,7 @@ def table_head(subject: str, placements: Sequence[str]) -> str:
     return "\n".join(
         [
             f"# ratio: time over that of {subject}, median over rounds",
-            "# p95, ratio95: the 95th percentile of the rounds, and that over the subject's",
+            f"# p95, ratio95: the 95th percentile of the rounds, and that over {subject}'s",
             "#" + " " * (key_width - 1) + groups,
             "#" + names[1:] + cells * len(placements),
             "#" + units[1:] + cell_units * len(placements),

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 from ringcomm.errors import ArgumentError, UnsupportedError
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
 # A progress bar on stderr: redrawn in place on a terminal, a line every tenth elsewhere.
 
 REDRAW_S = 0.1

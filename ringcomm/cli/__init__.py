@@ -38,8 +38,10 @@ class Entry:
 
 COMMANDS = {
     "bench": Entry("time collectives against Gloo and MPI", forwards=True),
-    "demo": Entry("check and time every collective, then train a small model both ways"),
-    "doctor": Entry("say whether collectives can work on this machine, and why not"),
+    "demo": Entry(
+        "check and time every collective, then train a small model on ringcomm and on Gloo"
+    ),
+    "doctor": Entry("say whether collectives can work on this machine, and if not, why"),
     "estimate": Entry("say what memory, traffic and time a sharded training step takes"),
     "trace": Entry("show what each rank did last, from a fault's trace or from running processes"),
     "topo": Entry("show what connects the GPUs, and the algorithm and rings that follow from it"),

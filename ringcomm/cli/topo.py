@@ -152,13 +152,16 @@ def _named_device(topology: Topology, word: str) -> str:
         return topology.gpus[int(word)].pci_bus_id
     if not word.isdecimal() and topology.find(word):
         return word
-    have = f"GPUs 0 to {len(topology.gpus) - 1}" if topology.gpus else topology.absent or "no GPU"
-    raise ArgumentError(f"--placement: there is no GPU {word!r} here; there is: {have}")
+    if topology.gpus:
+        have = f"there are GPUs 0 to {len(topology.gpus) - 1}"
+    else:
+        have = f"no GPU was found ({topology.absent or 'the machine has none'})"
+    raise ArgumentError(f"--placement: there is no GPU {word!r}: {have}")
 
 
 def _machine_lines(topology: Topology) -> list[str]:
     if not topology.gpus:
-        return [f"no NVIDIA GPU to be seen here: {topology.absent or 'the machine has none'}"]
+        return [f"no NVIDIA GPU found: {topology.absent or 'the machine has none'}"]
     driver = f", driver {topology.driver}" if topology.driver else ""
     lines = [f"{topology.machine or 'machine'}: {len(topology.gpus)} GPUs{driver}", ""]
     lines += _matrix(topology)

@@ -24,6 +24,7 @@ from ringcomm.examples.gpt.config import (
 )
 from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
 from ringcomm.launch import LaunchPlan, launch, threads_per_rank
+from ringcomm.output import PLOT_SUFFIXES
 from ringcomm.rendezvous.environment import launched_world
 
 DEFAULT_RANKS = 2
@@ -58,7 +59,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--accum", type=int, default=1, help="micro-batches a step (default: %(default)s)")
     add("--clip", type=float, metavar="NORM", help="largest norm of the gradient (default: none)")
     add("--learning-rate", type=float, default=3e-3, help="peak (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +88,8 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
         "--stage",
         type=int,
         choices=STAGES,
-        help="of zero: 0 shards nothing, 1 the optimizer's state, 2 gradients, too, 3 parameters, "
-        f"too (default: {DEFAULT_STAGE})",
+        help="ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients, too, "
+        f"3 parameters, too (default: {DEFAULT_STAGE})",
     )
     add(
         "--backend",
@@ -105,7 +106,7 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
     add(
         "--loss-scale",
         type=float,
-        help=f"of fp16, at the beginning (default: {DEFAULT_LOSS_SCALE:.0f})",
+        help=f"initial loss scale of fp16 (default: {DEFAULT_LOSS_SCALE:.0f})",
     )
     add("--device", choices=DEVICES, default="cpu", help="cuda: rank r takes GPU r")
 
@@ -117,7 +118,8 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "--save-every",
         type=int,
         metavar="STEPS",
-        help=f"from one to the next (default: {DEFAULT_SAVE_EVERY}); the last step is saved, too",
+        help=f"steps between checkpoints (default: {DEFAULT_SAVE_EVERY}); "
+        "the last step is saved, too",
     )
     add(
         "--resume",
@@ -125,7 +127,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         const=FROM_LATEST,
         choices=(FROM_LATEST, FROM_ANY),
         help="go on from the latest checkpoint in --save FOLDER; auto begins if there is none, and "
-        "ends if all steps are done, as a job needs that is started again after a failure "
+        "ends if all steps are done: for jobs that are restarted after a failure "
         f"(--resume alone: {FROM_LATEST})",
     )
     add("--plot", metavar="FILE", help="draw loss and memory: png, svg or pdf (needs matplotlib)")
@@ -179,6 +181,8 @@ def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
         path = getattr(args, option)
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ArgumentError(f"--{option} {path}: its folder does not exist")
+    if args.plot is not None and Path(args.plot).suffix.lower() not in PLOT_SUFFIXES:
+        raise ArgumentError(f"--plot {args.plot}: expected a name in {', '.join(PLOT_SUFFIXES)}")
     settings = {name: getattr(args, name) for name in ("data", "json", "plot", "profile", "memory")}
     settings["saving"] = _saving(args)
     return config, {**settings, "engine": asdict(engine), "config": asdict(config)}

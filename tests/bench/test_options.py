@@ -111,6 +111,8 @@ def test_placements(asked, name, placements):
         (["--busy", "some"], "'some' is not a whole number"),
         (["--busy", "1", "--device", "cuda"], "--busy needs --device cpu"),
         (["-b", "lots"], "'lots' is not a size"),
+        (["--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv: its folder does not exist"),
+        (["--plot", "x.xyz"], "--plot x.xyz: expected a name in .png, .svg, .pdf"),
     ],
 )
 def test_wrong_command_lines(arguments, words, capsys):

@@ -160,7 +160,7 @@ def test_without_nvml_the_plan_is_for_cpus(topo, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     code, out, err = topo("--ranks", 3, "--save", tmp_path / "t.json")
     assert (code, err) == (0, "")
-    assert out.startswith("no NVIDIA GPU to be seen here: nvidia-ml-py is not installed")
+    assert out.startswith("no NVIDIA GPU found: nvidia-ml-py is not installed")
     assert (
         "ranks      3 on CPUs\nring 0     0 -> 1 -> 2 -> 0\nalgorithm  direct: ranks on CPUs" in out
     )
@@ -190,9 +190,12 @@ def test_damaged_files_are_told(topo, tmp_path, content):
         (["--file", recording("dgx_1v"), "--ranks", "0"], "--ranks: expected at least 1, got 0"),
         (
             ["--file", recording("dgx_1v"), "--placement", "0,8"],
-            "no GPU '8' here; there is: GPUs 0 to 7",
+            "no GPU '8': there are GPUs 0 to 7",
         ),
-        (["--file", recording("dgx_1v"), "--placement", "0,,1"], "no GPU '' here"),
+        (
+            ["--file", recording("dgx_1v"), "--placement", "0,,1"],
+            "no GPU '': there are GPUs 0 to 7",
+        ),
         (["--file", recording("no_nvml"), "--placement", "0"], "NVML Shared Library Not Found"),
         (["--file", recording("dgx_1v"), "--save", "/nowhere/t.json"], "cannot be recorded"),
     ],

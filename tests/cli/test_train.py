@@ -143,6 +143,7 @@ def test_killed_rank_ends_the_run(text):
         (("--clip", 0), "--clip must be a norm above 0"),
         (("--json", "/no/such/place/x.json"), "--json /no/such/place/x.json: its folder does not"),
         (("--plot", "/no/such/place/x.png"), "--plot /no/such/place/x.png: its folder does not"),
+        (("--plot", "x.xyz"), "--plot x.xyz: expected a name in .png, .svg, .pdf"),
         (
             ("--profile", "/no/such/place/x.json"),
             "--profile /no/such/place/x.json: its folder",
