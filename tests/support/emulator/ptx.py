@@ -6,6 +6,7 @@ all of Python are the same as with kernels that the host's compiler made of the 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import threading
@@ -17,7 +18,7 @@ import torch
 from ringcomm.cuda import units
 from tests.support import ROOT, nvrtc
 from tests.support.cuda_code import unit_source
-from tests.support.emulator.library import library
+from tests.support.emulator.library import PtxLaunch, PtxSchedule, library
 
 # Of a block of the CUDA kernels (kernels/cuda/args.h).
 THREADS = 256
@@ -31,16 +32,16 @@ ENVIRONMENT = "RINGCOMM_EMULATED_KERNELS"
 def from_environment() -> PtxKernels | None:
     """The PTX kernels that the environment asks for, if it does."""
     kind, _, seed = os.environ.get(ENVIRONMENT, "").partition(":")
-    return PtxKernels(seed=int(seed or 0), strict=False) if kind == "ptx" else None
+    return PtxKernels(PtxSchedule(int(seed or 0)), strict=False) if kind == "ptx" else None
 
 
-def ptx_of(unit: str, target: str = TARGET) -> str:
-    """Returns the PTX of a unit, or of a part of it: see ``cuda_code.compile_unit``.
+def ptx_of(unit: str, *more: str, target: str = TARGET) -> str:
+    """Returns the PTX of a unit, or of a part of it: see ``cuda_code.unit_source``.
 
-    It is kept under ``build/`` for whoever asks next, by a digest of all that it is made from.
+    ``more`` are options of the compiler's. It is kept under ``build/`` for whoever asks next, by a digest of all that it is made from.
     """
     source, headers, macros = unit_source(unit)
-    options = [*units.OPTIONS, *macros, f"-arch={target}", str(nvrtc.getVersion())]
+    options = [*units.OPTIONS, *macros, f"-arch={target}", *more, str(nvrtc.getVersion())]
     digest = hashlib.sha256(repr((source, sorted(headers.items()), options)).encode())
     path = ROOT / "build" / "ptx" / f"{unit.replace('/', '-')}-{digest.hexdigest()[:16]}.ptx"
     if not path.exists():
@@ -85,6 +86,41 @@ def forget() -> None:
     library().ptx_forget_failure()
 
 
+def run(
+    module: int,
+    name: str,
+    parameters: bytes,
+    *,
+    grid: tuple[int, int] = (1, 1),
+    threads: int = 32,
+    shared_bytes: int = 0,
+    schedule: PtxSchedule | None = None,
+) -> str | None:
+    """Runs a kernel to its end, in this thread; returns what it did wrong, or None.
+
+    Args:
+        module: what :func:`load` returned.
+        name: the kernel's.
+        parameters: as the kernel declares them, laid out as in C.
+        grid: blocks along x and y.
+        threads: of a block.
+        shared_bytes: dynamic shared memory.
+        schedule: of its warps and lanes.
+    """
+    schedule = schedule or PtxSchedule()
+    launch = PtxLaunch(parameters, len(parameters), *grid, threads, shared_bytes, schedule)
+    failed = library().ptx_run(module, name.encode(), ctypes.byref(launch))
+    return failed.decode() if failed else None
+
+
+def reached(module: int) -> list[int]:
+    """The lines of a module's text that order memory and that kernels have come to."""
+    room = library().ptx_reached(module, None, 0)
+    lines = (ctypes.c_uint32 * room)()
+    library().ptx_reached(module, lines, room)
+    return sorted(set(lines))
+
+
 def allow(tensor: torch.Tensor) -> None:
     """Lets kernels use the tensor's memory, and nothing around it."""
     storage = tensor.untyped_storage()
@@ -96,19 +132,17 @@ class PtxKernels:
     """Kernels of an emulated device that are executed as PTX.
 
     Args:
-        seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
-        no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
+        schedule: of warps and lanes.
         strict: kernels may use memory of devices and tensors that :func:`allow` was called with,
             as it is with all that are passed to a call; else any memory of the process.
         part: which part of a unit a kernel is taken from; default: the whole unit.
-        edit: makes a mutant of a text.
+        text_of: returns the PTX of a part, of which it may make a mutant.
     """
 
-    seed: int = 0
-    no_progress_in_a_warp: bool = False
+    schedule: PtxSchedule = field(default_factory=PtxSchedule)
     strict: bool = True
     part: Callable[[str, str], str] = lambda unit, kernel: unit
-    edit: Callable[[str], str] = lambda text: text
+    text_of: Callable[[str], str] = lambda part: ptx_of(part)
     _modules: dict[str, int] = field(default_factory=dict, init=False)
     _kernels: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -123,12 +157,17 @@ class PtxKernels:
                 self._kernels[unit, name] = self._find(unit, name, registers)
             return self._kernels[unit, name]
 
+    def reached(self) -> dict[str, list[int]]:
+        """By part, the lines of its text that order memory and that kernels have come to."""
+        return {part: reached(module) for part, module in self._modules.items()}
+
     def _find(self, unit: str, name: str, registers: int) -> int:
         part = self.part(unit, name)
         if part not in self._modules:
-            self._modules[part] = load(self.edit(ptx_of(part)))
-        arguments = (self._modules[part], name.encode(), registers)
-        handle = library().ptx_kernel(*arguments, self.seed, int(self.no_progress_in_a_warp))
+            self._modules[part] = load(self.text_of(part))
+        handle = library().ptx_kernel(
+            self._modules[part], name.encode(), registers, ctypes.byref(self.schedule)
+        )
         if not handle:
             raise RefusedError(f"no kernel {name} in the PTX of {part}")
         return int(handle)

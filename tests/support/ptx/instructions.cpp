@@ -293,6 +293,88 @@ void not_predicate(Warp& w, const Instruction& i, Mask mask) {
   each(mask, [&](int l) { d[l] = (a[l] & 1) ^ 1; });
 }
 
+// ---- 16-bit floats, as rows hold them ----------------------------------------------------------
+
+float float_of_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
+
+// Rounds to nearest, ties to even; the one NaN is 0x7fff.
+uint16_t bf16_of(float value) {
+  if (value != value) return 0x7fff;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float float_of_f16(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float sign = (bits & 0x8000) != 0 ? -1.f : 1.f;
+  if (exponent == 31) return fraction != 0 ? std::nanf("") : sign * HUGE_VALF;
+  return exponent == 0 ? sign * std::ldexp(float(fraction), -24)
+                       : sign * std::ldexp(float(1024 + fraction), exponent - 25);
+}
+
+uint16_t f16_of(float value) {
+  if (value != value) return 0x7fff;
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const float size = std::fabs(value);
+  if (size >= 65520.f) return sign | 0x7c00;
+  if (size == 0) return sign;
+  // The distance of the halves around it; the carry of a rounding goes into the exponent.
+  const int exponent = std::max(std::ilogb(size), -14);
+  const auto units = uint32_t(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  return uint16_t(sign | (uint32_t(exponent + 14) << 10) + units);
+}
+
+// A float has more than twice the bits of either, so rounding the float sum rounds once.
+uint16_t sum_of_f16(uint16_t a, uint16_t b) { return f16_of(float_of_f16(a) + float_of_f16(b)); }
+uint16_t sum_of_bf16(uint16_t a, uint16_t b) {
+  return bf16_of(float_of_bf16(a) + float_of_bf16(b));
+}
+
+void f32_from_bf16(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) { d[l] = put(canonical(float_of_bf16(uint16_t(a[l])))); });
+}
+template <uint16_t from(float)>
+void half_from_f32(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) { d[l] = from(get<float>(a[l])); });
+}
+void f32_from_f16(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) { d[l] = put(canonical(float_of_f16(uint16_t(a[l])))); });
+}
+// The first source is the upper half.
+template <uint16_t from(float)>
+void halves_from_f32(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  each(mask,
+       [&](int l) { d[l] = uint32_t(from(get<float>(a[l]))) << 16 | from(get<float>(b[l])); });
+}
+template <uint16_t sum(uint16_t, uint16_t), int count>
+void add_halves(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  each(mask, [&](int l) {
+    uint64_t sums = 0;
+    for (int n = 0; n < count; ++n)
+      sums |= uint64_t(sum(uint16_t(a[l] >> 16 * n), uint16_t(b[l] >> 16 * n))) << 16 * n;
+    d[l] = sums;
+  });
+}
+
+template <class T, class Wide>
+void multiply_add_wide(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
+  each(mask, [&](int l) {
+    d[l] = put(Wide(uint64_t(Wide(get<T>(a[l]))) * uint64_t(Wide(get<T>(b[l]))) + c[l]));
+  });
+}
+
 // cvt: integers keep their low bits or are extended, to integers from floats by truncation.
 template <class D, class A>
 void convert(Warp& w, const Instruction& i, Mask mask) {
@@ -470,6 +552,20 @@ Table make_table() {
   t["mul.wide.s16"] = multiply_wide<int16_t, int32_t>;
   t["mul.wide.u32"] = multiply_wide<uint32_t, uint64_t>;
   t["mul.wide.s32"] = multiply_wide<int32_t, int64_t>;
+  t["mad.wide.u16"] = multiply_add_wide<uint16_t, uint32_t>;
+  t["mad.wide.s16"] = multiply_add_wide<int16_t, int32_t>;
+  t["mad.wide.u32"] = multiply_add_wide<uint32_t, uint64_t>;
+  t["mad.wide.s32"] = multiply_add_wide<int32_t, int64_t>;
+  t["cvt.f32.bf16"] = f32_from_bf16;
+  t["cvt.f32.f16"] = f32_from_f16;
+  t["cvt.rn.bf16.f32"] = half_from_f32<bf16_of>;
+  t["cvt.rn.f16.f32"] = half_from_f32<f16_of>;
+  t["cvt.rn.bf16x2.f32"] = halves_from_f32<bf16_of>;
+  t["cvt.rn.f16x2.f32"] = halves_from_f32<f16_of>;
+  t["add.rn.f16"] = t["add.f16"] = add_halves<sum_of_f16, 1>;
+  t["add.rn.f16x2"] = t["add.f16x2"] = add_halves<sum_of_f16, 2>;
+  t["add.rn.bf16"] = t["add.bf16"] = add_halves<sum_of_bf16, 1>;
+  t["add.rn.bf16x2"] = t["add.bf16x2"] = add_halves<sum_of_bf16, 2>;
   t["rcp.approx.ftz.f64"] = unary<double, reciprocal_seed>;
   t["prmt.b32"] = permute_bytes;
   t["cvta.shared.u64"] = convert_address<kSharedWindow, true>;
@@ -540,10 +636,9 @@ void load_lane(Warp& w, const Instruction& i, int lane, uint8_t* to) {
     for (uint32_t n = 0; n < i.count; ++n) {
       const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? i.count - 1 - n : n;
       const uint64_t value =
-          memory.load_strong(w.thread(lane), place.address + element * bytes, bytes);
+          memory.load_strong(w.thread(lane), place.address + element * bytes, bytes, i.order);
       std::memcpy(to + element * bytes, &value, bytes);
     }
-    if (i.order == Order::kAcquire) memory.acquire(w.thread(lane));
   }
 }
 
@@ -562,12 +657,11 @@ void store_lane(Warp& w, const Instruction& i, int lane, const uint8_t* from) {
   } else if (i.order == Order::kWeak) {
     memory.store(w.thread(lane), place.address, from, all);
   } else {
-    if (i.order == Order::kRelease) memory.release(w.thread(lane));
     for (uint32_t n = 0; n < i.count; ++n) {
       const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? n : i.count - 1 - n;
       uint64_t value = 0;
       std::memcpy(&value, from + element * bytes, bytes);
-      memory.store_strong(w.thread(lane), place.address + element * bytes, value, bytes);
+      memory.store_strong(w.thread(lane), place.address + element * bytes, value, bytes, i.order);
     }
     // Whoever waits for it may go on before this block does anything else.
     w.block().give_up_turn();
@@ -605,6 +699,13 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
                      : combined<uint32_t>(i.atomic, old, a, b);
   return is_signed ? combined<int64_t>(i.atomic, old, a, b)
                    : combined<uint64_t>(i.atomic, old, a, b);
+}
+
+// Before an acquire, in a schedule that wants it.
+void come_late(Warp& w) {
+  if (!w.block().launch().schedule.even_are_late || w.block().y() % 2 != 0) return;
+  const timespec nap{0, 200'000};
+  nanosleep(&nap, nullptr);
 }
 
 // ---- special registers -------------------------------------------------------------------------
@@ -653,6 +754,7 @@ Handler special_register(std::string_view name) {
 }
 
 void load(Warp& w, const Instruction& i, Mask mask) {
+  if (i.order == Order::kAcquire) come_late(w);
   const uint32_t bytes = uint32_t(i.type.bits / 8);
   each(mask, [&](int lane) {
     std::array<uint8_t, 16> loaded;
@@ -690,11 +792,8 @@ void update(Warp& w, const Instruction& i, Mask mask) {
       shared.store(w.thread(lane), place.address, &value, bytes, true);
     } else if (place.space == Space::kGlobal) {
       BlockMemory& memory = w.block().memory();
-      const bool releases = i.order == Order::kRelease || i.order == Order::kAcqRel;
-      if (releases) memory.release(w.thread(lane));
-      old = memory.update(w.thread(lane), place.address, bytes,
+      old = memory.update(w.thread(lane), place.address, bytes, i.order,
                           [&](uint64_t was) { return combined(i, was, a[lane], b[lane]); });
-      if (i.order == Order::kAcquire || i.order == Order::kAcqRel) memory.acquire(w.thread(lane));
     } else {
       throw BadAccess("parameters are constant");
     }
@@ -702,11 +801,25 @@ void update(Warp& w, const Instruction& i, Mask mask) {
   });
 }
 
-void fence(Warp& w, const Instruction&, Mask mask) {
+// Four 8x8 matrices of 16-bit elements from shared memory. Lane 8*m + r names row r of matrix m;
+// lane l gets elements 2*(l%4) and the next of row l/4 of each. Section 9.7.15.5.15.
+void load_matrices(Warp& w, const Instruction& i, Mask mask) {
+  if (mask != ~Mask(0)) throw BadAccess("ldmatrix needs all lanes of the warp");
+  constexpr uint32_t kRowBytes = 16;
+  std::array<std::array<uint32_t, 4>, kLanes> rows;
   each(mask, [&](int lane) {
-    w.block().memory().release(w.thread(lane));
-    w.block().memory().acquire(w.thread(lane));
+    const uint64_t address = w.in(i.src[0])[lane] + uint64_t(i.offset);
+    check_alignment(address, kRowBytes);
+    w.block().shared().load(w.thread(lane), address, rows[size_t(lane)].data(), kRowBytes);
   });
+  each(mask, [&](int lane) {
+    for (int m = 0; m < 4; ++m)
+      w.out(i.dst[m])[lane] = rows[size_t(8 * m + lane / 4)][size_t(lane % 4)];
+  });
+}
+
+void fence(Warp& w, const Instruction&, Mask mask) {
+  each(mask, [&](int lane) { w.block().memory().fence(w.thread(lane)); });
 }
 
 void pack(Warp& w, const Instruction& i, Mask mask) {

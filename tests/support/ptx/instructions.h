@@ -16,6 +16,7 @@ void load(Warp& warp, const Instruction& i, Mask mask);   // dst[count], src[0] 
 void store(Warp& warp, const Instruction& i, Mask mask);  // src[0] + offset, src[1..count]
 void update(Warp& warp, const Instruction& i,
             Mask mask);  // dst[0], src[0] + offset, src[1], src[2]
+void load_matrices(Warp& warp, const Instruction& i, Mask mask);  // dst[4], src[0] + offset
 void fence(Warp& warp, const Instruction& i, Mask mask);
 void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count] of type.bits
 void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]

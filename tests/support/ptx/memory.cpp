@@ -15,33 +15,6 @@ extern "C" int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* byte
 namespace ptx {
 namespace {
 
-struct Change {
-  uint64_t time;
-  std::array<uint8_t, kLineBytes> before;
-};
-
-constexpr uint64_t kShards = 256;
-struct Shard {
-  std::mutex mutex;
-  std::unordered_map<uint64_t, std::vector<Change>> lines;
-};
-
-// Never destroyed: kernels may run when main() ends.
-Shard& shard_of(uint64_t number) {
-  static auto* const made = new std::array<Shard, kShards>;
-  return (*made)[(number ^ number >> 8) % kShards];
-}
-std::atomic<uint64_t> clock_{1};
-// One per hash of a line: whether it may have a history. Saves most loads the lock.
-constexpr uint64_t kFilterBytes = 1 << 16;
-std::array<std::atomic<uint8_t>, kFilterBytes> filter_;
-std::atomic<uint8_t>& filter_of(uint64_t number) {
-  return filter_[(number ^ number >> 16) % kFilterBytes];
-}
-
-std::mutex running_mutex;
-int running = 0;
-
 struct Ranges {
   std::mutex mutex;
   std::map<uint64_t, uint64_t> ends;  // by begin
@@ -53,6 +26,7 @@ Ranges& allowed() {
 
 std::atomic<bool> is_strict{true};
 constexpr uint64_t kPageBytes = 4096;
+constexpr uint32_t kSeveralThreads = 1023, kMostThreads = 1023;  // in a tag
 
 bool is_mapped(uint64_t page) {
   uint8_t byte;
@@ -81,21 +55,48 @@ void copy_out(uint64_t address, const uint8_t* from, uint32_t bytes) {
   }
 }
 
+uint64_t load_at_once(uint64_t address, uint32_t bytes) {
+  switch (bytes) {
+    case 1:
+      return __atomic_load_n(reinterpret_cast<uint8_t*>(address), __ATOMIC_SEQ_CST);
+    case 2:
+      return __atomic_load_n(reinterpret_cast<uint16_t*>(address), __ATOMIC_SEQ_CST);
+    case 4:
+      return __atomic_load_n(reinterpret_cast<uint32_t*>(address), __ATOMIC_SEQ_CST);
+    default:
+      return __atomic_load_n(reinterpret_cast<uint64_t*>(address), __ATOMIC_SEQ_CST);
+  }
+}
+
+void store_at_once(uint64_t address, uint64_t value, uint32_t bytes) {
+  switch (bytes) {
+    case 1:
+      return __atomic_store_n(reinterpret_cast<uint8_t*>(address), uint8_t(value),
+                              __ATOMIC_SEQ_CST);
+    case 2:
+      return __atomic_store_n(reinterpret_cast<uint16_t*>(address), uint16_t(value),
+                              __ATOMIC_SEQ_CST);
+    case 4:
+      return __atomic_store_n(reinterpret_cast<uint32_t*>(address), uint32_t(value),
+                              __ATOMIC_SEQ_CST);
+    default:
+      return __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_SEQ_CST);
+  }
+}
+
+// What a word tells whoever acquires it. Unless strict, other processes may have stored it, whose
+// stores are in memory before.
+View stamp_at(const LockedLine& locked, uint64_t address) {
+  View told;
+  if (!is_strict) told.learn_all(now());
+  const LineHistory* history = locked.find();
+  if (history == nullptr) return told;
+  const auto found = history->stamps.find(uint32_t(address % kLineBytes));
+  if (found != history->stamps.end()) told.join(found->second);
+  return told;
+}
+
 }  // namespace
-
-uint64_t now() { return clock_.load(); }
-
-void history_begins() {
-  const std::lock_guard lock(running_mutex);
-  ++running;
-}
-
-void history_ends() {
-  const std::lock_guard lock(running_mutex);
-  if (--running > 0) return;
-  for (uint64_t shard = 0; shard < kShards; ++shard) shard_of(shard).lines.clear();
-  for (auto& byte : filter_) byte = 0;
-}
 
 void allow(Range range) {
   const std::lock_guard lock(allowed().mutex);
@@ -123,21 +124,42 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range) {
 
 void be_strict(bool strict) { is_strict = strict; }
 
-LockedLine::LockedLine(uint64_t number) : number_(number) { shard_of(number).mutex.lock(); }
-LockedLine::~LockedLine() { shard_of(number_).mutex.unlock(); }
-
-uint64_t LockedLine::change() {
-  Change& made = shard_of(number_).lines[number_].emplace_back();
-  std::memcpy(made.before.data(), reinterpret_cast<const void*>(number_ * kLineBytes), kLineBytes);
-  filter_of(number_) = 1;
-  return made.time = ++clock_;
+BlockMemory::BlockMemory(int threads, bool replicates_reads)
+    : id_(new_block()), replicates_reads_(replicates_reads), common_view_(view_of_new_block()) {
+  if (threads > int(kMostThreads)) throw BadAccess("a block of more than 1023 threads");
 }
 
-BlockMemory::BlockMemory(int threads) : acquired_(size_t(threads), 0), common_view_(now()) {}
-
 BlockMemory::~BlockMemory() {
-  ++phase_;
+  barrier();
   release(0);
+  block_ends(id_, common_view_);
+}
+
+const View& BlockMemory::view(int thread) const {
+  const auto own = views_.find(thread);
+  return own == views_.end() ? common_view_ : own->second;
+}
+
+void BlockMemory::acquire(int thread, const View& stamp) {
+  views_.try_emplace(thread, common_view_).first->second.join(stamp);
+}
+
+View BlockMemory::stamp(int thread, Order order, Time time) const {
+  View made;
+  if (order == Order::kRelease || order == Order::kAcqRel) {
+    made = view(thread);
+    made.learn(id_, time);
+  } else if (const auto fenced = fenced_.find(thread); fenced != fenced_.end()) {
+    made = fenced->second;
+  }
+  return made;
+}
+
+// Of its own block's changes a thread sees what it made itself, and what a barrier lies behind.
+bool BlockMemory::sees(int thread, const Change& change, uint32_t byte, const Line* line) const {
+  if (change.block != id_) return view(thread).holds(change.block, change.time);
+  if (line == nullptr || line->state[byte] == Byte::kNone) return true;
+  return line->released[byte] != change.time || seen(line->tag[byte], thread);
 }
 
 BlockMemory::Line* BlockMemory::find_line(uint64_t number) {
@@ -169,35 +191,34 @@ void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) {
   check(address, bytes);
   const uint64_t number = address / kLineBytes, at = address % kLineBytes;
   auto* out = static_cast<uint8_t*>(to);
-  const uint64_t seen_until = view(thread);
-  bool from_memory = true;
-  if (filter_of(number) != 0) {
-    Shard& shard = shard_of(number);
-    const std::lock_guard lock(shard.mutex);
-    if (const auto found = shard.lines.find(number); found != shard.lines.end()) {
-      const Change* oldest = nullptr;
-      for (auto change = found->second.rbegin();
-           change != found->second.rend() && change->time > seen_until; ++change)
-        oldest = &*change;
-      if (oldest != nullptr) {
-        std::memcpy(out, oldest->before.data() + at, bytes);
-        from_memory = false;
+  const Line* line = lines_.empty() ? nullptr : find_line(number);
+  {
+    LockedLine locked(number);
+    LineHistory& history = locked.make();
+    note_read(history, thread, address, bytes);
+    std::memcpy(out, reinterpret_cast<const void*>(address), bytes);
+    // Undoes what the thread may not see, from the newest change to the first that it may.
+    Bytes known;
+    for (auto c = history.changes.rbegin(); c != history.changes.rend(); ++c) {
+      if (c->time <= view(thread).all()) break;
+      for (uint32_t i = 0; i < bytes; ++i) {
+        if (!c->bytes.has(uint32_t(at) + i) || known.has(uint32_t(at) + i)) continue;
+        if (sees(thread, *c, uint32_t(at) + i, line))
+          known.add(uint32_t(at) + i, 1);
+        else
+          out[i] = c->before[at + i];
       }
     }
   }
-  if (from_memory) std::memcpy(out, reinterpret_cast<const void*>(address), bytes);
-  if (lines_.empty()) return;
-  const Line* line = find_line(number);
   if (line == nullptr) return;
-  for (uint32_t i = 0; i < bytes; ++i) {
-    const Byte state = line->state[at + i];
-    if (state == Byte::kNone || !seen(line->tag[at + i], thread)) continue;
-    if (state == Byte::kStored || line->released[at + i] > seen_until) out[i] = line->data[at + i];
-  }
+  for (uint32_t i = 0; i < bytes; ++i)
+    if (line->state[at + i] == Byte::kStored && seen(line->tag[at + i], thread))
+      out[i] = line->data[at + i];
 }
 
 void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes) {
   check(address, bytes);
+  check_readers(thread, address, bytes);
   const uint64_t number = address / kLineBytes, at = address % kLineBytes;
   Line& line = line_of(number);
   std::memcpy(line.data.data() + at, from, bytes);
@@ -211,28 +232,29 @@ void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t
 }
 
 void BlockMemory::release_line(uint64_t number, Line& line, int thread) {
+  const auto goes = [&](uint32_t b) {
+    return b < kLineBytes && line.state[b] == Byte::kStored && seen(line.tag[b], thread);
+  };
   LockedLine locked(number);
-  bool changed = false;
+  Change* change = nullptr;
   for (uint32_t i = 0; i < kLineBytes;) {
-    const auto goes = [&](uint32_t b) {
-      return b < kLineBytes && line.state[b] == Byte::kStored && seen(line.tag[b], thread);
-    };
     if (!goes(i)) {
       ++i;
       continue;
     }
-    if (!changed) line.last_released = locked.change();
-    changed = true;
+    if (change == nullptr) change = &locked.change(id_);
     const uint32_t begin = i;
     for (; goes(i); ++i) {
       line.state[i] = Byte::kReleased;
-      line.released[i] = line.last_released;
+      line.released[i] = change->time;
     }
+    change->bytes.add(begin, i - begin);
     copy_out(number * kLineBytes + begin, line.data.data() + begin, i - begin);
   }
 }
 
 void BlockMemory::release(int thread) {
+  release_reads(thread);
   size_t kept = 0;
   for (const uint64_t number : stored_) {
     Line& line = lines_.at(number);
@@ -242,6 +264,60 @@ void BlockMemory::release(int thread) {
     if (line.listed) stored_[kept++] = number;
   }
   stored_.resize(kept);
+}
+
+void BlockMemory::note_read(LineHistory& history, int thread, uint64_t address, uint32_t bytes) {
+  const uint64_t number = address / kLineBytes, at = address % kLineBytes;
+  std::vector<Reads>& all = history.reads;
+  auto mine = std::find_if(all.begin(), all.end(), [&](const Reads& r) { return r.block == id_; });
+  if (mine == all.end()) mine = all.insert(all.end(), Reads{id_});
+  if (std::find(mine->released.begin(), mine->released.end(), kNotReleased) == mine->released.end())
+    read_lines_.push_back(number);
+  for (uint64_t i = at; i < at + bytes; ++i) {
+    const bool another = mine->released[i] == kNotReleased && !seen(mine->tag[i], thread);
+    mine->tag[i] = another ? phase_ << 10 | kSeveralThreads : tag(thread);
+    mine->released[i] = kNotReleased;
+  }
+}
+
+void BlockMemory::release_reads(int thread) {
+  if (read_lines_.empty()) return;
+  const Time time = tick();
+  std::erase_if(read_lines_, [&](uint64_t number) {
+    LockedLine locked(number);
+    bool left = false;
+    for (Reads& reads : locked.make().reads) {
+      if (reads.block != id_) continue;
+      for (uint32_t i = 0; i < kLineBytes; ++i) {
+        if (reads.released[i] != kNotReleased) continue;
+        if (seen(reads.tag[i], thread))
+          reads.released[i] = time;
+        else
+          left = true;
+      }
+    }
+    return !left;
+  });
+}
+
+void BlockMemory::check_readers(int thread, uint64_t address, uint32_t bytes) const {
+  const uint64_t number = address / kLineBytes, at = address % kLineBytes;
+  LockedLine locked(number);
+  const LineHistory* history = locked.find();
+  if (history == nullptr) return;
+  for (const Reads& reads : history->reads) {
+    if (reads.block == id_ && replicates_reads_) continue;
+    for (uint64_t i = at; i < at + bytes; ++i) {
+      if (reads.tag[i] == 0) continue;
+      const bool before = reads.block == id_ ? seen(reads.tag[i], thread)
+                                             : view(thread).holds(reads.block, reads.released[i]);
+      if (before) continue;
+      throw BadAccess("global memory: a race: thread " + std::to_string(thread) +
+                      " writes the byte at " + hex(number * kLineBytes + i) + " that " +
+                      (reads.block == id_ ? "another one" : "another block") +
+                      " has read and that nothing says it has done with");
+    }
+  }
 }
 
 // Before an access of one location that is not weak: stores to it keep their order.
@@ -255,50 +331,86 @@ void BlockMemory::release_range(int thread, uint64_t address, uint32_t bytes) {
       return release_line(address / kLineBytes, *line, thread);
 }
 
-uint64_t BlockMemory::load_strong(int thread, uint64_t address, uint32_t bytes) {
+uint64_t BlockMemory::load_strong(int thread, uint64_t address, uint32_t bytes, Order order) {
   check(address, bytes);
   release_range(thread, address, bytes);
   ++strong_loads_;
-  switch (bytes) {
-    case 1:
-      return __atomic_load_n(reinterpret_cast<uint8_t*>(address), __ATOMIC_SEQ_CST);
-    case 2:
-      return __atomic_load_n(reinterpret_cast<uint16_t*>(address), __ATOMIC_SEQ_CST);
-    case 4:
-      return __atomic_load_n(reinterpret_cast<uint32_t*>(address), __ATOMIC_SEQ_CST);
-    default:
-      return __atomic_load_n(reinterpret_cast<uint64_t*>(address), __ATOMIC_SEQ_CST);
-  }
+  if (order != Order::kAcquire) return load_at_once(address, bytes);
+  LockedLine locked(address / kLineBytes);
+  const uint64_t value = load_at_once(address, bytes);
+  acquire(thread, stamp_at(locked, address));
+  return value;
 }
 
-void BlockMemory::store_strong(int thread, uint64_t address, uint64_t value, uint32_t bytes) {
+void BlockMemory::store_strong(int thread, uint64_t address, uint64_t value, uint32_t bytes,
+                               Order order) {
   check(address, bytes);
+  if (order == Order::kRelease) release(thread);
   release_range(thread, address, bytes);
-  uint64_t time = 0;
+  const auto at = uint32_t(address % kLineBytes);
+  Time time = 0;
   {
     LockedLine locked(address / kLineBytes);
-    time = locked.change();
-    switch (bytes) {
-      case 1:
-        __atomic_store_n(reinterpret_cast<uint8_t*>(address), uint8_t(value), __ATOMIC_SEQ_CST);
-        break;
-      case 2:
-        __atomic_store_n(reinterpret_cast<uint16_t*>(address), uint16_t(value), __ATOMIC_SEQ_CST);
-        break;
-      case 4:
-        __atomic_store_n(reinterpret_cast<uint32_t*>(address), uint32_t(value), __ATOMIC_SEQ_CST);
-        break;
-      default:
-        __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_SEQ_CST);
-    }
+    Change& change = locked.change(id_);
+    change.bytes.add(at, bytes);
+    time = change.time;
+    store_at_once(address, value, bytes);
+    locked.make().stamps[at] = stamp(thread, order, time);
   }
   note_strong(thread, address, &value, bytes, time);
   ++stores_;
 }
 
+uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, Order order,
+                             const std::function<uint64_t(uint64_t)>& change) {
+  check(address, bytes);
+  if (order == Order::kRelease || order == Order::kAcqRel) release(thread);
+  release_range(thread, address, bytes);
+  const auto at = uint32_t(address % kLineBytes);
+  uint64_t before = 0, after = 0;
+  Time time = 0;
+  {
+    LockedLine locked(address / kLineBytes);
+    Change& made = locked.change(id_);
+    made.bytes.add(at, bytes);
+    time = made.time;
+    // Other processes may do the same.
+    const auto exchange = [&](auto* word) {
+      auto old = __atomic_load_n(word, __ATOMIC_RELAXED);
+      do {
+        after = change(uint64_t(old));
+      } while (!__atomic_compare_exchange_n(word, &old,
+                                            std::remove_reference_t<decltype(*word)>(after), false,
+                                            __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+      before = old;
+    };
+    if (bytes == 4)
+      exchange(reinterpret_cast<uint32_t*>(address));
+    else
+      exchange(reinterpret_cast<uint64_t*>(address));
+    // What the word told before it still tells: a release sequence.
+    if (order == Order::kAcquire || order == Order::kAcqRel)
+      acquire(thread, stamp_at(locked, address));
+    locked.make().stamps[at].join(stamp(thread, order, time));
+  }
+  note_strong(thread, address, &after, bytes, time);
+  ++stores_;
+  return before;
+}
+
+// It is taken for one that acquires whatever anyone has released, which is more than it does.
+void BlockMemory::fence(int thread) {
+  release(thread);
+  View everything;
+  everything.learn_all(now());
+  acquire(thread, everything);
+  View& told = fenced_[thread] = view(thread);
+  told.learn(id_, now());
+}
+
 // The thread's own weak loads must see its strong store, whatever its view is.
 void BlockMemory::note_strong(int thread, uint64_t address, const void* from, uint32_t bytes,
-                              uint64_t time) {
+                              Time time) {
   Line& line = line_of(address / kLineBytes);
   const uint64_t at = address % kLineBytes;
   std::memcpy(line.data.data() + at, from, bytes);
@@ -307,19 +419,16 @@ void BlockMemory::note_strong(int thread, uint64_t address, const void* from, ui
     line.state[at + i] = Byte::kReleased;
     line.released[at + i] = time;
   }
-  line.last_released = time;
 }
 
 void BlockMemory::barrier() {
   ++phase_;
-  const uint64_t latest = *std::max_element(acquired_.begin(), acquired_.end());
-  if (latest <= common_view_) return;
-  common_view_ = latest;
-  // What is older than the view is in memory, or has been stored over by others.
+  for (const auto& [thread, view] : views_) common_view_.join(view);
+  views_.clear();
+  fenced_.clear();
+  // All threads see now what has been released.
   last_number_ = ~uint64_t(0);
-  std::erase_if(lines_, [&](const auto& item) {
-    return !item.second.listed && item.second.last_released <= common_view_;
-  });
+  std::erase_if(lines_, [](const auto& item) { return !item.second.listed; });
 }
 
 SharedMemory::SharedMemory(uint32_t bytes) : data_(bytes), written_(bytes), read_(bytes) {}

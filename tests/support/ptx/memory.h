@@ -1,40 +1,33 @@
 // Global memory as the PTX memory model allows a block to see it, at its worst.
 //
-// Terms. A *change* is what a line held before a store, and when it was stored; the history keeps
-// the changes of all kernels of this process. The *view* of a thread is the time of its last
-// acquire, or of the last one in its block that a barrier lies behind. A weak load sees memory as
-// it was at the view: whatever came later it has no right to see. A weak store stays in the block's
-// buffer until a release that it happens before: by its own thread, or by another one behind a
-// barrier. So an acquire, a release or a barrier that lacks is a wrong result every time, not only
-// when a cache happens to be stale.
+// A weak load sees what its thread's view holds (history.h), and memory as it was before all else:
+// whatever else came it has no right to see. A weak store stays in the block's buffer until a
+// release that it happens before: by its own thread, or by another one behind a barrier. A weak
+// store over bytes that another thread has read must come after that read: the reader has released
+// since, and the writer's view holds that release. So an acquire, a release or a barrier that lacks
+// is an error every time, not only when a cache happens to be stale.
 //
 // Stores of others (the host, copies, other processes) have no history: they are seen at once.
 // Source: PTX ISA 9.0, section 8, "Memory Consistency Model".
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <unordered_map>
 #include <vector>
 
+#include "tests/support/ptx/history.h"
 #include "tests/support/ptx/module.h"
 
 namespace ptx {
-
-constexpr uint32_t kLineBytes = 128;
 
 // Thrown where a kernel does what memory does not allow.
 struct BadAccess : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-// The time of this process's kernels: it counts changes.
-uint64_t now();
-// Kernels that run: the history is dropped when none does.
-void history_begins();
-void history_ends();
 
 // Whether all of [address, address + bytes) is memory that kernels may use; what is around it comes
 // back as a range that need not be asked for again.
@@ -52,7 +45,7 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range);
 // What a block has stored, and what its threads may see. Of one OS thread alone.
 class BlockMemory {
  public:
-  explicit BlockMemory(int threads);
+  BlockMemory(int threads, bool replicates_reads);
   ~BlockMemory();  // the end of a block releases
   BlockMemory(const BlockMemory&) = delete;
   BlockMemory& operator=(const BlockMemory&) = delete;
@@ -60,16 +53,14 @@ class BlockMemory {
   // Within a line. Weak.
   void load(int thread, uint64_t address, void* to, uint32_t bytes);
   void store(int thread, uint64_t address, const void* from, uint32_t bytes);
-  // Of 1, 2, 4 or 8 bytes, relaxed at system scope.
-  uint64_t load_strong(int thread, uint64_t address, uint32_t bytes);
-  void store_strong(int thread, uint64_t address, uint64_t value, uint32_t bytes);
+  // Of 1, 2, 4 or 8 bytes, at system scope.
+  uint64_t load_strong(int thread, uint64_t address, uint32_t bytes, Order order);
+  void store_strong(int thread, uint64_t address, uint64_t value, uint32_t bytes, Order order);
   // Replaces the value by change(value) at once, and returns what it was.
-  template <class F>
-  uint64_t update(int thread, uint64_t address, uint32_t bytes, F change);
-
-  void acquire(int thread) { acquired_[size_t(thread)] = now(); }
-  void release(int thread);  // what the thread stored, and what a barrier lies behind
-  void barrier();            // of all threads
+  uint64_t update(int thread, uint64_t address, uint32_t bytes, Order order,
+                  const std::function<uint64_t(uint64_t)>& change);
+  void fence(int thread);
+  void barrier();  // of all threads
 
   void check(uint64_t address, uint32_t bytes);
   uint64_t strong_loads() const { return strong_loads_; }
@@ -81,9 +72,8 @@ class BlockMemory {
     std::array<uint8_t, kLineBytes> data;
     std::array<uint32_t, kLineBytes> tag;  // who stored the byte, and in which phase
     std::array<Byte, kLineBytes> state{};
-    std::array<uint64_t, kLineBytes> released;  // when the byte was
-    uint64_t last_released = 0;
-    bool listed = false;  // among stored_
+    std::array<Time, kLineBytes> released;  // when the byte was
+    bool listed = false;                    // among stored_
   };
 
   uint32_t tag(int thread) const { return phase_ << 10 | uint32_t(thread); }
@@ -91,66 +81,37 @@ class BlockMemory {
   bool seen(uint32_t byte_tag, int thread) const {
     return byte_tag >> 10 < phase_ || byte_tag == tag(thread);
   }
-  uint64_t view(int thread) const { return std::max(acquired_[size_t(thread)], common_view_); }
+  const View& view(int thread) const;
+  void acquire(int thread, const View& stamp);
+  void release(int thread);  // what the thread stored, and what a barrier lies behind
+  // What a store that releases, or one behind a fence, tells whoever acquires it.
+  View stamp(int thread, Order order, Time time) const;
+  bool sees(int thread, const Change& change, uint32_t byte, const Line* line) const;
   Line& line_of(uint64_t number);
   Line* find_line(uint64_t number);
   // Makes stored bytes of the line that the thread may see everyone's.
   void release_line(uint64_t number, Line& line, int thread);
   void release_range(int thread, uint64_t address, uint32_t bytes);
-  void note_strong(int thread, uint64_t address, const void* from, uint32_t bytes, uint64_t time);
+  void note_strong(int thread, uint64_t address, const void* from, uint32_t bytes, Time time);
+  void note_read(LineHistory& history, int thread, uint64_t address, uint32_t bytes);
+  void release_reads(int thread);
+  void check_readers(int thread, uint64_t address, uint32_t bytes) const;
 
+  const uint64_t id_;
+  const bool replicates_reads_;
+  std::vector<uint64_t> read_lines_;  // numbers of the lines with reads that are not released
   std::unordered_map<uint64_t, Line> lines_;
   std::vector<uint64_t> stored_;  // numbers of the lines with stored bytes
   uint64_t last_number_ = ~uint64_t(0);
   Line* last_line_ = nullptr;
-  std::vector<uint64_t> acquired_;
-  uint64_t common_view_;
-  uint64_t latest_acquire_ = 0;
+  View common_view_;
+  std::map<int, View> views_;   // of the threads that have acquired since the last barrier
+  std::map<int, View> fenced_;  // of those that have passed a fence since: what they knew then
   uint32_t phase_ = 1;
   uint64_t strong_loads_ = 0, stores_ = 0;
   std::array<Range, 4> ranges_{};
   uint32_t next_range_ = 0;
 };
-
-// A history entry's lock, for update(): see memory.cpp.
-class LockedLine {
- public:
-  explicit LockedLine(uint64_t number);
-  ~LockedLine();
-  LockedLine(const LockedLine&) = delete;
-  LockedLine& operator=(const LockedLine&) = delete;
-  uint64_t change();  // keeps what the line holds; returns the time
-
- private:
-  uint64_t number_;
-};
-
-template <class F>
-uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, F change) {
-  check(address, bytes);
-  release_range(thread, address, bytes);
-  uint64_t before = 0, after = 0, time = 0;
-  {
-    LockedLine locked(address / kLineBytes);
-    time = locked.change();
-    // Other processes may do the same.
-    const auto exchange = [&](auto* at) {
-      auto old = __atomic_load_n(at, __ATOMIC_RELAXED);
-      do {
-        after = change(uint64_t(old));
-      } while (!__atomic_compare_exchange_n(at, &old, std::remove_reference_t<decltype(*at)>(after),
-                                            false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-      before = old;
-    };
-    if (bytes == 4)
-      exchange(reinterpret_cast<uint32_t*>(address));
-    else
-      exchange(reinterpret_cast<uint64_t*>(address));
-  }
-  note_strong(thread, address, &after, bytes, time);
-  ++stores_;
-  return before;
-}
 
 // The shared memory of a block: its bytes know who wrote and read them since the last barrier.
 class SharedMemory {

@@ -5,7 +5,9 @@
 // the module. Source: NVIDIA, "Parallel Thread Execution ISA", version 9.0.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <span>
@@ -60,6 +62,12 @@ struct Call {
   std::vector<uint32_t> results;
 };
 
+// A place in the text that orders memory, and whether a kernel has come there.
+struct OrderingSite {
+  uint32_t line = 0;
+  std::atomic<bool> reached{false};
+};
+
 struct Instruction {
   Handler run = nullptr;
   Control control = Control::kNone;
@@ -76,6 +84,7 @@ struct Instruction {
   int64_t offset = 0;  // of an address
   uint32_t target = 0;
   const Call* call = nullptr;
+  OrderingSite* site = nullptr;
   uint32_t line = 0;
   std::string_view text;
 
@@ -109,11 +118,13 @@ class Module {
 
   const Function* kernel(std::string_view name) const;
   const uint64_t* constants() const { return constants_.data(); }
+  const std::deque<OrderingSite>& sites() const { return sites_; }
 
  private:
   friend class Parser;
   std::string text_;
   std::map<std::string, std::unique_ptr<Function>, std::less<>> functions_;
+  std::deque<OrderingSite> sites_;
   std::vector<uint64_t> constants_;                                // rows of kLanes
   std::vector<std::unique_ptr<std::vector<uint64_t>>> variables_;  // of the global space
 };

@@ -483,6 +483,8 @@ class Parser {
     const std::string_view name = parts[0];
     if (name == "ld" || name == "st" || name == "atom" || name == "red")
       memory(i, name, opcode, parts);
+    else if (name == "ldmatrix")
+      matrices(i, opcode);
     else if (name == "fence")
       i.run = fence_named(opcode);
     else if (name == "bra")
@@ -503,6 +505,10 @@ class Parser {
     expect(";");
     i.text = std::string_view(tokens_[begin].text.data(),
                               size_t(last.data() + last.size() - tokens_[begin].text.data()));
+    if (i.control == Control::kBarrier || i.run == fence || i.order >= Order::kAcquire) {
+      i.site = &module_.sites_.emplace_back();
+      i.site->line = i.line;
+    }
     function_->code.push_back(i);
   }
 
@@ -517,9 +523,16 @@ class Parser {
     refuse("the instruction " + std::string(opcode) + " is not known");
   }
 
+  // Of a type that has registers of its bits but no registers of its own.
+  static std::optional<Type> computed_type(std::string_view name) {
+    if (name == "f16" || name == "bf16") return Type{'b', 16};
+    if (name == "f16x2" || name == "bf16x2") return Type{'b', 32};
+    return type_of(name);
+  }
+
   void compute(Instruction& i, std::string_view opcode, std::span<const std::string_view> parts) {
     i.run = arithmetic(opcode);
-    const std::optional<Type> type = type_of(parts.back());
+    const std::optional<Type> type = computed_type(parts.back());
     if (i.run == nullptr || !type) unknown(opcode);
     i.dst[0] = operand(type->bits).row;
     for (int n = 0; take_if(","); ++n) {
@@ -553,7 +566,10 @@ class Parser {
         {"release", Order::kRelease}, {"acq_rel", Order::kAcqRel},
     };
     static const std::unordered_map<std::string_view, Space> spaces = {
-        {"global", Space::kGlobal}, {"shared", Space::kShared}, {"param", Space::kKernelParam}};
+        {"global", Space::kGlobal},
+        {"shared", Space::kShared},
+        {"shared::cta", Space::kShared},
+        {"param", Space::kKernelParam}};
     static const std::unordered_map<std::string_view, Atomic> atomics = {
         {"add", Atomic::kAdd},       {"min", Atomic::kMin},  {"max", Atomic::kMax},
         {"exch", Atomic::kExchange}, {"cas", Atomic::kSwap}, {"and", Atomic::kAnd},
@@ -607,6 +623,16 @@ class Parser {
     address(i);
     for (int n = 1; is_atomic && take_if(","); ++n) i.src[n] = operand(i.type.bits).row;
     i.run = is_atomic ? update : load;
+  }
+
+  void matrices(Instruction& i, std::string_view opcode) {
+    if (opcode != "ldmatrix.sync.aligned.m8n8.x4.shared.b16") unknown(opcode);
+    const uint8_t count = rows(32, [&](int n, Operand each) { i.dst[n] = each.row; });
+    if (count != 4) unknown(opcode);
+    expect(",");
+    i.space = Space::kShared;
+    address(i);
+    i.run = load_matrices;
   }
 
   void branch(Instruction& i, std::string_view opcode) {

@@ -135,6 +135,7 @@ void Warp::run_group(uint32_t* backward) {
     const Instruction& i = (*code)[pc_];
     const Mask active = guarded(i);
     bool goes_on = true;
+    if (i.site != nullptr && active != 0) i.site->reached = true;
     try {
       switch (i.control) {
         case Control::kNone:
@@ -293,8 +294,8 @@ Block::Block(const Launch& launch, int x, int y)
     : launch_(launch),
       x_(x),
       y_(y),
-      memory_(launch.threads),
-      shared_(launch.kernel->shared_bytes),
+      memory_(launch.threads, launch.schedule.replicates_reads),
+      shared_(launch.kernel->shared_bytes + launch.dynamic_shared_bytes),
       random_(0x9e3779b97f4a7c15 * (uint64_t(launch.schedule.seed) + 1)) {
   for (int thread = 0; thread < launch.threads; thread += kLanes)
     warps_.emplace_back(*this, thread);
@@ -361,7 +362,7 @@ void Block::run() {
 }
 
 void run(const Launch& launch) {
-  history_begins();
+  kernel_begins();
   {
     std::vector<std::thread> threads;
     for (int y = 0; y < launch.grid_y; ++y)
@@ -376,7 +377,7 @@ void run(const Launch& launch) {
         });
     for (std::thread& thread : threads) thread.join();
   }
-  history_ends();
+  kernel_ends();
 }
 
 const char* failure() { return failed ? failure_text.c_str() : nullptr; }

@@ -20,6 +20,12 @@ struct Schedule {
   uint32_t seed = 0;
   // A lane that waits for another lane of its own warp may wait for good.
   bool no_progress_in_a_warp = false;
+  // Blocks with an even y nap before they acquire, so that what they wait for is mostly there when
+  // they first look, while their peers mostly have to wait.
+  bool even_are_late = false;
+  // Several threads may read an element, of which the one that stores it uses what it read alone:
+  // so does Triton with tensors that have fewer elements than the block has threads.
+  bool replicates_reads = false;
 };
 
 struct Launch {
@@ -27,6 +33,7 @@ struct Launch {
   const Function* kernel;
   std::vector<uint8_t> parameters;
   int grid_x, grid_y, threads;
+  uint32_t dynamic_shared_bytes;
   Schedule schedule;
 };
 

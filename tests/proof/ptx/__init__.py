@@ -1,0 +1,1 @@
+"""The CUDA and Triton kernels' PTX, executed instruction by instruction on an emulated device."""

@@ -1,0 +1,110 @@
+#include "tests/support/ptx/history.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <unordered_map>
+
+namespace ptx {
+namespace {
+
+constexpr uint64_t kShards = 256;
+struct Shard {
+  std::mutex mutex;
+  std::unordered_map<uint64_t, LineHistory> lines;
+};
+
+// Never destroyed: kernels may run when main() ends.
+Shard& shard_of(uint64_t number) {
+  static auto* const made = new std::array<Shard, kShards>;
+  return (*made)[(number ^ number >> 8) % kShards];
+}
+
+std::atomic<Time> clock_{1};
+std::atomic<uint64_t> blocks_{0};
+
+struct Running {
+  std::mutex mutex;
+  int kernels = 0;
+  View ended;  // what the blocks that have ended knew and did
+};
+Running& running() {
+  static auto* const made = new Running;
+  return *made;
+}
+
+}  // namespace
+
+bool View::holds(uint64_t block, Time time) const {
+  if (time <= all_) return true;
+  return std::any_of(of_some_.begin(), of_some_.end(),
+                     [&](const auto& each) { return each.first == block && time <= each.second; });
+}
+
+void View::learn(uint64_t block, Time time) {
+  if (time <= all_) return;
+  for (auto& [known, until] : of_some_) {
+    if (known != block) continue;
+    until = std::max(until, time);
+    return;
+  }
+  of_some_.emplace_back(block, time);
+}
+
+void View::learn_all(Time time) {
+  all_ = std::max(all_, time);
+  std::erase_if(of_some_, [&](const auto& each) { return each.second <= all_; });
+}
+
+void View::join(const View& other) {
+  learn_all(other.all_);
+  for (const auto& [block, time] : other.of_some_) learn(block, time);
+}
+
+LockedLine::LockedLine(uint64_t number) : number_(number), lock_(shard_of(number).mutex) {}
+
+LineHistory* LockedLine::find() const {
+  auto& lines = shard_of(number_).lines;
+  const auto found = lines.find(number_);
+  return found == lines.end() ? nullptr : &found->second;
+}
+
+LineHistory& LockedLine::make() { return shard_of(number_).lines[number_]; }
+
+Change& LockedLine::change(uint64_t block) {
+  Change& made = make().changes.emplace_back();
+  made.time = tick();
+  made.block = block;
+  std::memcpy(made.before.data(), reinterpret_cast<const void*>(number_ * kLineBytes), kLineBytes);
+  return made;
+}
+
+Time now() { return clock_.load(); }
+Time tick() { return ++clock_; }
+uint64_t new_block() { return ++blocks_; }
+
+void kernel_begins() {
+  const std::lock_guard lock(running().mutex);
+  ++running().kernels;
+}
+
+void kernel_ends() {
+  const std::lock_guard lock(running().mutex);
+  if (--running().kernels > 0) return;
+  for (uint64_t shard = 0; shard < kShards; ++shard) shard_of(shard).lines.clear();
+  running().ended = View();
+  running().ended.learn_all(now());
+}
+
+View view_of_new_block() {
+  const std::lock_guard lock(running().mutex);
+  return running().ended;
+}
+
+void block_ends(uint64_t block, const View& view) {
+  const std::lock_guard lock(running().mutex);
+  running().ended.join(view);
+  running().ended.learn(block, now());
+}
+
+}  // namespace ptx

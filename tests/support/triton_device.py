@@ -1,0 +1,150 @@
+"""Stand-ins for Triton's driver of a GPU: kernels compile as for one that need not be here."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tests.support.emulator import ptx
+from tests.support.emulator.library import PtxSchedule
+
+WARP = 32
+_devices = itertools.count()
+# By Triton's name of a parameter's type; pointers begin with a star.
+_C_TYPES: dict[str, Any] = {
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
+# Global and profile scratch memory, which kernels of ours do not use.
+_SCRATCH_POINTERS = 2
+
+
+class StandIn:
+    """In the place of Triton's driver of a GPU: launches compile as there, and run nothing.
+
+    Attributes:
+        made: what was compiled, in this order.
+        launched: the kernels' names, in the order of their launches.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, WARP)
+        self._device = next(_devices)  # a new one has no kernels yet
+        self.utils = self
+        self.made: list[Any] = []
+        self.launched: list[str] = []
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024
+
+    def unload_module(self, module: int) -> None: ...
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *_: self.launched.append(metadata.name)
+
+
+class PtxLauncher(StandIn):
+    """Runs the PTX of what is launched, at once and to its end, in the launching thread.
+
+    That is the stream's thread on an emulated device, which calls what launches Triton's kernels.
+
+    Args:
+        seed: of the schedule.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(90)
+        self._schedule = PtxSchedule(seed, replicates_reads=True)
+        self._modules: dict[str, int] = {}
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        (text,) = {each.asm["ptx"] for each in self.made if each.metadata.hash == metadata.hash}
+        module = self._modules.setdefault(metadata.hash, ptx.load(text))
+        types = list(_leaves(source.signature.values()))
+
+        def launch(x: int, y: int, z: int, *passed: Any) -> None:
+            _stream, _function, _packed, _launch_metadata, _enter, _exit, *given = passed
+            assert z == 1, "grids of three dimensions are not emulated"
+            self.launched.append(metadata.name)
+            parameters = _laid_out(types, list(_leaves(given)))
+            failed = ptx.run(
+                module,
+                metadata.name,
+                parameters,
+                grid=(x, y),
+                threads=metadata.num_warps * WARP,
+                shared_bytes=metadata.shared,
+                schedule=self._schedule,
+            )
+            assert failed is None, failed
+
+        return launch
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """The elements of nested tuples."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _laid_out(types: Sequence[str], values: Sequence[Any]) -> bytes:
+    """The parameters as a kernel finds them: each at a multiple of its size, no constants."""
+    made = bytearray()
+    given = [
+        (kind, value) for kind, value in zip(types, values, strict=True) if kind != "constexpr"
+    ]
+    for kind, value in [*given, *[("u64", 0)] * _SCRATCH_POINTERS]:
+        if kind.startswith("*"):
+            kind, value = "u64", getattr(value, "data_ptr", lambda value=value: value)()
+        c_type = _C_TYPES[kind]
+        size = ctypes.sizeof(c_type)
+        made += bytes(-len(made) % size) + bytes(c_type(value))
+    return bytes(made)
+
+
+@contextmanager
+def in_place(gpu: StandIn) -> Iterator[None]:
+    """Inside, Triton's launches take place on ``gpu``."""
+    compile_as_ever = triton.compiler.compile
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        gpu.made.append(compile_as_ever(*args, **kwargs))
+        return gpu.made[-1]
+
+    before = driver._active
+    driver.set_active(gpu)
+    triton.compiler.compile = recorded
+    try:
+        yield
+    finally:
+        triton.compiler.compile = compile_as_ever
+        driver._active = before
