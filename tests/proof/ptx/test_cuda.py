@@ -18,7 +18,7 @@ import ringcomm
 from ringcomm import AbortedError, CollectiveTimeout, Communicator, MismatchError, RingcommError
 from ringcomm.optim import AdamWOptions
 from tests.comm.device.test_device_bits import drawn, reduced_on_host
-from tests.comm.device.test_device_steps import COMM, same_as_on_host
+from tests.comm.device.test_device_steps import same_as_on_host
 from tests.proof.ptx.small_jobs import part_of
 from tests.support import nvrtc
 from tests.support.device_checks import (
@@ -71,7 +71,7 @@ def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
     cases = [
         Case(count, place=place, algorithm=algorithm, in_place=turn % 2 == 0, root=turn % 2)
         for turn, (count, place, algorithm) in enumerate(
-            zip((1, 257, 3001, 0, 33, 700), places, algorithms)
+            zip((1, 257, 3001, 0, 33, 700), places, algorithms, strict=False)
         )
     ]
 

@@ -787,9 +787,8 @@ void update(Warp& w, const Instruction& i, Mask mask) {
     uint64_t old = 0;
     if (place.space == Space::kShared) {
       SharedMemory& shared = w.block().shared();
-      old = shared.read_for_update(place.address, bytes);
-      const uint64_t value = combined(i, old, a[lane], b[lane]);
-      shared.store(w.thread(lane), place.address, &value, bytes, true);
+      old = shared.begin_update(w.thread(lane), place.address, bytes);
+      shared.end_update(place.address, combined(i, old, a[lane], b[lane]), bytes);
     } else if (place.space == Space::kGlobal) {
       BlockMemory& memory = w.block().memory();
       old = memory.update(w.thread(lane), place.address, bytes, i.order,

@@ -113,7 +113,7 @@ class Warp {
 
 class Block {
  public:
-  Block(const Launch& launch, int x, int y);
+  Block(const Launch& launch, KernelHistory& history, int x, int y);
   void run();
 
   const Launch& launch() const { return launch_; }
