@@ -37,8 +37,8 @@ from tests.support.emulator.library import PtxSchedule
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 # Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has
-# four of them per peer: each is written several times. What waits in vain says so soon.
-QUICK = replace(OPTIONS, timeout=8.0, segment_bytes=2048)
+# two of them per peer: each is written several times. What waits in vain says so soon.
+QUICK = replace(OPTIONS, timeout=8.0, segment_bytes=2048, slots=2)
 ELEMS = 20_011
 FEW_ELEMS = 131
 STEP_ELEMS = 9_001

@@ -701,11 +701,16 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
                    : combined<uint64_t>(i.atomic, old, a, b);
 }
 
-// Before an acquire, in a schedule that wants it.
+// Before an acquire, in a schedule that wants it: until nothing changes any more, or for 20 ms.
 void come_late(Warp& w) {
   if (!w.block().launch().schedule.even_are_late || w.block().y() % 2 != 0) return;
-  const timespec nap{0, 200'000};
-  nanosleep(&nap, nullptr);
+  Time seen = 0;
+  for (int nap = 0, quiet = 0; nap < 40 && quiet < 2; ++nap) {
+    const timespec half_ms{0, 500'000};
+    nanosleep(&half_ms, nullptr);
+    quiet = now() == seen ? quiet + 1 : 0;
+    seen = now();
+  }
 }
 
 // ---- special registers -------------------------------------------------------------------------

@@ -214,9 +214,15 @@ void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) {
     }
   }
   if (line == nullptr) return;
-  for (uint32_t i = 0; i < bytes; ++i)
-    if (line->state[at + i] == Byte::kStored && seen(line->tag[at + i], thread))
+  for (uint32_t i = 0; i < bytes; ++i) {
+    if (line->state[at + i] != Byte::kStored) continue;
+    if (seen(line->tag[at + i], thread))
       out[i] = line->data[at + i];
+    else if (!replicates_reads_)
+      throw BadAccess("global memory: a race: thread " + std::to_string(thread) +
+                      " reads the byte at " + hex(address + i) +
+                      " that another one has written with no barrier between");
+  }
 }
 
 void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes) {
