@@ -22,6 +22,7 @@ struct BlockTeam {
   __device__ __forceinline__ int num_lanes() const { return kThreads; }
   __device__ __forceinline__ int channel() const { return int(blockIdx.x); }
   __device__ __forceinline__ int num_channels() const { return int(gridDim.x); }
+  __device__ __forceinline__ const Portion& portion() const { return w->portion; }
   __device__ __forceinline__ void sync() const { __syncthreads(); }
 
   __device__ __forceinline__ Status share(Status status) const {

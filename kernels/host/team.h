@@ -56,6 +56,7 @@ struct SoloTeam : HostTeam {
   static constexpr int num_lanes() { return 1; }
   static constexpr int channel() { return 0; }
   static constexpr int num_channels() { return 1; }
+  static constexpr Portion portion() { return {}; }
   static void sync() {}
   static Status share(Status status) { return status; }
   static void passing(Point point, const View& v, Stream stream) { pass(point, v, stream); }
@@ -92,6 +93,7 @@ struct ThreadTeam : HostTeam {
   int num_lanes() const { return lanes_; }
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
+  Portion portion() const { return portion_of(channel_, channels_); }
   void sync() { group->wait(lane_); }
   static void passing(Point, const View&, Stream) {}
   Status share(Status status) {

@@ -29,6 +29,7 @@ struct EmulatedTeam {
   int num_lanes() const { return lanes_; }
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
+  const ringcomm::Portion& portion() const { return w->portion; }
   void sync() const { group->wait(lane_); }
   ringcomm::Status share(ringcomm::Status status) const {
     return ringcomm::host::ThreadTeam{{nullptr}, lane_, lanes_, channel_, channels_, group}.share(

@@ -72,8 +72,8 @@ struct Peers {
 
 // Another cut of buffers than into lines of 64 bytes and the layout's segments.
 struct Cut {
-  uint64_t line_bytes = 64;    // channels share a chunk in units of this
-  uint64_t segment_bytes = 0;  // 0: the layout's
+  int line_shift = 6;          // channels share a chunk in units of 2^line_shift bytes
+  uint32_t segment_bytes = 0;  // a power of two; 0: the layout's
 };
 
 template <class Team, class Ops>
@@ -93,11 +93,12 @@ struct Endpoint {
     return cut.segment_bytes == 0 ? v.layout.segment_bytes : cut.segment_bytes;
   }
   RC_TEAM_FN int peer_at(int d) const { return rotated_peer(v.rank, d, v.world); }
-  RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_bytes()); }
+  RC_TEAM_FN int segment_shift() const { return log2_of(uint32_t(segment_bytes())); }
+  RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_shift()); }
 
   // This channel's part of a span.
   RC_TEAM_FN Span slice(Span s) const {
-    const Extent e = part_of(s.bytes, team.channel(), team.num_channels(), cut.line_bytes);
+    const Extent e = part_of(s.bytes, team.portion(), cut.line_shift);
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
   }
 
@@ -259,7 +260,7 @@ struct Endpoint {
 
   // One lane, before the first receive of a call on stream `s`; then one team.sync().
   RC_TEAM_FN void begin_receive(Stream s, int sender) const {
-    in(s, sender) = PeerState{nullptr, 1, v.epochs(s, team.channel(), sender)->seen, 0, 0, false};
+    in(s, sender) = PeerState{nullptr, 0, v.epochs(s, team.channel(), sender)->seen, 0, 0, false};
   }
 
   // One lane: reads the header of the sender's call and compares it with mine.
@@ -284,12 +285,12 @@ struct Endpoint {
         !storable(v, stores, sender, results)) {
       return fail(team, v, Status::kCorrupt, sender, &theirs, expected_bytes);
     }
-    st.item_bytes = item_bytes;
+    st.item_shift = item_bytes == segment_bytes() ? segment_shift() : kOneItem;
     st.data =
         in_heap ? v.heaps[sender] + offset : reinterpret_cast<const char*>(uintptr_t(process_ptr));
     st.in_process = in_process;
     reads_peer_buffers |= stays;
-    st.items = items_of(expected_bytes, st.item_bytes);
+    st.items = items_of(expected_bytes, st.item_shift);
     factors()[sender] = theirs.factor;
     if (results != kNotInHeap) v.results[sender] = v.heaps[sender] + results;
     return Status::kOk;
@@ -305,7 +306,7 @@ struct Endpoint {
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, 0}, st.base + 1));
       RC_RETURN_IF_FAILED(open(s, sender, expected_bytes));
     }
-    const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) / st.item_bytes);
+    const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) >> st.item_shift);
     if (last > 0)
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, last}, st.base + 1 + last));
     *data = st.data != nullptr
@@ -363,7 +364,7 @@ struct Endpoint {
   // model: release (tests/proof/model/endpoint.pml, ring.pml)
   RC_TEAM_FN void release(Stream s, int sender, uint64_t expected_bytes, uint64_t end) const {
     PeerState& st = in(s, sender);
-    const uint32_t done = end >= expected_bytes ? st.items : uint32_t(end / st.item_bytes);
+    const uint32_t done = end >= expected_bytes ? st.items : uint32_t(end >> st.item_shift);
     if (done == st.acked) return;
     st.acked = done;
     acknowledge(team, v, s, sender, st.base + done);
