@@ -15,6 +15,7 @@ struct BlockTeam {
   static constexpr bool kSleeps = false;
   static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsWhole = true;
 
   Workspace* w;
 

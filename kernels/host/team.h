@@ -43,6 +43,7 @@ struct HostTeam {
 // One thread executes the channel: the production team, whose lane arithmetic folds to constants.
 struct SoloTeam : HostTeam {
   static constexpr bool kShareWaits = false;
+  static constexpr bool kReadsWhole = false;
   static constexpr bool kReadsProcesses = true;
   bool reads_processes() const { return waiter->reads_processes(); }
   bool peers_can_read(const void* ptr, uint64_t bytes) const {
@@ -85,6 +86,7 @@ struct LaneGroup {
 
 struct ThreadTeam : HostTeam {
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsWhole = true;
   static constexpr bool kReadsProcesses = false;
   int lane_, lanes_, channel_, channels_;
   LaneGroup* group;

@@ -16,6 +16,7 @@ struct EmulatedTeam {
   static constexpr bool kSleeps = false;
   static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsWhole = true;
   // A poll gives the core away, since the awaited thread may need it; for longer when it has not
   // come, since there are many more threads than cores.
   static constexpr uint32_t kPollsPerLook = 64;

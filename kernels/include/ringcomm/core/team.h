@@ -8,6 +8,8 @@
 //   int channel(), num_channels()    this lane's channel, and how many share the collective
 //   Portion portion()                this channel's portion of every chunk
 //   static constexpr bool kShareWaits   the lanes wait for several peers at once, each for its own
+//   static constexpr bool kReadsWhole   what one item brings is read in one pass; else segment by
+//                                    segment, so that what is copied twice is in the caches still
 //   static constexpr bool kSleeps       waiting lanes may sleep (host); else they only poll
 //   static constexpr bool kReadsProcesses   it copies out of peers' processes (host); see
 //                                    NOTE [Single copy] for reads_processes(), read_process(peer,

@@ -76,8 +76,13 @@ struct Cut {
   uint32_t segment_bytes = 0;  // a power of two; 0: the layout's
 };
 
+struct Nothing {
+  RC_FN void operator()(int) const {}
+};
+
 template <class Team, class Ops>
 struct Endpoint {
+  using Lanes = Team;
   using Operations = Ops;
   Team& team;
   const View& v;
@@ -138,6 +143,7 @@ struct Endpoint {
   // Calls visit(peer) once for each peer of the group, spread over the lanes. For words, not data.
   template <class Visit>
   RC_TEAM_FN void each_by_lanes(Peers peers, Visit visit) const {
+    RC_ROLLED
     for (int d = peers.first + team.lane(); d < peers.last; d += team.num_lanes())
       visit(peer_at(d));
   }
@@ -147,6 +153,7 @@ struct Endpoint {
   template <class Visit>
   RC_TEAM_FN Status wait_by_lanes(Peers peers, Visit visit) const {
     Status status = Status::kOk;
+    RC_ROLLED
     for (int d = peers.first + team.lane(); d < peers.last && status == Status::kOk;
          d += team.num_lanes())
       status = visit(peer_at(d));
@@ -232,12 +239,15 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // `span` is what this call shares, cut into items of `item_bytes`.
+  // `span` is what this call shares, cut into items of `item_bytes`. before(peer): what else a lane
+  // does for each peer once all lanes have come here.
   // model: publish_shared (tests/proof/model/endpoint.pml)
+  template <class Before = Nothing>
   RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool stays,
-                                 uint64_t item_bytes) {
+                                 uint64_t item_bytes, Before before = {}) {
     if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, stays, item_bytes);
     team.sync();
+    each_by_lanes({1, world()}, before);
     each_by_lanes({1, world()}, [&](int peer) {
       publish(team, v, Stream::kShared, peer, sent(Stream::kShared, peer) + 1 + item);
     });
@@ -324,6 +334,35 @@ struct Endpoint {
       status = arrive(s, sender, expected_bytes, begin, bytes, &sources()[sender]);
     return team.share(status);
   }
+  // The reads in which I take the `bytes` that `sender` sends me. opened: its header was there
+  // before the last sync(); else they are those that I know of.
+  RC_TEAM_FN uint32_t reads(Stream s, int sender, uint64_t bytes, bool opened) const {
+    if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
+    return pieces(bytes);
+  }
+  // The bytes that read `j` takes, after its arrival; it begins at segment `j`.
+  RC_TEAM_FN uint64_t read_bytes(Stream s, int sender, uint64_t bytes, uint32_t j) const {
+    if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
+    return item_length(bytes, segment_bytes(), j);
+  }
+  // The most reads of all peers that takes(peer) names, each of bytes_of(peer).
+  template <class Takes, class BytesOf>
+  RC_TEAM_FN uint32_t most_reads(Stream s, bool opened, Takes takes, BytesOf bytes_of) const {
+    uint32_t most = 0;
+    RC_ROLLED
+    for (int d = 1; d < world(); ++d) {
+      const int p = peer_at(d);
+      if (!takes(p)) continue;
+      uint32_t here = 1;
+      if constexpr (Team::kReadsWhole)
+        here = opened ? in(s, p).items : 1;
+      else
+        here = pieces(bytes_of(p));
+      most = here > most ? here : most;
+    }
+    return most;
+  }
+
   RC_TEAM_FN const char* received(int sender) const {
     return static_cast<const char*>(sources()[sender]);
   }
