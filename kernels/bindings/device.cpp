@@ -193,8 +193,8 @@ void bind_device(nb::module_& m) {
           throw nb::value_error("world must be in [1, 64] and rank in [0, world)");
         if (channels < 1 || slots < 2 || (slots & (slots - 1)) != 0)
           throw nb::value_error("channels must be >= 1, slots a power of two >= 2");
-        if (segment_bytes == 0 || segment_bytes % 64 || packet_bytes % 64 || copy_bytes % 64)
-          throw nb::value_error("sizes must be multiples of 64");
+        if (!is_segment(segment_bytes) || packet_bytes % 64 || copy_bytes % 64)
+          throw nb::value_error("sizes must be multiples of 64, segments powers of two");
         const Layout layout{world, channels, slots, segment_bytes, packet_bytes, copy_bytes};
         new (self) DeviceComm(std::move(driver),
                               {rank, world, layout, timeout_ms * 1'000'000, Algorithm(family),

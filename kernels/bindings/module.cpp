@@ -166,7 +166,8 @@ void bind_comm(nb::module_& m) {
          const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
          if (world < 1 || rank < 0 || rank >= world)
            throw nb::value_error("rank must be in [0, world)");
-         if (segment % 64 != 0) throw nb::value_error("segment_bytes must be a multiple of 64");
+         if (!is_segment(segment))
+           throw nb::value_error("segment_bytes must be a power of two, at least 64");
          if (slots < 2 || (slots & (slots - 1)) != 0)
            throw nb::value_error("slots must be a power of two, at least 2");
          if (records > kMaxRecords) throw nb::value_error("records must be at most MAX_RECORDS");

@@ -65,7 +65,7 @@ void bind_local(nb::module_& m) {
   m.def(
       "chunk_elems",
       [](uint64_t bucket_elems, int world) {
-        return Bucket{nullptr, nullptr, bucket_elems, 0, 0, world}.chunk_elems();
+        return Bucket::of(nullptr, nullptr, bucket_elems, 0, 0, world).chunk_elems;
       },
       nb::arg("bucket_elems"), nb::arg("world"));
   m.def(

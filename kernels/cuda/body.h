@@ -23,6 +23,7 @@ RC_TEAM_FN void load_table(Team& team, const CallArgs& args, const Span* spans, 
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
   if (team.lane() == 0) {
     w.failure = 0;
+    w.portion = portion_of(team.channel(), team.num_channels());
     w.host = t.host;
     w.in = chunks_of(args, spans, args.in, args.in_spans);
     w.out = chunks_of(args, spans, args.out, args.out_spans);

@@ -65,8 +65,8 @@ void DeviceComm::grad_norm(const GradsOf& grad, uint64_t elems, const NormOf& no
 Prepared DeviceComm::optimizer_call(Collective collective, const std::string& name,
                                     const GradsOf& grads, uint64_t bucket_elems, DType results) {
   const int size = size_of(grads.dtype);
-  const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, config_.world};
-  const uint64_t chunk_bytes = bucket.chunk_elems() * uint64_t(size);
+  const Bucket bucket = Bucket::of(grads.ptr, nullptr, bucket_elems, size, 0, config_.world);
+  const uint64_t chunk_bytes = bucket.chunk_elems * uint64_t(size);
   const Algorithm algorithm = chosen(grads.algorithm);
   if (algorithm != Algorithm::kDirect && algorithm != Algorithm::kRing)
     throw std::invalid_argument("algorithm: the optimizer's collectives are direct or ring");

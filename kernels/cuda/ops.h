@@ -38,15 +38,16 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
   for (uint64_t i = lane; i < head; i += lanes) dst[i] = src[i];
   char* const to = dst + head;
   const char* const from = src + head;
-  const uint64_t stride = uint64_t(lanes) * kCopyUnroll, full = vectors / stride * stride;
-  for (uint64_t base = 0; base < full; base += stride) {
+  const uint64_t stride = uint64_t(lanes) * kCopyUnroll;
+  uint64_t base = 0;
+  for (; base + stride <= vectors; base += stride) {
     Vec16 v[kCopyUnroll];
     RC_UNROLL
     for (int u = 0; u < kCopyUnroll; ++u) v[u] = load16(from + (base + u * lanes + lane) * 16);
     RC_UNROLL
     for (int u = 0; u < kCopyUnroll; ++u) store16(to + (base + u * lanes + lane) * 16, v[u]);
   }
-  for (uint64_t i = full + lane; i < vectors; i += lanes)
+  for (uint64_t i = base + lane; i < vectors; i += lanes)
     store16(to + i * 16, load16(from + i * 16));
   for (uint64_t i = vectors * 16 + lane; i < bytes - head; i += lanes) to[i] = from[i];
 }
@@ -165,11 +166,12 @@ struct Reducer {
     const uint64_t elems = bytes / sizeof(T);
     const uint64_t head = alike ? head_bytes(dst, bytes) : 0;
     const uint64_t vectors = alike ? (bytes - head) / 16 : 0;
-    const uint64_t stride = uint64_t(lanes) * kReduceUnroll<T>, full = vectors / stride * stride;
-    for (uint64_t base = 0; base < full; base += stride)
+    const uint64_t stride = uint64_t(lanes) * kReduceUnroll<T>;
+    uint64_t base = 0;
+    for (; base + stride <= vectors; base += stride)
       reduce_vectors<kReduceUnroll<T>>(dst, also, sources, factors, count,
                                        head + (base + lane) * 16, uint64_t(lanes) * 16, scaling);
-    for (uint64_t i = full + lane; i < vectors; i += lanes)
+    for (uint64_t i = base + lane; i < vectors; i += lanes)
       reduce_vectors<1>(dst, also, sources, factors, count, head + i * 16, 16, scaling);
     const uint64_t head_elems = head / sizeof(T), done = head_elems + vectors * kElems;
     for (uint64_t i = lane; i < head_elems; i += lanes)

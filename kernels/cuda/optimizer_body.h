@@ -26,7 +26,7 @@ RC_TEAM_FN void prepare_kernel(Team team, const LaunchParams& p, int, Workspace&
 
 template <class Team>
 RC_TEAM_FN Run part_of_chunk(const Team& team, uint64_t elems) {
-  const Extent part = part_of(elems, team.channel(), team.num_channels(), kBlockElems);
+  const Extent part = part_of(elems, team.channel(), team.num_channels(), kBlockShift);
   return {part.begin_bytes, part.end_bytes};
 }
 
@@ -144,8 +144,8 @@ RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_
   const int world = args.table->world;
   const bool ring = args.algorithm == Algorithm::kRing,
              whole = args.collective == Collective::kReduceScatterAdamWAllGather;
-  const Bucket bucket{
-      args.in, shard.params, shard.bucket_elems, int32_t(sizeof(G)), int32_t(sizeof(P)), world};
+  const Bucket bucket = Bucket::of(args.in, shard.params, shard.bucket_elems, int32_t(sizeof(G)),
+                                   int32_t(sizeof(P)), world);
   const UpdateFinish<G, P> finish{&shard, divisor_of(args, world), w.results, ring ? 0 : world};
   const OptimizerOps<G, UpdateFinish<G, P>> ops{finish, bucket.grads().get(args.table->rank).ptr};
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
@@ -162,7 +162,8 @@ RC_TEAM_FN void reduce_scatter_norm_kernel(Team team, const LaunchParams& p, int
                                            Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
   const int world = args.table->world;
-  const Bucket bucket{args.in, nullptr, args.total_bytes / sizeof(G), int32_t(sizeof(G)), 0, world};
+  const Bucket bucket =
+      Bucket::of(args.in, nullptr, args.total_bytes / sizeof(G), int32_t(sizeof(G)), 0, world);
   const NormFinish<G> finish{&args, divisor_of(args, world), &w.norm};
   const OptimizerOps<G, NormFinish<G>> ops{finish, bucket.grads().get(args.table->rank).ptr};
   begin_norm(team, w);

@@ -15,6 +15,7 @@ struct BlockTeam {
   static constexpr bool kSleeps = false;
   static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsWhole = true;
 
   Workspace* w;
 
@@ -22,6 +23,7 @@ struct BlockTeam {
   __device__ __forceinline__ int num_lanes() const { return kThreads; }
   __device__ __forceinline__ int channel() const { return int(blockIdx.x); }
   __device__ __forceinline__ int num_channels() const { return int(gridDim.x); }
+  __device__ __forceinline__ const Portion& portion() const { return w->portion; }
   __device__ __forceinline__ void sync() const { __syncthreads(); }
 
   __device__ __forceinline__ Status share(Status status) const {

@@ -12,7 +12,8 @@ struct Workspace {
   CallHeader mine;
   Chunks in, out;
   HostPage* host;
-  int failure;  // 0 until a lane fails, then for good
+  Portion portion;  // of this block's channel
+  int failure;      // 0 until a lane fails, then for good
   int ring_position;
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];

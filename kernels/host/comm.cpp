@@ -1,6 +1,7 @@
 #include "kernels/host/comm.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -281,10 +282,10 @@ Status Comm::barrier() {
              [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{}); });
 }
 
-// The pair slots of one rank take about 4 MiB however many peers it has, within [16 KiB, 256 KiB].
+// The pair slots of one rank take 2 to 4 MiB however many peers it has, within [16 KiB, 256 KiB].
 uint32_t default_segment_bytes(int world) {
   const uint32_t share = (4u << 20) / 4 / uint32_t(std::max(world - 1, 1));
-  return std::clamp(share / 4096 * 4096, 16u << 10, 256u << 10);
+  return std::clamp(std::bit_floor(share), 16u << 10, 256u << 10);
 }
 
 }  // namespace ringcomm::host

@@ -21,7 +21,7 @@ namespace ringcomm::host {
 struct CommConfig {
   int rank, world;
   int slots;               // a power of two, at least 2
-  uint32_t segment_bytes;  // a multiple of 64
+  uint32_t segment_bytes;  // is_segment()
   uint64_t timeout_ns;
   uint32_t records;  // of the flight recorder; 0: none
   std::string name;

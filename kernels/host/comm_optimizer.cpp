@@ -73,7 +73,7 @@ void grad_norm(const GradCall& grad, uint64_t elems, NormKind kind, NormWords* w
 Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
                                  const NormCall& norm) {
   const int size = size_of(grads.dtype);
-  const Bucket bucket{grads.ptr, nullptr, bucket_elems, size, 0, view_.world};
+  const Bucket bucket = Bucket::of(grads.ptr, nullptr, bucket_elems, size, 0, view_.world);
   check_segments(view_, grads);
   if (!is_ring(grads)) check_in_heap(view_, "gradients", grads.ptr, bucket_elems * uint64_t(size));
   if (norm.words != nullptr) *norm.words = NormWords{};
@@ -95,8 +95,8 @@ template <class Body>
 Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grads,
                         uint64_t step_bytes, Body body) {
   const int size = size_of(shard.param_dtype);
-  const Bucket bucket{grads.ptr, shard.params, shard.bucket_elems, size_of(grads.dtype),
-                      size,      view_.world};
+  const Bucket bucket = Bucket::of(grads.ptr, shard.params, shard.bucket_elems,
+                                   size_of(grads.dtype), size, view_.world);
   check_segments(view_, grads);
   if (!is_ring(grads)) {
     check_results(view_, shard.params, shard.bucket_elems * uint64_t(size));

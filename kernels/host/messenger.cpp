@@ -9,6 +9,11 @@ namespace {
 // Epochs are compared modulo 2^32.
 constexpr uint64_t kMaxMessageItems = uint64_t(1) << 31;
 
+uint32_t items_of(const CallHeader& h, const Layout& layout) {
+  const bool whole = h.heap_offset != kNotInHeap;
+  return ringcomm::items_of(h.stream_bytes, whole ? kOneItem : log2_of(layout.segment_bytes));
+}
+
 }  // namespace
 
 Messenger::Messenger(Comm& comm) : comm_(comm), peers_(size_t(comm.view().world)) {}
@@ -107,7 +112,7 @@ bool Messenger::progress_sends(int peer) {
     epochs->sent = epoch;
     publish(team, v, Stream::kMessage, peer, epoch);
     moved = true;
-    if (++r->next_item < items_of(r->bytes, header.item_bytes)) continue;
+    if (++r->next_item < items_of(header, v.layout)) continue;
     q.sends.pop_front();
     if (in_heap)
       q.unacknowledged.emplace_back(r, epoch);
@@ -203,7 +208,7 @@ bool Messenger::begin_message(int peer) {
   m->dtype = DType(h.id.dtype);
   m->bytes = h.stream_bytes;
   m->item_bytes = h.item_bytes;
-  m->items = items_of(h.stream_bytes, h.item_bytes);
+  m->items = items_of(h, v.layout);
   m->zero_copy = h.heap_offset == kNotInHeap ? nullptr : v.heaps[peer] + h.heap_offset;
   m->request = r;
   // A message that is not what the receive expects must be drained all the same.

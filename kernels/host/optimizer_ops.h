@@ -16,7 +16,7 @@ struct OptimizerOps : HostOps {
 
   template <class Team>
   void consume(Team& team, const Gradients& from, Run run) const {
-    const Extent part = part_of(run.end - run.begin, team.lane(), team.num_lanes(), kBlockElems);
+    const Extent part = part_of(run.end - run.begin, team.lane(), team.num_lanes(), kBlockShift);
     const Run mine{run.begin + part.begin_bytes, run.begin + part.end_bytes};
     if (mine.begin < mine.end) finish(mine, from, run.begin);
   }

@@ -43,6 +43,7 @@ struct HostTeam {
 // One thread executes the channel: the production team, whose lane arithmetic folds to constants.
 struct SoloTeam : HostTeam {
   static constexpr bool kShareWaits = false;
+  static constexpr bool kReadsWhole = false;
   static constexpr bool kReadsProcesses = true;
   bool reads_processes() const { return waiter->reads_processes(); }
   bool peers_can_read(const void* ptr, uint64_t bytes) const {
@@ -56,6 +57,7 @@ struct SoloTeam : HostTeam {
   static constexpr int num_lanes() { return 1; }
   static constexpr int channel() { return 0; }
   static constexpr int num_channels() { return 1; }
+  static constexpr Portion portion() { return {}; }
   static void sync() {}
   static Status share(Status status) { return status; }
   static void passing(Point point, const View& v, Stream stream) { pass(point, v, stream); }
@@ -84,6 +86,7 @@ struct LaneGroup {
 
 struct ThreadTeam : HostTeam {
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsWhole = true;
   static constexpr bool kReadsProcesses = false;
   int lane_, lanes_, channel_, channels_;
   LaneGroup* group;
@@ -92,6 +95,7 @@ struct ThreadTeam : HostTeam {
   int num_lanes() const { return lanes_; }
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
+  Portion portion() const { return portion_of(channel_, channels_); }
   void sync() { group->wait(lane_); }
   static void passing(Point, const View&, Stream) {}
   Status share(Status status) {

@@ -86,7 +86,7 @@ def reduce_piece(
 ):  # fmt: skip
     """Waits for everybody's version of segment ``piece`` of this rank's slice, and reduces it."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    begin = piece * G.piece_bytes
+    begin = piece * G.segment_bytes
     size_bytes = piece_bytes(mine_bytes, piece, G)
     for distance in range(1, G.world):
         peer = peer_at(ws, distance, G)
@@ -137,7 +137,7 @@ def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
     status = await_slot(ws, PAIR, after, item, status, G)
     slot = my_slot(ws, PAIR, after, item, G)
     if (item == 0) & (status == 0):
-        segment = stream_bytes * 0 + G.piece_bytes
+        segment = stream_bytes * 0 + G.segment_bytes
         write_header(ws, slot, stream_bytes, segment, segment * 0 - 1)
     return slot, status
 
@@ -200,19 +200,19 @@ def reduce_ring(
     # Chunk 0 is the longest; shorter ones send empty pieces, so that all ranks count alike.
     _, longest = slice_for(ws, chunks, position * 0, G)
     rounds = pieces_of(longest, G)
-    stream_bytes = rounds * (HOPS * G.piece_bytes)
+    stream_bytes = rounds * (HOPS * G.segment_bytes)
     begin_receive(ws, PAIR, before, G)
     for j in range(rounds):
         for t in range(HOPS + 1):
             owner = ring_rank(ws, (position + 2 * G.world - 1 - t) % G.world, G)
             address, size_bytes = slice_for(ws, chunks, owner, G)
             here = piece_bytes(size_bytes, j, G)
-            own = address + j * G.piece_bytes
+            own = address + j * G.segment_bytes
             item = j * HOPS + t
             if t > 0:
-                begin = (item - 1) * G.piece_bytes
+                begin = (item - 1) * G.segment_bytes
                 status = receive(
-                    ws, PAIR, before, stream_bytes, begin, begin * 0 + G.piece_bytes, status, G
+                    ws, PAIR, before, stream_bytes, begin, begin * 0 + G.segment_bytes, status, G
                 )
             if t < HOPS:
                 slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
@@ -226,7 +226,7 @@ def reduce_ring(
                     kept = FINISH(kept, out, sources, own - whole, here, DTYPE, KIND)
             tl.debug_barrier()
             if t > 0:
-                release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
+                release_sys(ws, PAIR, before, stream_bytes, item * G.segment_bytes, status, G)
     finish_ring(ws, before, after, rounds * HOPS, status, G)
     return kept, status
 
@@ -246,7 +246,7 @@ def reduce_alone(ws, source, target, size_bytes, DTYPE: tl.constexpr, G: tl.cons
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     address, bytes_here = slice_of(source, size_bytes, get(ws, CHANNEL), G)
     for j in range(pieces_of(bytes_here, G)):
-        begin = j * G.piece_bytes
+        begin = j * G.segment_bytes
         count = (piece_bytes(bytes_here, j, G) // ITEM).to(tl.int32)
         reduce(target + (address - source) + begin, (address + begin,), count, DTYPE, 1)
 
@@ -300,7 +300,7 @@ def reduce_scatter_kernel(
 def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.constexpr):
     """Segment ``piece`` of a slice from one place to another."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    begin = piece * G.piece_bytes
+    begin = piece * G.segment_bytes
     count = (piece_bytes(size_bytes, piece, G) // ITEM).to(tl.int32)
     copy(target + begin, source + begin, count, DTYPE)
 
@@ -334,7 +334,7 @@ def collect_piece(
     """Waits for segment ``piece`` of what ``sender`` shares, and copies it to its place."""
     if piece < pieces_of(size_bytes, G):
         ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-        begin = piece * G.piece_bytes
+        begin = piece * G.segment_bytes
         bytes_here = piece_bytes(size_bytes, piece, G)
         status = receive(ws, SHARED, sender, size_bytes, begin, bytes_here, status, G)
         if status == 0:
@@ -420,20 +420,20 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
     tl.debug_barrier()
     _, longest = slice_for(ws, chunks, position * 0, G)
     rounds = pieces_of(longest, G)
-    stream_bytes = rounds * (HOPS * G.piece_bytes)
+    stream_bytes = rounds * (HOPS * G.segment_bytes)
     begin_receive(ws, PAIR, before, G)
     for j in range(rounds):
         for t in range(HOPS + 1):
             owner = ring_rank(ws, (position + 2 * G.world - t) % G.world, G)
             address, size_bytes = slice_for(ws, chunks, owner, G)
-            begin = j * G.piece_bytes
+            begin = j * G.segment_bytes
             count = (piece_bytes(size_bytes, j, G) // ITEM).to(tl.int32)
             item = j * HOPS + t
             data = mine + begin
             if t > 0:
-                at = (item - 1) * G.piece_bytes
+                at = (item - 1) * G.segment_bytes
                 status = receive(
-                    ws, PAIR, before, stream_bytes, at, at * 0 + G.piece_bytes, status, G
+                    ws, PAIR, before, stream_bytes, at, at * 0 + G.segment_bytes, status, G
                 )
                 data = of_peer(ws, before, SOURCE)
             if t < HOPS:
@@ -445,7 +445,7 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
                 if status == 0:
                     copy(address + begin, data, count, DTYPE)
                 tl.debug_barrier()
-                release_sys(ws, PAIR, before, stream_bytes, item * G.piece_bytes, status, G)
+                release_sys(ws, PAIR, before, stream_bytes, item * G.segment_bytes, status, G)
     finish_ring(ws, before, after, rounds * HOPS, status, G)
     return status
 

@@ -80,7 +80,7 @@ def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
         staged = offset == NOT_IN_HEAP
         whole = tl.maximum(expected_bytes, 1)
         in_heap = in_heap_of(ws, sender, offset, expected_bytes) & (item_bytes == whole)
-        sound = tl.where(staged, item_bytes == G.piece_bytes, in_heap)
+        sound = tl.where(staged, item_bytes == G.segment_bytes, in_heap)
         if not (same_call(ws, header) & (stream_bytes == expected_bytes)):
             status = fail_header(
                 ws, tl.full((), MISMATCH, tl.int32), sender, header, expected_bytes
@@ -146,14 +146,14 @@ def slice_of(address, size_bytes, channel, G: tl.constexpr):
 @triton.jit
 def pieces_of(size_bytes, G: tl.constexpr):
     """Segments of a slice; an empty one still carries its header."""
-    return tl.maximum((size_bytes + (G.piece_bytes - 1)) // G.piece_bytes, 1)
+    return tl.maximum((size_bytes + (G.segment_bytes - 1)) // G.segment_bytes, 1)
 
 
 @triton.jit
 def piece_bytes(size_bytes, piece, G: tl.constexpr):
     """Bytes of segment ``piece`` of a slice."""
-    left = size_bytes - piece * G.piece_bytes
-    return tl.maximum(tl.minimum(left, G.piece_bytes), 0)
+    left = size_bytes - piece * G.segment_bytes
+    return tl.maximum(tl.minimum(left, G.segment_bytes), 0)
 
 
 @triton.jit
@@ -218,11 +218,11 @@ def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.co
     zero_copy = is_zero_copy(ws, address, size_bytes)
     if item == 0:
         offset = tl.where(zero_copy, address - of_peer(ws, get(ws, RANK), HEAP), NOT_IN_HEAP)
-        item_bytes = tl.where(zero_copy, size_bytes, size_bytes * 0 + G.piece_bytes)
+        item_bytes = tl.where(zero_copy, size_bytes, size_bytes * 0 + G.segment_bytes)
         write_header(ws, slot, size_bytes, item_bytes, offset)
     if not zero_copy:
         count = (piece_bytes(size_bytes, item, G) // ITEM).to(tl.int32)
-        copy(slot + SLOT_HEADER, address + item * G.piece_bytes, count, DTYPE)
+        copy(slot + SLOT_HEADER, address + item * G.segment_bytes, count, DTYPE)
 
 
 @triton.jit

@@ -256,7 +256,7 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
         if status == 0:
             address, size_bytes = grads_of(ws, grads, elems, peer, ITEM, G)
             offset = tl.where(grads == 0, NOT_IN_HEAP, address - my_heap)
-            staged = size_bytes * 0 + G.piece_bytes
+            staged = size_bytes * 0 + G.segment_bytes
             item_bytes = tl.where(grads == 0, staged, tl.maximum(size_bytes, 1))
             slot = my_slot(ws, PAIR, peer, peer * 0, G)
             write_header(ws, slot, size_bytes, item_bytes, offset)

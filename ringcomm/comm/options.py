@@ -39,7 +39,7 @@ class CommOptions:
     Attributes:
         timeout: how long a call waits for its peers, as timedelta or seconds.
         segment_bytes: the pipelined part of a chunk (on a device: of a channel's part of it); a
-            multiple of 64, or 0 for the size that suits the world.
+            power of two of at least 64, or 0 for the size that suits the world.
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for as many as suit
             the device and the ranks that share it.
@@ -76,9 +76,12 @@ class CommOptions:
 
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
-        if self.segment_bytes < 0 or self.segment_bytes % 64:
+        if self.segment_bytes != 0 and (
+            self.segment_bytes < 64 or self.segment_bytes & (self.segment_bytes - 1)
+        ):
             raise ArgumentError(
-                f"segment_bytes: expected 0 or a multiple of 64, got {self.segment_bytes}"
+                "segment_bytes: expected 0 or a power of two of at least 64, got "
+                f"{self.segment_bytes}"
             )
         for name in ("packet_bytes", "copy_bytes"):
             if getattr(self, name) < 0 or getattr(self, name) % 64:

@@ -23,6 +23,10 @@ _SCOPED = re.compile(r"^(?:atom|red|fence|membar)\b(?!.*\.sys\b)")
 _NO_SCOPE_NEEDED = re.compile(r"\.(?:shared|param|local|const)\b")
 _SASS_MEMORY = re.compile(r"^(?:LDG?|STG?|ATOMG?|RED|MEMBAR)\b")
 _MOVES = re.compile(r"^(?:MOV|IMAD\.MOV)\b")
+_CALLED = re.compile(r"`\((\$[^)]+)\)")
+# What ptxas makes of a division of 64 bits: the one subroutine for divisors of more than 32 bits
+# stands beside every fast path.
+_LONG_DIVISION = re.compile(r"_(?:div|rem)_[us]64$")
 
 
 def local_memory(binary: Binary) -> list[str]:
@@ -88,6 +92,26 @@ def _wrong_in_sass(kernel: str, instruction: Instruction) -> Iterator[str]:
         opcode.startswith("MEMBAR") and not opcode.endswith(".SYS")
     ):
         yield f"{kernel}: {opcode} is not of system scope"
+
+
+def long_divisions(kernel: Kernel) -> list[str]:
+    """Loops that divide integers of 64 bits, themselves or in a function that they call."""
+    functions = sorted((at, name) for name, at in kernel.labels.items() if name.startswith("$"))
+    ends = [*functions[1:], (len(kernel.instructions), "")]
+    bodies = {
+        name: called_by(kernel.instructions[at:end])
+        for (at, name), (end, _) in zip(functions, ends, strict=False)
+    }
+    divide = {name for name in bodies if _LONG_DIVISION.search(name)}
+    while more := {name for name, called in bodies.items() if called & divide} - divide:
+        divide |= more
+    loops = [called_by(loop.code) & divide for loop in kernel.loops()]
+    return [f"{kernel.name}: a loop calls {', '.join(sorted(each))}" for each in loops if each]
+
+
+def called_by(code: Sequence[Instruction]) -> set[str]:
+    calls = [_CALLED.search(i.operands) for i in code if i.opcode.startswith("CALL")]
+    return {match[1] for match in calls if match}
 
 
 def protocol(binary: Binary, kernel: str) -> list[str]:

@@ -57,12 +57,12 @@ def _find(device: int, unit: str, name: str) -> int:
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
-    """Returns the segment with which a rank's slots take about STAGING_BYTES; see layout.h."""
+    """Returns the segment with which a rank's slots take STAGING_BYTES or half; see layout.h."""
     message_channels = min(channels, _native.MESSAGE_CHANNELS)
     slot_sets = channels * (world_size + 1) + message_channels * world_size
-    share_bytes = STAGING_BYTES // (slot_sets * slots) // SMALLEST_SEGMENT_BYTES
-    whole_bytes = share_bytes * SMALLEST_SEGMENT_BYTES
-    return max(SMALLEST_SEGMENT_BYTES, min(whole_bytes, LARGEST_SEGMENT_BYTES))
+    share_bytes = max(STAGING_BYTES // (slot_sets * slots), SMALLEST_SEGMENT_BYTES)
+    power_of_two = 1 << (share_bytes.bit_length() - 1)
+    return min(power_of_two, LARGEST_SEGMENT_BYTES)
 
 
 def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> None:

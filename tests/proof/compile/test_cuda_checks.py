@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) k(const float4* a, const float
 """
 
 BEGIN = "  unsigned seen;"
+COUNTS = "constexpr int kCopies = 4, kSums = 4;"
 LOAD = "ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
 STORE = "st.global.v4.f32 [%0], {%1, %2, %3, %4};"
 COPY = "store(c + i + u * 256, x[u]);"
@@ -139,6 +140,17 @@ WRONG = {
         "store(c + i + u * 256, sum[u])",
         "c[i + u * 256].x = sum[u].x + sum[u].y + sum[u].z + sum[u].w",
     ),
+    "a division in a loop": Wrong(
+        "long_divisions", "a loop calls", COPY, COPY + " w[1] = packets[0].x / (packets[1].x | 1);"
+    ),
+    "a division in a function that a loop calls": Wrong(
+        "long_divisions",
+        "a loop calls $k$",
+        COPY,
+        COPY + " w[1] = quotient(packets[0].x, packets[1].x);",
+        COUNTS,
+        COUNTS + " __device__ __noinline__ unsigned quotient(size_t a, size_t b) { return a / b; }",
+    ),
     "a packet in two loads": Wrong(
         "packet_protocol",
         "no ld.relaxed.sys.global.v2.u64",
@@ -159,6 +171,7 @@ RULES = {
     "memory_orders": checks.memory_orders,
     "protocol": lambda binary: checks.protocol(binary, "k"),
     "packet_protocol": lambda binary: checks.packet_protocol(binary, "k"),
+    "long_divisions": lambda binary: checks.long_divisions(binary.kernels["k"]),
     "copy_loop": lambda binary: checks.copy_loop(binary.kernels["k"]),
     "reduce_loop": lambda binary: checks.reduce_loop(binary.kernels["k"]),
 }

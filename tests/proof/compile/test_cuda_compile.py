@@ -103,6 +103,10 @@ class TestUnits:
     def test_orders_are_of_system_scope(self, binary):
         assert checks.memory_orders(binary) == []
 
+    def test_no_loop_divides_by_64_bits(self, binary):
+        for kernel in binary.kernels.values():
+            assert checks.long_divisions(kernel) == []
+
     def test_items_are_acquired_and_released(self, binary):
         for name in binary.kernels:
             if not sends_packets(name) and not is_alone(name):

@@ -149,11 +149,16 @@ constexpr bool chunks_partition() {
 
 constexpr bool parts_partition() {
   for (int parts = 1; parts <= kMaxWorld; ++parts)
-    for (const uint64_t bytes : {0ull, 1ull, 64ull, 100ull, 1000ull, 4096ull, 4100ull}) {
+    for (const uint64_t bytes :
+         {0ull, 1ull, 64ull, 100ull, 1000ull, 4096ull, 4100ull, ~0ull >> 20}) {
+      // Equal to a line at either end, and the fractions' last bit.
+      const uint64_t fair = bytes / uint64_t(parts), slack = 128 + (bytes >> 31);
       uint64_t at = 0;
       for (int p = 0; p < parts; ++p) {
         const Extent e = part_of(bytes, p, parts);
+        const uint64_t size = e.end_bytes - e.begin_bytes;
         if (e.begin_bytes != at || e.end_bytes < e.begin_bytes) return false;
+        if (size + slack < fair || size > fair + slack) return false;
         at = e.end_bytes;
       }
       if (at != bytes) return false;
@@ -162,12 +167,14 @@ constexpr bool parts_partition() {
 }
 
 constexpr bool items_cover() {
-  for (const uint64_t item : {64ull, 4096ull})
+  for (const int shift : {6, 12, kOneItem})
     for (const uint64_t bytes : {0ull, 1ull, 64ull, 65ull, 4096ull, 10000ull}) {
+      const uint64_t item = uint64_t(1) << shift;
+      const uint32_t items = items_of(bytes, shift);
       uint64_t sum = 0;
-      for (uint32_t i = 0; i < items_of(bytes, item); ++i) sum += item_length(bytes, item, i);
-      if (sum != bytes || item_length(bytes, item, items_of(bytes, item)) != 0) return false;
-      if (items_of(bytes, item) == 0) return false;  // even nothing travels with a header
+      for (uint32_t i = 0; i < items; ++i) sum += item_length(bytes, item, i);
+      if (sum != bytes || (shift != kOneItem && item_length(bytes, item, items) != 0)) return false;
+      if (items == 0) return false;  // even nothing travels with a header
     }
   return true;
 }
@@ -226,7 +233,7 @@ constexpr bool regions_are_covered() {
     for (const int channels : {1, 2, 5, 8, 9, 12})  // messages have slots on eight
       for (const uint32_t packet_bytes : {0u, 64u, 448u, 4096u})
         for (const uint64_t copy_bytes : {0ull, 64ull, 8192ull})
-          if (!region_is_covered({world, channels, 2, 192, packet_bytes, copy_bytes})) return false;
+          if (!region_is_covered({world, channels, 2, 256, packet_bytes, copy_bytes})) return false;
   return true;
 }
 

@@ -73,12 +73,8 @@ struct StepWorld : World {
   }
 
   Bucket bucket(int rank) const {
-    return {reinterpret_cast<char*>(grads[size_t(rank)]),
-            reinterpret_cast<char*>(params[size_t(rank)]),
-            kElems,
-            4,
-            4,
-            world};
+    return Bucket::of(reinterpret_cast<char*>(grads[size_t(rank)]),
+                      reinterpret_cast<char*>(params[size_t(rank)]), kElems, 4, 4, world);
   }
 };
 

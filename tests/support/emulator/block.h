@@ -16,6 +16,7 @@ struct EmulatedTeam {
   static constexpr bool kSleeps = false;
   static constexpr bool kReadsProcesses = false;
   static constexpr bool kShareWaits = true;
+  static constexpr bool kReadsWhole = true;
   // A poll gives the core away, since the awaited thread may need it; for longer when it has not
   // come, since there are many more threads than cores.
   static constexpr uint32_t kPollsPerLook = 64;
@@ -29,6 +30,7 @@ struct EmulatedTeam {
   int num_lanes() const { return lanes_; }
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
+  const ringcomm::Portion& portion() const { return w->portion; }
   void sync() const { group->wait(lane_); }
   ringcomm::Status share(ringcomm::Status status) const {
     return ringcomm::host::ThreadTeam{{nullptr}, lane_, lanes_, channel_, channels_, group}.share(

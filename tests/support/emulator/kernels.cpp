@@ -13,10 +13,10 @@ struct Family {
   int registers;
 };
 constexpr std::array<Family, 10> kFamilies = {{
-    {"rc_move", 125},
+    {"rc_move", 126},
     {"rc_packet_move", 92},
     {"rc_packet_", 146},
-    {"rc_reduce_scatter_norm", 242},
+    {"rc_reduce_scatter_norm", 248},
     {"rc_reduce_scatter_", 228},
     {"rc_all_reduce_", 254},
     {"rc_adamw_prepare", 55},

@@ -241,6 +241,8 @@ void insert_bits(Warp& w, const Instruction& i, Mask mask) {
   });
 }
 
+uint32_t leading_zeros(uint32_t a) { return uint32_t(std::countl_zero(a)); }
+
 template <class T>
 void extract_bits(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
@@ -567,6 +569,7 @@ Table make_table() {
   t["add.rn.bf16"] = t["add.bf16"] = add_halves<sum_of_bf16, 1>;
   t["add.rn.bf16x2"] = t["add.bf16x2"] = add_halves<sum_of_bf16, 2>;
   t["rcp.approx.ftz.f64"] = unary<double, reciprocal_seed>;
+  t["clz.b32"] = unary<uint32_t, leading_zeros>;
   t["prmt.b32"] = permute_bytes;
   t["cvta.shared.u64"] = convert_address<kSharedWindow, true>;
   t["cvta.to.shared.u64"] = convert_address<kSharedWindow, false>;

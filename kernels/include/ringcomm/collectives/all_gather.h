@@ -11,15 +11,17 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Copies piece `j` of what each sender of the group shares to its place in dst_of(sender);
-// peer_reads: that place was a peer's source a moment ago. A sender without a piece `j`, or with
+// Copies read `j` of what each sender of the group shares to its place in dst_of(sender);
+// peer_reads: that place was a peer's source a moment ago. A sender without a read `j`, or with
 // shares(sender) false, is passed over.
 // model: collect_piece (tests/proof/model/direct.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
                                 bool peer_reads) {
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
-  const auto has_piece = [&](int p) { return shares(p) && j < e.pieces(dst_of(p).bytes); };
+  const auto has_piece = [&](int p) {
+    return shares(p) && j < e.reads(Stream::kShared, p, dst_of(p).bytes, j > 0);
+  };
   RC_RETURN_IF_FAILED(e.wait_by_lanes(senders, [&](int p) {
     if (!has_piece(p)) return Status::kOk;
     const uint64_t total = dst_of(p).bytes;
@@ -30,14 +32,14 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
     const int p = e.peer_at(d);
     if (!has_piece(p)) continue;
     const Span dst = dst_of(p);
-    const uint64_t bytes = item_length(dst.bytes, e.segment_bytes(), j);
+    const uint64_t bytes = e.read_bytes(Stream::kShared, p, dst.bytes, j);
     RC_RETURN_IF_FAILED(e.collect(p, dst.ptr + begin, bytes, peer_reads));
   }
   e.team.sync();
   e.each_by_lanes(senders, [&](int p) {
     if (!has_piece(p)) return;
     const uint64_t total = dst_of(p).bytes;
-    e.release(Stream::kShared, p, total, begin + item_length(total, e.segment_bytes(), j));
+    e.release(Stream::kShared, p, total, begin + e.read_bytes(Stream::kShared, p, total, j));
   });
   return Status::kOk;
 }
@@ -71,11 +73,19 @@ RC_TEAM_FN Sharing plan_sharing(const E& e, Span input, Span own_output, bool sh
   return {input, false, false, e.pieces(input.bytes)};
 }
 
+// What stays is copied to my own output in one pass, as my peers read it.
+template <class E>
+RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& plan, Span input) {
+  return E::Lanes::kReadsWhole && plan.stays ? 1 : e.pieces(input.bytes);
+}
+
 // Publishes piece `j`, and puts it in its place in my own output.
 template <class E>
 RC_TEAM_FN Status share_piece(E& e, const Sharing& plan, Span input, Span own_output, uint32_t j) {
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
-  const uint64_t bytes = item_length(input.bytes, e.segment_bytes(), j);
+  const uint64_t bytes = pieces_to_share(e, plan, input) == 1
+                             ? input.bytes
+                             : item_length(input.bytes, e.segment_bytes(), j);
   if (j < plan.items) {
     char* slot = nullptr;
     RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
@@ -100,25 +110,22 @@ RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int ro
   const Sharing plan = plan_sharing(e, input, own, i_share);
   const auto shares = [&](int p) { return root < 0 || root == p; };
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
-  uint32_t rounds = i_share ? e.pieces(input.bytes) : 0;
-  for (int p = 0; p < e.world(); ++p) {
-    if (p == e.rank() || !shares(p)) continue;
-    const uint32_t pieces = e.pieces(dst_of(p).bytes);
-    rounds = pieces > rounds ? pieces : rounds;
-  }
+  const auto bytes_of = [&](int p) { return dst_of(p).bytes; };
+  const uint32_t out_pieces = i_share ? pieces_to_share(e, plan, input) : 0;
   e.each_by_lanes({1, e.world()}, [&](int p) {
     if (shares(p)) e.begin_receive(Stream::kShared, p);
   });
   e.team.sync();
   if (plan.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
 
-  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
-    if (i_share && j < e.pieces(input.bytes))
-      RC_RETURN_IF_FAILED(share_piece(e, plan, input, own, j));
-    if (j < kLookahead) continue;
+  uint32_t in_reads = e.most_reads(Stream::kShared, false, shares, bytes_of);
+  for (uint32_t j = 0; j < out_pieces || j < in_reads + kLookahead; ++j) {
+    if (j < out_pieces) RC_RETURN_IF_FAILED(share_piece(e, plan, input, own, j));
+    if (j < kLookahead || j - kLookahead >= in_reads) continue;
     for (int d = 1; d < e.world(); d += e.group())
       RC_RETURN_IF_FAILED(
           collect_piece(e, {d, d + e.group()}, j - kLookahead, dst_of, shares, false));
+    if (j == kLookahead) in_reads = e.most_reads(Stream::kShared, true, shares, bytes_of);
   }
   e.each_by_lanes({1, e.world()}, [&](int p) {
     if (shares(p)) e.commit_seen(Stream::kShared, p);

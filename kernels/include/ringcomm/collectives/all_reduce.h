@@ -58,8 +58,9 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
   char* const own = result.ptr + begin;
   const ReduceTarget to = stays ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
-  release_sources(e, mine, begin + bytes);
-  e.publish_shared(i, slot, result, stays, e.segment_bytes());
+  // The reads come before what all lanes publish here, so one sync() serves both.
+  e.publish_shared(i, slot, result, stays, e.segment_bytes(),
+                   [&](int p) { e.release(e.pairs, p, mine.bytes, begin + bytes); });
   return Status::kOk;
 }
 
@@ -73,15 +74,16 @@ RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out)
   const bool stays = e.zero_copy(result) || e.single_copy(result, kSingleCopyMinResultBytes);
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
   const auto shares = [](int) { return true; };
+  const uint32_t out_items = most_items(e, in, -1), shared_items = e.pieces(result.bytes);
   // Chunk 0 is the longest, so its pieces bound everybody's.
-  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes), shared_items = e.pieces(result.bytes);
+  const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes);
   e.each_by_lanes(all, [&](int p) {
     e.begin_receive(e.pairs, p);
     e.begin_receive(Stream::kShared, p);
   });
   e.team.sync();
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
-    RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));
+    if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));
     if (j >= kLookahead && j - kLookahead < shared_items)
       RC_RETURN_IF_FAILED(reduce_and_share(e, mine, result, stays, j - kLookahead));
     if (j < 2 * kLookahead) continue;

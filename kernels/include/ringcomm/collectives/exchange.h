@@ -26,7 +26,7 @@ struct Edges {
   }
 };
 
-// Piece `j` of what each sender of the group has for me, to its place.
+// Read `j` of what each sender of the group has for me, to its place.
 // model: take_piece (tests/proof/model/direct.pml)
 template <class E>
 RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const Edges& edges,
@@ -34,7 +34,7 @@ RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const E
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
   const auto dst_of = [&](int p) { return e.slice(receive.get(p)); };
   const auto has_piece = [&](int p) {
-    return edges.receives(e.rank(), p) && j < e.pieces(dst_of(p).bytes);
+    return edges.receives(e.rank(), p) && j < e.reads(e.pairs, p, dst_of(p).bytes, j > 0);
   };
   RC_RETURN_IF_FAILED(e.wait_by_lanes(senders, [&](int p) {
     if (!has_piece(p)) return Status::kOk;
@@ -47,13 +47,13 @@ RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const E
     if (!has_piece(p)) continue;
     const Span dst = dst_of(p);
     e.ops.copy_private(e.team, dst.ptr + begin, e.received(p),
-                       item_length(dst.bytes, e.segment_bytes(), j));
+                       e.read_bytes(e.pairs, p, dst.bytes, j));
   }
   e.team.sync();
   e.each_by_lanes(senders, [&](int p) {
     if (!has_piece(p)) return;
     const uint64_t total = dst_of(p).bytes;
-    e.release(e.pairs, p, total, begin + item_length(total, e.segment_bytes(), j));
+    e.release(e.pairs, p, total, begin + e.read_bytes(e.pairs, p, total, j));
   });
   return Status::kOk;
 }
@@ -79,27 +79,29 @@ template <class E>
 RC_TEAM_FN Status exchange_direct(E& e, const Chunks& send, const Chunks& receive,
                                   const Edges& edges) {
   const int me = e.rank();
-  uint32_t rounds = 0;
-  for (int p = 0; p < e.world(); ++p) {
-    if (p == me) continue;
-    uint32_t out_items = 0, in_pieces = 0;
-    if (edges.sends(me, p)) out_items = e.items(e.slice(send.get(p)));
-    if (edges.receives(me, p)) in_pieces = e.pieces(e.slice(receive.get(p)).bytes);
-    rounds = out_items > rounds ? out_items : rounds;
-    rounds = in_pieces > rounds ? in_pieces : rounds;
+  uint32_t out_items = 0;
+  RC_ROLLED
+  for (int d = 1; d < e.world(); ++d) {
+    const int p = e.peer_at(d);
+    const uint32_t items = edges.sends(me, p) ? e.items(e.slice(send.get(p))) : 0;
+    out_items = items > out_items ? items : out_items;
   }
+  const auto takes = [&](int p) { return edges.receives(me, p); };
+  const auto bytes_of = [&](int p) { return e.slice(receive.get(p)).bytes; };
   e.each_by_lanes({1, e.world()}, [&](int p) {
     if (edges.receives(me, p)) e.begin_receive(e.pairs, p);
   });
   e.team.sync();
   const auto span_for = [&](int r) { return e.slice(send.get(r)); };
-  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
+  uint32_t in_reads = e.most_reads(e.pairs, false, takes, bytes_of);
+  for (uint32_t j = 0; j < out_items || j < in_reads + kLookahead; ++j) {
     const auto gets_item = [&](int r) { return edges.sends(me, r) && j < e.items(span_for(r)); };
-    for (int d = 1; d < e.world(); d += e.group())
+    for (int d = 1; d < e.world() && j < out_items; d += e.group())
       RC_RETURN_IF_FAILED(e.send({d, d + e.group()}, j, span_for, gets_item));
-    if (j < kLookahead) continue;
+    if (j < kLookahead || j - kLookahead >= in_reads) continue;
     for (int d = 1; d < e.world(); d += e.group())
       RC_RETURN_IF_FAILED(take_piece(e, {d, d + e.group()}, receive, edges, j - kLookahead));
+    if (j == kLookahead) in_reads = e.most_reads(e.pairs, true, takes, bytes_of);
   }
   if (edges.sends(me, me) && edges.receives(me, me)) {
     const Span from = e.slice(send.get(me)), to = e.slice(receive.get(me));

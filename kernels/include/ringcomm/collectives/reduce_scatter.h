@@ -35,6 +35,27 @@ RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
   e.each_by_lanes({1, e.world()}, [&](int p) { e.release(e.pairs, p, mine.bytes, end); });
 }
 
+// True if read 0 brought all of every rank's version of my chunk, and this machine takes it so.
+template <class E>
+RC_TEAM_FN bool sources_are_whole(const E& e, Span mine) {
+  const auto all = [](int) { return true; };
+  return e.most_reads(e.pairs, true, all, [&](int) { return mine.bytes; }) <= 1;
+}
+
+// The most items that a reader gets of its chunk.
+template <class E>
+RC_TEAM_FN uint32_t most_items(const E& e, const Chunks& in, int only_root) {
+  uint32_t most = 0;
+  RC_ROLLED
+  for (int d = 1; d < e.world(); ++d) {
+    const int r = e.peer_at(d);
+    if (only_root >= 0 && only_root != r) continue;
+    const uint32_t items = e.items(e.slice(in.get(r)));
+    most = items > most ? items : most;
+  }
+  return most;
+}
+
 // Piece `j` of every chunk to its owner.
 template <class E>
 RC_TEAM_FN Status send_chunks(E& e, const Chunks& in, int only_root, uint32_t j) {
@@ -68,22 +89,18 @@ RC_TEAM_FN Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int o
   const Span whole = in.get(e.rank()), mine = e.slice(whole);
   const uint64_t segment = e.segment_bytes();
   char* const result = out + (mine.ptr - whole.ptr);
-  const uint32_t in_pieces = receives ? e.pieces(mine.bytes) : 0;
-  uint32_t rounds = in_pieces;
-  for (int r = 0; r < e.world(); ++r) {
-    if (r == e.rank() || (only_root >= 0 && only_root != r)) continue;
-    const uint32_t items = e.items(e.slice(in.get(r)));
-    rounds = items > rounds ? items : rounds;
-  }
+  const uint32_t out_items = most_items(e, in, only_root);
+  uint32_t in_pieces = receives ? e.pieces(mine.bytes) : 0;
   if (receives) e.each_by_lanes({1, e.world()}, [&](int p) { e.begin_receive(e.pairs, p); });
   e.team.sync();
 
-  for (uint32_t j = 0; j < rounds + kLookahead; ++j) {
-    RC_RETURN_IF_FAILED(send_chunks(e, in, only_root, j));
+  for (uint32_t j = 0; j < out_items || j < in_pieces + kLookahead; ++j) {
+    if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, only_root, j));
     if (j < kLookahead || j - kLookahead >= in_pieces) continue;
-    const uint64_t begin = (j - kLookahead) * segment,
-                   bytes = item_length(mine.bytes, segment, j - kLookahead);
+    const uint64_t begin = (j - kLookahead) * segment;
+    uint64_t bytes = item_length(mine.bytes, segment, j - kLookahead);
     RC_RETURN_IF_FAILED(receive_sources(e, mine, begin, bytes));
+    if (j == kLookahead && sources_are_whole(e, mine)) in_pieces = 1, bytes = mine.bytes;
     e.ops.reduce(e.team, {result + begin, false, nullptr}, e.all_sources(), bytes, e.world());
     release_sources(e, mine, begin + bytes);
   }

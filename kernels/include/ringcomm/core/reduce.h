@@ -168,11 +168,17 @@ RC_FN A divide(A x, int world) {
     using R = decltype(x.re);
     return {x.re / R(world), x.im / R(world)};
   } else if constexpr (IsInteger<A>::value) {
-    // Towards zero, as C++ divides. 64 bits hold both the value and the world.
-    if constexpr (A(-1) < A(0))
-      return A(int64_t(x) / world);
-    else
-      return A(uint64_t(x) / uint64_t(world));
+    // Towards zero, as C++ divides.
+    const uint64_t wide = uint64_t(x);
+    if constexpr (sizeof(A) == 8) {
+      const bool negative = A(-1) < A(0) && x < A(0);
+      const uint64_t quotient = divide_by_short(negative ? 0 - wide : wide, uint32_t(world));
+      return A(negative ? 0 - quotient : quotient);
+    } else if constexpr (A(-1) < A(0)) {
+      return A(int32_t(x) / world);
+    } else {
+      return A(uint32_t(x) / uint32_t(world));
+    }
   } else {
     return x / A(world);
   }

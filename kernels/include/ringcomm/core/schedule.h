@@ -43,10 +43,13 @@ RC_FN constexpr uint64_t balanced_chunk_bytes(uint64_t total_bytes, int world) {
   return (share + 63) / 64 * 64;
 }
 
-// A stream has at least one item: an empty one still carries its header.
-RC_FN constexpr uint32_t items_of(uint64_t bytes, uint64_t item_bytes) {
-  return bytes == 0 ? 1 : uint32_t((bytes + item_bytes - 1) / item_bytes);
+// Items of 2^item_shift bytes. A stream has at least one: an empty one still carries its header.
+RC_FN constexpr uint32_t items_of(uint64_t bytes, int item_shift) {
+  return bytes == 0 ? 1 : uint32_t(((bytes - 1) >> item_shift) + 1);
 }
+
+// The shift of a stream that is one item, however long.
+constexpr int kOneItem = 63;
 
 // A zero-copy stream is one item, or as many segments as are published while they are made.
 RC_FN constexpr uint64_t whole_item(uint64_t bytes) { return bytes == 0 ? 1 : bytes; }

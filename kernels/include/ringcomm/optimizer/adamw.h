@@ -12,7 +12,8 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // Chunks begin at multiples of this many elements of their bucket. Norms are summed by blocks of
 // this size (grad_norm.h), so that no block lies on two ranks, however many ranks there are.
-constexpr uint64_t kBlockElems = 512;
+constexpr int kBlockShift = 9;
+constexpr uint64_t kBlockElems = 1 << kBlockShift;
 
 // The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a
 // tensor.

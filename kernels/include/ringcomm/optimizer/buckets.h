@@ -36,38 +36,36 @@ struct Gradients {
 struct Bucket {
   char* base;  // of the gradients; null: no gradients are exchanged
   char* params;
-  uint64_t elems;
+  uint64_t elems, chunk_elems;
   int32_t grad_bytes, param_bytes;  // of an element
-  int32_t world;
 
-  RC_FN uint64_t chunk_elems() const {
+  static RC_FN Bucket of(char* base, char* params, uint64_t elems, int32_t grad_bytes,
+                         int32_t param_bytes, int world) {
     const uint64_t share = (elems + uint64_t(world) - 1) / uint64_t(world);
-    return (share + kBlockElems - 1) / kBlockElems * kBlockElems;
+    const uint64_t chunk = (share + kBlockElems - 1) / kBlockElems * kBlockElems;
+    return {base, params, elems, chunk, grad_bytes, param_bytes};
   }
   RC_FN Run chunk(int rank) const {
-    const uint64_t size = chunk_elems(), begin = uint64_t(rank) * size;
+    const uint64_t begin = uint64_t(rank) * chunk_elems;
     if (begin >= elems) return {elems, elems};
-    return {begin, elems - begin < size ? elems : begin + size};
+    return {begin, elems - begin < chunk_elems ? elems : begin + chunk_elems};
   }
   RC_FN Chunks grads() const {
-    return {base, elems * uint64_t(grad_bytes), chunk_elems() * uint64_t(grad_bytes), nullptr};
+    return {base, elems * uint64_t(grad_bytes), chunk_elems * uint64_t(grad_bytes), nullptr};
   }
   RC_FN Chunks parameters() const {
-    return {params, elems * uint64_t(param_bytes), chunk_elems() * uint64_t(param_bytes), nullptr};
+    return {params, elems * uint64_t(param_bytes), chunk_elems * uint64_t(param_bytes), nullptr};
   }
 };
 
-// Channels share a chunk by whole blocks, of gradients and of parameters alike.
-RC_FN Cut cut_by_blocks(const Layout& layout, int32_t elem_bytes) {
-  const uint64_t block = kBlockElems * uint64_t(elem_bytes);
-  return {block, layout.segment_bytes / block * block};
-}
+// Channels share a chunk by whole blocks, of gradients and of parameters alike. Elements have 2 or 4
+// bytes, and segments are powers of two that hold whole blocks.
+RC_FN Cut cut_by_blocks(int32_t elem_bytes) { return {kBlockShift + (elem_bytes == 2 ? 1 : 2)}; }
 
 template <class E>
 RC_TEAM_FN Run slice_of(const E& e, const Bucket& b, int rank) {
   const Run chunk = b.chunk(rank);
-  const Extent part =
-      part_of(chunk.end - chunk.begin, e.team.channel(), e.team.num_channels(), kBlockElems);
+  const Extent part = part_of(chunk.end - chunk.begin, e.team.portion(), kBlockShift);
   return {part.begin_bytes, part.end_bytes};
 }
 

@@ -72,12 +72,17 @@ struct Peers {
 
 // Another cut of buffers than into lines of 64 bytes and the layout's segments.
 struct Cut {
-  uint64_t line_bytes = 64;    // channels share a chunk in units of this
-  uint64_t segment_bytes = 0;  // 0: the layout's
+  int line_shift = 6;          // channels share a chunk in units of 2^line_shift bytes
+  uint32_t segment_bytes = 0;  // a power of two; 0: the layout's
+};
+
+struct Nothing {
+  RC_FN void operator()(int) const {}
 };
 
 template <class Team, class Ops>
 struct Endpoint {
+  using Lanes = Team;
   using Operations = Ops;
   Team& team;
   const View& v;
@@ -93,11 +98,12 @@ struct Endpoint {
     return cut.segment_bytes == 0 ? v.layout.segment_bytes : cut.segment_bytes;
   }
   RC_TEAM_FN int peer_at(int d) const { return rotated_peer(v.rank, d, v.world); }
-  RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_bytes()); }
+  RC_TEAM_FN int segment_shift() const { return log2_of(uint32_t(segment_bytes())); }
+  RC_TEAM_FN uint32_t pieces(uint64_t bytes) const { return items_of(bytes, segment_shift()); }
 
   // This channel's part of a span.
   RC_TEAM_FN Span slice(Span s) const {
-    const Extent e = part_of(s.bytes, team.channel(), team.num_channels(), cut.line_bytes);
+    const Extent e = part_of(s.bytes, team.portion(), cut.line_shift);
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
   }
 
@@ -137,6 +143,7 @@ struct Endpoint {
   // Calls visit(peer) once for each peer of the group, spread over the lanes. For words, not data.
   template <class Visit>
   RC_TEAM_FN void each_by_lanes(Peers peers, Visit visit) const {
+    RC_ROLLED
     for (int d = peers.first + team.lane(); d < peers.last; d += team.num_lanes())
       visit(peer_at(d));
   }
@@ -146,6 +153,7 @@ struct Endpoint {
   template <class Visit>
   RC_TEAM_FN Status wait_by_lanes(Peers peers, Visit visit) const {
     Status status = Status::kOk;
+    RC_ROLLED
     for (int d = peers.first + team.lane(); d < peers.last && status == Status::kOk;
          d += team.num_lanes())
       status = visit(peer_at(d));
@@ -231,12 +239,15 @@ struct Endpoint {
     return Status::kOk;
   }
 
-  // `span` is what this call shares, cut into items of `item_bytes`.
+  // `span` is what this call shares, cut into items of `item_bytes`. before(peer): what else a lane
+  // does for each peer once all lanes have come here.
   // model: publish_shared (tests/proof/model/endpoint.pml)
+  template <class Before = Nothing>
   RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool stays,
-                                 uint64_t item_bytes) {
+                                 uint64_t item_bytes, Before before = {}) {
     if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, stays, item_bytes);
     team.sync();
+    each_by_lanes({1, world()}, before);
     each_by_lanes({1, world()}, [&](int peer) {
       publish(team, v, Stream::kShared, peer, sent(Stream::kShared, peer) + 1 + item);
     });
@@ -259,7 +270,7 @@ struct Endpoint {
 
   // One lane, before the first receive of a call on stream `s`; then one team.sync().
   RC_TEAM_FN void begin_receive(Stream s, int sender) const {
-    in(s, sender) = PeerState{nullptr, 1, v.epochs(s, team.channel(), sender)->seen, 0, 0, false};
+    in(s, sender) = PeerState{nullptr, 0, v.epochs(s, team.channel(), sender)->seen, 0, 0, false};
   }
 
   // One lane: reads the header of the sender's call and compares it with mine.
@@ -284,12 +295,12 @@ struct Endpoint {
         !storable(v, stores, sender, results)) {
       return fail(team, v, Status::kCorrupt, sender, &theirs, expected_bytes);
     }
-    st.item_bytes = item_bytes;
+    st.item_shift = item_bytes == segment_bytes() ? segment_shift() : kOneItem;
     st.data =
         in_heap ? v.heaps[sender] + offset : reinterpret_cast<const char*>(uintptr_t(process_ptr));
     st.in_process = in_process;
     reads_peer_buffers |= stays;
-    st.items = items_of(expected_bytes, st.item_bytes);
+    st.items = items_of(expected_bytes, st.item_shift);
     factors()[sender] = theirs.factor;
     if (results != kNotInHeap) v.results[sender] = v.heaps[sender] + results;
     return Status::kOk;
@@ -305,7 +316,7 @@ struct Endpoint {
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, 0}, st.base + 1));
       RC_RETURN_IF_FAILED(open(s, sender, expected_bytes));
     }
-    const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) / st.item_bytes);
+    const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) >> st.item_shift);
     if (last > 0)
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, last}, st.base + 1 + last));
     *data = st.data != nullptr
@@ -323,6 +334,35 @@ struct Endpoint {
       status = arrive(s, sender, expected_bytes, begin, bytes, &sources()[sender]);
     return team.share(status);
   }
+  // The reads in which I take the `bytes` that `sender` sends me. opened: its header was there
+  // before the last sync(); else they are those that I know of.
+  RC_TEAM_FN uint32_t reads(Stream s, int sender, uint64_t bytes, bool opened) const {
+    if constexpr (Team::kReadsWhole) return opened ? in(s, sender).items : 1;
+    return pieces(bytes);
+  }
+  // The bytes that read `j` takes, after its arrival; it begins at segment `j`.
+  RC_TEAM_FN uint64_t read_bytes(Stream s, int sender, uint64_t bytes, uint32_t j) const {
+    if (Team::kReadsWhole && in(s, sender).items == 1) return bytes;
+    return item_length(bytes, segment_bytes(), j);
+  }
+  // The most reads of all peers that takes(peer) names, each of bytes_of(peer).
+  template <class Takes, class BytesOf>
+  RC_TEAM_FN uint32_t most_reads(Stream s, bool opened, Takes takes, BytesOf bytes_of) const {
+    uint32_t most = 0;
+    RC_ROLLED
+    for (int d = 1; d < world(); ++d) {
+      const int p = peer_at(d);
+      if (!takes(p)) continue;
+      uint32_t here = 1;
+      if constexpr (Team::kReadsWhole)
+        here = opened ? in(s, p).items : 1;
+      else
+        here = pieces(bytes_of(p));
+      most = here > most ? here : most;
+    }
+    return most;
+  }
+
   RC_TEAM_FN const char* received(int sender) const {
     return static_cast<const char*>(sources()[sender]);
   }
@@ -363,7 +403,7 @@ struct Endpoint {
   // model: release (tests/proof/model/endpoint.pml, ring.pml)
   RC_TEAM_FN void release(Stream s, int sender, uint64_t expected_bytes, uint64_t end) const {
     PeerState& st = in(s, sender);
-    const uint32_t done = end >= expected_bytes ? st.items : uint32_t(end / st.item_bytes);
+    const uint32_t done = end >= expected_bytes ? st.items : uint32_t(end >> st.item_shift);
     if (done == st.acked) return;
     st.acked = done;
     acknowledge(team, v, s, sender, st.base + done);

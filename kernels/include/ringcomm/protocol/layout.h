@@ -53,11 +53,15 @@ struct alignas(64) ChannelLine {
 static_assert(sizeof(SignalLine) == kLineBytes && sizeof(SleepLine) == kLineBytes &&
               sizeof(EpochLine) == kLineBytes && sizeof(ChannelLine) == kLineBytes);
 
+RC_FN constexpr bool is_segment(uint32_t bytes) {
+  return bytes >= kLineBytes && (bytes & (bytes - 1)) == 0;
+}
+
 struct Layout {
   int32_t world;
   int32_t channels;
   int32_t slots;           // per slot set; a power of two, so that epochs wrap around cleanly
-  uint32_t segment_bytes;  // a multiple of 64
+  uint32_t segment_bytes;  // is_segment(): a power of two, so that nobody divides by it
   uint32_t packet_bytes;   // payload of the largest packet message; a multiple of 64, 0: none
   uint64_t copy_bytes;     // what the copy engines stage at a time; a multiple of 64, 0: none
 

@@ -146,8 +146,7 @@ RC_COLD Status packet_mismatch(Team team, const View& v, const Packet* header, u
 template <class E>
 RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
   ChannelLine* line = e.v.channel_line(e.team.channel());
-  const PacketCall call{next_flag(line->packet_epoch),
-                        part_of(message_bytes, e.team.channel(), e.team.num_channels())};
+  const PacketCall call{next_flag(line->packet_epoch), part_of(message_bytes, e.team.portion())};
   e.team.sync();  // all lanes have read the count
   if (e.team.lane() == 0) line->packet_epoch = call.flag;
   if (!clears_other_set(call.flag)) return call;
@@ -155,7 +154,7 @@ RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
   // after they have received what I send below.
   const uint64_t bytes = e.v.layout.packet_set_bytes() * e.world();
   char* base = e.v.regions[e.rank()] + e.v.layout.packet_offset((call.flag + 1) & 1, 0);
-  const Extent mine = part_of(bytes, e.team.channel(), e.team.num_channels());
+  const Extent mine = part_of(bytes, e.team.portion());
   for (uint64_t at = mine.begin_bytes + uint64_t(e.team.lane()) * sizeof(Packet);
        at < mine.end_bytes; at += uint64_t(e.team.num_lanes()) * sizeof(Packet))
     store_packet_sys(reinterpret_cast<Packet*>(base + at), 0, 0, 0);

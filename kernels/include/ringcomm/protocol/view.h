@@ -12,7 +12,7 @@ struct PeerState {
   // The peer's data: in its heap as mapped here or, if in_process, at this address of its process.
   // Null: they come in slots.
   const char* data;
-  uint64_t item_bytes;
+  int item_shift;  // an item carries 2^item_shift bytes, the last maybe less
   uint32_t base;   // epoch before the first item of this call
   uint32_t items;  // items of this call; known once the header is read
   uint32_t acked;  // items of this call that I have acknowledged
