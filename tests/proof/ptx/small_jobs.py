@@ -20,7 +20,8 @@ from functools import cache
 
 import torch
 
-from ringcomm import AbortedError, CollectiveTimeout, Communicator, cuda
+from ringcomm import AbortedError, CollectiveTimeout, Communicator, _native, cuda
+from ringcomm.comm.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.ptx.orderings import LINE_INFO, without
 from tests.support.device_worlds import (
@@ -39,9 +40,12 @@ from tests.support.emulator.ptx import PtxKernels, ptx_of
 # Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has
 # two of them per peer: each is written several times. What waits in vain says so soon.
 QUICK = replace(OPTIONS, timeout=8.0, segment_bytes=2048, slots=2)
-ELEMS = 20_011
-FEW_ELEMS = 131
-STEP_ELEMS = 9_001
+# What goes through slots is short; what is read where it lies must not be (kZeroCopyMinBytes).
+FEW_ELEMS, SOME_ELEMS, MANY_ELEMS = 131, 7_011, 26_011
+FEW = dict.fromkeys(("plain", "heap", "mixed"), FEW_ELEMS)
+SOME = dict.fromkeys(FEW, SOME_ELEMS)
+MANY = {"plain": SOME_ELEMS, "heap": MANY_ELEMS, "mixed": MANY_ELEMS}
+STEP_ELEMS = 6_001
 # Of whom two share a device and a launch; with two a ring's neighbours would be one rank.
 RANKS = 3
 CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, packet.h
@@ -109,7 +113,7 @@ def _write_over(comm: Communicator, *tensors: torch.Tensor) -> None:
         runtime.call_on_stream(device, runtime.current_stream(device), fill)
 
 
-Call = Callable[[Communicator, int, str, int, str], None]
+Form = Callable[[Communicator, int, str, int, str], None]
 
 
 def _all_reduce(comm: Communicator, turn: int, algorithm: str, elems: int, place: str) -> None:
@@ -133,6 +137,26 @@ def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, place: st
     comm.all_gather_into_tensor(source, output, algorithm=algorithm)
     _write_over(comm, output)
     assert torch.equal(on_host(source), want), (algorithm, place)
+
+
+def _to_root(comm: Communicator, turn: int, _: str, elems: int, place: str) -> None:
+    """Reduce, gather and scatter: of two ranks only one hears of the other."""
+    ranks, me, root = comm.world_size, comm.rank, turn % comm.world_size
+    values = _values(turn, ranks, elems)
+    tensor = put(comm, values[me], place)
+    comm.reduce(tensor, root)
+    if me == root:
+        assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), place
+    mine = put(comm, values[me], place)
+    parts = [room(comm, elems, torch.float32, place, turn) for _ in range(ranks)]
+    comm.gather(mine, parts if me == root else None, root)
+    _write_over(comm, mine)
+    back = room(comm, elems, torch.float32, place, 1)
+    if me == root:
+        assert torch.equal(on_host(torch.cat(parts)), torch.cat(values)), place
+    comm.scatter(back, parts if me == root else None, root)
+    _write_over(comm, *parts)
+    assert torch.equal(on_host(back), values[me]), place
 
 
 def _movements(comm: Communicator, turn: int, _: str, elems: int, place: str) -> None:
@@ -159,10 +183,10 @@ def _movements(comm: Communicator, turn: int, _: str, elems: int, place: str) ->
     assert torch.equal(on_host(both[0]), values[root]), place
 
 
-def _job(call: Call, algorithm: str, elems: int = ELEMS) -> Callable[[Communicator], None]:
+def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communicator], None]:
     def body(comm: Communicator) -> None:
-        for turn, place in enumerate(("plain", "heap", "mixed", "plain")):
-            call(comm, turn, algorithm, elems, place)
+        for turn, place in enumerate(("plain", "heap", "mixed")):
+            form(comm, turn, algorithm, elems[place], place)
 
     return body
 
@@ -179,7 +203,7 @@ def _absent(comm: Communicator) -> None:
     """The last rank makes no call: the others' kernels give up, and say so."""
     if comm.rank == comm.world_size - 1:
         return
-    tensor = put(comm, torch.ones(ELEMS), "plain")
+    tensor = put(comm, torch.ones(SOME_ELEMS), "plain")
     try:
         comm.submit(lambda: comm.all_reduce(tensor, algorithm="direct"), "absent", timeout=0.3)
         comm.finish_host_side()
@@ -187,6 +211,16 @@ def _absent(comm: Communicator) -> None:
         assert f"rank {comm.world_size - 1}" in str(error), error
     else:
         raise AssertionError("a rank that makes no call was not missed")
+
+
+def _norm_alone(comm: Communicator) -> None:
+    """The norm of a gradient that is reduced already: of small integers, so that it is exact."""
+    values = put(comm, _values(0, 1, SOME_ELEMS)[0], "plain")
+    words, wanted = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
+    given = (values.data_ptr(), _native.DTYPES["float32"], SOME_ELEMS, 0)
+    comm.start_call(Call("grad_norm", lambda end: end.grad_norm(*given, words.data_ptr()), []))
+    _native.grad_norm(*given, wanted.data_ptr())
+    assert torch.equal(on_host(words), wanted)
 
 
 def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
@@ -221,15 +255,19 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
     return body
 
 
+# Of the elements of an all-reduce each rank has a third.
+_THIRDS = {place: elems // 3 for place, elems in MANY.items()}
 JOBS: dict[str, Callable[[Communicator], None]] = {
-    "direct": _job(_all_reduce, "direct"),
-    "ring": _job(_all_reduce, "ring"),
-    "packet": _job(_all_reduce, "packet", FEW_ELEMS),
-    "direct halves": _job(_halves, "direct", ELEMS // 2),
-    "ring halves": _job(_halves, "ring", ELEMS // 2),
-    "packet halves": _job(_halves, "packet", FEW_ELEMS),
-    "one hop": _job(_all_reduce, "direct", FEW_ELEMS),
-    "movements": _job(_movements, ""),
+    "direct": _job(_all_reduce, "direct", MANY),
+    "ring": _job(_all_reduce, "ring", SOME),
+    "packet": _job(_all_reduce, "packet", FEW),
+    "direct halves": _job(_halves, "direct", _THIRDS),
+    "ring halves": _job(_halves, "ring", dict.fromkeys(FEW, SOME_ELEMS // 3)),
+    "packet halves": _job(_halves, "packet", dict.fromkeys(FEW, FEW_ELEMS // 3)),
+    "one hop": _job(_all_reduce, "direct", FEW),
+    "movements": _job(_movements, "", _THIRDS),
+    "to a root": _job(_to_root, "", MANY),
+    "norm alone": _norm_alone,
     "packets come around": _come_around,
     "absent": _absent,
     "direct step": _steps("direct", False),
