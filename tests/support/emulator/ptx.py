@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from ringcomm.cuda import units
 from tests.support import ROOT, nvrtc
 from tests.support.cuda_code import unit_source
-from tests.support.emulator.library import PtxLaunch, PtxSchedule, library
+from tests.support.emulator.library import HOST_FUNCTION, PtxLaunch, PtxSchedule, library
 
 # Of a block of the CUDA kernels (kernels/cuda/args.h).
 THREADS = 256
@@ -38,7 +39,8 @@ def from_environment() -> PtxKernels | None:
 def ptx_of(unit: str, *more: str, target: str = TARGET) -> str:
     """Returns the PTX of a unit, or of a part of it: see ``cuda_code.unit_source``.
 
-    ``more`` are options of the compiler's. It is kept under ``build/`` for whoever asks next, by a digest of all that it is made from.
+    ``more`` are options of the compiler's. The text is kept under ``build/`` for whoever asks next,
+    by a digest of all that it is made from.
     """
     source, headers, macros = unit_source(unit)
     options = [*units.OPTIONS, *macros, f"-arch={target}", *more, str(nvrtc.getVersion())]
@@ -119,6 +121,20 @@ def reached(module: int) -> list[int]:
     lines = (ctypes.c_uint32 * room)()
     library().ptx_reached(module, lines, room)
     return sorted(set(lines))
+
+
+@contextmanager
+def watching(word_ptr: int, look: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``look`` is called when a kernel has stored the word, before it does anything else.
+
+    What is in memory then is what others may see. ``look`` must not raise.
+    """
+    function = HOST_FUNCTION(look)
+    library().ptx_watch(word_ptr, function)
+    try:
+        yield
+    finally:
+        library().ptx_watch(word_ptr, HOST_FUNCTION())
 
 
 def allow(tensor: torch.Tensor) -> None:

@@ -24,6 +24,26 @@ Ranges& allowed() {
   return *made;
 }
 
+// Who wants to look at memory right after a word of it was stored.
+struct Watchers {
+  std::mutex mutex;
+  std::map<uint64_t, Watcher> by_word;
+};
+Watchers& watchers() {
+  static auto* const made = new Watchers;
+  return *made;
+}
+
+void tell_watcher(uint64_t word) {
+  Watcher watcher = nullptr;
+  {
+    const std::lock_guard lock(watchers().mutex);
+    const auto found = watchers().by_word.find(word);
+    if (found != watchers().by_word.end()) watcher = found->second;
+  }
+  if (watcher != nullptr) watcher();
+}
+
 std::atomic<bool> is_strict{true};
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint32_t kSeveralThreads = 1023, kMostThreads = 1023;  // in a tag
@@ -123,6 +143,11 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range) {
 }
 
 void be_strict(bool strict) { is_strict = strict; }
+
+void watch(uint64_t word, Watcher watcher) {
+  const std::lock_guard lock(watchers().mutex);
+  watchers().by_word[word] = watcher;
+}
 
 BlockMemory::BlockMemory(KernelHistory& kernel, int threads, bool replicates_reads)
     : kernel_(kernel),
@@ -367,6 +392,7 @@ void BlockMemory::store_strong(int thread, uint64_t address, uint64_t value, uin
     locked.make().stamps[at] = stamp(thread, order, time);
   }
   note_strong(thread, address, &value, bytes, time);
+  tell_watcher(address);
   ++stores_;
 }
 

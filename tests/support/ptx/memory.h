@@ -40,6 +40,10 @@ struct Range {
 void allow(Range range);  // besides the emulated devices' own memory
 // Unless strict, kernels may use the rest of the process's memory, too.
 void be_strict(bool strict);
+// Has `watcher` called, in the thread of the block, whenever a strong store to the word has been
+// made: what is in memory then is what others may see. nullptr: nobody any more.
+using Watcher = void (*)();
+void watch(uint64_t word, Watcher watcher);
 bool find_range(uint64_t address, uint64_t bytes, Range& range);
 
 // What a block has stored, and what its threads may see. Of one OS thread alone.
