@@ -104,7 +104,7 @@ def test_messages_of_four_ranks_of_one_device_need_more_queues_than_usual(queues
 
 
 def collectives(devices: Devices, comm: Any) -> None:
-    streams = [devices.runtime.make_stream(0) for _ in range(4)]
+    streams = [devices.runtime.make_stream(device_of(comm)) for _ in range(4)]
     works, tensors = [], []
     for turn in range(8):
         with devices.runtime.on_stream(streams[turn % 4]):
@@ -117,9 +117,10 @@ def collectives(devices: Devices, comm: Any) -> None:
     assert all(torch.equal(each, full(float(comm.world_size))) for each in tensors)
 
 
-def test_collectives_stall_in_no_queue():
+@pytest.mark.parametrize(("ranks", "on"), [(4, (0,)), (2, (0, 1))])
+def test_collectives_stall_in_no_queue(ranks, on):
     """Each comes after what was launched before it, whatever streams and queues there are."""
-    assert ran(collectives, 4, (0,), LONG_S, hardware_queues=1) == ""
+    assert ran(collectives, ranks, on, LONG_S, hardware_queues=1) == ""
 
 
 # ---- calls that wait for the device --------------------------------------------------------------
