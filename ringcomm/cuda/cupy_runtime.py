@@ -6,18 +6,24 @@ import ctypes
 import os
 import threading
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 
 from ringcomm.cuda import build
-from ringcomm.cuda.runtime import DeviceIdentity, Event, Stream
+from ringcomm.cuda.runtime import (
+    CONNECTIONS_VARIABLE,
+    DEFAULT_CONNECTIONS,
+    DeviceIdentity,
+    Event,
+    Stream,
+)
 from ringcomm.errors import RingcommError, UnsupportedError
 
 # What CuPy does not offer of the driver API, called in libcuda directly.
@@ -174,6 +180,10 @@ def check_torch(count: int) -> None:
 
 _EVENT_DISABLE_TIMING = 2
 _HIGH_PRIORITY, _USUAL_PRIORITY = -1, 0
+# Of our own small copies: the greatest of an H100, which torch gives no stream. So these copies
+# have a hardware queue that no other stream shares, and nobody's waiting work holds them back. A
+# driver with fewer priorities takes it for its greatest.
+_SERVICE_PRIORITY = -5
 
 
 def _torch_stream(device: int, handle: int) -> torch.cuda.Stream:
@@ -226,6 +236,7 @@ class CudaStreams:
     """The stream half of ``CudaRuntime``."""
 
     def __init__(self, cuda: Any, driver: CudaDriver) -> None:
+        self._streams_made: Counter[int] = Counter()
         self._cuda = cuda  # cupy.cuda.runtime
         self._driver = driver
         self._lock = threading.Lock()
@@ -257,7 +268,13 @@ class CudaStreams:
         except IndexError:
             with self._beside_captures(device):
                 handle = self._driver.make_stream(priority)
+            self._streams_made[device] += not high_priority
         return CudaStream(device, handle, pool)
+
+    def stream_queues(self, device: int) -> tuple[int, int]:
+        setting = os.environ.get(CONNECTIONS_VARIABLE, "")
+        queues = int(setting) if setting.isdecimal() else DEFAULT_CONNECTIONS
+        return queues, self._streams_made[device] + 1  # the default stream
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
         assert isinstance(stream, CudaStream)
@@ -314,7 +331,7 @@ class CudaStreams:
         """The stream of our own copies: on the default stream they would wait for kernels."""
         with self._lock:
             if device not in self._service_streams:
-                self._service_streams[device] = self._driver.make_stream(_USUAL_PRIORITY)
+                self._service_streams[device] = self._driver.make_stream(_SERVICE_PRIORITY)
             return self._service_streams[device]
 
 
@@ -349,34 +366,31 @@ class _Memory:
         }
 
 
-class CudaPage:
-    """Page-locked host memory that is mapped into every device.
+# Pages that are pinned at a time: a driver may wait for the whole device before it pins or frees
+# host memory, and a communicator must be built and closed while a message of another one waits.
+_PINNED_PAGES = 256
 
-    Args:
-        cuda: CuPy's runtime.
-        size_bytes: of the page.
-        beside_captures: inside what it returns, a call breaks no capture. A communicator that
-            nobody closed gives its page back from a garbage collection, at any time.
+
+class CudaPage:
+    """Page-locked host memory, mapped into every device; free, it returns to its pool.
+
+    So its end calls no driver, which may come from a garbage collection while a kernel waits for
+    this very thread.
     """
 
     def __init__(
-        self,
-        cuda: Any,
-        size_bytes: int,
-        beside_captures: Callable[[], AbstractContextManager[None]],
+        self, ptrs: tuple[int, int], size_bytes: int, pool: deque[tuple[int, int]]
     ) -> None:
-        self._cuda = cuda
-        self._beside_captures = beside_captures
+        self.host_ptr, self.device_ptr = ptrs
         self.size_bytes = size_bytes
-        self.host_ptr = int(cuda.hostAlloc(size_bytes, _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED))
-        self.device_ptr = int(cuda.pointerGetAttributes(self.host_ptr).devicePointer)
+        self._pool = pool
         ctypes.memset(self.host_ptr, 0, size_bytes)
 
     def free(self) -> None:
-        ptr, self.host_ptr, self.device_ptr = self.host_ptr, 0, 0
-        if ptr:
-            with self._beside_captures():
-                self._cuda.freeHost(ptr)
+        ptrs = self.host_ptr, self.device_ptr
+        self.host_ptr = self.device_ptr = 0
+        if ptrs[0]:
+            self._pool.append(ptrs)
 
 
 @dataclass(frozen=True)
@@ -397,10 +411,11 @@ class CudaRuntime(CudaStreams):
     def __init__(self, cuda: Any, modules: Any, driver: CudaDriver) -> None:
         super().__init__(cuda, driver)
         self._modules = modules
-        self._kernels_lock = threading.Lock()
+        self._loading: dict[int, threading.Lock] = defaultdict(threading.Lock)  # by device
         self._kernels: dict[tuple[int, str, str], CudaKernel] = {}
         self._loaded: dict[tuple[int, str], int] = {}
         self._exported: dict[int, bytes] = {}
+        self._idle_pages: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self.identity = cache(self._identity)
 
     def device_count(self) -> int:
@@ -475,14 +490,27 @@ class CudaRuntime(CudaStreams):
         self._copy(device, ptr, ctypes.addressof(buffer), len(data), _COPY_TO_DEVICE)
 
     def allocate_pinned(self, size_bytes: int) -> CudaPage:
-        beside_captures = partial(self._beside_captures, self.current_device())
-        with beside_captures():
+        pool = self._idle_pages[size_bytes]
+        try:
+            ptrs = pool.popleft()
+        except IndexError:
+            ptrs, *others = self._pin_pages(size_bytes)
+            pool.extend(others)
+        return CudaPage(ptrs, size_bytes, pool)
+
+    def _pin_pages(self, size_bytes: int) -> list[tuple[int, int]]:
+        """Returns the addresses of new pages, for the host and for kernels."""
+        with self._beside_captures(self.current_device()):
             try:
-                return CudaPage(self._cuda, size_bytes, beside_captures)
+                flags = _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED
+                host_ptr = int(self._cuda.hostAlloc(_PINNED_PAGES * size_bytes, flags))
             except RuntimeError as error:
                 if getattr(error, "status", None) == _OUT_OF_MEMORY:
                     raise MemoryError(str(error)) from error
                 raise
+            device_ptr = int(self._cuda.pointerGetAttributes(host_ptr).devicePointer)
+        offsets = range(0, _PINNED_PAGES * size_bytes, size_bytes)
+        return [(host_ptr + offset, device_ptr + offset) for offset in offsets]
 
     # ---- other processes and devices --------------------------------------------------------
 
@@ -530,7 +558,12 @@ class CudaRuntime(CudaStreams):
     # ---- kernels ----------------------------------------------------------------------------
 
     def find_kernel(self, device: int, unit: str, name: str) -> CudaKernel:
-        with self._kernels_lock:
+        # A thread that loads one holds the device's lock, perhaps until the device is idle. Other
+        # threads must be able to launch what is loaded, and to load on their own devices.
+        loaded = self._kernels.get((device, unit, name))
+        if loaded is not None:
+            return loaded
+        with self._loading[device]:
             kernel = self._kernels.get((device, unit, name))
             if kernel is None:
                 kernel = self._kernels[device, unit, name] = self._load(device, unit, name)

@@ -161,6 +161,7 @@ def test_small_copies_do_not_use_the_default_stream(stack):
     assert stack.runtime.read(0, 0x7000, 3) == b"\x01\x00\x02"
     stack.runtime.write(0, 0x7000, b"a\x00b")
     assert [call[2:4] for call in stack.cuda.named("memcpyAsync")] == [(3, 2), (3, 1)]
+    assert stack.driver.made == [-5]  # a priority, and so a hardware queue, that no other has
     assert stack.cuda.named("streamSynchronize") == [(1001,), (1001,)]
 
 
@@ -177,21 +178,26 @@ def test_a_tensor_is_made_of_the_memory_s_own_description(stack, monkeypatch):
     assert (described["typestr"], described["strides"]) == ("|u1", None)
 
 
-def test_pinned_pages_are_mapped_zeroed_and_freed_once(stack):
-    memory = ctypes.create_string_buffer(b"\xff" * 64, 64)
+def test_pinned_pages_are_mapped_zeroed_and_used_again(stack):
+    """The driver is asked once for many, and never to free one: it may wait for the device."""
+    memory = ctypes.create_string_buffer(b"\xff" * (256 * 64), 256 * 64)
     address = ctypes.addressof(memory)
     stack.cuda.answers["hostAlloc"] = address
     stack.cuda.answers["pointerGetAttributes"] = SimpleNamespace(devicePointer=0x9000)
-    stack.cuda.answers["freeHost"] = lambda ptr: inside.append(stack.driver.inside)
-    inside: list[bool] = []
-    page = stack.runtime.allocate_pinned(64)
-    assert (page.host_ptr, page.device_ptr, page.size_bytes) == (address, 0x9000, 64)
-    assert stack.cuda.named("hostAlloc") == [(64, 3)]  # portable and mapped
-    assert memory.raw == bytes(64)
-    page.free()
-    page.free()
-    assert stack.cuda.named("freeHost") == [(address,)]
-    assert inside == [True]  # it may be a garbage collection, while a thread captures
+    pages = [stack.runtime.allocate_pinned(64) for _ in range(256)]
+    assert [page.host_ptr for page in pages] == [address + 64 * k for k in range(256)]
+    assert [page.device_ptr for page in pages] == [0x9000 + 64 * k for k in range(256)]
+    assert stack.cuda.named("hostAlloc") == [(256 * 64, 3)]  # portable and mapped
+    assert memory.raw == bytes(256 * 64)
+    ctypes.memset(pages[7].host_ptr, 1, 64)
+    pages[7].free()
+    pages[7].free()
+    assert stack.runtime.allocate_pinned(64).host_ptr == address + 7 * 64
+    assert memory.raw == bytes(256 * 64)
+    stack.cuda.answers["hostAlloc"] = CudaError(700)
+    with pytest.raises(CudaError):  # all are given out, and it was in the pool only once
+        stack.runtime.allocate_pinned(64)
+    assert stack.cuda.named("freeHost") == []
 
 
 def test_a_device_is_waited_for_beside_captures(stack, monkeypatch):
@@ -258,6 +264,18 @@ def test_streams_are_our_own_and_are_used_again(stack):
     del one
     assert stack.runtime.make_stream(1).handle != handle
     assert stack.runtime.make_stream(0).handle == handle
+
+
+def test_streams_beyond_the_hardware_queues_are_counted(stack, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    kept = [stack.runtime.make_stream(0) for _ in range(3)]
+    stack.runtime.make_stream(0, high_priority=True)
+    assert stack.runtime.stream_queues(0) == (8, 4)
+    assert stack.runtime.stream_queues(1) == (8, 1)
+    kept.pop()
+    stack.runtime.make_stream(0)  # used again
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert stack.runtime.stream_queues(0) == (32, 4)
 
 
 @pytest.mark.parametrize("handle", [0, 2, 0x7F0000000001])
@@ -329,7 +347,9 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
     assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
     stack.runtime.find_kernel(1, "move", "rc_packet_move")
     assert stack.modules.named("moduleLoadData") == [(b"image",)]
-    stack.runtime.find_kernel(0, "move", "rc_move")
+    with stack.runtime._loading[1]:  # another thread loads one, and waits for its device
+        assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
+        stack.runtime.find_kernel(0, "move", "rc_move")
     assert units == [("move", (9, 0))] * 2  # a module belongs to a device
 
     stack.modules.answers["moduleGetFunction"] = CUDADriverError("not found")

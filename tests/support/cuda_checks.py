@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
 
-# A kernel that runs with more registers than this, times its threads, does not launch.
+# Of a multiprocessor of compute capability 9.0. A kernel that runs with more registers than this,
+# times its threads, does not launch. Of shared memory each block takes 1 KiB beside its own.
 REGISTERS_PER_MULTIPROCESSOR = 65536
+SHARED_BYTES_PER_MULTIPROCESSOR, SYSTEM_BYTES_PER_BLOCK = 228 << 10, 1 << 10
+THREADS_PER_MULTIPROCESSOR, BLOCKS_PER_MULTIPROCESSOR = 2048, 32
 # Loads that must be under way in a loop before it waits for the first: what hides the latency.
 LOADS_IN_FLIGHT = 4
 
@@ -56,11 +59,29 @@ def launch_bounds(binary: Binary) -> list[str]:
 
 
 def blocks_per_multiprocessor(binary: Binary, name: str) -> int:
-    """Returns how many blocks of a kernel the registers of a multiprocessor suffice for."""
-    threads, registers = binary.thread_bounds[name], binary.resources[name].registers
-    assert threads is not None and registers is not None
-    # The hardware hands them out to a warp in units of 8 per thread.
-    return REGISTERS_PER_MULTIPROCESSOR // (-(-registers // 8) * 8 * threads)
+    """Returns how many blocks of a kernel a multiprocessor runs at once."""
+    threads, used = binary.thread_bounds[name], binary.resources[name]
+    assert threads is not None and used.registers is not None
+    shared_bytes = -(-used.shared_bytes // 128) * 128 + SYSTEM_BYTES_PER_BLOCK
+    return min(
+        # The hardware hands them out to a warp in units of 8 per thread.
+        REGISTERS_PER_MULTIPROCESSOR // (-(-used.registers // 8) * 8 * threads),
+        SHARED_BYTES_PER_MULTIPROCESSOR // shared_bytes,
+        THREADS_PER_MULTIPROCESSOR // threads,
+        BLOCKS_PER_MULTIPROCESSOR,
+    )
+
+
+def understated(binary: Binary, figures: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Returns the kernels that take more than ``figures`` say: registers and bytes, by name."""
+    found = []
+    for name, (registers, shared_bytes) in figures.items():
+        used = binary.resources[name]
+        assert used.registers is not None
+        if used.registers > registers or used.shared_bytes > shared_bytes:
+            taken = f"{used.registers} registers and {used.shared_bytes} bytes"
+            found.append(f"{name}: takes {taken}, and not {registers} and {shared_bytes}")
+    return found
 
 
 def memory_orders(binary: Binary) -> list[str]:

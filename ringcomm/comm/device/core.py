@@ -21,7 +21,7 @@ from ringcomm.comm.device.lifecycle import (
 from ringcomm.comm.device.recorder import DeviceRecorder
 from ringcomm.comm.meeting import Membership
 from ringcomm.comm.topology.plan import TopologyPlan
-from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DeviceRuntime
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.device_heap import DeviceBlock, DeviceHeap
 from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap
@@ -210,6 +210,23 @@ class DeviceCore:
 
     def fault(self) -> dict[str, Any] | None:
         """Returns the fault record, if possible that of the rank where the fault began."""
+        found = self._found_fault()
+        if found is not None and found["kind"] == "timeout":
+            return {**found, "hint": self._crowded()}
+        return found
+
+    def _crowded(self) -> str:
+        """Returns why a call may not have begun in time though nothing was missing, or ""."""
+        queues, streams = self.runtime.stream_queues(self.device)
+        if streams <= queues:
+            return ""
+        return (
+            f"This process has at least {streams} streams on device {self.device} and hardware "
+            f"queues for {queues}: those that share one hold each other's work back. Set "
+            f"{CONNECTIONS_VARIABLE}=32 before the process starts, or use fewer streams. "
+        )
+
+    def _found_fault(self) -> dict[str, Any] | None:
         own = self.native.fault()
         if own is not None and own["kind"] != "aborted":
             return own

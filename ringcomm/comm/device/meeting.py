@@ -256,8 +256,7 @@ def _join(
         )
     runtime = heap.runtime
     identity = runtime.identity(core.device)
-    kernel = runtime.find_kernel(core.device, *_largest_kernel())
-    capacity = kernel.blocks_per_multiprocessor * identity.multiprocessors
+    capacity = _blocks_each(heap) * identity.multiprocessors
     order = order_of(runtime, core.device)
     joint = None
     if len(local) > 1:
@@ -270,9 +269,18 @@ def _join(
     return order, joint
 
 
-def _largest_kernel() -> tuple[str, str]:
-    unit, names = PRELOADED[-1]
-    return unit, names[0]
+def _blocks_each(heap: DeviceHeap) -> int:
+    """Returns how many blocks of any kernel that waits for peers a multiprocessor runs at once.
+
+    The sums in FP32 stand for all dtypes and for Triton's kernels, which have as many threads:
+    tests/comm/device/test_device_room.py holds them against the others.
+    """
+    runtime, device = heap.runtime, heap.device
+    return min(
+        runtime.find_kernel(device, unit, name).blocks_per_multiprocessor
+        for unit, names in PRELOADED
+        for name in names
+    )
 
 
 def _preload(heap: DeviceHeap) -> None:

@@ -4,6 +4,7 @@
 one: a quarter of an hour. ``make test`` takes a subset, since all units of a kind are one template.
 """
 
+import ctypes
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from tests.support import ROOT, cuda_code
 from tests.support import cuda_checks as checks
 from tests.support.cuda_code import compile_unit, kernels_of, output_of, tool
 from tests.support.emulator import EmulatedRuntime
+from tests.support.emulator.library import library
 
 pytestmark = pytest.mark.compiles
 
@@ -57,6 +59,13 @@ def binary(request, compilations):
     return compilations.pop(request.param).result()
 
 
+def figures_of(kernel: int) -> tuple[int, int]:
+    """Registers and shared memory of a kernel as the emulator has them."""
+    registers, shared_bytes = ctypes.c_int(), ctypes.c_int()
+    library().emulated_figures(kernel, ctypes.byref(registers), ctypes.byref(shared_bytes))
+    return registers.value, shared_bytes.value
+
+
 def moves(kernel: str) -> bool:
     return kernel.endswith("_move")
 
@@ -91,14 +100,23 @@ class TestUnits:
         unit, target = request.node.callspec.params["binary"]
         if target != MAIN_TARGET:
             return
-        runtime = EmulatedRuntime()
+        runtime, unit = EmulatedRuntime(ptx=None), unit.partition("/")[0]
+        figures = {}
         for name in binary.thread_bounds:
             try:
-                emulated = runtime.find_kernel(0, unit.partition("/")[0], name)
+                emulated = runtime.find_kernel(0, unit, name)
             except UnsupportedError:  # it has not all operations of all dtypes
                 continue
+            figures[name] = figures_of(emulated.handle)
             real = checks.blocks_per_multiprocessor(binary, name)
             assert emulated.blocks_per_multiprocessor <= real, name
+        assert checks.understated(binary, figures) == []
+        # A figure that is too small is seen. All but one use the same variable in shared memory.
+        less = {name: (registers, size - 1) for name, (registers, size) in figures.items()}
+        assert len(checks.understated(binary, less)) == len(figures.keys() - {"rc_adamw_prepare"})
+        name = next(iter(binary.thread_bounds))
+        used = binary.resources[name]
+        assert checks.understated(binary, {name: ((used.registers or 0) - 1, used.shared_bytes)})
 
     def test_orders_are_of_system_scope(self, binary):
         assert checks.memory_orders(binary) == []

@@ -166,23 +166,23 @@ class PtxKernels:
     def __post_init__(self) -> None:
         library().ptx_be_strict(int(self.strict))
 
-    def kernel(self, unit: str, name: str, registers: int) -> int:
-        """Returns the handle of a kernel whose threads have as many registers."""
+    def kernel(self, unit: str, name: str, like: int) -> int:
+        """Returns the handle of a kernel; ``like``: the same one as the host's compiler made it."""
         with self._lock:  # ranks that share a launch must get the same handle
             if (unit, name) not in self._kernels:
-                self._kernels[unit, name] = self._find(unit, name, registers)
+                self._kernels[unit, name] = self._find(unit, name, like)
             return self._kernels[unit, name]
 
     def reached(self) -> dict[str, list[int]]:
         """By part, the lines of its text that order memory and that kernels have come to."""
         return {part: reached(module) for part, module in self._modules.items()}
 
-    def _find(self, unit: str, name: str, registers: int) -> int:
+    def _find(self, unit: str, name: str, like: int) -> int:
         part = self.part(unit, name)
         if part not in self._modules:
             self._modules[part] = load(self.text_of(part))
         handle = library().ptx_kernel(
-            self._modules[part], name.encode(), registers, ctypes.byref(self.schedule)
+            self._modules[part], name.encode(), like, ctypes.byref(self.schedule)
         )
         if not handle:
             raise RefusedError(f"no kernel {name} in the PTX of {part}")
