@@ -887,7 +887,8 @@ void unpack(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t* a = w.in(i.src[0]);
   each(mask, [&](int l) {
     for (int n = 0; n < i.count; ++n)
-      w.out(i.dst[n])[l] = a[l] >> (n * i.type.bits) & ((uint64_t(1) << i.type.bits) - 1);
+      if (i.dst[n] != Instruction::kNoRow)
+        w.out(i.dst[n])[l] = a[l] >> (n * i.type.bits) & ((uint64_t(1) << i.type.bits) - 1);
   });
 }
 
