@@ -115,3 +115,115 @@ def test_collectives_are_exact(devices, ranks, name, algorithm, dtype, op):
             check_of(name)(comm, Case(36_000 // dtype.itemsize, dtype, op, "heap", algorithm))
 
     devices.run(world, body)
+
+
+# ---- the optimizer ------------------------------------------------------------------------------
+
+# Gradients, parameters, where the master copy lies, amsgrad, stochastic rounding: every path.
+KINDS = (
+    (BF16, BF16, "remainder", True, False),
+    (F16, F16, "fp32", False, True),
+    (F32, F32, "own", True, False),
+    (BF16, F32, "own", False, False),
+    (F32, BF16, "fp32", True, False),
+    (F16, F16, "none", False, True),
+)
+# What the tests above and below do not run a device for.
+NORMS = ((F32, "l2"), (BF16, "l1"), (F16, "inf"))
+
+
+def _allow(memory: Memory) -> None:
+    for tensor in (*memory.tensors.values(), *vars(memory).values()):
+        if isinstance(tensor, torch.Tensor):
+            ptx.allow(tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS if ALL else KINDS[:2])
+def test_a_shard_is_updated_to_the_bits_of_the_native_kernel(gpu, kind):
+    from ringcomm._tl.adamw_launch import launch_adamw_shard
+
+    changed = 0
+    for elems in (0, 1, 600, 5003):
+        case = ShardCase(elems, *kind)
+        ours, native = (Memory(case, 0, 1, hostile=elems > 700) for _ in range(2))
+        _allow(ours)
+        before, grad = ours.params.clone(), ours.grads_ptr
+        _native.adamw_shard(native.shard, grad, DTYPE_CODES[case.grad])
+        launch_adamw_shard(ours.record.data_ptr(), grad, elems, ours.kind("SUM", 1))
+        assert ptx.failure() is None
+        assert differences(ours, native) == [], elems
+        changed += not torch.equal(ours.params, before)
+    assert changed >= 2
+
+
+@pytest.mark.parametrize(("dtype", "kind"), NORMS if ALL else NORMS[:1])
+def test_norms_have_the_words_of_the_native_kernel(gpu, dtype, kind):
+    from ringcomm._tl.adamw_launch import launch_grad_norm
+
+    torch.manual_seed(0)
+    code = _native.GRAD_NORM_KINDS[kind]
+    for elems in (0, 1, 600, 9 * 512 + 3):
+        given = wide_range(elems, 19).to(dtype)
+        given[elems // 2 : elems // 2 + 9] = 2.0**-24 if dtype is F16 else 1e-40
+        for poison in (None, math.inf, math.nan):
+            if poison is not None:
+                given[elems // 3 : elems // 3 + 1] = poison
+            both = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
+            native, ours = both
+            ptx.allow(given)
+            ptx.allow(both)
+            at = given.data_ptr()
+            _native.grad_norm(at, DTYPE_CODES[dtype], elems, code, native.data_ptr())
+            launch_grad_norm(at, DTYPE_NAMES[dtype], elems, code, ours.data_ptr())
+            assert ptx.failure() is None
+            assert torch.equal(native, ours), (elems, poison)
+
+
+# Ranks, kind, operator, norm, algorithm.
+STEPS = ((2, KINDS[0], "AVG", "l2", "direct"),)
+MORE_STEPS = (
+    (2, KINDS[1], "SUM", "l1", "ring"),
+    (2, KINDS[5], "SUM", "inf", "direct"),
+    (4, KINDS[2], "AVG", "l2", "ring"),
+    (4, KINDS[4], "SUM", "l1", "direct"),
+)
+
+
+def _step(comm: Communicator, steps: Steps, form: str, memory: Memory, norm: str, kernels: str):
+    if form == "one pass":
+        steps.one_pass(memory, kernels)
+    else:
+        steps.norm(memory, kernels, norm, True)
+        steps.update(memory, kernels)
+    comm.finish_host_side()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "op", "norm", "algorithm"), (*STEPS, *MORE_STEPS) if ALL else STEPS
+)
+def test_a_step_has_the_bits_of_the_native_kernels(devices, ranks, kind, op, norm, algorithm):
+    options = replace(OPTIONS, segment_bytes=4096)
+    world = devices.world(ranks, range(2), options)
+    host = ringcomm.local_world(ranks, options=replace(options, kernels="native"))
+    for elems in (0, 1, 600, 5003):
+        case = ShardCase(elems, *kind, op=op)
+        for form in ("one pass", "two passes"):
+            places = [f"cuda:{rank * 2 // ranks}" for rank in range(ranks)]
+            ours = [Memory(case, r, ranks, device=place) for r, place in enumerate(places)]
+            native = [Memory(case, rank, ranks) for rank in range(ranks)]
+            for memory in ours:
+                _allow(memory)
+            devices.run(
+                world,
+                lambda comm: _step(
+                    comm, Steps(comm, algorithm), form, ours[comm.rank], norm, "triton"
+                ),
+            )
+            host.run(
+                lambda comm: _step(
+                    comm, Steps(comm, algorithm), form, native[comm.rank], norm, "native"
+                )
+            )
+            found = [differences(*pair) for pair in zip(ours, native, strict=True)]
+            assert found == [[]] * ranks, (elems, form)
+    host.close()
