@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ _C_TYPES: dict[str, Any] = {
     "fp32": ctypes.c_float,
     "fp64": ctypes.c_double,
 }
+_MAY_BECOME_ONE = re.compile(r"\b(add|sub|mul)\.f32\b")
 # Global and profile scratch memory, which kernels of ours do not use.
 _SCRATCH_POINTERS = 2
 
@@ -100,7 +102,7 @@ class PtxLauncher(StandIn):
         self.refused: ptx.RefusedError | None = None
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        module = self._module(metadata.hash)
+        module = self._module(metadata)
         types = list(_leaves(source.signature.values()))
 
         def launch(x: int, y: int, z: int, *passed: Any) -> None:
@@ -123,10 +125,14 @@ class PtxLauncher(StandIn):
         """By kernels' hash, the lines of their texts that order memory and were come to."""
         return {digest: ptx.reached(module) for digest, module in self._modules.items()}
 
-    def _module(self, digest: str) -> int:
+    def _module(self, metadata: Any) -> int:
+        digest = metadata.hash
         with self._lock:  # ranks may be the first to launch a kernel at the same time
             if digest not in self._modules:
                 text = next(each.asm["ptx"] for each in self.made if each.metadata.hash == digest)
+                if metadata.enable_fp_fusion:
+                    # Products and sums that may become one operation here do not.
+                    text = _MAY_BECOME_ONE.sub(r"\1.rn.f32", text)
                 try:
                     self._modules[digest] = ptx.load(self._text_of(text))
                 except ptx.RefusedError as error:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ import torch
 pytest.importorskip("triton")
 
 import ringcomm
-from ringcomm import CollectiveTimeout, Communicator, _native
+from ringcomm import Communicator, RingcommError, _native
 from ringcomm._tl.hooks import IS_INTERPRETED
 from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
+from ringcomm.comm.communicator import DeviceCommunicator
 from tests.proof.ptx.small_jobs import part_of
 from tests.support.device_checks import (
     Case,
@@ -36,8 +38,14 @@ from tests.support.emulator import ptx
 from tests.support.emulator.library import PtxSchedule
 from tests.support.emulator.ptx import PtxKernels
 from tests.support.triton_device import PtxLauncher, executed
+from tests.tl import device_kernels as kernels
 from tests.tl.shards import Case as ShardCase
 from tests.tl.shards import Memory, Steps, differences, wide_range
+from tests.tl.test_device_library import _gather as check_gather
+from tests.tl.test_device_library import _relay as check_relay
+from tests.tl.test_device_library import _rounds as check_rounds
+from tests.tl.test_device_library import _shift as check_shift
+from tests.tl.test_fused import _norm as check_norm
 
 pytestmark = [
     pytest.mark.compiles,
@@ -63,7 +71,7 @@ def gpu() -> Iterator[PtxLauncher]:
 
 @pytest.fixture(scope="module")
 def devices(gpu: PtxLauncher) -> Iterator[Devices]:
-    made = Devices("emulated", ptx=PtxKernels(part=part_of))
+    made = Devices("emulated", devices=3, ptx=PtxKernels(part=part_of))
     yield made
     made.close()
 
@@ -104,17 +112,113 @@ MORE = (
     ("ranks", "name", "algorithm", "dtype", "op"), (*SOME, *MORE) if ALL else SOME
 )
 def test_collectives_are_exact(devices, ranks, name, algorithm, dtype, op):
-    """With four ranks, two of each launch; with fewer, a kernel each."""
-    world = devices.world(ranks, range(min(ranks, 2)) if ranks != 3 else range(3), OPTIONS)
+    """Of four ranks two share each launch; fewer have a kernel each."""
+    world = devices.world(ranks, range(2 if ranks == 4 else ranks), OPTIONS)
 
     def body(comm: Communicator) -> None:
         for count, place in zip(COUNTS, PLACES, strict=True):
             check_of(name)(comm, Case(count, dtype, op, place, algorithm))
-        # Zero copy begins at 16 KiB of a slice.
-        if name != "all_gather" or ALL:
+        if algorithm == "direct":  # zero copy begins at 16 KiB of a slice
             check_of(name)(comm, Case(36_000 // dtype.itemsize, dtype, op, "heap", algorithm))
 
     devices.run(world, body)
+
+
+def test_a_graph_replays_kernels(devices):
+    """On each rank one of its own, which advances the epochs that plain calls advance, too."""
+    world = devices.world(2, range(2), OPTIONS)
+    runtime = devices.emulated
+
+    def body(comm: Communicator) -> None:
+        device = comm.rank
+        tensor = put(comm, torch.zeros(700), "heap")
+        comm.all_reduce(tensor, algorithm="direct")  # compiled before the capture
+        with runtime.capture(device) as graph:
+            comm.all_reduce(tensor, algorithm="direct")
+        for turn in range(4):
+            given = [torch.arange(700.0) * (turn + 1 + rank) for rank in range(2)]
+            tensor.copy_(given[comm.rank])
+            if turn == 2:
+                comm.all_reduce(tensor, algorithm="direct")
+            else:
+                runtime.replay(graph, device)
+            assert torch.equal(on_host(tensor), sum(given)), turn
+
+    devices.run(world, body)
+
+
+def test_calls_of_both_kinds_of_kernels_alternate(devices):
+    """Each goes on with the other's epochs."""
+    world = devices.world(2, range(2), OPTIONS)
+
+    def body(comm: Communicator) -> None:
+        for turn in range(4):
+            given = [torch.arange(1500.0) * (turn + 3 * rank) for rank in range(2)]
+            tensor = put(comm, given[comm.rank], ("heap", "plain")[turn // 2])
+            comm.all_reduce(tensor, algorithm="direct", kernels=("native", "triton")[turn % 2])
+            assert torch.equal(on_host(tensor), sum(given)), turn
+
+    devices.run(world, body)
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+WAIT_S = 0.5
+
+
+def _faults(devices: Devices, kernels: str, end: str) -> dict[int, Any]:
+    """What each rank records where rank 1 does not come, or where it makes another call."""
+    options = replace(OPTIONS, kernels=kernels, timeout=WAIT_S if end == "timeout" else 60.0)
+    records = {}
+    with devices.new_world(2, range(2), options) as world:
+        over = threading.Barrier(2)
+
+        def body(comm: Communicator) -> None:
+            try:
+                if comm.rank == 0 or end == "mismatch":
+                    elems = 300 + comm.rank
+                    tensor = put(comm, torch.ones(elems * 2), "plain")
+                    output = put(comm, torch.zeros(elems), "plain")
+                    with pytest.raises(RingcommError):
+                        comm.reduce_scatter_tensor(output, tensor, algorithm="direct")
+                        comm.finish_host_side()
+            finally:
+                over.wait()
+            records[comm.rank] = cast(DeviceCommunicator, comm)._device_core.native.fault()
+
+        devices.run(world, body)
+    return records
+
+
+def _without_times(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Nor what says which kernels made the call."""
+    if record is None:
+        return None
+    kept = {name: value for name, value in record.items() if name != "waited_ms"}
+    for name in ("my_call", "their_call"):
+        *others, _kernels, match_bytes = kept[name]
+        kept[name] = (*others, match_bytes)
+    for name in ("mine", "theirs"):
+        kept[name] = kept[name].replace(", Triton kernels", "")
+    return kept
+
+
+def test_a_peer_that_does_not_come_leaves_the_record_of_the_native_kernels(devices):
+    triton, native = (_faults(devices, kernels, "timeout") for kernels in ("triton", "native"))
+    assert triton[0]["kind"] == "timeout" and triton[0]["peer"] == 1
+    assert triton[0]["waited_ms"] >= WAIT_S * 1000
+    assert _without_times(triton[0]) == _without_times(native[0])
+    assert triton[1] is native[1] is None
+
+
+def test_other_calls_are_told_apart(devices):
+    found = _faults(devices, "triton", "mismatch")
+    named = [record for record in found.values() if record["kind"] == "mismatch"]
+    assert named and all(record["kind"] in ("mismatch", "aborted") for record in found.values())
+    for record in named:
+        calls = record["mine"], record["theirs"]
+        for rank, call in zip((record["rank"], record["peer"]), calls, strict=True):
+            assert f"{2400 + 8 * rank} bytes" in call and "Triton kernels" in call
 
 
 # ---- the optimizer ------------------------------------------------------------------------------
@@ -227,3 +331,43 @@ def test_a_step_has_the_bits_of_the_native_kernels(devices, ranks, kind, op, nor
             found = [differences(*pair) for pair in zip(ours, native, strict=True)]
             assert found == [[]] * ranks, (elems, form)
     host.close()
+
+
+# ---- kernels of users ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _context(comm: Communicator, blocks: int) -> Iterator[Any]:
+    """A context whose launches may use the tensors that are passed, and nothing else."""
+    from ringcomm import tl as rc
+
+    class Context(rc.Context):
+        def _passed(self, name: str, arg: Any) -> Any:
+            if isinstance(arg, torch.Tensor):
+                ptx.allow(arg)
+            return super()._passed(name, arg)
+
+    with Context(comm, blocks) as context:
+        for tensor in (context._state, context._table):
+            ptx.allow(tensor)
+        yield context
+
+
+def test_kernels_made_of_the_library(devices, monkeypatch):
+    # To Triton it is a GPU: it executes what is compiled.
+    monkeypatch.setattr(devices.runtime, "kind", "cuda")
+    world = devices.new_world(2, range(2), replace(OPTIONS, kernels="native"))
+
+    def body(comm: Communicator) -> None:
+        with _context(comm, 4) as context:
+            check_norm(context, 5, 33, BF16, adds=True, summed="new")
+            check_relay(context, kernels)
+            assert check_rounds(context, kernels)
+            if ALL:
+                check_shift(context, kernels, BF16)
+                check_gather(context, kernels, 3)
+                check_norm(context, 4, 96, F32)
+            context.check()
+
+    devices.run(world, body)
+    world.close()
