@@ -202,7 +202,6 @@ double reciprocal_seed(double a) {
   return std::bit_cast<double>(std::bit_cast<uint64_t>(result) & kUpper);
 }
 
-
 // An approximation is as far off as PTX allows, or nearly so, to either side by a bit of `of`.
 double skewed(double exact, float of, double error) {
   return exact * ((std::bit_cast<uint32_t>(of) & 1) != 0 ? 1 + error : 1 - error);
@@ -754,9 +753,10 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
 }
 
 // Before an acquire, in a schedule that wants it.
-void come_late(Warp& w) {
+void come_late(Warp& w, Order order) {
   if (!w.block().launch().schedule.even_are_late || w.block().y() % 2 != 0) return;
-  const timespec nap{0, 200'000};
+  // Our kernels exchange at their end, to release what they have read: by then the peers may go on.
+  const timespec nap{0, order == Order::kAcqRel ? 50'000'000 : 200'000};
   nanosleep(&nap, nullptr);
 }
 
@@ -806,7 +806,7 @@ Handler special_register(std::string_view name) {
 }
 
 void load(Warp& w, const Instruction& i, Mask mask) {
-  if (i.order == Order::kAcquire) come_late(w);
+  if (i.order == Order::kAcquire) come_late(w, i.order);
   const uint32_t bytes = uint32_t(i.type.bits / 8);
   each(mask, [&](int lane) {
     std::array<uint8_t, 16> loaded;
@@ -830,6 +830,7 @@ void store(Warp& w, const Instruction& i, Mask mask) {
 }
 
 void update(Warp& w, const Instruction& i, Mask mask) {
+  if (i.order == Order::kAcqRel) come_late(w, i.order);
   const uint32_t bytes = uint32_t(i.type.bits / 8);
   const uint64_t* a = w.in(i.src[1]);
   const uint64_t* b = i.src[2] == Instruction::kNoRow ? a : w.in(i.src[2]);

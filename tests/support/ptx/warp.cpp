@@ -20,6 +20,8 @@ constexpr uint32_t kBackwardPerGroup = 64;
 constexpr uint32_t kBackwardPerTurn = 256;
 // Turns of a block in which all that its warps did was to poll, before it sleeps.
 constexpr uint64_t kTurnsAwake = 20;
+// For a peer to return to its host, and to launch what comes next.
+constexpr timespec kLateEnd{0, 50'000'000};
 
 std::mutex failure_mutex;
 std::string failure_text;
@@ -370,7 +372,9 @@ void run(const Launch& launch) {
         threads.emplace_back([&launch, x, y] {
           if (failed) return;
           try {
-            Block(launch, x, y).run();
+            Block block(launch, x, y);
+            block.run();
+            if (launch.schedule.even_are_late && y % 2 == 0) nanosleep(&kLateEnd, nullptr);
           } catch (const std::exception& error) {
             fail(launch.kernel->name + ": " + error.what());
           }
