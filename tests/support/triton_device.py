@@ -81,7 +81,7 @@ class PtxLauncher(StandIn):
     that is asked next, and by :func:`ptx.failure`.
 
     Args:
-        schedule: of warps and lanes.
+        schedule: of warps and lanes. That even blocks are late is for the first thread to launch.
         text_of: returns the text that runs in place of a kernel's PTX, of which it may be a mutant.
         warps: fewer of a block than the kernel was compiled for.
     """
@@ -99,7 +99,7 @@ class PtxLauncher(StandIn):
         self._warps = warps
         self._modules: dict[str, int] = {}
         self._lock = threading.Lock()
-        self.refused: ptx.RefusedError | None = None
+        self._threads: list[int] = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         module = self._module(metadata)
@@ -116,10 +116,19 @@ class PtxLauncher(StandIn):
                 grid=(x, y),
                 threads=(self._warps or metadata.num_warps) * WARP,
                 shared_bytes=metadata.shared,
-                schedule=self._schedule,
+                schedule=self._schedule_here(),
             )
 
         return launch
+
+    def _schedule_here(self) -> PtxSchedule:
+        """Ranks with a device each are told apart by the threads of their streams."""
+        made = PtxSchedule.from_buffer_copy(self._schedule)
+        with self._lock:
+            if threading.get_ident() not in self._threads:
+                self._threads.append(threading.get_ident())
+            made.even_are_late &= self._threads[0] == threading.get_ident()
+        return made
 
     def reached(self) -> dict[str, list[int]]:
         """By kernels' hash, the lines of their texts that order memory and were come to."""
@@ -133,11 +142,7 @@ class PtxLauncher(StandIn):
                 if metadata.enable_fp_fusion:
                     # Products and sums that may become one operation here do not.
                     text = _MAY_BECOME_ONE.sub(r"\1.rn.f32", text)
-                try:
-                    self._modules[digest] = ptx.load(self._text_of(text))
-                except ptx.RefusedError as error:
-                    self.refused = error  # the thread of a stream has nobody to tell
-                    raise
+                self._modules[digest] = ptx.load(self._text_of(text))
             return self._modules[digest]
 
 
