@@ -42,7 +42,8 @@ class PtxSchedule(ctypes.Structure):
     Attributes:
         seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
         no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
-        even_are_late: the blocks of even ranks nap before they look what they wait for.
+        even_are_late: the blocks of even ranks nap before they look what they wait for, and before
+            they end.
         replicates_reads: several threads of a block may read what one of them stores, as in
             Triton's kernels.
     """

@@ -21,6 +21,7 @@ void fence(Warp& warp, const Instruction& i, Mask mask);
 void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count] of type.bits
 void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]
 void shuffle_butterfly(Warp& warp, const Instruction& i, Mask mask);
+void reduce_lanes(Warp& warp, const Instruction& i, Mask mask);  // dst[0], src[0], mask src[3]
 
 // mov from a special register, such as "%tid.x", or nullptr.
 Handler special_register(std::string_view name);

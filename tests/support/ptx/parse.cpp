@@ -497,6 +497,8 @@ class Parser {
       barrier(i, opcode);
     else if (name == "shfl")
       shuffle(i, opcode);
+    else if (name == "redux")
+      reduce_lanes_of(i, opcode, parts);
     else if (name == "mov")
       move(i, opcode, parts);
     else
@@ -535,6 +537,8 @@ class Parser {
     const std::optional<Type> type = computed_type(parts.back());
     if (i.run == nullptr || !type) unknown(opcode);
     i.dst[0] = operand(type->bits).row;
+    if (opcode.starts_with("setp.") && opcode.ends_with("x2") && take_if("|"))
+      i.dst[1] = operand(1).row;
     for (int n = 0; take_if(","); ++n) {
       if (n == 4) unknown(opcode);
       // The amount of a shift has 32 bits; only places and lengths of bit fields are such, too.
@@ -694,6 +698,26 @@ class Parser {
     i.dst[0] = operand(32).row;
     if (take_if("|")) i.dst[1] = operand(1).row;
     for (int n = 0; n < 4; ++n) {
+      expect(",");
+      i.src[n] = operand(32).row;
+    }
+  }
+
+  void reduce_lanes_of(Instruction& i, std::string_view opcode,
+                       std::span<const std::string_view> parts) {
+    static const std::unordered_map<std::string_view, Atomic> operations = {
+        {"add", Atomic::kAdd}, {"min", Atomic::kMin}, {"max", Atomic::kMax},
+        {"and", Atomic::kAnd}, {"or", Atomic::kOr},   {"xor", Atomic::kXor}};
+    const std::optional<Type> type = type_of(parts.back());
+    if (parts.size() != 4 || parts[1] != "sync" || !operations.contains(parts[2]) || !type ||
+        type->bits != 32 || type->kind == 'f')
+      unknown(opcode);
+    i.control = Control::kShuffle;
+    i.run = reduce_lanes;
+    i.atomic = operations.at(parts[2]);
+    i.type = *type;
+    i.dst[0] = operand(32).row;
+    for (const int n : {0, 3}) {
       expect(",");
       i.src[n] = operand(32).row;
     }
