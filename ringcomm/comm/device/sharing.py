@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from ringcomm import _native
@@ -30,12 +31,11 @@ Prepared = _native.DeviceComm | TritonLaunch
 
 def launch(prepared: Sequence[Prepared], stream: int) -> None:
     """Launches calls of one kind, of ranks on one device, together on ``stream``."""
-    triton = [each for each in prepared if isinstance(each, TritonLaunch)]
-    if triton:
-        triton[0].launch_with(triton[1:], stream)
+    first = prepared[0]
+    if isinstance(first, TritonLaunch):
+        first.launch_with(cast(Sequence[TritonLaunch], prepared[1:]), stream)
     else:
-        natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
-        _native.launch(natives, stream)
+        _native.launch(cast(list[_native.DeviceComm], prepared), stream)
 
 
 # DeviceOrder keeps the communicators of one process on one device from blocking each other.
@@ -58,22 +58,22 @@ class Blocks:
     messages: int
 
 
-@dataclass(frozen=True)
-class _UnderWay:
+# Every call makes one of these: a frozen dataclass would take four times as long.
+class _UnderWay(NamedTuple):
     owner: object
     blocks: int
     stream: int
     done: Event
 
 
-def _gains(launches: Iterable[_UnderWay]) -> list[tuple[_UnderWay, int]]:
+def _gains(launches: Sequence[_UnderWay]) -> list[tuple[_UnderWay, int]]:
     """Returns the launches whose end frees blocks, oldest first, each with the number freed.
 
     A launch frees none if one at least as large follows it on its stream.
     """
     taken: dict[int, int] = {}
     gains = []
-    for each in reversed(list(launches)):
+    for each in reversed(launches):
         later = taken.get(each.stream, 0)
         if each.blocks > later:
             gains.append((each, each.blocks - later))
@@ -143,11 +143,14 @@ class DeviceOrder:
             return
         with self._guard:
             self._under_way = deque(each for each in self._under_way if not each.done.query())
-            gains = _gains(
+            others = [
                 each
                 for each in self._under_way
                 if each.owner is not owner and each.stream != stream
-            )
+            ]
+            if not others:
+                return
+            gains = _gains(others)
             kept = sum(self._members[each].messages for each in self._sending)
             free = self._capacity - kept - sum(gain for _, gain in gains)
             for each, gain in gains:
@@ -192,8 +195,7 @@ LOOK_S = 0.05
 Look = Callable[[Sequence[int], float], None]
 
 
-@dataclass(frozen=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """A rank's prepared call, its stream, and an event that marks the call's place there."""
 
     prepared: Prepared

@@ -105,6 +105,15 @@ CUresult cuStreamIsCapturing(CUstream hStream, int* captureStatus) {
   return kSuccess;
 }
 
+CUresult cuEventQuery(void* event) {
+  bool done = false;
+  const int result = query(*static_cast<Event*>(event), done);
+  return result != kSuccess || done ? result : kNotReady;
+}
+
+// Captures here forbid nothing to other threads.
+CUresult cuThreadExchangeStreamCaptureMode(int* /*mode*/) { return kSuccess; }
+
 CUresult cuGetErrorString(CUresult error, const char** pStr) {
   *pStr = text_of(error);
   return *pStr == nullptr ? kInvalidValue : kSuccess;
