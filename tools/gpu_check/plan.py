@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 # A part of a stage, or all of it, had no time.
 PARTIAL, LEFT_OUT = "partial", "left out"
 _LEAST_S = 1.0
+_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 40
 
 
@@ -55,6 +57,10 @@ class Result:
     tail: str = ""
     seconds: float = 0.0
     data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == OK
 
 
 def select(text: str) -> tuple[Stage, ...]:
@@ -152,6 +158,7 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
             try:
                 status: int | None = process.wait(limit_s)
@@ -167,6 +174,11 @@ class Runner:
             ending = "stopped at its limit" if status is None else f"exit status {status}"
             log.write(f"# {ending} after {seconds:.1f} s\n")
         return Finished(status, output, seconds)
+
+
+def _die_with_parent() -> None:
+    """Has the kernel end the command when this process is killed, which could not do it then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
