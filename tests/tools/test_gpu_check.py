@@ -245,7 +245,7 @@ def wait_for_end(pid):
 
 
 def test_a_command_ends_at_its_limit_with_its_children(place):
-    child = "import time; time.sleep(600)"
+    child = "import os, time; os.setpgid(0, 0); time.sleep(600)"  # as ninja's children do
     code = (
         "import subprocess, sys, time\n"
         f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"

@@ -182,6 +182,20 @@ def _die_with_parent() -> None:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends what is left of the command's session, in which ninja has groups of its own."""
+    while members := _members(process.pid):
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(member, signal.SIGKILL)
     process.wait()
+
+
+def _members(session: int) -> list[int]:
+    """The processes of a session, as /proc lists them now, without zombies."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended by itself
+            state, _, _, of_session, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(of_session) == session and state != "Z":
+                members.append(int(stat.parent.name))
+    return members
