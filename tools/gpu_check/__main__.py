@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages, left_out, rehearsal = _parse(argv)
     # As an exception it ends the command that runs, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    folder = FOLDER if rehearsal is None else rehearsed.folder(FOLDER)
+    folder = FOLDER if rehearsal is None else rehearsal.folder(FOLDER)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     usual = os.environ

@@ -56,6 +56,10 @@ class Rehearsal:
     def tests(self) -> tuple[str, ...]:
         return ("tests/gpu/test_launch_cost.py",) if self.sample else ("tests/gpu",)
 
+    def folder(self, usual: Path) -> Path:
+        """Where its files go, the record as well: not among the results of GPUs."""
+        return usual.with_name(f"{usual.name}-{'sample' if self.sample else 'rehearsal'}")
+
     def environment(self, usual: Mapping[str, str]) -> dict[str, str]:
         """Hides a GPU, on which the tests would run otherwise."""
         return {**usual, "CUDA_VISIBLE_DEVICES": ""}
@@ -105,8 +109,3 @@ def marked(report: Report) -> Report:
 def unjudged(goal: Goal) -> Goal:
     """The goal without its cells: the emulator's speed says nothing of it."""
     return replace(goal, cells=(), missing=f"{MARK}: {len(goal.cells)} figures, none judged")
-
-
-def folder(usual: Path) -> Path:
-    """Where a rehearsal's files go, the record as well: not among the results of GPUs."""
-    return usual.with_name(f"{usual.name}-rehearsal")
