@@ -184,6 +184,8 @@ void bind_device(nb::module_& m) {
       .def(
           "has_passed",
           [](const device::Driver& d, uintptr_t event) {
+            // Another thread's launch may hold the driver's lock while its queue is full.
+            const nb::gil_scoped_release nogil;
             return d.has_passed(reinterpret_cast<void*>(event));
           },
           nb::arg("event"));

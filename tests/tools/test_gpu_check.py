@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -335,8 +336,8 @@ def test_the_sanitizer_stage(place, monkeypatch):
     assert stages.sanitize(place, 30.0).verdict == FAILED
     sanitizer_program(place.folder, monkeypatch, "echo Device not supported; exit 1")
     assert stages.sanitize(place, 30.0).verdict == UNAVAILABLE
-    monkeypatch.setattr(stages.shutil, "which", lambda name: None)
-    monkeypatch.setattr(stages.Path, "exists", lambda path: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
     result = stages.sanitize(place, 30.0)
     assert (result.verdict, result.detail) == (UNAVAILABLE, "no compute-sanitizer on this machine")
 
@@ -358,7 +359,7 @@ def test_the_module_is_built_before_nvcc_is_tried(place, monkeypatch, statuses, 
         return Finished(left.pop(0), "what it said", 1.0)
 
     monkeypatch.setattr(place.runner, "run", run)
-    monkeypatch.setattr(stages.shutil, "which", lambda name: "/bin/nvcc")
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvcc")
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
     result = stages.build(place, 60.0)
     assert result.verdict == verdict and words in result.detail
