@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -66,14 +66,14 @@ class _UnderWay(NamedTuple):
     done: Event
 
 
-def _gains(launches: Sequence[_UnderWay]) -> list[tuple[_UnderWay, int]]:
+def _gains(launches: Iterable[_UnderWay]) -> list[tuple[_UnderWay, int]]:
     """Returns the launches whose end frees blocks, oldest first, each with the number freed.
 
     A launch frees none if one at least as large follows it on its stream.
     """
     taken: dict[int, int] = {}
     gains = []
-    for each in reversed(launches):
+    for each in reversed(list(launches)):
         later = taken.get(each.stream, 0)
         if each.blocks > later:
             gains.append((each, each.blocks - later))
@@ -143,14 +143,13 @@ class DeviceOrder:
             return
         with self._guard:
             self._under_way = deque(each for each in self._under_way if not each.done.query())
-            others = [
+            if not self._under_way:
+                return
+            gains = _gains(
                 each
                 for each in self._under_way
                 if each.owner is not owner and each.stream != stream
-            ]
-            if not others:
-                return
-            gains = _gains(others)
+            )
             kept = sum(self._members[each].messages for each in self._sending)
             free = self._capacity - kept - sum(gain for _, gain in gains)
             for each, gain in gains:
