@@ -23,7 +23,6 @@ enum Result : int {
   kOutOfMemory = 2,
   kInvalidContext = 201,
   kInvalidHandle = 400,
-  kNotReady = 600,
   kLaunchFailed = 719,
   kLaunchTooLarge = 720,
   kCaptureUnsupported = 900,

@@ -106,6 +106,7 @@ CUresult cuStreamIsCapturing(CUstream hStream, int* captureStatus) {
 }
 
 CUresult cuEventQuery(void* event) {
+  constexpr CUresult kNotReady = 600;
   bool done = false;
   const int result = query(*static_cast<Event*>(event), done);
   return result != kSuccess || done ? result : kNotReady;
