@@ -512,6 +512,12 @@ class Driver:
     """The CUDA driver's entry points for launches and copies; RuntimeError when there is none."""
 
     def __init__(self, library: str) -> None: ...
+    def has_passed(self, event: int) -> bool:
+        """True if the event has passed; allowed while another thread captures a graph.
+
+        Raises:
+            RuntimeError: the driver reports an error.
+        """
 
 class DeviceRecorder:
     """The flight recorder of a rank on a device.

@@ -179,7 +179,16 @@ void bind_state(nb::class_<DeviceComm>& c) {
 
 void bind_device(nb::module_& m) {
   bind_allocator(m);
-  nb::class_<device::Driver>(m, "Driver").def(nb::init<const std::string&>(), nb::arg("library"));
+  nb::class_<device::Driver>(m, "Driver")
+      .def(nb::init<const std::string&>(), nb::arg("library"))
+      .def(
+          "has_passed",
+          [](const device::Driver& d, uintptr_t event) {
+            // Another thread's launch may hold the driver's lock while its queue is full.
+            const nb::gil_scoped_release nogil;
+            return d.has_passed(reinterpret_cast<void*>(event));
+          },
+          nb::arg("event"));
   nb::class_<DeviceComm> c(m, "DeviceComm");
   c.def(
       "__init__",

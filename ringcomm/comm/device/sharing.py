@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from ringcomm import _native
@@ -30,12 +31,11 @@ Prepared = _native.DeviceComm | TritonLaunch
 
 def launch(prepared: Sequence[Prepared], stream: int) -> None:
     """Launches calls of one kind, of ranks on one device, together on ``stream``."""
-    triton = [each for each in prepared if isinstance(each, TritonLaunch)]
-    if triton:
-        triton[0].launch_with(triton[1:], stream)
+    first = prepared[0]
+    if isinstance(first, TritonLaunch):
+        first.launch_with(cast(Sequence[TritonLaunch], prepared[1:]), stream)
     else:
-        natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
-        _native.launch(natives, stream)
+        _native.launch(cast(list[_native.DeviceComm], prepared), stream)
 
 
 # DeviceOrder keeps the communicators of one process on one device from blocking each other.
@@ -59,8 +59,8 @@ class Blocks:
     messages: int
 
 
-@dataclass(frozen=True)
-class _UnderWay:
+# Every call makes one of these: a frozen dataclass would take four times as long.
+class _UnderWay(NamedTuple):
     owner: object
     blocks: int
     stream: int
@@ -166,6 +166,8 @@ class DeviceOrder:
             return
         with self._guard:
             self._under_way = deque(each for each in self._under_way if not each.done.query())
+            if not self._under_way:
+                return
             gains = _gains(
                 each
                 for each in self._under_way
@@ -214,8 +216,7 @@ LOOK_S = 0.05
 Look = Callable[[Sequence[int], float], None]
 
 
-@dataclass(frozen=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """A rank's prepared call, its stream, and an event that marks the call's place there."""
 
     prepared: Prepared

@@ -109,6 +109,16 @@ CUresult cuStreamIsCapturing(CUstream hStream, int* captureStatus) {
   return kSuccess;
 }
 
+CUresult cuEventQuery(void* event) {
+  constexpr CUresult kNotReady = 600;
+  bool done = false;
+  const int result = query(*static_cast<Event*>(event), done);
+  return result != kSuccess || done ? result : kNotReady;
+}
+
+// Captures here forbid nothing to other threads.
+CUresult cuThreadExchangeStreamCaptureMode(int* /*mode*/) { return kSuccess; }
+
 CUresult cuGetErrorString(CUresult error, const char** pStr) {
   *pStr = text_of(error);
   return *pStr == nullptr ? kInvalidValue : kSuccess;
