@@ -246,6 +246,9 @@ class CudaStreams:
         with self.on_device(device), self._driver.outside_captures():
             yield
 
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        return self._beside_captures(device)
+
     def current_stream(self, device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
