@@ -604,6 +604,9 @@ class DeviceComm:
     @property
     def channels(self) -> int: ...
     def words(self) -> bytes: ...
+    def set_window(self, own_ptr: int, all_ptr: int, size_bytes: int) -> bool:
+        """Gives the rank a multicast window, before `table`; False: it is too small for the world
+        and its channels."""
     def table(
         self,
         regions: list[int],

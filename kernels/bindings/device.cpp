@@ -118,6 +118,8 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_ro("slots", [](const DeviceComm& d) { return d.layout().slots; })
       .def_prop_ro("channels", [](const DeviceComm& d) { return d.layout().channels; })
       .def("words", &words)
+      .def("set_window", &DeviceComm::set_window, nb::arg("own_ptr"), nb::arg("all_ptr"),
+           nb::arg("size_bytes"))
       .def(
           "table",
           [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, const Sizes& heap_bytes,

@@ -315,6 +315,9 @@ class CudaStreams:
         with self.on_device(device), self._driver.outside_captures():
             yield
 
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        return self._beside_captures(device)
+
     def current_stream(self, device: int) -> int:
         # Not torch.cuda.current_stream(), which makes an object and takes 50 times as long.
         return torch._C._cuda_getCurrentRawStream(device)

@@ -127,6 +127,10 @@ class DeviceRuntime(Protocol):
         """Inside, ``device`` is current in this thread: what driver calls such as launches need."""
         ...
 
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        """As :meth:`on_device`; and calls of the driver break no capture elsewhere."""
+        ...
+
     def torch_device(self, device: int) -> torch.device:
         """Returns the torch device of tensors that belong to ``device``."""
         ...

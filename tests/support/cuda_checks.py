@@ -24,7 +24,11 @@ _NARROW_SCOPE = re.compile(r"\.(?:cta|cluster|gpu|gl)\b")
 # These have a scope always: the GPU's where they name none.
 _SCOPED = re.compile(r"^(?:atom|red|fence|membar)\b(?!.*\.sys\b)")
 _NO_SCOPE_NEEDED = re.compile(r"\.(?:shared|param|local|const)\b")
-_SASS_MEMORY = re.compile(r"^(?:LDG?|STG?|ATOMG?|RED|MEMBAR)\b")
+# Between two addresses of the same memory. Of it ptxas makes a barrier of the GPU's scope and one
+# of the system's, of which the driver chooses one.
+ALIAS_FENCE = "fence.proxy.alias"
+_SASS_MEMORY = re.compile(r"^(?:LDG?|LDGMC|STG?|ATOMG?|RED|MEMBAR)\b")
+_SUM_OF_16_BYTES = re.compile(r"LDGMC\.E\.\w+\.(?:F32x4|BF16x8|F16x8)\.RN\.STRONG\.SYS$")
 _MOVES = re.compile(r"^(?:MOV|IMAD\.MOV)\b")
 _CALLED = re.compile(r"`\((\$[^)]+)\)")
 # What ptxas makes of a division of 64 bits: the one subroutine for divisors of more than 32 bits
@@ -89,7 +93,7 @@ def memory_orders(binary: Binary) -> list[str]:
     found = []
     for name, text in binary.functions.items():
         for access in _PTX_MEMORY.findall(text):
-            if _NO_SCOPE_NEEDED.search(access):
+            if _NO_SCOPE_NEEDED.search(access) or access == ALIAS_FENCE:
                 continue
             if _NARROW_SCOPE.search(access) or _SCOPED.search(access):
                 found.append(f"{name}: {access} is not of system scope")
@@ -98,7 +102,11 @@ def memory_orders(binary: Binary) -> list[str]:
             if ".volatile" in access:
                 found.append(f"{name}: {access} has no order")
     for kernel in binary.kernels.values():
+        alias_fences = "".join(binary.reachable(kernel.name).values()).count(ALIAS_FENCE)
         for instruction in kernel.instructions:
+            if instruction.opcode == "MEMBAR.SC.GPU" and alias_fences > 0:
+                alias_fences -= 1
+                continue
             if _SASS_MEMORY.match(instruction.opcode):
                 found += _wrong_in_sass(kernel.name, instruction)
     return found
@@ -244,6 +252,24 @@ def reduce_loop(kernel: Kernel) -> list[str]:
     if any(each.stores >= LOADS_IN_FLIGHT and not each.narrow for each in results):
         return []
     return [f"{kernel.name}: no loop stores its results 16 bytes at a time: {results}"]
+
+
+def multicast_loop(kernel: Kernel) -> list[str]:
+    """Returns what the loop lacks that loads sums of all ranks' memory and stores to all of it."""
+    for loop in kernel.loops():
+        stores = [i for i in loop.code if i.opcode == "STG.E.128.STRONG.SYS"]
+        pending: set[int] = set()
+        in_flight = 0
+        for instruction in loop.code:
+            if pending & instruction.registers:  # it waits here
+                break
+            if _SUM_OF_16_BYTES.match(instruction.opcode):
+                pending |= {first + offset for first in instruction.target for offset in range(4)}
+                in_flight += 1
+        if min(in_flight, len(stores)) >= LOADS_IN_FLIGHT:
+            return []
+    wanted = f"loads sums of 16 bytes with system scope, {LOADS_IN_FLIGHT} at once, and stores them"
+    return [f"{kernel.name}: no loop {wanted}"]
 
 
 def update_loop(kernel: Kernel) -> list[str]:

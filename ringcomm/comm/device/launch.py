@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks
+from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks, Reduction
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
+from ringcomm.comm.device.multicast import MULTICAST, check_multicast
 from ringcomm.comm.device.recorder import COLLECTIVES, Calls, SeenEvent
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
 from ringcomm.comm.device.streams import DeviceWork, StreamContext
-from ringcomm.comm.engine import AUTO, EXIT_GRACE_S, Call, CallEngine, RankContext, closed, refusal
+from ringcomm.comm.engine import (
+    AUTO,
+    EXIT_GRACE_S,
+    Call,
+    CallEngine,
+    RankContext,
+    Use,
+    closed,
+    refusal,
+)
 from ringcomm.comm.meeting import Membership
 from ringcomm.comm.options import milliseconds_of
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
@@ -169,6 +179,18 @@ class DeviceCallEngine(CallEngine):
             rank_of = self._rank, self._world_size
             checks = self._checks[op] = DeviceCallChecks(op, rank_of, self.device_place)
         return checks
+
+    def use_kernels(
+        self,
+        checks: CallChecks,
+        kernels: str | None,
+        algorithm: str,
+        dtype: torch.dtype,
+        reduction: Reduction | None = None,
+    ) -> Use:
+        if algorithm == MULTICAST and reduction is not None:
+            check_multicast(checks, dtype, reduction)
+        return super().use_kernels(checks, kernels, algorithm, dtype, reduction)
 
     def rank_context(self) -> RankContext:
         if self._thread_stream is None:

@@ -15,6 +15,7 @@ from ringcomm import _native
 from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
+from ringcomm.comm.device.multicast import make_window
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
 from ringcomm.comm.meeting import Membership, rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
@@ -223,7 +224,9 @@ def meet_on_device(
         proof_s = min(LINK_PROOF_S, meeting.timeout_s)
         deadline = time.monotonic() + proof_s
         prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
-        core.connect(chosen.rings)
+        core.connect(
+            chosen.rings, make_window(rendezvous, meeting, heap, handles, membership.options)
+        )
         communicator = build(core, membership, *_join(membership, core, handles, mapped))
         rendezvous.confirm()
         core.activate()

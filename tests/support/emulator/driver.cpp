@@ -45,6 +45,10 @@ const char* text_of(int result) {
       return "invalid device context";
     case kInvalidHandle:
       return "invalid resource handle";
+    case kIllegalState:
+      return "the operation cannot be performed in the present state";
+    case kNotSupported:
+      return "operation not supported";
     case kLaunchFailed:
       return ptx_failure();
     case kLaunchTooLarge:

@@ -116,6 +116,8 @@ _PROTOTYPES = {
     "emu_memory_export": (c_int, [c_void_p, c_char_p]),
     "emu_memory_open": (c_int, [c_char_p, POINTER(c_void_p)]),
     "emu_memory_close": (c_int, [c_void_p]),
+    "emu_device_without_multicast": (None, [c_void_p]),
+    "emu_vmm_in_use": (c_int, []),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -69,6 +69,8 @@ class EmulatedRuntime(EmulatedMemory):
         assume_device: the device of tensors that lie in no device's memory; None: the host.
         physical: which GPU each device is; default 0, 1, ...
         unreachable: pairs of devices without peer access.
+        capability: compute capability of each.
+        multicast: they are under an NVSwitch, which has multicast objects.
         ptx: executes the PTX of the CUDA kernels, in place of the same templates on the host;
             default: what the environment asks for.
     """
@@ -83,6 +85,8 @@ class EmulatedRuntime(EmulatedMemory):
     assume_device: int | None = 0
     physical: tuple[int, ...] = ()
     unreachable: frozenset[tuple[int, int]] = frozenset()
+    capability: tuple[int, int] = (9, 0)
+    multicast: bool = True
     ptx: PtxKernels | None = field(default_factory=from_environment)
     kind: str = field(default="emulated", init=False)
 
@@ -93,6 +97,9 @@ class EmulatedRuntime(EmulatedMemory):
         EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable)
         queues = self.hardware_queues
         self._native = [library().emu_device_make(*room, queues) for _ in range(self.devices)]
+        if not self.multicast:
+            for native in self._native:
+                library().emu_device_without_multicast(native)
         self._pools = [StreamPool(native) for native in self._native]
         self._service = [library().emu_stream_make(each, 0, _SERVICE) for each in self._native]
         self._loading = [threading.Lock() for _ in self._native]
@@ -120,6 +127,9 @@ class EmulatedRuntime(EmulatedMemory):
             self._thread.device = before
             library().emu_device_set(native)
 
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        return self.on_device(device)
+
     @contextmanager
     def assuming(self, device: int | None) -> Iterator[None]:
         """Inside, this thread's plain tensors count as ``device``'s (None: the host's)."""
@@ -139,7 +149,7 @@ class EmulatedRuntime(EmulatedMemory):
             uuid=f"GPU-emulated-{gpu}",
             pci_bus_id=f"0000:{gpu + 16:02x}:00.0",
             name="Emulated GPU",
-            capability=(9, 0),
+            capability=self.capability,
             multiprocessors=self.multiprocessors,
         )
 
@@ -283,6 +293,11 @@ class EmulatedRuntime(EmulatedMemory):
         handle = library().emulated_kernel(unit.encode(), name.encode())
         if not handle:
             raise UnsupportedError(f"emulated driver: no kernel {name} in unit {unit}")
+        if self.ptx is None and unit.startswith("multicast_"):
+            raise UnsupportedError(
+                f"emulated driver: kernel {name} of unit {unit} has multimem instructions, which "
+                "only PTX kernels execute: EmulatedRuntime(ptx=PtxKernels())"
+            )
         threads = self.threads
         if self.ptx is not None:
             handle = self.ptx.kernel(unit, name, handle)

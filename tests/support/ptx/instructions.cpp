@@ -11,6 +11,8 @@
 
 #include "tests/support/ptx/warp.h"
 
+extern "C" int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room);
+
 namespace ptx {
 namespace {
 
@@ -770,6 +772,68 @@ void come_late(Warp& w, const Instruction& i) {
   }
 }
 
+// ---- multicast addresses -----------------------------------------------------------------------
+
+constexpr uint32_t kMulticastBytes = 16;
+
+// Calls visit(address) for each place that an access of 16 bytes stands for.
+template <class Visit>
+void each_bound(uint64_t address, Visit visit) {
+  check_alignment(address, kMulticastBytes);
+  std::array<uint64_t, 64> bound;
+  const int count = emu_multicast_find(address, kMulticastBytes, bound.data(), int(bound.size()));
+  if (count <= 0)
+    throw BadAccess(count == 0 ? "multimem: no multicast address"
+                               : "multimem: a device has bound no memory there");
+  for (int n = 0; n < count; ++n) visit(bound[size_t(n)]);
+}
+
+// Of elements of `bytes` bytes, added as floats and rounded once. PTX leaves the order open.
+template <uint32_t bytes, float widen(uint32_t), uint32_t narrow(float)>
+void multicast_sum(Warp& w, const Instruction& i, Mask mask) {
+  each(mask, [&](int lane) {
+    std::array<float, kMulticastBytes / bytes> sums;
+    bool first = true;
+    each_bound(w.in(i.src[0])[lane] + uint64_t(i.offset), [&](uint64_t address) {
+      std::array<uint8_t, kMulticastBytes> loaded;
+      w.block().memory().load(w.thread(lane), address, loaded.data(), kMulticastBytes, true);
+      for (size_t n = 0; n < sums.size(); ++n) {
+        uint32_t element = 0;
+        std::memcpy(&element, loaded.data() + n * bytes, bytes);
+        sums[n] = first ? widen(element) : sums[n] + widen(element);
+      }
+      first = false;
+    });
+    std::array<uint32_t, 4> words;
+    for (size_t n = 0; n < sums.size(); ++n) {
+      const uint32_t element = narrow(canonical(sums[n]));
+      std::memcpy(reinterpret_cast<uint8_t*>(words.data()) + n * bytes, &element, bytes);
+    }
+    for (size_t n = 0; n < words.size(); ++n) w.out(i.dst[n])[lane] = words[n];
+  });
+}
+
+void multicast_store(Warp& w, const Instruction& i, Mask mask) {
+  each(mask, [&](int lane) {
+    std::array<uint32_t, 4> words;
+    for (size_t n = 0; n < words.size(); ++n) words[n] = uint32_t(w.in(i.src[1 + n])[lane]);
+    each_bound(w.in(i.src[0])[lane] + uint64_t(i.offset), [&](uint64_t address) {
+      w.block().memory().store(w.thread(lane), address, words.data(), kMulticastBytes, true);
+    });
+  });
+}
+
+float float_of_f32(uint32_t bits) { return std::bit_cast<float>(bits); }
+uint32_t f32_of(float value) { return std::bit_cast<uint32_t>(value); }
+template <float widen(uint16_t)>
+float of_half(uint32_t bits) {
+  return widen(uint16_t(bits));
+}
+template <uint16_t narrow(float)>
+uint32_t to_half(float value) {
+  return narrow(value);
+}
+
 // ---- special registers -------------------------------------------------------------------------
 
 template <auto value>
@@ -882,6 +946,23 @@ void load_matrices(Warp& w, const Instruction& i, Mask mask) {
 
 void fence(Warp& w, const Instruction&, Mask mask) {
   each(mask, [&](int lane) { w.block().memory().fence(w.thread(lane)); });
+}
+
+void fence_alias(Warp& w, const Instruction&, Mask mask) {
+  each(mask, [&](int lane) { w.block().memory().fence_alias(w.thread(lane)); });
+}
+
+Handler multicast(std::string_view opcode) {
+  static const std::unordered_map<std::string_view, Handler> table = {
+      {"multimem.ld_reduce.relaxed.sys.global.add.v4.f32", multicast_sum<4, float_of_f32, f32_of>},
+      {"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2",
+       multicast_sum<2, of_half<float_of_bf16>, to_half<bf16_of>>},
+      {"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2",
+       multicast_sum<2, of_half<float_of_f16>, to_half<f16_of>>},
+      {"multimem.st.relaxed.sys.global.v4.f32", multicast_store},
+  };
+  const auto found = table.find(opcode);
+  return found == table.end() ? nullptr : found->second;
 }
 
 void pack(Warp& w, const Instruction& i, Mask mask) {

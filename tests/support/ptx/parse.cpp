@@ -485,6 +485,8 @@ class Parser {
       memory(i, name, opcode, parts);
     else if (name == "ldmatrix")
       matrices(i, opcode);
+    else if (name == "multimem")
+      multicast_access(i, opcode);
     else if (name == "fence")
       i.run = fence_named(opcode);
     else if (name == "bra")
@@ -507,7 +509,8 @@ class Parser {
     expect(";");
     i.text = std::string_view(tokens_[begin].text.data(),
                               size_t(last.data() + last.size() - tokens_[begin].text.data()));
-    if (i.control == Control::kBarrier || i.run == fence || i.order >= Order::kAcquire) {
+    if (i.control == Control::kBarrier || i.run == fence || i.run == fence_alias ||
+        i.order >= Order::kAcquire) {
       i.site = &module_.sites_.emplace_back();
       i.site->line = i.line;
     }
@@ -515,6 +518,7 @@ class Parser {
   }
 
   Handler fence_named(std::string_view opcode) const {
+    if (opcode == "fence.proxy.alias") return fence_alias;
     if (opcode != "fence.sc.sys" && opcode != "fence.acq_rel.sys" && opcode != "fence.sc.gpu" &&
         opcode != "fence.acq_rel.gpu")
       unknown(opcode);
@@ -637,6 +641,22 @@ class Parser {
     i.space = Space::kShared;
     address(i);
     i.run = load_matrices;
+  }
+
+  void multicast_access(Instruction& i, std::string_view opcode) {
+    i.run = multicast(opcode);
+    if (i.run == nullptr) unknown(opcode);
+    uint8_t count = 0;
+    if (opcode.starts_with("multimem.st")) {
+      address(i);
+      expect(",");
+      count = rows(32, [&](int n, Operand each) { i.src[1 + n] = each.row; });
+    } else {
+      count = rows(32, [&](int n, Operand each) { i.dst[n] = each.row; });
+      expect(",");
+      address(i);
+    }
+    if (count != 4) unknown(opcode);
   }
 
   void branch(Instruction& i, std::string_view opcode) {
