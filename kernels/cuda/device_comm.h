@@ -147,6 +147,7 @@ class DeviceComm {
  private:
   uint64_t table_bytes() const;
   uint64_t scratch_offset() const;
+  void make_inline(const RankTable& table, const std::vector<std::vector<int>>& rings);
   CallArgs args_of(Collective collective, Algorithm algorithm, DType dtype, uint64_t match_bytes,
                    int root) const;
   Algorithm chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_packets) const;
@@ -174,6 +175,7 @@ class DeviceComm {
   std::map<std::string, void*> kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
+  InlineTable inline_table_{};  // world 0: it does not fit
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
   std::deque<Pending> pending_;
