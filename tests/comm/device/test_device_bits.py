@@ -14,7 +14,7 @@ COUNTS = (37, 150, 3001)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _drawn(count, dtype, op):
+def drawn(count, dtype, op):
     """Values whose sums round, also in FP32, so that another order of adding shows."""
     generator = torch.Generator().manual_seed(count)
     drawn = torch.randn(WORLD, count * WORLD, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def host_world():
         yield world
 
 
-def _on_host(host_world, given, op):
+def reduced_on_host(host_world, given, op):
     def body(comm):
         tensor = given[comm.rank].clone()
         comm.all_reduce(tensor, op_of(op), algorithm="direct")
@@ -53,8 +53,8 @@ def test_the_bits_of_the_host(devices, host_world, dtype, place):
     cases = []
     for count in COUNTS:
         for op in EMULATED[dtype] if devices.emulated else ops_on_device(dtype):
-            given = _drawn(count, dtype, op)
-            cases.append((count, op, given, _on_host(host_world, given, op)))
+            given = drawn(count, dtype, op)
+            cases.append((count, op, given, reduced_on_host(host_world, given, op)))
 
     def body(comm):
         for count, op, given, want in cases:
@@ -78,7 +78,7 @@ def test_the_bits_of_the_host(devices, host_world, dtype, place):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_one_rounding_of_a_sum_in_rank_order(devices, dtype, op):
     """The order shows: the same values summed the other way round have other bits."""
-    given = {count: _drawn(count, dtype, op) for count in COUNTS}
+    given = {count: drawn(count, dtype, op) for count in COUNTS}
 
     def total(values):
         wide = values[0].float()
@@ -99,7 +99,7 @@ def test_one_rounding_of_a_sum_in_rank_order(devices, dtype, op):
 
 
 def test_a_ring_repeats_itself_to_the_bit(devices):
-    given = _drawn(3001, torch.bfloat16, "SUM")
+    given = drawn(3001, torch.bfloat16, "SUM")
 
     def body(comm):
         tensors = [put(comm, given[comm.rank], place) for place in ("plain", "heap", "plain")]

@@ -6,9 +6,11 @@ that function was inlined, so that one place of the source is known by all its c
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 LINE_INFO = "-lineinfo"
 
@@ -25,10 +27,10 @@ _LOC = re.compile(
 _INFO = re.compile(r"^(\$L__info_string\d+):\s*$")
 _BYTES = re.compile(r"^\.b8 (.*)$")
 _REDUCED = re.compile(r"bar\.red\.or\.pred\s+(%p\d+), 0, (%p\d+);")
-# Of these the caller is what a place is known by. The empty name is that of a lambda's template.
+# Of these the caller is what a place is known by; the last one is a lambda.
 _SPELLINGS = (
     *("load_acquire_sys", "store_release_sys", "exchange_acq_rel_sys", "fence_seq_cst_sys"),
-    *("fence_acq_rel_sys", "sync", "share", "__syncthreads_or", "wait_by_lanes", "operator()", ""),
+    *("fence_acq_rel_sys", "sync", "share", "__syncthreads_or", "wait_by_lanes", "operator"),
     *("each_by_lanes", "await_alone", "await", "publish", "acknowledge"),
 )
 
@@ -103,33 +105,34 @@ def _names(text: str) -> Iterator[tuple[str, str]]:
                 label = ""
 
 
+def _demangler() -> Callable[[str], str]:
+    library = ctypes.CDLL("libstdc++.so.6")
+    library.__cxa_demangle.restype = ctypes.c_void_p
+    library.__cxa_demangle.argtypes = (ctypes.c_char_p, *[ctypes.c_void_p] * 3)
+    free = ctypes.CDLL(None).free
+    free.argtypes = (ctypes.c_void_p,)
+
+    def demangle(name: str) -> str:
+        made = library.__cxa_demangle(name.encode(), None, None, None)
+        if not made:
+            return name
+        text = ctypes.string_at(made).decode()
+        free(made)
+        return text
+
+    return demangle
+
+
+_demangle = cache(_demangler())
+_BRACKETED = re.compile(r"<[^<>()]*>|\([^()]*\)")
+
+
 def _last_name(mangled: str) -> str:
-    """The function's own name, of a mangled one: ``_ZN8ringcomm7generic4failE...`` is ``fail``."""
-    if not mangled.startswith("_Z"):
-        return mangled
-    if "clE" in mangled:
-        return "operator()"
-    rest, last = mangled[2:].lstrip("NK"), ""
-    while match := re.match(r"(\d+)", rest):
-        size = int(match[1])
-        last = rest[len(match[1]) :][:size]
-        rest = rest[len(match[1]) + size :]
-        if rest.startswith("I"):  # arguments of a template come before the name that it holds
-            rest = _behind_arguments(rest)
-    return last
-
-
-def _behind_arguments(rest: str) -> str:
-    depth, at = 0, 0
-    while at < len(rest):
-        if match := re.match(r"\d+", rest[at:]):
-            at += len(match[0]) + int(match[0]) if rest[at - 1 : at] != "L" else len(match[0])
-            continue
-        depth += {"I": 1, "N": 1, "L": 1, "E": -1}.get(rest[at], 0)
-        at += 1
-        if depth == 0:
-            break
-    return rest[at:]
+    """The function's own name, of a mangled one: ``_ZN8ringcomm4failE...`` is ``fail``."""
+    name = _demangle(mangled).replace("operator()", "operator")
+    while (shorter := _BRACKETED.sub("", name)) != name:
+        name = shorter
+    return name.removesuffix(" const").rsplit("::", 1)[-1].rsplit(" ", 1)[-1]
 
 
 def without(text: str, lines: Iterable[int]) -> str:

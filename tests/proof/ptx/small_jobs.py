@@ -1,8 +1,9 @@
-"""Small jobs of two ranks on an emulated device, whose results are known to the bit.
+"""Small jobs of a few ranks on emulated devices, whose results are known to the bit.
 
 Together they take the kernels through every way that data goes: direct and ring, out of the heap
-with no copy and through slots, packets, messages, the optimizer's one-pass step. Run as a program
-it does one job with the PTX of its kernels, in which lines that a part names order nothing:
+with no copy and through slots, packets, messages, the optimizer's steps. What a rank has lent for a
+call is written over on the stream right behind it. Run as a program it does one job with the PTX of
+its kernels, in which lines that a part names order nothing:
 
     python -m tests.proof.ptx.small_jobs JOB '{PART: [LINE, ...], ...}'
 """
@@ -11,23 +12,43 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
-from ringcomm import CommOptions, Communicator
+from ringcomm import AbortedError, CollectiveTimeout, Communicator, _native, cuda
+from ringcomm.comm.engine import Call
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.ptx.orderings import LINE_INFO, without
-from tests.support.device_worlds import OPTIONS, Devices, on_host, put, room
+from tests.support.device_worlds import (
+    OPTIONS,
+    Devices,
+    device_of,
+    on_host,
+    put,
+    room,
+    set_packet_epoch,
+)
+from tests.support.emulator import ptx
 from tests.support.emulator.library import PtxSchedule
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
-# What waits in vain says so soon.
-QUICK = replace(OPTIONS, timeout=4.0)
-# Slots have 1 KiB, and each channel four of them per peer: here each is written several times.
-ELEMS = 12_011
-FEW_ELEMS = 131
+# Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has
+# two of them per peer: each is written several times. What waits in vain says so soon.
+QUICK = replace(OPTIONS, timeout=8.0, segment_bytes=2048, slots=2)
+# What goes through slots is short; what is read where it lies must not be (kZeroCopyMinBytes).
+FEW_ELEMS, SOME_ELEMS, MANY_ELEMS = 131, 7_011, 26_011
+FEW = dict.fromkeys(("plain", "heap", "mixed"), FEW_ELEMS)
+SOME = dict.fromkeys(FEW, SOME_ELEMS)
+MANY = {"plain": SOME_ELEMS, "heap": MANY_ELEMS, "mixed": MANY_ELEMS}
+STEP_ELEMS = 6_001
+# Of whom two share a device and a launch; with two a ring's neighbours would be one rank.
+RANKS = 3
+CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, packet.h
 
 
 def part_of(unit: str, kernel: str) -> str:
@@ -46,11 +67,62 @@ def _values(turn: int, ranks: int, elems: int) -> list[torch.Tensor]:
     return [torch.randint(-999, 1000, (elems,), generator=made).float() for _ in range(ranks)]
 
 
+# Fills 4-byte words with ones; 32 threads.
+_FILL = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry fill(.param .u64 to, .param .u64 words)
+{
+  .reg .pred %p<2>;
+  .reg .b32 %r<3>;
+  .reg .b64 %rd<6>;
+  ld.param.u64 %rd1, [to];
+  ld.param.u64 %rd2, [words];
+  mov.u32 %r1, %tid.x;
+  cvt.u64.u32 %rd3, %r1;
+  mov.u32 %r2, -1;
+more:
+  setp.ge.u64 %p1, %rd3, %rd2;
+  @%p1 bra done;
+  shl.b64 %rd4, %rd3, 2;
+  add.s64 %rd5, %rd1, %rd4;
+  st.global.u32 [%rd5], %r2;
+  add.s64 %rd3, %rd3, 32;
+  bra more;
+done:
+  ret;
+}
+"""
+
+
+@cache
+def _fill_module() -> int:
+    return ptx.load(_FILL)
+
+
+def _write_over(comm: Communicator, *tensors: torch.Tensor) -> None:
+    """As a kernel of the user's does, on the current stream; the host waits for nothing."""
+    runtime, device = cuda.current(), device_of(comm)
+    for tensor in tensors:
+        given = struct.pack("<QQ", tensor.data_ptr(), tensor.numel())
+
+        def fill(given: bytes = given) -> None:
+            ptx.run(_fill_module(), "fill", given)
+
+        runtime.call_on_stream(device, runtime.current_stream(device), fill)
+
+
+Form = Callable[[Communicator, int, str, int, str], None]
+
+
 def _all_reduce(comm: Communicator, turn: int, algorithm: str, elems: int, place: str) -> None:
     values = _values(turn, comm.world_size, elems)
     tensor = put(comm, values[comm.rank], place)
     comm.all_reduce(tensor, algorithm=algorithm)
     assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (algorithm, place)
+    comm.all_reduce(tensor, algorithm=algorithm)
+    _write_over(comm, tensor)
 
 
 def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, place: str) -> None:
@@ -59,36 +131,156 @@ def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, place: st
     source = put(comm, values[comm.rank], place)
     output = room(comm, elems, torch.float32, place, 1)
     comm.reduce_scatter_tensor(output, source, algorithm=algorithm)
+    _write_over(comm, source)
     want = torch.stack(values).sum(0)
     assert torch.equal(on_host(output), want.chunk(comm.world_size)[comm.rank]), (algorithm, place)
     comm.all_gather_into_tensor(source, output, algorithm=algorithm)
+    _write_over(comm, output)
     assert torch.equal(on_host(source), want), (algorithm, place)
 
 
-Call = Callable[[Communicator, int, str, int, str], None]
+def _to_root(comm: Communicator, turn: int, _: str, elems: int, place: str) -> None:
+    """Reduce, gather and scatter: of two ranks only one hears of the other."""
+    ranks, me, root = comm.world_size, comm.rank, turn % comm.world_size
+    values = _values(turn, ranks, elems)
+    tensor = put(comm, values[me], place)
+    comm.reduce(tensor, root)
+    if me == root:
+        assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), place
+    mine = put(comm, values[me], place)
+    parts = [room(comm, elems, torch.float32, place, turn) for _ in range(ranks)]
+    comm.gather(mine, parts if me == root else None, root)
+    _write_over(comm, mine)
+    back = room(comm, elems, torch.float32, place, 1)
+    if me == root:
+        assert torch.equal(on_host(torch.cat(parts)), torch.cat(values)), place
+    comm.scatter(back, parts if me == root else None, root)
+    _write_over(comm, *parts)
+    assert torch.equal(on_host(back), values[me]), place
 
 
-def _job(call: Call, algorithm: str, elems: int = ELEMS) -> Callable[[Communicator], None]:
+def _movements(comm: Communicator, turn: int, _: str, elems: int, place: str) -> None:
+    """All-to-all, messages and broadcast: what the kernels of other jobs do not do."""
+    ranks, me = comm.world_size, comm.rank
+    ahead, behind = (me + 1) % ranks, (me - 1) % ranks
+    values = _values(turn, ranks, elems * ranks)
+    source = put(comm, values[me], place)
+    got = room(comm, elems * ranks, torch.float32, place, 1)
+    comm.all_to_all_single(got, source)
+    _write_over(comm, source)
+    want = [each.chunk(ranks)[me] for each in values]
+    assert torch.equal(on_host(got), torch.cat(want)), place
+    mine = put(comm, values[me], place)
+    works = [comm.isend(mine, ahead), comm.irecv(got, behind)]
+    assert all(work.wait() for work in works)
+    _write_over(comm, mine)
+    assert torch.equal(on_host(got), values[behind]), place
+    root = turn % ranks
+    both = [put(comm, values[me], place) for _ in range(2)]
+    for tensor in both:
+        comm.broadcast(tensor, root)
+    _write_over(comm, both[1])
+    assert torch.equal(on_host(both[0]), values[root]), place
+
+
+def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communicator], None]:
     def body(comm: Communicator) -> None:
-        for turn, place in enumerate(("plain", "heap", "mixed", "plain")):
-            call(comm, turn, algorithm, elems, place)
+        for turn, place in enumerate(("plain", "heap", "mixed")):
+            form(comm, turn, algorithm, elems[place], place)
 
     return body
 
 
+def _come_around(comm: Communicator) -> None:
+    """Packets whose flags are about to come around, so that their places are cleared."""
+    set_packet_epoch(comm, CALLS_PER_CLEARING - 4)
+    comm.barrier()
+    for turn in range(6):
+        _all_reduce(comm, turn, "packet", FEW_ELEMS, "plain")
+
+
+def _absent(comm: Communicator) -> None:
+    """The last rank makes no call: the others' kernels give up, and say so."""
+    if comm.rank == comm.world_size - 1:
+        return
+    tensor = put(comm, torch.ones(SOME_ELEMS), "plain")
+    try:
+        comm.submit(lambda: comm.all_reduce(tensor, algorithm="direct"), "absent", timeout=0.3)
+        comm.finish_host_side()
+    except (CollectiveTimeout, AbortedError) as error:
+        assert f"rank {comm.world_size - 1}" in str(error), error
+    else:
+        raise AssertionError("a rank that makes no call was not missed")
+
+
+def _norm_alone(comm: Communicator) -> None:
+    """The norm of a gradient that is reduced already: of small integers, so that it is exact."""
+    values = put(comm, _values(0, 1, SOME_ELEMS)[0], "plain")
+    words, wanted = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
+    given = (values.data_ptr(), _native.DTYPES["float32"], SOME_ELEMS, 0)
+    comm.start_call(Call("grad_norm", lambda end: end.grad_norm(*given, words.data_ptr()), []))
+    _native.grad_norm(*given, wanted.data_ptr())
+    assert torch.equal(on_host(words), wanted)
+
+
+def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
+    """AdamW with gradients of small integers, whose sums are exact in any order."""
+
+    def body(comm: Communicator) -> None:
+        start = torch.randn(STEP_ELEMS, generator=torch.Generator().manual_seed(9))
+        param = torch.nn.Parameter(put(comm, start, "plain"))
+        plain = torch.nn.Parameter(start.clone())
+        options = AdamWOptions(algorithm=algorithm)
+        optimizer = AdamW([param], lr=1e-2, comm=comm, options=options)
+        reference = torch.optim.AdamW([plain], lr=1e-2, foreach=False, fused=True)
+        for turn in range(4):
+            values = _values(turn, comm.world_size, STEP_ELEMS)
+            if param.grad is None:
+                param.grad = put(comm, values[comm.rank], "plain")
+            else:  # in the heap, where peers read it
+                param.grad.copy_(values[comm.rank])
+            plain.grad = torch.stack(values).sum(0) / comm.world_size
+            if clip:
+                norm = on_host(optimizer.clip_grad_norm_(0.5))
+                assert torch.allclose(norm, plain.grad.norm(), rtol=1e-6)
+                plain.grad *= torch.clamp(0.5 / (norm + 1e-6), max=1.0)
+            optimizer.step()
+            _write_over(comm, param.grad)
+            reference.step()
+            # One rounding of the gradient's mean and one of each product, some 2^-23 each.
+            got = on_host(param.detach())
+            assert torch.allclose(got, plain.detach(), rtol=1e-6, atol=1e-7)
+        comm.finish_host_side()
+
+    return body
+
+
+# Of the elements of an all-reduce each rank has a third.
+_THIRDS = {place: elems // 3 for place, elems in MANY.items()}
 JOBS: dict[str, Callable[[Communicator], None]] = {
-    "direct": _job(_all_reduce, "direct"),
-    "ring": _job(_all_reduce, "ring"),
-    "packet": _job(_all_reduce, "packet", FEW_ELEMS),
-    "direct halves": _job(_halves, "direct", ELEMS // 2),
-    "ring halves": _job(_halves, "ring", ELEMS // 2),
+    "direct": _job(_all_reduce, "direct", MANY),
+    "ring": _job(_all_reduce, "ring", SOME),
+    "packet": _job(_all_reduce, "packet", FEW),
+    "direct halves": _job(_halves, "direct", _THIRDS),
+    "ring halves": _job(_halves, "ring", dict.fromkeys(FEW, SOME_ELEMS // 3)),
+    "packet halves": _job(_halves, "packet", dict.fromkeys(FEW, FEW_ELEMS // 3)),
+    "one hop": _job(_all_reduce, "direct", FEW),
+    "movements": _job(_movements, "", _THIRDS),
+    "to a root": _job(_to_root, "", MANY),
+    "norm alone": _norm_alone,
+    "packets come around": _come_around,
+    "absent": _absent,
+    "direct step": _steps("direct", False),
+    "ring step": _steps("ring", False),
+    "direct norm": _steps("direct", True),
+    "ring norm": _steps("ring", True),
 }
 
 
-def run(job: str, kernels: PtxKernels, options: CommOptions = QUICK) -> None:
+def run(job: str, kernels: PtxKernels) -> None:
     """Does a job on devices of its own; a wrong result or a wrong step of a kernel is raised."""
     devices = Devices("emulated", ptx=kernels)
-    with devices.new_world(2, (0, 1), options) as world:
+    with devices.new_world(RANKS, (0, 1), QUICK) as world:
         devices.run(world, JOBS[job])
     devices.close()
 

@@ -4,6 +4,9 @@
 #include <thread>
 
 extern "C" const char* ptx_failure();
+// What has ended comes before what this stream, or whatever the host begins, does from now on.
+extern "C" void ptx_stream_waited();
+extern "C" void ptx_host_waited();
 
 namespace emulator {
 namespace {
@@ -23,6 +26,7 @@ void serve(Stream* stream) {
     stream->queue.pop_front();
     for (const auto& completion : task.after) await(lock, completion);
     lock.unlock();
+    if (task.joins) ptx_stream_waited();
     if (task.run) task.run();
     task.run = nullptr;  // what it holds goes before anyone hears that it is done
     lock.lock();
@@ -63,9 +67,11 @@ bool all_done(const Completions& completions) {
 // Without `run` it is a mark in the stream, which an idle stream passes at once.
 int enqueue(Stream& stream, Work run, Completions after) {
   if (const int result = order_with_legacy(stream, after); result != kSuccess) return result;
+  stream.joins |= !after.empty();
   if (!run && stream.last->done && all_done(after)) return kSuccess;
   stream.last = std::make_shared<Completion>();
-  stream.queue.push_back({std::move(run), std::move(after), stream.last});
+  stream.queue.push_back(
+      {std::move(run), std::move(after), stream.last, std::exchange(stream.joins, false)});
   world().changed.notify_all();
   return kSuccess;
 }
@@ -149,6 +155,7 @@ int query(const Event& event, bool& done) {
   const Lock lock(world().mutex);
   if (event.graph) return kCapturedEvent;
   done = event.completion->done;
+  if (done) ptx_host_waited();
   return outcome();
 }
 
@@ -156,6 +163,7 @@ int synchronize(const Event& event) {
   Lock lock(world().mutex);
   if (event.graph) return kCapturedEvent;
   await(lock, event.completion);
+  ptx_host_waited();
   return outcome();
 }
 
@@ -167,6 +175,7 @@ int synchronize(Device& device) {
     all.push_back(stream->last);
   }
   for (const auto& completion : all) await(lock, completion);
+  ptx_host_waited();
   return outcome();
 }
 

@@ -51,6 +51,7 @@ struct Task {
   Work run;
   Completions after;
   std::shared_ptr<Completion> completion;
+  bool joins;  // comes after work of other streams
 };
 
 struct Graph {
@@ -75,6 +76,7 @@ struct Stream {
   int priority;   // smaller is served first
   std::deque<Task> queue{};
   std::shared_ptr<Completion> last = std::make_shared<Completion>(Completion{true});
+  bool joins = false;                // other streams whose work was done already
   std::shared_ptr<Graph> capture{};  // the graph that this stream records now
   std::vector<int> frontier{};       // the nodes that its next node comes after
 };

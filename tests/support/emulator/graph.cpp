@@ -4,6 +4,8 @@
 
 #include "tests/support/emulator/device.h"
 
+extern "C" void ptx_stream_waited();  // see device.cpp
+
 namespace emulator {
 
 int Graph::add(Work run, std::vector<int> after) {
@@ -24,21 +26,22 @@ bool Graph::covers(const std::vector<int>& end, const std::vector<int>& wanted) 
 void Graph::run() const {
   std::vector<std::shared_ptr<Completion>> done;
   for (size_t i = 0; i < nodes.size(); ++i) done.push_back(std::make_shared<Completion>());
+  // A chain needs no threads; branches run side by side.
+  bool chain = true;
+  for (size_t i = 0; i < nodes.size(); ++i)
+    chain &= i == 0 ? nodes[i].after.empty() : nodes[i].after == std::vector<int>{int(i) - 1};
   const auto run_node = [&](size_t i) {
     {
       std::unique_lock lock(world().mutex);
       for (const int earlier : nodes[i].after)
         world().changed.wait(lock, [&] { return done[earlier]->done; });
     }
+    if (!chain) ptx_stream_waited();  // a thread of its own knows of no stream
     nodes[i].run();
     const std::lock_guard lock(world().mutex);
     done[i]->done = true;
     world().changed.notify_all();
   };
-  // A chain needs no threads; branches run side by side.
-  bool chain = true;
-  for (size_t i = 0; i < nodes.size(); ++i)
-    chain &= i == 0 ? nodes[i].after.empty() : nodes[i].after == std::vector<int>{int(i) - 1};
   std::vector<std::thread> threads;
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (chain)

@@ -210,10 +210,17 @@ class EmulatedRuntime(EmulatedMemory):
 
     def in_stream_order(self) -> InStreamOrder:
         """Inside, torch's operations of this thread wait for its current streams, as on a GPU."""
-        return InStreamOrder(self._await_current_streams, self._is_of_heap)
+        return InStreamOrder(self._await_current_streams, self._keeps_itself)
 
-    def _is_of_heap(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and self.owner_of(tensor.data_ptr()) is not None
+    def _keeps_itself(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the heap; else it is torch's, which kernels may use, too."""
+        if tensor.layout is not torch.strided:
+            return False
+        if self.owner_of(tensor.data_ptr()) is not None:
+            return True
+        if self.ptx is not None:
+            allow(tensor)
+        return False
 
     def _await_current_streams(self) -> None:
         for device in range(self.devices):

@@ -23,15 +23,18 @@ Shard& shard_of(uint64_t number) {
 std::atomic<Time> clock_{1};
 std::atomic<uint64_t> blocks_{0};
 
-struct Running {
+struct Known {
   std::mutex mutex;
-  int kernels = 0;
-  View ended;  // what the blocks that have ended knew and did
+  int running = 0;  // kernels
+  View ended;       // what the blocks that have ended knew and did
+  View host;        // what of that the host has waited for
 };
-Running& running() {
-  static auto* const made = new Running;
+Known& known() {
+  static auto* const made = new Known;
   return *made;
 }
+
+thread_local View of_stream;  // what this thread's kernels come after
 
 }  // namespace
 
@@ -83,28 +86,45 @@ Time now() { return clock_.load(); }
 Time tick() { return ++clock_; }
 uint64_t new_block() { return ++blocks_; }
 
-void kernel_begins() {
-  const std::lock_guard lock(running().mutex);
-  ++running().kernels;
+KernelHistory::KernelHistory() {
+  const std::lock_guard lock(known().mutex);
+  ++known().running;
+  of_stream.join(known().host);
+  before_ = after_ = of_stream;
 }
 
-void kernel_ends() {
-  const std::lock_guard lock(running().mutex);
-  if (--running().kernels > 0) return;
-  for (uint64_t shard = 0; shard < kShards; ++shard) shard_of(shard).lines.clear();
-  running().ended = View();
-  running().ended.learn_all(now());
+void KernelHistory::block_ends(uint64_t block, const View& view) {
+  const std::lock_guard lock(known().mutex);
+  after_.join(view);
+  after_.learn(block, now());
 }
 
-View view_of_new_block() {
-  const std::lock_guard lock(running().mutex);
-  return running().ended;
-}
-
-void block_ends(uint64_t block, const View& view) {
-  const std::lock_guard lock(running().mutex);
-  running().ended.join(view);
-  running().ended.learn(block, now());
+KernelHistory::~KernelHistory() {
+  const std::lock_guard lock(known().mutex);
+  --known().running;
+  known().ended.join(after_);
+  of_stream = after_;
 }
 
 }  // namespace ptx
+
+extern "C" {
+
+// The work of this thread's stream comes after what has ended on others.
+void ptx_stream_waited() {
+  const std::lock_guard lock(ptx::known().mutex);
+  ptx::of_stream.join(ptx::known().ended);
+}
+
+// All later work comes after what has ended.
+void ptx_host_waited() {
+  const std::lock_guard lock(ptx::known().mutex);
+  if (ptx::known().running == 0) {
+    for (uint64_t shard = 0; shard < ptx::kShards; ++shard) ptx::shard_of(shard).lines.clear();
+    ptx::known().ended = ptx::View();
+    ptx::known().ended.learn_all(ptx::now());
+  }
+  ptx::known().host = ptx::known().ended;
+}
+
+}  // extern "C"

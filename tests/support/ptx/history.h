@@ -1,10 +1,14 @@
 // What kernels of this process have done to global memory, and what one of them may know of it.
 //
 // Terms. A *change* is what a store did to a line: who made it, when, and what was there before. A
-// *view* is what a thread has been told: by the kernels that ended before its own began, and by
-// each release that it or a peer it heard of has acquired. A release leaves a *stamp* at its word:
-// the view of its thread and all that its block has released. Times count changes and releases of
-// the whole process. With no kernel running there is no history.
+// *view* is what a thread has been told: by the kernels that come before its own, and by each
+// release that it or a peer it heard of has acquired. A release leaves a *stamp* at its word: the
+// view of its thread and all that its block has released. Times count changes and releases of the
+// whole process.
+//
+// Kernels that come before are the earlier ones of the stream, and all that had ended when somebody
+// waited: the stream for another one, or the host. When the host waits and no kernel runs, the
+// history ends.
 #pragma once
 
 #include <array>
@@ -86,9 +90,19 @@ Time now();
 Time tick();  // a new time
 uint64_t new_block();
 
-void kernel_begins();
-void kernel_ends();
-View view_of_new_block();
-void block_ends(uint64_t block, const View& view);
+// A launch, in the thread of its stream from its begin to its end.
+class KernelHistory {
+ public:
+  KernelHistory();
+  ~KernelHistory();
+  KernelHistory(const KernelHistory&) = delete;
+  KernelHistory& operator=(const KernelHistory&) = delete;
+
+  const View& before() const { return before_; }
+  void block_ends(uint64_t block, const View& view);
+
+ private:
+  View before_, after_;
+};
 
 }  // namespace ptx

@@ -704,11 +704,18 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
                    : combined<uint64_t>(i.atomic, old, a, b);
 }
 
-// Before an acquire, in a schedule that wants it.
-void come_late(Warp& w) {
+// Before a block's first acquire at a place, in a schedule that wants it: until nothing changes any
+// more, or for 20 ms.
+void come_late(Warp& w, const Instruction& i) {
   if (!w.block().launch().schedule.even_are_late || w.block().y() % 2 != 0) return;
-  const timespec nap{0, 200'000};
-  nanosleep(&nap, nullptr);
+  if (!w.block().comes_first(i.line)) return;
+  Time seen = 0;
+  for (int nap = 0, quiet = 0; nap < 40 && quiet < 2; ++nap) {
+    const timespec half_ms{0, 500'000};
+    nanosleep(&half_ms, nullptr);
+    quiet = now() == seen ? quiet + 1 : 0;
+    seen = now();
+  }
 }
 
 // ---- special registers -------------------------------------------------------------------------
@@ -757,7 +764,7 @@ Handler special_register(std::string_view name) {
 }
 
 void load(Warp& w, const Instruction& i, Mask mask) {
-  if (i.order == Order::kAcquire) come_late(w);
+  if (i.order == Order::kAcquire) come_late(w, i);
   const uint32_t bytes = uint32_t(i.type.bits / 8);
   each(mask, [&](int lane) {
     std::array<uint8_t, 16> loaded;
@@ -790,9 +797,8 @@ void update(Warp& w, const Instruction& i, Mask mask) {
     uint64_t old = 0;
     if (place.space == Space::kShared) {
       SharedMemory& shared = w.block().shared();
-      old = shared.read_for_update(place.address, bytes);
-      const uint64_t value = combined(i, old, a[lane], b[lane]);
-      shared.store(w.thread(lane), place.address, &value, bytes, true);
+      old = shared.begin_update(w.thread(lane), place.address, bytes);
+      shared.end_update(place.address, combined(i, old, a[lane], b[lane]), bytes);
     } else if (place.space == Space::kGlobal) {
       BlockMemory& memory = w.block().memory();
       old = memory.update(w.thread(lane), place.address, bytes, i.order,

@@ -124,15 +124,18 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range) {
 
 void be_strict(bool strict) { is_strict = strict; }
 
-BlockMemory::BlockMemory(int threads, bool replicates_reads)
-    : id_(new_block()), replicates_reads_(replicates_reads), common_view_(view_of_new_block()) {
+BlockMemory::BlockMemory(KernelHistory& kernel, int threads, bool replicates_reads)
+    : kernel_(kernel),
+      id_(new_block()),
+      replicates_reads_(replicates_reads),
+      common_view_(kernel.before()) {
   if (threads > int(kMostThreads)) throw BadAccess("a block of more than 1023 threads");
 }
 
 BlockMemory::~BlockMemory() {
   barrier();
   release(0);
-  block_ends(id_, common_view_);
+  kernel_.block_ends(id_, common_view_);
 }
 
 const View& BlockMemory::view(int thread) const {
@@ -211,9 +214,15 @@ void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) {
     }
   }
   if (line == nullptr) return;
-  for (uint32_t i = 0; i < bytes; ++i)
-    if (line->state[at + i] == Byte::kStored && seen(line->tag[at + i], thread))
+  for (uint32_t i = 0; i < bytes; ++i) {
+    if (line->state[at + i] != Byte::kStored) continue;
+    if (seen(line->tag[at + i], thread))
       out[i] = line->data[at + i];
+    else if (!replicates_reads_)
+      throw BadAccess("global memory: a race: thread " + std::to_string(thread) +
+                      " reads the byte at " + hex(address + i) +
+                      " that another one has written with no barrier between");
+  }
 }
 
 void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes) {
@@ -431,7 +440,7 @@ void BlockMemory::barrier() {
   std::erase_if(lines_, [](const auto& item) { return !item.second.listed; });
 }
 
-SharedMemory::SharedMemory(uint32_t bytes) : data_(bytes), written_(bytes), read_(bytes) {}
+SharedMemory::SharedMemory(uint32_t bytes) : data_(bytes), uses_(bytes) {}
 
 uint64_t SharedMemory::checked(uint64_t address, uint32_t bytes) const {
   const uint64_t at = address - kSpaceBase;
@@ -441,44 +450,60 @@ uint64_t SharedMemory::checked(uint64_t address, uint32_t bytes) const {
   return at;
 }
 
+// Another thread's use of a byte, since the last barrier, must not be of that kind.
+void SharedMemory::check_others(int thread, uint64_t at, uint32_t use, const char* does,
+                                const char* did) const {
+  if (use >> 10 != phase_ || (use & 1023) == uint32_t(thread)) return;
+  throw BadAccess("shared memory: a race: thread " + std::to_string(thread) + does +
+                  " the byte at " + hex(at + kSpaceBase) + " that another one " + did +
+                  " with no barrier between");
+}
+
+void SharedMemory::note(int thread, uint32_t& use) const {
+  const bool first = use >> 10 != phase_ || (use & 1023) == uint32_t(thread);
+  use = phase_ << 10 | (first ? uint32_t(thread) : kSeveral);
+}
+
 void SharedMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) {
   const uint64_t at = checked(address, bytes);
   for (uint64_t i = at; i < at + bytes; ++i) {
-    if (written_[i] == 0)
+    if (!uses_[i].was_written)
       throw BadAccess("shared memory: nobody has written the byte at " + hex(i + kSpaceBase));
-    const uint32_t writer = written_[i] & 1023;
-    if (written_[i] >> 10 == phase_ && writer != uint32_t(thread) && writer != kSeveral)
-      throw BadAccess("shared memory: a race: thread " + std::to_string(thread) +
-                      " reads the byte at " + hex(i + kSpaceBase) + " that thread " +
-                      std::to_string(writer) + " wrote with no barrier between");
-    const bool first = read_[i] >> 10 != phase_;
-    const bool mine = first || (read_[i] & 1023) == uint32_t(thread);
-    read_[i] = phase_ << 10 | (mine ? uint32_t(thread) : kSeveral);
+    check_others(thread, i, uses_[i].stored, " reads", "has written");
+    check_others(thread, i, uses_[i].updated, " reads", "has updated");
+    note(thread, uses_[i].read);
   }
   std::memcpy(to, data_.data() + at, bytes);
 }
 
-void SharedMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes,
-                         bool atomic) {
+// Several threads may store the same (a status that all of them bring).
+void SharedMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes) {
   const uint64_t at = checked(address, bytes);
   for (uint64_t i = at; i < at + bytes; ++i) {
-    if (!atomic && read_[i] >> 10 == phase_ && (read_[i] & 1023) != uint32_t(thread))
-      throw BadAccess("shared memory: a race: thread " + std::to_string(thread) +
-                      " writes the byte at " + hex(i + kSpaceBase) +
-                      " that another one read with no barrier between");
-    written_[i] = phase_ << 10 | (atomic ? kSeveral : uint32_t(thread));
+    check_others(thread, i, uses_[i].read, " writes", "has read");
+    check_others(thread, i, uses_[i].updated, " writes", "has updated");
+    note(thread, uses_[i].stored);
+    uses_[i].was_written = true;
   }
   std::memcpy(data_.data() + at, from, bytes);
 }
 
-uint64_t SharedMemory::read_for_update(uint64_t address, uint32_t bytes) {
+uint64_t SharedMemory::begin_update(int thread, uint64_t address, uint32_t bytes) {
   const uint64_t at = checked(address, bytes);
-  for (uint64_t i = at; i < at + bytes; ++i)
-    if (written_[i] == 0)
+  for (uint64_t i = at; i < at + bytes; ++i) {
+    if (!uses_[i].was_written)
       throw BadAccess("shared memory: nobody has written the byte at " + hex(i + kSpaceBase));
+    check_others(thread, i, uses_[i].read, " updates", "has read");
+    check_others(thread, i, uses_[i].stored, " updates", "has written");
+    note(thread, uses_[i].updated);
+  }
   uint64_t value = 0;
   std::memcpy(&value, data_.data() + at, bytes);
   return value;
+}
+
+void SharedMemory::end_update(uint64_t address, uint64_t value, uint32_t bytes) {
+  std::memcpy(data_.data() + checked(address, bytes), &value, bytes);
 }
 
 }  // namespace ptx

@@ -45,7 +45,7 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range);
 // What a block has stored, and what its threads may see. Of one OS thread alone.
 class BlockMemory {
  public:
-  BlockMemory(int threads, bool replicates_reads);
+  BlockMemory(KernelHistory& kernel, int threads, bool replicates_reads);
   ~BlockMemory();  // the end of a block releases
   BlockMemory(const BlockMemory&) = delete;
   BlockMemory& operator=(const BlockMemory&) = delete;
@@ -97,6 +97,7 @@ class BlockMemory {
   void release_reads(int thread);
   void check_readers(int thread, uint64_t address, uint32_t bytes) const;
 
+  KernelHistory& kernel_;
   const uint64_t id_;
   const bool replicates_reads_;
   std::vector<uint64_t> read_lines_;  // numbers of the lines with reads that are not released
@@ -118,18 +119,27 @@ class SharedMemory {
  public:
   explicit SharedMemory(uint32_t bytes);
   // Throw BadAccess out of bounds, of bytes that nobody wrote, and where no barrier lies between
-  // one thread's store and another's load, or one's load and another's store.
+  // one thread's store and another's load, one's load and another's store, or an atomic update and
+  // anything else of another thread.
   void load(int thread, uint64_t address, void* to, uint32_t bytes);
-  void store(int thread, uint64_t address, const void* from, uint32_t bytes, bool atomic = false);
-  uint64_t read_for_update(uint64_t address, uint32_t bytes);
+  void store(int thread, uint64_t address, const void* from, uint32_t bytes);
+  uint64_t begin_update(int thread, uint64_t address, uint32_t bytes);  // returns the value
+  void end_update(uint64_t address, uint64_t value, uint32_t bytes);
   void barrier() { ++phase_; }
 
  private:
+  // Of a byte: who did it last, as phase << 10 | thread. 0: nobody.
+  struct Uses {
+    uint32_t stored = 0, updated = 0, read = 0;
+    bool was_written = false;
+  };
   uint64_t checked(uint64_t address, uint32_t bytes) const;
+  void check_others(int thread, uint64_t at, uint32_t use, const char* does, const char* did) const;
+  void note(int thread, uint32_t& use) const;
   static constexpr uint32_t kSeveral = 1023;  // threads, in place of one
   uint32_t phase_ = 1;
   std::vector<uint8_t> data_;
-  std::vector<uint32_t> written_, read_;  // phase << 10 | thread; 0: never
+  std::vector<Uses> uses_;
 };
 
 }  // namespace ptx

@@ -290,11 +290,11 @@ bool Warp::shuffle(const Instruction& i) {
   return false;
 }
 
-Block::Block(const Launch& launch, int x, int y)
+Block::Block(const Launch& launch, KernelHistory& history, int x, int y)
     : launch_(launch),
       x_(x),
       y_(y),
-      memory_(launch.threads, launch.schedule.replicates_reads),
+      memory_(history, launch.threads, launch.schedule.replicates_reads),
       shared_(launch.kernel->shared_bytes + launch.dynamic_shared_bytes),
       random_(0x9e3779b97f4a7c15 * (uint64_t(launch.schedule.seed) + 1)) {
   for (int thread = 0; thread < launch.threads; thread += kLanes)
@@ -362,22 +362,19 @@ void Block::run() {
 }
 
 void run(const Launch& launch) {
-  kernel_begins();
-  {
-    std::vector<std::thread> threads;
-    for (int y = 0; y < launch.grid_y; ++y)
-      for (int x = 0; x < launch.grid_x; ++x)
-        threads.emplace_back([&launch, x, y] {
-          if (failed) return;
-          try {
-            Block(launch, x, y).run();
-          } catch (const std::exception& error) {
-            fail(launch.kernel->name + ": " + error.what());
-          }
-        });
-    for (std::thread& thread : threads) thread.join();
-  }
-  kernel_ends();
+  KernelHistory history;
+  std::vector<std::thread> threads;
+  for (int y = 0; y < launch.grid_y; ++y)
+    for (int x = 0; x < launch.grid_x; ++x)
+      threads.emplace_back([&launch, &history, x, y] {
+        if (failed) return;
+        try {
+          Block(launch, history, x, y).run();
+        } catch (const std::exception& error) {
+          fail(launch.kernel->name + ": " + error.what());
+        }
+      });
+  for (std::thread& thread : threads) thread.join();
 }
 
 const char* failure() { return failed ? failure_text.c_str() : nullptr; }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <deque>
+#include <set>
 #include <utility>
 
 #include "tests/support/ptx/memory.h"
@@ -20,8 +21,8 @@ struct Schedule {
   uint32_t seed = 0;
   // A lane that waits for another lane of its own warp may wait for good.
   bool no_progress_in_a_warp = false;
-  // Blocks with an even y nap before they acquire, so that what they wait for is mostly there when
-  // they first look, while their peers mostly have to wait.
+  // Blocks with an even y wait until nothing changes before they acquire at a place for the first
+  // time, so that what they want is there when they look, while their peers mostly have to wait.
   bool even_are_late = false;
   // Several threads may read an element, of which the one that stores it uses what it read alone:
   // so does Triton with tensors that have fewer elements than the block has threads.
@@ -113,7 +114,7 @@ class Warp {
 
 class Block {
  public:
-  Block(const Launch& launch, int x, int y);
+  Block(const Launch& launch, KernelHistory& history, int x, int y);
   void run();
 
   const Launch& launch() const { return launch_; }
@@ -127,6 +128,7 @@ class Block {
   bool reduced() const { return reduced_; }
   bool gives_up_turn() { return std::exchange(gives_up_turn_, false); }
   void give_up_turn() { gives_up_turn_ = true; }
+  bool comes_first(uint32_t line) { return lines_come_to_.insert(line).second; }
 
  private:
   void order_warps(std::vector<size_t>& order);
@@ -140,6 +142,7 @@ class Block {
   int arrived_ = 0, arrived_to_reduce_ = 0;
   bool any_ = false, reduced_ = false, gives_up_turn_ = false;
   uint64_t barriers_ = 0;
+  std::set<uint32_t> lines_come_to_;
   uint64_t random_;
 };
 

@@ -1,0 +1,183 @@
+"""The CUDA units' PTX, executed on emulated devices, computes what the host does, bit for bit.
+
+Memory is at its worst there: a load sees what an acquire has shown and no more. ``make ptx-check``
+runs all tests of devices in this way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import AbortedError, CollectiveTimeout, Communicator, MismatchError, RingcommError
+from ringcomm.optim import AdamWOptions
+from tests.comm.device.test_device_bits import drawn, reduced_on_host
+from tests.comm.device.test_device_steps import same_as_on_host
+from tests.proof.ptx.small_jobs import part_of
+from tests.support import nvrtc
+from tests.support.device_checks import (
+    CHECKS,
+    EMULATED,
+    Case,
+    check_all_reduce,
+    check_reduce_scatter,
+)
+from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put
+from tests.support.emulator.library import COMPILER, PtxSchedule
+from tests.support.emulator.ptx import PtxKernels
+from tests.support.exact import same
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(nvrtc.library_path() is None, reason=nvrtc.NEEDS_NVRTC),
+    pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
+]
+
+# In which order warps and lanes run; each serves one of the worlds below.
+UPWARDS = PtxSchedule(0)
+AGAINST_PROGRESS = PtxSchedule(1, no_progress_in_a_warp=True)
+AT_RANDOM = PtxSchedule(7, even_are_late=True)
+
+
+@contextmanager
+def ptx_devices(schedule: PtxSchedule) -> Iterator[Devices]:
+    made = Devices("emulated", ptx=PtxKernels(schedule, part=part_of))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Devices]:
+    with ptx_devices(AT_RANDOM) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule"),
+    [(2, UPWARDS), (2, AGAINST_PROGRESS), (4, AT_RANDOM)],
+    ids=["2, upwards", "2, a lane may wait for good", "4, at random"],
+)
+def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
+    algorithms, places = (
+        itertools.cycle(("direct", "ring", "packet", "auto")),
+        itertools.cycle(PLACES),
+    )
+    cases = [
+        Case(count, place=place, algorithm=algorithm, in_place=turn % 2 == 0, root=turn % 2)
+        for turn, (count, place, algorithm) in enumerate(
+            zip((1, 257, 3001, 0, 33, 700), places, algorithms, strict=False)
+        )
+    ]
+
+    def body(comm: Communicator) -> None:
+        for check in CHECKS.values():
+            for case in cases:
+                check(comm, case)
+
+    with ptx_devices(schedule) as devices:
+        devices.run(devices.world(world_size, (0, 1)), body)
+
+
+@pytest.mark.parametrize("dtype", EMULATED, ids=str)
+def test_every_unit(devices: Devices, dtype: torch.dtype) -> None:
+    def body(comm: Communicator) -> None:
+        for turn, algorithm in enumerate(("direct", "ring", "packet")):
+            for count, place in ((67, "unaligned"), (1500, PLACES[turn])):
+                case = Case(count, dtype, EMULATED[dtype][-1], place, algorithm)
+                check_all_reduce(comm, case)
+                check_reduce_scatter(comm, case)
+
+    devices.run(devices.world(2, (0, 1)), body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounded_sums_have_the_bits_of_the_host(devices: Devices, dtype: torch.dtype) -> None:
+    given = {count: drawn(count, dtype, "SUM") for count in (37, 1003)}
+    with ringcomm.local_world(4, timeout=60.0) as host_world:
+        wanted = {count: reduced_on_host(host_world, each, "SUM") for count, each in given.items()}
+
+    def body(comm: Communicator) -> None:
+        for count, want in wanted.items():
+            for algorithm in ("direct", "packet") if count == 37 else ("direct",):
+                tensor = put(comm, given[count][comm.rank], "plain")
+                comm.all_reduce(tensor, algorithm=algorithm)
+                assert same(on_host(tensor), want), (count, algorithm)
+
+    devices.run(devices.world(4, (0, 1)), body)
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize(
+    ("dtype", "world_size", "options"),
+    [
+        (torch.float32, 4, AdamWOptions()),
+        (torch.bfloat16, 2, AdamWOptions(master="remainder")),
+        (torch.float16, 2, AdamWOptions(master="none", rounding="stochastic", seed=7)),
+    ],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_steps(devices, dtype, world_size, options, algorithm, clip) -> None:
+    options = replace(options, algorithm=algorithm)
+    same_as_on_host(devices, world_size, dtype, options, clip)
+
+
+def test_a_graph_is_replayed(devices: Devices) -> None:
+    world = devices.world(2)
+    assert devices.emulated is not None
+    with devices.as_on_gpu():
+        small, large = ([put(comm, torch.ones(n), "heap") for comm in world] for n in (30, 3001))
+        with devices.emulated.capture() as graph:
+            for algorithm in ("packet", "direct", "ring"):
+                world.all_reduce(small if algorithm == "packet" else large, algorithm=algorithm)
+        for turn in range(12):
+            for rank in range(2):
+                small[rank].fill_(turn + rank)
+                large[rank].fill_(turn - rank)
+            devices.emulated.replay(graph)
+            for rank in range(2):
+                assert torch.equal(on_host(small[rank]), torch.full((30,), 2.0 * turn + 1))
+                assert torch.equal(on_host(large[rank]), torch.full((3001,), 4.0 * turn - 2))
+
+
+def _errors(devices: Devices, world, body) -> list[RingcommError | None]:
+    def caught(comm: Communicator) -> RingcommError | None:
+        try:
+            body(comm)
+            on_host(torch.zeros(1))  # waits for the stream
+            comm.finish_host_side()
+        except RingcommError as error:
+            return error
+        return None
+
+    return devices.run(world, caught)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])
+def test_a_rank_that_does_not_come_is_named(devices: Devices, algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.all_reduce(put(comm, torch.ones(100), "plain"), algorithm=algorithm)
+
+    with devices.new_world(2, (0, 1), replace(OPTIONS, timeout=0.3)) as world:
+        alone, absent = _errors(devices, world, body)
+    assert isinstance(alone, CollectiveTimeout) and "rank 1" in str(alone)
+    assert absent is None or isinstance(absent, AbortedError)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "packet"])
+def test_other_calls_are_told_apart(devices: Devices, algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        tensor = put(comm, torch.ones(100 + comm.rank), "plain")
+        comm.all_reduce(tensor, algorithm=algorithm)
+
+    with devices.new_world(2, (0, 1)) as world:
+        errors = _errors(devices, world, body)
+    assert any(isinstance(error, MismatchError) for error in errors), errors
+    assert all(isinstance(error, RingcommError) for error in errors), errors

@@ -1,0 +1,247 @@
+"""The PTX interpreter computes what the PTX ISA says, and finds what a kernel must not do."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.emulator import ptx
+from tests.support.emulator.library import COMPILER, PtxSchedule
+from tests.support.emulator.ptx import RefusedError
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
+
+# %rd1: the address of the memory that the test gives; %r1: the thread.
+KERNEL = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry kernel(.param .u64 memory)
+{{
+  .reg .pred %p<9>;
+  .reg .b16 %rs<9>;
+  .reg .b32 %r<20>;
+  .reg .f32 %f<9>;
+  .reg .b64 %rd<20>;
+  .reg .f64 %fd<9>;
+  .shared .align 16 .b8 shared[1024];
+  ld.param.u64 %rd1, [memory];
+  mov.u32 %r1, %tid.x;
+  {body}
+  ret;
+}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    ptx.forget()
+
+
+def run(
+    body: str, memory: torch.Tensor, threads: int = 32, schedule: PtxSchedule | None = None
+) -> str | None:
+    """Runs a kernel of one block on the memory; returns what it did wrong, or None."""
+    ptx.allow(memory)
+    module = ptx.load(KERNEL.format(body=body))
+    given = struct.pack("<Q", memory.data_ptr())
+    return ptx.run(module, "kernel", given, threads=threads, schedule=schedule)
+
+
+def each(operation: str, *values: torch.Tensor, result: torch.dtype) -> torch.Tensor:
+    """``operation`` of each row of values: %{letter}2 and so on give %{letter}1, per thread."""
+    kinds = {2: ("b16", "%rs"), 4: ("b32", "%r"), 8: ("b64", "%rd")}
+    count, ways = len(values[0]), [kinds[each.element_size()] for each in values]
+    out_type, out = kinds[result.itemsize]
+    memories = [torch.zeros(count, dtype=result), *values]
+    for tensor in memories:
+        ptx.allow(tensor)
+    lines = ["mov.u32 %r19, %ctaid.x; shl.b32 %r19, %r19, 8; add.s32 %r19, %r19, %r1;"]
+    lines.append("cvt.u64.u32 %rd19, %r19;")
+    for number, (tensor, (kind, prefix)) in enumerate(zip(values, ways, strict=True), 2):
+        lines.append(f"ld.param.u64 %rd18, [memory+{8 * (number - 1)}];")
+        lines.append(f"mad.lo.s64 %rd18, %rd19, {tensor.element_size()}, %rd18;")
+        lines.append(f"ld.global.{kind} {prefix}{number}, [%rd18];")
+    lines += [operation, f"mad.lo.s64 %rd18, %rd19, {result.itemsize}, %rd1;"]
+    lines.append(f"st.global.{out_type} [%rd18], {out}1;")
+    text = KERNEL.format(body="\n  ".join(lines))
+    text = text.replace(".param .u64 memory", f".param .align 8 .b8 memory[{8 * len(memories)}]")
+    given = struct.pack(f"<{len(memories)}Q", *(tensor.data_ptr() for tensor in memories))
+    assert count % 256 == 0
+    failed = ptx.run(ptx.load(text), "kernel", given, grid=(count // 256, 1), threads=256)
+    assert failed is None, failed
+    return memories[0]
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------
+
+ALL_HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _bits_of_floats() -> torch.Tensor:
+    """FP32 values around each boundary of their bits, and around those of 16-bit floats."""
+    made = torch.Generator().manual_seed(3)
+    exponents = torch.arange(512, dtype=torch.int64) << 23
+    near = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF, 0x3FF000])
+    drawn = torch.randint(0, 1 << 32, (1 << 14,), generator=made)
+    bits = torch.cat([(exponents[:, None] + near).flatten(), drawn])
+    return torch.nn.functional.pad(bits, (0, -len(bits) % 256)).to(torch.int32)
+
+
+FLOATS = _bits_of_floats()
+
+
+def same_but_nan(got: torch.Tensor, want: torch.Tensor, nan_bits: int) -> bool:
+    """Equal bits; where ``want`` is NaN, the one NaN of NVIDIA's arithmetic."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
+    expected = torch.where(want.isnan(), torch.tensor(nan_bits, dtype=bits), want.view(bits))
+    return torch.equal(got.view(bits), expected)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_every_half_widens(kind: str) -> None:
+    got = each(f"cvt.f32.{kind} %r1, %rs2;", ALL_HALVES, result=torch.float32)
+    assert same_but_nan(got, ALL_HALVES.view(HALVES[kind]).float(), 0x7FFFFFFF)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_floats_narrow_to_the_nearest_even(kind: str) -> None:
+    got = each(f"cvt.rn.{kind}.f32 %rs1, %r2;", FLOATS, result=torch.int16)
+    assert same_but_nan(got, FLOATS.view(torch.float32).to(HALVES[kind]), 0x7FFF)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_sums_of_halves_round_once(kind: str) -> None:
+    other = ALL_HALVES[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(5))]
+    got = each(f"add.rn.{kind} %rs1, %rs2, %rs3;", ALL_HALVES, other, result=torch.int16)
+    wide = ALL_HALVES.view(HALVES[kind]).double() + other.view(HALVES[kind]).double()
+    assert same_but_nan(got, wide.float().to(HALVES[kind]), 0x7FFF)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "of"),
+    [
+        ("add.rn", torch.add),
+        ("sub.rn", torch.sub),
+        ("mul.rn", torch.mul),
+        ("div.rn", torch.div),
+    ],
+)
+def test_arithmetic_of_floats_has_one_nan(spelling: str, of) -> None:
+    other = FLOATS.flip(0).contiguous()
+    got = each(f"{spelling}.f32 %r1, %r2, %r3;", FLOATS, other, result=torch.float32)
+    assert same_but_nan(got, of(FLOATS.view(torch.float32), other.view(torch.float32)), 0x7FFFFFFF)
+
+
+def test_fused_multiply_add_rounds_once() -> None:
+    a, b = FLOATS, FLOATS.flip(0).contiguous()
+    c = FLOATS.roll(7)
+    got = each("fma.rn.f32 %r1, %r2, %r3, %r4;", a, b, c, result=torch.float32)
+    alone = each("mul.rn.f32 %r1, %r2, %r3;\n  add.rn.f32 %r1, %r1, %r4;", a, b, c, result=a.dtype)
+    x, y, z = (each.view(torch.float32).double() for each in (a, b, c))
+    # The product is exact in FP64. Where the sum is, too, one rounding remains.
+    product, total = x * y, x * y + z
+    exact = (total - z == product) & (total - product == z)
+    assert exact.sum() > 1000
+    assert torch.equal(got[exact], total.float()[exact])
+    assert not torch.equal(got.view(a.dtype), alone)
+
+
+# ---- what a kernel must not do -------------------------------------------------------------------
+
+# Lane 0 polls the first word 10,000 times for what the others write; the second says what it saw.
+POLLS_FOR_A_LANE_OF_ITS_WARP = """
+  setp.ne.u32 %p1, %r1, 0;
+  @%p1 bra others;
+  mov.u32 %r4, 10000;
+poll:
+  ld.acquire.sys.global.u32 %r2, [%rd1];
+  sub.s32 %r4, %r4, 1;
+  setp.eq.u32 %p2, %r2, 0;
+  setp.gt.s32 %p3, %r4, 0;
+  and.pred %p4, %p2, %p3;
+  @%p4 bra poll;
+  st.global.u32 [%rd1+4], %r2;
+  bra done;
+others:
+  mov.u32 %r3, 1;
+  st.release.sys.global.u32 [%rd1], %r3;
+done:
+"""
+STORES_BY_THREAD = "cvt.u64.u32 %rd2, %r1; shl.b64 %rd2, %rd2, 2; add.s64 %rd3, %rd1, %rd2;"
+SHARED = "mov.u64 %rd4, shared; add.s64 %rd5, %rd4, %rd2;"
+SWAPS = """
+  st.shared.u32 [%rd5], %r1;
+  {barrier}
+  mov.u32 %r2, 252; shl.b32 %r3, %r1, 2; sub.s32 %r3, %r2, %r3;
+  cvt.u64.u32 %rd6, %r3; add.s64 %rd7, %rd4, %rd6;
+  ld.shared.u32 %r4, [%rd7];
+  st.global.u32 [%rd3], %r4;
+"""
+
+
+def words(count: int = 64) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+def test_shared_memory_needs_a_barrier() -> None:
+    """Each thread reads what one of the other warp has written."""
+    body, memory = STORES_BY_THREAD + SHARED + SWAPS, words()
+    assert run(body.format(barrier="bar.sync 0;"), memory, threads=64) is None
+    assert torch.equal(memory, torch.arange(63, -1, -1, dtype=torch.int32))
+    found = run(body.format(barrier=""), words(), threads=64)
+    assert found is not None and ("nobody has written" in found or "a race" in found)
+
+
+WRONG = {
+    "misaligned": ("ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd1+4];", "misaligned"),
+    "out of bounds": ("ld.global.u32 %r2, [%rd1+65536];", "are of no buffer"),
+    "shared out of bounds": ("mov.u64 %rd4, shared; ld.shared.u32 %r2, [%rd4+1024];", "of bounds"),
+    "shared never written": ("mov.u64 %rd4, shared; ld.shared.u32 %r2, [%rd4];", "nobody has"),
+    "some threads at a barrier": (
+        "setp.ge.u32 %p1, %r1, 32; @%p1 bra past; bar.sync 0; past:",
+        "that never come",
+    ),
+    "another's word read without a barrier": (
+        STORES_BY_THREAD + "st.global.u32 [%rd3], %r1; xor.b32 %r2, %r1, 32;"
+        "cvt.u64.u32 %rd2, %r2; shl.b64 %rd2, %rd2, 2; add.s64 %rd3, %rd1, %rd2;"
+        "ld.global.u32 %r4, [%rd3];",
+        "a race",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_found(what: str) -> None:
+    body, told = WRONG[what]
+    found = run(body, words(), threads=64)
+    assert found is not None and told in found, found
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_lane_may_wait_for_good_for_one_of_its_warp(progress: bool) -> None:
+    memory = words()
+    schedule = PtxSchedule(no_progress_in_a_warp=not progress)
+    assert run(POLLS_FOR_A_LANE_OF_ITS_WARP, memory, schedule=schedule) is None
+    assert memory[:2].tolist() == [1, int(progress)]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "named"),
+    [
+        ("tanh.approx.f32 %f1, %f2;", "tanh.approx.f32"),
+        ("ld.volatile.global.u32 %r2, [%rd1];", "ld.volatile.global.u32"),
+        ("bar.sync 1;", "a barrier other than 0"),
+        ("add.f32 %f1, %f2, %f3;", "add.f32"),  # contraction would be the compiler's choice
+        ("add.u32 %r1, %r2, %x3;", "%x3"),
+        ("call unknown;", "unknown"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(instruction: str, named: str) -> None:
+    with pytest.raises(RefusedError, match=named.replace(".", r"\.")):
+        run(instruction, words())
