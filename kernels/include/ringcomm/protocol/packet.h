@@ -30,13 +30,12 @@ static_assert(offsetof(CallHeader, result_offset) % 8 == 0 &&
 
 // Different calls have different hashes but for one in 2^64. Each step can be undone, so no single
 // word is lost; nobody is kept from finding two calls with one hash, who could as well lie in a word.
-RC_TEAM_FN uint64_t hash_of(const CallHeader& header) {
-  const auto* words = reinterpret_cast<const uint64_t*>(&header);
+RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
   uint64_t hash = 0;
   RC_UNROLL
   for (int i = 0; i < kHeaderPackets; ++i) {
     if (i == kFactorPacket) continue;
-    hash = (hash ^ words[i]) * 0x9e3779b97f4a7c15;  // 2^64 by the golden ratio, an odd number
+    hash = (hash ^ header[i]) * 0x9e3779b97f4a7c15;  // 2^64 by the golden ratio, an odd number
     hash ^= hash >> 32;
   }
   return hash;
@@ -183,7 +182,7 @@ template <class E>
 RC_TEAM_FN void send_headers(E& e, const PacketCall& call) {
   const auto* words = reinterpret_cast<const uint64_t*>(e.v.mine);
   const int packets = kHeaderPackets + 1, count = (e.world() - 1) * packets;
-  const uint64_t hash = hash_of(*e.v.mine);
+  const uint64_t hash = hash_of(words);
   for (int i = e.team.lane(); i < count; i += e.team.num_lanes()) {
     const int reader = e.peer_at(1 + i / packets), at = i % packets;
     const uint64_t word = at == kHashPacket ? hash : words[at];
@@ -209,7 +208,7 @@ RC_TEAM_FN Status take_payload(E& e, const PacketCall& call, const Packet* from,
 template <class E>
 RC_TEAM_FN Status check_headers(E& e, const PacketCall& call) {
   const int count = (e.world() - 1) * 2;
-  const uint64_t hash = hash_of(*e.v.mine);
+  const uint64_t hash = hash_of(reinterpret_cast<const uint64_t*>(e.v.mine));
   Status status = Status::kOk;
   if (e.team.lane() == 0) e.factors()[e.rank()] = e.factor();
   for (int i = e.team.lane(); i < count && status == Status::kOk; i += e.team.num_lanes()) {
