@@ -19,17 +19,17 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The sender's header takes the first packets of each channel, 8 bytes in each, and a hash of all but
-// the factor the next: a reader waits for these two, and for the rest only where the hash differs from
-// its own. Packets carry their results, so nobody asks where to put them.
+// The sender's header takes the first packets of each channel, 8 bytes in each, and a hash of all
+// but the factor the next: a reader waits for these two, and for the rest only where the hash
+// differs from its own. Packets carry their results, so nobody asks where to put them.
 constexpr int kHeaderPackets = int(offsetof(CallHeader, result_offset) / 8);
 constexpr int kFactorPacket = int(offsetof(CallHeader, factor) / 8);
 constexpr int kHashPacket = kHeaderPackets;
 static_assert(offsetof(CallHeader, result_offset) % 8 == 0 &&
               (kHashPacket + 1) * 8 <= int(kHeaderBytes));
 
-// Different calls have different hashes but for one in 2^64. Each step can be undone, so no single
-// word is lost; nobody is kept from finding two calls with one hash, who could as well lie in a word.
+// Different calls have different hashes but for one in 2^64. Each step can be undone, so no change
+// of a single word is lost. It guards against mistakes: a peer that lies could do so in any word.
 RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
   uint64_t hash = 0;
   RC_UNROLL
