@@ -47,6 +47,19 @@ RC_FN const int32_t* rings_of(const RankTable* table) {
   return reinterpret_cast<const int32_t*>(table + 1);
 }
 
+// The same again in the parameters of a launch of one rank, which are there before a load of the
+// table could be: for worlds of up to kInlineWorld ranks whose rings fit.
+constexpr int kInlineWorld = 16, kInlineRingBytes = 384;
+struct InlineTable {
+  int32_t rank, world, rings;
+  Layout layout;
+  HostPage* host;
+  char* regions[kInlineWorld];
+  char* heaps[kInlineWorld];
+  uint64_t heap_bytes[kInlineWorld];
+  uint8_t order[kInlineRingBytes];  // [rings][world], rank by position
+};
+
 // The state of a call that a Triton kernel keeps per channel, since its blocks have no shared
 // memory by name: 32 words of 8 bytes, and 9 more per rank. kernels/tl/state.py names them.
 constexpr uint64_t kScratchWords = 32, kScratchWordsPerRank = 9;
@@ -69,6 +82,7 @@ struct CallArgs {
   Algorithm algorithm;
   int32_t dtype, redop, root;
   int32_t in_spans, out_spans;  // index of the first span of a list; -1: an even cut
+  bool inlined;                 // the launch carries the table, too
   // The optimizer's alone; in device memory.
   const void* step;          // AdamWShard or AdamWTable
   NormWords* words;          // added to
@@ -76,7 +90,13 @@ struct CallArgs {
 };
 
 struct LaunchParams {
-  CallArgs calls[kMaxRanksPerLaunch];
+  union {
+    CallArgs calls[kMaxRanksPerLaunch];
+    struct {
+      CallArgs call;
+      InlineTable table;  // if call.inlined
+    } alone;
+  };
   Span spans[kMaxSpans];
 };
 static_assert(sizeof(LaunchParams) <= 4096);

@@ -15,31 +15,64 @@ RC_TEAM_FN Chunks chunks_of(const CallArgs& args, const Span* spans, char* base,
   return {base, args.total_bytes, args.chunk_bytes, nullptr};
 }
 
-// The first thing a block does: brings the rank's table into shared memory, since every step uses
-// it. Lanes other than the first may look at the view after the next sync().
-template <class Team>
-RC_TEAM_FN void load_table(Team& team, const CallArgs& args, const Span* spans, Workspace& w) {
-  const RankTable& t = *args.table;
+RC_FN int ring_rank(const RankTable& t, int ring, int position) {
+  return rings_of(&t)[ring * t.world + position];
+}
+RC_FN int ring_rank(const InlineTable& t, int ring, int position) {
+  return t.order[ring * t.world + position];
+}
+
+RC_TEAM_FN int world_of(const LaunchParams& p, const CallArgs& args) {
+  return args.inlined ? p.alone.table.world : args.table->world;
+}
+RC_TEAM_FN int rank_of(const LaunchParams& p, const CallArgs& args) {
+  return args.inlined ? p.alone.table.rank : args.table->rank;
+}
+
+// Brings a table into shared memory, and this rank's words of the call, whose loads are under way
+// side by side. Lanes other than the first may look at the view after the next sync().
+template <class Team, class Table>
+RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
   const int ring = t.rings > 0 ? team.channel() % t.rings : -1;
   if (team.lane() == 0) {
-    w.failure = 0;
-    w.portion = portion_of(team.channel(), team.num_channels());
+    char* const region = t.regions[t.rank];
+    const auto* line =
+        reinterpret_cast<const ChannelLine*>(region + t.layout.channel_offset(team.channel()));
+    // Messages are not counted, and a collective may be counting now.
+    const bool counts = args.collective != Collective::kSend;
+    w.sequence = counts ? line->sequence : 0;
+    w.packet_epoch = counts ? line->packet_epoch : 0;
+    // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
+    w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
     w.host = t.host;
-    w.in = chunks_of(args, spans, args.in, args.in_spans);
-    w.out = chunks_of(args, spans, args.out, args.out_spans);
   }
   for (int p = team.lane(); p < t.world; p += team.num_lanes()) {
     w.regions[p] = t.regions[p];
     w.heaps[p] = t.heaps[p];
     w.heap_bytes[p] = t.heap_bytes[p];
-    w.ring[p] = ring < 0 ? p : rings_of(&t)[ring * t.world + p];
+    w.ring[p] = ring < 0 ? p : ring_rank(t, ring, p);
     if (w.ring[p] == t.rank) w.ring_position = p;
   }
   team.sync();
   if (team.lane() == 0)
-    w.view =
-        View{t.rank,  t.world,   t.layout,  w.regions, w.heaps, w.heap_bytes,    args.timeout_ns,
-             w.peers, w.sources, w.factors, &w.mine,   w.ring,  w.ring_position, w.results};
+    w.view = View{t.rank,       t.world,         t.layout,        w.regions, w.heaps,
+                  w.heap_bytes, args.timeout_ns, w.peers,         w.sources, w.factors,
+                  &w.mine,      w.ring,          w.ring_position, w.results, w.packet_epoch};
+}
+
+// The first thing a block does, since every step uses what it loads.
+template <class Team>
+RC_TEAM_FN void load_table(Team& team, const LaunchParams& p, const CallArgs& args, Workspace& w) {
+  if (team.lane() == 0) {
+    w.failure = 0;
+    w.portion = portion_of(team.channel(), team.num_channels());
+    w.in = chunks_of(args, p.spans, args.in, args.in_spans);
+    w.out = chunks_of(args, p.spans, args.out, args.out_spans);
+  }
+  if (args.inlined)
+    load_words(team, args, p.alone.table, w);
+  else
+    load_words(team, args, *args.table, w);
 }
 
 // Numbers the call and puts it where fault records find it. kAborted: this rank gave up before.
@@ -50,8 +83,8 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
   if (team.lane() == 0) {
     const View& v = w.view;
     const bool counts = args.collective != Collective::kSend;
-    uint64_t sequence = 0;
-    if (counts) sequence = ++v.channel_line(team.channel())->sequence;
+    const uint64_t sequence = counts ? w.sequence + 1 : 0;
+    if (counts) v.channel_line(team.channel())->sequence = sequence;
     w.mine = CallHeader{CallId{sequence, args.match_bytes, args.collective, args.dtype, args.redop,
                                args.root, args.algorithm},
                         0,
@@ -59,7 +92,7 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
                         kNotInHeap,
                         args.factor,
                         kNotInHeap};
-    if (aborted(v, v.rank)) status = Status::kAborted;
+    if (w.aborted != 0) status = Status::kAborted;
   }
   return team.share(status);
 }
@@ -97,7 +130,7 @@ template <class Team, class Ops, class Run>
 RC_TEAM_FN void run_collective(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
                                Ops ops, Run run) {
   const CallArgs& args = p.calls[rank_in_launch];
-  load_table(team, args, p.spans, w);
+  load_table(team, p, args, w);
   if (begin_call(team, args, w) != Status::kOk) return;
   const bool message = args.collective == Collective::kSend;
   Endpoint<Team, Ops> e{team, w.view, ops, message ? Stream::kMessage : Stream::kPair};
@@ -143,7 +176,7 @@ template <class Team, class Ops, class Run>
 RC_TEAM_FN void run_packets(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
                             Ops ops, Run run) {
   const CallArgs& args = p.calls[rank_in_launch];
-  load_table(team, args, p.spans, w);
+  load_table(team, p, args, w);
   if (begin_call(team, args, w) != Status::kOk) return;
   Endpoint<Team, Ops> e{team, w.view, ops};
   end_call(team, w.view, run(e, args));

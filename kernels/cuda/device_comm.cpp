@@ -95,9 +95,27 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
   auto* order = reinterpret_cast<int32_t*>(bytes.data() + sizeof(RankTable));
   for (size_t r = 0; r < count; ++r)
     for (int p = 0; p < config_.world; ++p) *order++ = rings[r][size_t(p)];
+  make_inline(t, rings);
   regions_ = regions;
   table_address_ = regions[size_t(config_.rank)] + table_offset();
   return bytes;
+}
+
+void DeviceComm::make_inline(const RankTable& t, const std::vector<std::vector<int>>& rings) {
+  const size_t world = size_t(t.world);
+  inline_table_ = {};
+  if (t.world > kInlineWorld || size_t(t.rings) * world > size_t(kInlineRingBytes)) return;
+  InlineTable& n = inline_table_;
+  n.rank = t.rank;
+  n.world = t.world;
+  n.rings = t.rings;
+  n.layout = t.layout;
+  n.host = t.host;
+  std::copy_n(t.regions, world, n.regions);
+  std::copy_n(t.heaps, world, n.heaps);
+  std::copy_n(t.heap_bytes, world, n.heap_bytes);
+  for (size_t r = 0; r < size_t(t.rings); ++r)
+    std::copy(rings[r].begin(), rings[r].end(), n.order + r * world);
 }
 
 CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType dtype,
@@ -219,6 +237,8 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
     spans += int(list.size());
     return spans - int(list.size());
   };
+  const bool alone = ranks.size() == 1 && ranks[0]->inline_table_.world > 0;
+  if (alone) params.alone.table = ranks[0]->inline_table_;
   const Prepared& first = ranks[0]->prepared_;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const Prepared& p = ranks[r]->prepared_;
@@ -227,6 +247,7 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
     params.calls[r] = p.args;
     params.calls[r].in_spans = add(p.in);
     params.calls[r].out_spans = add(p.out);
+    params.calls[r].inlined = alone;
   }
   ranks[0]->driver_->launch(first.function, first.channels, unsigned(ranks.size()), kThreads,
                             stream, &params);

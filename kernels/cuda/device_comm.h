@@ -150,6 +150,7 @@ class DeviceComm {
  private:
   uint64_t table_bytes() const;
   uint64_t scratch_offset() const;
+  void make_inline(const RankTable& table, const std::vector<std::vector<int>>& rings);
   CallArgs args_of(Collective collective, Algorithm algorithm, DType dtype, uint64_t match_bytes,
                    int root) const;
   Algorithm chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_packets) const;
@@ -179,6 +180,7 @@ class DeviceComm {
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
   uint64_t window_ = 0, windows_ = 0, part_bytes_ = 0;  // as in RankTable
+  InlineTable inline_table_{};  // world 0: it does not fit
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
   std::deque<Pending> pending_;

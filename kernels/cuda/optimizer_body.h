@@ -141,13 +141,13 @@ RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_
   const CallArgs& args = p.calls[rank_in_launch];
   load_shard(team, args, w);
   const AdamWShard& shard = w.shard;
-  const int world = args.table->world;
+  const int world = world_of(p, args);
   const bool ring = args.algorithm == Algorithm::kRing,
              whole = args.collective == Collective::kReduceScatterAdamWAllGather;
   const Bucket bucket = Bucket::of(args.in, shard.params, shard.bucket_elems, int32_t(sizeof(G)),
                                    int32_t(sizeof(P)), world);
   const UpdateFinish<G, P> finish{&shard, divisor_of(args, world), w.results, ring ? 0 : world};
-  const OptimizerOps<G, UpdateFinish<G, P>> ops{finish, bucket.grads().get(args.table->rank).ptr};
+  const OptimizerOps<G, UpdateFinish<G, P>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
     if (whole)
       return ring ? reduce_scatter_adamw_all_gather_ring(e, bucket)
@@ -161,11 +161,11 @@ template <class G, class Team>
 RC_TEAM_FN void reduce_scatter_norm_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                            Workspace& w) {
   const CallArgs& args = p.calls[rank_in_launch];
-  const int world = args.table->world;
+  const int world = world_of(p, args);
   const Bucket bucket =
       Bucket::of(args.in, nullptr, args.total_bytes / sizeof(G), int32_t(sizeof(G)), 0, world);
   const NormFinish<G> finish{&args, divisor_of(args, world), &w.norm};
-  const OptimizerOps<G, NormFinish<G>> ops{finish, bucket.grads().get(args.table->rank).ptr};
+  const OptimizerOps<G, NormFinish<G>> ops{finish, bucket.grads().get(rank_of(p, args)).ptr};
   begin_norm(team, w);
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
     return args.algorithm == Algorithm::kRing ? reduce_scatter_norm_ring(e, bucket)

@@ -15,6 +15,9 @@ struct Workspace {
   Portion portion;  // of this block's channel
   int failure;      // 0 until a lane fails, then for good
   int ring_position;
+  // As they were when the call began.
+  uint64_t sequence;
+  uint32_t packet_epoch, aborted;
   char* regions[kMaxWorld];
   char* heaps[kMaxWorld];
   uint64_t heap_bytes[kMaxWorld];

@@ -128,7 +128,7 @@ View view_of(World& w, int rank, Workspace& workspace) {
   host::LaneGroup alone(1);
   EmulatedTeam team{&workspace, &alone, 0, 1, 0, 1};
   Queue& q = w.queues[kCollectives][size_t(rank)];
-  load_table(team, q.params.calls[rank % kMaxRanksPerLaunch], q.params.spans, workspace);
+  load_table(team, q.params, q.params.calls[rank % kMaxRanksPerLaunch], workspace);
   return workspace.view;
 }
 

@@ -247,7 +247,7 @@ constexpr bool packets_are_disjoint() {
         uint64_t end = 0;
         for (int c = 0; c < channels; ++c, end += 2 * kHeaderBytes)
           if (l.packet_header_offset(c) != end ||
-              kHeaderPackets * sizeof(Packet) > 2 * kHeaderBytes)
+              (kHashPacket + 1) * sizeof(Packet) > 2 * kHeaderBytes)
             return false;
         for (int c = 0; c < channels; ++c) {
           const Extent part = part_of(bytes, c, channels);
@@ -258,6 +258,19 @@ constexpr bool packets_are_disjoint() {
         }
         if (end > l.packet_set_bytes()) return false;
       }
+    }
+  return true;
+}
+
+// A change of any word of a header but the factor changes its hash.
+constexpr bool hash_sees_every_word() {
+  uint64_t words[kHeaderPackets] = {1, 4096, 0x100000002, 3, 5, 4096, 0, ~0ull, 0x3ff0000000000000};
+  const uint64_t hash = hash_of(words);
+  for (int i = 0; i < kHeaderPackets; ++i)
+    for (int bit = 0; bit < 64; ++bit) {
+      words[i] ^= uint64_t(1) << bit;
+      if ((hash_of(words) == hash) != (i == kFactorPacket)) return false;
+      words[i] ^= uint64_t(1) << bit;
     }
   return true;
 }
@@ -289,6 +302,7 @@ static_assert(items_cover());
 static_assert(epochs_wrap());
 static_assert(regions_are_covered());
 static_assert(packets_are_disjoint());
+static_assert(hash_sees_every_word());
 static_assert(flags_alternate());
 
 }  // namespace

@@ -108,9 +108,6 @@ MUTANTS = {
         "last + 1 == 0 && !CHOSEN ?",
         ((2, 1, 2, 1, NEAR_WRAP),),
     ),
-    "packet count changed while lanes read it": without(
-        PACKET, SYNC, f"{SYNC}  // all lanes have read"
-    ),
     "factors of packets read too early": Mutant(
         PACKET,
         "header, call.flag, sender);\n  }\n  return e.team.share(status);",

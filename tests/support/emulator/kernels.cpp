@@ -14,8 +14,8 @@ struct Family {
   bool waits = true;
 };
 constexpr std::array<Family, 11> kFamilies = {{
-    {"rc_move", 126},
-    {"rc_packet_move", 92},
+    {"rc_move", 128},
+    {"rc_packet_move", 96},
     {"rc_packet_", 146},
     {"rc_reduce_scatter_norm", 248},
     {"rc_reduce_scatter_", 228},

@@ -58,8 +58,8 @@ struct Bucket {
   }
 };
 
-// Channels share a chunk by whole blocks, of gradients and of parameters alike. Elements have 2 or 4
-// bytes, and segments are powers of two that hold whole blocks.
+// Channels share a chunk by whole blocks, of gradients and of parameters alike. Elements have 2 or
+// 4 bytes, and segments are powers of two that hold whole blocks.
 RC_FN Cut cut_by_blocks(int32_t elem_bytes) { return {kBlockShift + (elem_bytes == 2 ? 1 : 2)}; }
 
 template <class E>

@@ -278,14 +278,17 @@ struct Endpoint {
     PeerState& st = in(s, sender);
     const char* slot = v.slot(sender, s, team.channel(), v.rank, st.base + 1);
     const CallHeader& theirs = *reinterpret_cast<const CallHeader*>(slot);
-    if (!same_call(theirs.id, id()) || theirs.stream_bytes != expected_bytes)
-      return fail(team, v, Status::kMismatch, sender, &theirs, expected_bytes);
-    // Each is loaded once, so that what was checked is what is used.
+    // Each is loaded once, so that what was checked is what is used, and before any is looked at: a
+    // peer's memory is far, and so all of it takes one trip.
     const uint64_t item_bytes = load_relaxed_sys(&theirs.item_bytes),
                    offset = load_relaxed_sys(&theirs.heap_offset),
-                   results = load_relaxed_sys(&theirs.result_offset);
+                   results = load_relaxed_sys(&theirs.result_offset),
+                   stream_bytes = load_relaxed_sys(&theirs.stream_bytes);
+    const double factor = theirs.factor;
     uint64_t process_ptr = 0;
     if constexpr (Team::kReadsProcesses) process_ptr = load_relaxed_sys(&theirs.process_ptr);
+    if (!(same_call(theirs.id, id()) & (stream_bytes == expected_bytes)))
+      return fail(team, v, Status::kMismatch, sender, &theirs, expected_bytes);
     const bool in_heap = offset != kNotInHeap, in_process = process_ptr != 0,
                stays = in_heap || in_process,
                sized = item_bytes == segment_bytes() ||
@@ -301,7 +304,7 @@ struct Endpoint {
     st.in_process = in_process;
     reads_peer_buffers |= stays;
     st.items = items_of(expected_bytes, st.item_shift);
-    factors()[sender] = theirs.factor;
+    factors()[sender] = factor;
     if (results != kNotInHeap) v.results[sender] = v.heaps[sender] + results;
     return Status::kOk;
   }

@@ -19,12 +19,27 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The sender's header takes the first packets of each channel, 8 bytes in each.
-// Packets carry their results, so nobody asks where to put them.
+// The sender's header takes the first packets of each channel, 8 bytes in each, and a hash of all
+// but the factor the next: a reader waits for these two, and for the rest only where the hash
+// differs from its own. Packets carry their results, so nobody asks where to put them.
 constexpr int kHeaderPackets = int(offsetof(CallHeader, result_offset) / 8);
 constexpr int kFactorPacket = int(offsetof(CallHeader, factor) / 8);
+constexpr int kHashPacket = kHeaderPackets;
 static_assert(offsetof(CallHeader, result_offset) % 8 == 0 &&
-              kHeaderPackets * 8 <= int(kHeaderBytes));
+              (kHashPacket + 1) * 8 <= int(kHeaderBytes));
+
+// Different calls have different hashes but for one in 2^64. Each step can be undone, so no change
+// of a single word is lost. It guards against mistakes: a peer that lies could do so in any word.
+RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
+  uint64_t hash = 0;
+  RC_UNROLL
+  for (int i = 0; i < kHeaderPackets; ++i) {
+    if (i == kFactorPacket) continue;
+    hash = (hash ^ header[i]) * 0x9e3779b97f4a7c15;  // 2^64 by the golden ratio, an odd number
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
 
 // Flags come around after 2^32 calls; once in so many each set of buffers is cleared.
 constexpr uint32_t kCallsPerClearing = 1u << 24;
@@ -146,8 +161,7 @@ RC_COLD Status packet_mismatch(Team team, const View& v, const Packet* header, u
 template <class E>
 RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
   ChannelLine* line = e.v.channel_line(e.team.channel());
-  const PacketCall call{next_flag(line->packet_epoch), part_of(message_bytes, e.team.portion())};
-  e.team.sync();  // all lanes have read the count
+  const PacketCall call{next_flag(e.v.packet_epoch), part_of(message_bytes, e.team.portion())};
   if (e.team.lane() == 0) line->packet_epoch = call.flag;
   if (!clears_other_set(call.flag)) return call;
   // The other set holds the call before this one, which is over; the peers write into it again only
@@ -167,31 +181,45 @@ RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
 template <class E>
 RC_TEAM_FN void send_headers(E& e, const PacketCall& call) {
   const auto* words = reinterpret_cast<const uint64_t*>(e.v.mine);
-  const int count = (e.world() - 1) * kHeaderPackets;
+  const int packets = kHeaderPackets + 1, count = (e.world() - 1) * packets;
+  const uint64_t hash = hash_of(words);
   for (int i = e.team.lane(); i < count; i += e.team.num_lanes()) {
-    const int reader = e.peer_at(1 + i / kHeaderPackets), at = i % kHeaderPackets;
-    store_packet_sys(header_packets(e, call, e.rank(), reader) + at, uint32_t(words[at]),
-                     uint32_t(words[at] >> 32), call.flag);
+    const int reader = e.peer_at(1 + i / packets), at = i % packets;
+    const uint64_t word = at == kHashPacket ? hash : words[at];
+    store_packet_sys(header_packets(e, call, e.rank(), reader) + at, uint32_t(word),
+                     uint32_t(word >> 32), call.flag);
   }
 }
 
-// Waits for the peers' headers and compares them with mine. Fills factors().
+// One lane: 8 bytes of payload from `sender`, whose packet was seen as `seen`.
+// model: take_payload (tests/proof/model/packet.pml)
+template <class E>
+RC_TEAM_FN Status take_payload(E& e, const PacketCall& call, const Packet* from, Packet seen,
+                               int sender, uint64_t* word) {
+  if (!packet_arrived(seen, call.flag)) {
+    RC_RETURN_IF_FAILED(await_packet_slowly(e.team, e.v, from, call.flag, sender));
+    seen = load_packet_sys(from);
+  }
+  *word = payload_of(seen);
+  return Status::kOk;
+}
+
+// Waits for the peers' hashes and compares them with mine, and for their factors. Fills factors().
 template <class E>
 RC_TEAM_FN Status check_headers(E& e, const PacketCall& call) {
-  const auto* words = reinterpret_cast<const uint64_t*>(e.v.mine);
-  const int count = (e.world() - 1) * kHeaderPackets;
+  const int count = (e.world() - 1) * 2;
+  const uint64_t hash = hash_of(reinterpret_cast<const uint64_t*>(e.v.mine));
   Status status = Status::kOk;
   if (e.team.lane() == 0) e.factors()[e.rank()] = e.factor();
   for (int i = e.team.lane(); i < count && status == Status::kOk; i += e.team.num_lanes()) {
-    const int sender = e.peer_at(1 + i / kHeaderPackets), at = i % kHeaderPackets;
+    const int sender = e.peer_at(1 + i / 2), at = i % 2 == 0 ? kHashPacket : kFactorPacket;
     const Packet* header = header_packets(e, call, sender, e.rank());
-    if (!packet_arrived(load_packet_sys(header + at), call.flag))
-      status = await_packet_slowly(e.team, e.v, header + at, call.flag, sender);
+    uint64_t theirs = 0;
+    status = take_payload(e, call, header + at, load_packet_sys(header + at), sender, &theirs);
     if (status != Status::kOk) break;
-    const uint64_t theirs = payload_of(load_packet_sys(header + at));
     if (at == kFactorPacket)
       reinterpret_cast<uint64_t*>(e.factors())[sender] = theirs;
-    else if (theirs != words[at])
+    else if (theirs != hash)
       status = packet_mismatch(e.team, e.v, header, call.flag, sender);
   }
   return e.team.share(status);
@@ -208,19 +236,6 @@ RC_TEAM_FN void send_payload(E& e, const PacketCall& call, const char* from, int
     const uint64_t word = load_payload(from + call.part.begin_bytes + at, bytes - at);
     store_packet_sys(to + at / 8, uint32_t(word), uint32_t(word >> 32), call.flag);
   }
-}
-
-// One lane: 8 bytes of payload from `sender`, whose packet was seen as `seen`.
-// model: take_payload (tests/proof/model/packet.pml)
-template <class E>
-RC_TEAM_FN Status take_payload(E& e, const PacketCall& call, const Packet* from, Packet seen,
-                               int sender, uint64_t* word) {
-  if (!packet_arrived(seen, call.flag)) {
-    RC_RETURN_IF_FAILED(await_packet_slowly(e.team, e.v, from, call.flag, sender));
-    seen = load_packet_sys(from);
-  }
-  *word = payload_of(seen);
-  return Status::kOk;
 }
 
 // Reduces 8 bytes at a time: every rank's packet at the same place, mine from `own`.

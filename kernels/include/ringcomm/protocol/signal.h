@@ -135,9 +135,19 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
   // Messages keep no order with the collectives, one of which may be moving these words now.
   if (mine.collective == Collective::kSend || mine.collective == Collective::kReceive)
     return nullptr;
+  constexpr Stream streams[2] = {Stream::kPair, Stream::kShared};
+  uint32_t first[2], seen[2];
+  // Side by side: an acquire would wait before the next, and mostly nothing is there.
+  RC_UNROLL
   for (int i = 0; i < 2; ++i) {
-    const Stream s = i == 0 ? Stream::kPair : Stream::kShared;
-    const uint32_t next = v.epochs(s, channel, peer)->seen + 1;
+    first[i] = v.epochs(streams[i], channel, peer)->seen + 1;
+    seen[i] = load_relaxed_sys(&v.signals(v.rank, streams[i], channel, peer)->ready);
+  }
+  RC_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const Stream s = streams[i];
+    const uint32_t next = first[i];
+    if (!reached(seen[i], next)) continue;
     // Pairs with the release in publish() of the peer.
     if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) continue;
     // An item that I have acknowledged in this call may be overwritten by now; one that I have not
