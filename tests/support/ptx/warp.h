@@ -21,8 +21,8 @@ struct Schedule {
   // A lane that waits for another lane of its own warp may wait for good.
   bool no_progress_in_a_warp = false;
   // Blocks with an even y nap before they acquire, so that what they wait for is mostly there when
-  // they first look, while their peers mostly have to wait; and before they end, so that peers go on
-  // while nothing but a release has told them what the block did.
+  // they first look, while their peers mostly have to wait; and before they end, so that peers go
+  // on while nothing but a release has told them what the block did.
   bool even_are_late = false;
   // Several threads may read an element, of which the one that stores it uses what it read alone:
   // so does Triton with tensors that have fewer elements than the block has threads.
