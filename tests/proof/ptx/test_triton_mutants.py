@@ -50,7 +50,6 @@ SURVIVORS = {
         "of the abort words, which say something to a call that fails alone; that data are read "
         "before them is a matter of reordering, and of tests/proof/litmus"
     ),
-    r"acquire of (reason_to_give_up|word_of_host_acquire_sys) ": "of words that stay 0 here",
     r"library: acquire of other_call_seen$": "of the words of collectives, which send nothing here",
     r"acquire of await_acquire_sys in (finish_sending|finish_sharing|return_offers)$": (
         "for what the caller does with its buffer after the call, which is no kernel's access here"
@@ -68,10 +67,6 @@ SURVIVORS = {
     r"barrier before the acquire of (await_acquire_sys in \w+|shift_kernel)$": (
         "Triton's, around its own words in shared memory, of which others come before"
     ),
-    r"barrier (before|behind) the acquire of (reason_to_give_up|word_of_host_acquire_sys) ": (
-        "of a look that only a long wait takes"
-    ),
-    r"barrier in clock_ns in await_slowly$": "the same",
     r"barrier before the release of (collect_piece|reduce_piece|return_offers) ": (
         "one of several, of which 'all barriers of the release' leaves none"
     ),
@@ -84,6 +79,15 @@ SURVIVORS = {
     r"set_of_peer in begin_receive|advance_epoch in barrier_sys)( in|$)": (
         "of words of the block's own, which are read behind the two barriers of an atomic operation"
     ),
+}
+# And those that only a long wait comes to, so that a job may or may not.
+LONG_WAITS = {
+    r"acquire of (reason_to_give_up|word_of_host_acquire_sys) ": "of words that stay 0 here",
+    r"barrier (before|behind) the acquire of (reason_to_give_up|word_of_host_acquire_sys) ": (
+        "around them"
+    ),
+    r"barrier in (clock_ns in )?await_slowly$": "around the clock, which is read with them",
+    r".* await_block$": "blocks of a rank mostly need not wait for each other",
 }
 
 
@@ -101,6 +105,20 @@ def _outcomes(tasks: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     return {(job, mutant): outcome for job, mutant, outcome in lines}
 
 
+def _unseen(tasks: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those tasks whose mistake shows in none of three runs: on a busy machine all waits of a job
+    may be long, or none, and a wait's first look and its polls are places of their own."""
+    for _ in range(3):
+        found = _outcomes(tasks)
+        assert set(found) == set(tasks)
+        assert [task for task in tasks if "REFUSED" in found[task]] == []
+        explained = [*SURVIVORS, *LONG_WAITS]
+        tasks = [t for t in tasks if found[t] == "right" and not _explained(*t, explained)]
+        if not tasks:
+            break
+    return tasks
+
+
 def _reached(outcomes: dict[tuple[str, str], Any]) -> dict[str, list[str]]:
     """By job, the places that it came to with nothing changed, when all was well."""
     unchanged = {job: found for (job, mutant), found in outcomes.items() if not mutant}
@@ -114,12 +132,10 @@ def _explained(job: str, place: str, by: Iterable[str]) -> bool:
 
 @pytest.mark.skipif(ALL, reason="all of them are below")
 def test_a_mistake_of_each_kind_is_seen():
-    found = _outcomes([*((job, "") for job in dict(SOME)), *SOME])
-    reached = _reached(found)
+    reached = _reached(_outcomes((job, "") for job in dict(SOME)))
     for job, mutant in SOME:
         assert mutant in (*reached[job], *EDITS, ONE_WARP_LESS), mutant
-        assert found[job, mutant] != "right", mutant
-        assert "REFUSED" not in found[job, mutant], mutant
+    assert _unseen(list(SOME)) == []
 
 
 @pytest.mark.skipif(not ALL, reason="minutes: RINGCOMM_PTX_CHECK=all")
@@ -128,15 +144,6 @@ def test_every_mistake_is_seen():
     tasks = [(job, place) for job, found in reached.items() for place in found]
     tasks += [("direct", edit) for edit in (*EDITS, ONE_WARP_LESS) if "shuffle" not in edit]
     tasks += [("steps", "another lane of a shuffle")]
-    found = _outcomes(tasks)
-    assert set(found) == set(tasks)
-    refused = [task for task in tasks if "REFUSED" in str(found[task])]
-    assert refused == []
-    unexplained = [
-        f"{job}: {place}"
-        for job, place in tasks
-        if found[job, place] == "right" and not _explained(job, place, SURVIVORS)
-    ]
-    assert unexplained == []
+    assert _unseen(tasks) == []
     stale = [known for known in SURVIVORS if not any(_explained(*task, [known]) for task in tasks)]
     assert stale == []
