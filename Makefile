@@ -71,8 +71,10 @@ bench: $(VENV)/.native $(VENV)/.tools
 
 # On a machine with a GPU: builds, tests, sanitizes, times and records, in under ten minutes, or in
 # BUDGET seconds. It takes the packages that PYTHON has, makes no environment and fetches nothing.
+# REHEARSE=1 runs all of it on an emulated device, at small sizes, and marks every figure.
 gpu-check:
-	$(or $(PYTHON),python3) -m tools.gpu_check $(if $(BUDGET),--budget $(BUDGET))
+	$(or $(PYTHON),python3) -m tools.gpu_check $(if $(BUDGET),--budget $(BUDGET)) \
+		$(if $(REHEARSE),--rehearse)
 
 c10d-conformance: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.c10d.conformance

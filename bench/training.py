@@ -188,7 +188,7 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
     rows: list[Row] = []
     for shape in shapes:
         batches = Batches(shape, corpus, rank, world, comm.device)
-        trained = entrants(batches, comm)
+        trained = entrants(batches, comm, alone=on_gpu)
         calls = {name: Entrant([training]) for name, training in trained.items()}
         timings = measure(board, calls, pace, clock)
         rows += rows_of(shape, world, timings, find_out(board, world, trained))

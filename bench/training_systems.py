@@ -198,10 +198,13 @@ def _fsdp2(shape: Shape, group: dist.ProcessGroup) -> Built:
     return _with_adamw(model)
 
 
-def entrants(batches: Batches, comm: ringcomm.Communicator) -> dict[str, Training]:
+def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> dict[str, Training]:
     """Begins training on each system; collective.
 
-    On CPUs they compete with Gloo, on a GPU with torch without communication.
+    Args:
+        batches: of this rank.
+        comm: of all ranks.
+        alone: they compete with torch without communication, as on a GPU, and not with Gloo.
     """
     shape, device = batches.shape, batches.device
     load_first_use()
@@ -209,7 +212,7 @@ def entrants(batches: Batches, comm: ringcomm.Communicator) -> dict[str, Trainin
         name: lambda stage=stage: _zero(shape, stage, comm)  # type: ignore[misc]
         for stage, name in enumerate(STAGES)
     }
-    if device.type == "cuda":
+    if alone:
         builds[PLAIN] = lambda: _with_adamw(shape.model().to(device))
     else:
         builds[ARITHMETIC] = lambda: (shape.model(), None)

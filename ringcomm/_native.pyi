@@ -512,6 +512,12 @@ class Driver:
     """The CUDA driver's entry points for launches and copies; RuntimeError when there is none."""
 
     def __init__(self, library: str) -> None: ...
+    def has_passed(self, event: int) -> bool:
+        """True if the event has passed; allowed while another thread captures a graph.
+
+        Raises:
+            RuntimeError: the driver reports an error.
+        """
 
 class DeviceRecorder:
     """The flight recorder of a rank on a device.
@@ -598,6 +604,9 @@ class DeviceComm:
     @property
     def channels(self) -> int: ...
     def words(self) -> bytes: ...
+    def set_window(self, own_ptr: int, all_ptr: int, size_bytes: int) -> bool:
+        """Gives the rank a multicast window, before `table`; False: it is too small for the world
+        and its channels."""
     def table(
         self,
         regions: list[int],

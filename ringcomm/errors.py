@@ -206,13 +206,13 @@ def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:
     Args:
         head: operation and rank of the call that ends, from :func:`where`.
         fault: ``_native.Comm.fault()``; its ``rank`` is the one where the fault began, which
-            may be a peer. ``story`` (what the awaited rank did last) and ``trace`` (where the
-            records are) may be added.
+            may be a peer. ``hint`` (what this process does that may be the cause), ``story`` (what
+            the awaited rank did last) and ``trace`` (where the records are) may be added.
     """
     told = _BY_KIND[fault["kind"]](fault)
     return type(told)(
-        f"{head}: {told}. {fault.get('story', '')}The communicator is unusable now: close it and "
-        f"build a new one{fault.get('trace', '')}"
+        f"{head}: {told}. {fault.get('hint', '')}{fault.get('story', '')}The communicator is "
+        f"unusable now: close it and build a new one{fault.get('trace', '')}"
     )
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 # Worlds are larger than the machine: one compute thread per rank, in spawned ranks too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# On a GPU, ranks that are threads have more streams than the driver has queues by default, and the
+# message of one would hold back what that of another waits for (docs/cuda.md, "Traps").
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 # Faults that tests provoke leave no traces; the tests of traces choose a folder of their own.
 os.environ["RINGCOMM_TRACE_DIR"] = "off"
 

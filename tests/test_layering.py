@@ -43,7 +43,8 @@ COMPILER_TEST = re.compile(
 )
 MEMORY_ORDER = re.compile(
     r"__ATOMIC_|memory_order|__threadfence|"
-    r"\b(?:ld|st|red|atom|fence)\.(?:[\w:]+\.)*(?:relaxed|acquire|release|acq_rel|sc)\b"
+    # But multimem instructions, whose order is part of their one spelling (kernels/cuda/ptx.h).
+    r"\b(?<!multimem\.)(?:ld|st|red|atom|fence)\.(?:[\w:]+\.)*(?:relaxed|acquire|release|acq_rel|sc)\b"
 )
 NOT_IN_TEMPLATES = re.compile(
     r"\btorch\b|\bATen\b|\bthreadIdx\b|\bblockIdx\b|<<<|nanobind|Python\.h"

@@ -118,6 +118,8 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_ro("slots", [](const DeviceComm& d) { return d.layout().slots; })
       .def_prop_ro("channels", [](const DeviceComm& d) { return d.layout().channels; })
       .def("words", &words)
+      .def("set_window", &DeviceComm::set_window, nb::arg("own_ptr"), nb::arg("all_ptr"),
+           nb::arg("size_bytes"))
       .def(
           "table",
           [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, const Sizes& heap_bytes,
@@ -179,7 +181,16 @@ void bind_state(nb::class_<DeviceComm>& c) {
 
 void bind_device(nb::module_& m) {
   bind_allocator(m);
-  nb::class_<device::Driver>(m, "Driver").def(nb::init<const std::string&>(), nb::arg("library"));
+  nb::class_<device::Driver>(m, "Driver")
+      .def(nb::init<const std::string&>(), nb::arg("library"))
+      .def(
+          "has_passed",
+          [](const device::Driver& d, uintptr_t event) {
+            // Another thread's launch may hold the driver's lock while its queue is full.
+            const nb::gil_scoped_release nogil;
+            return d.has_passed(reinterpret_cast<void*>(event));
+          },
+          nb::arg("event"));
   nb::class_<DeviceComm> c(m, "DeviceComm");
   c.def(
       "__init__",

@@ -267,7 +267,7 @@ NB_MODULE(_native, m) {
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
   for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
   for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kPacket,
-                       Algorithm::kCopy})
+                       Algorithm::kCopy, Algorithm::kMulticast})
     algorithms[name_of(a)] = int(a);
   m.attr("DTYPES") = dtypes;
   m.attr("OPS") = ops;

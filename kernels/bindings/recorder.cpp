@@ -37,7 +37,7 @@ void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
   codes["dtypes"] = names(int(DType::kCount), [](int i) { return name_of(DType(i)); });
   codes["ops"] = names(int(RedOp::kCount), [](int i) { return name_of(RedOp(i)); });
   codes["algorithms"] =
-      names(int(Algorithm::kCopy) + 1, [](int i) { return name_of(Algorithm(i)); });
+      names(int(Algorithm::kMulticast) + 1, [](int i) { return name_of(Algorithm(i)); });
   m.attr("RECORD_NAMES") = codes;
   m.def(
       "grad_tag",

@@ -61,6 +61,15 @@ uint64_t DeviceComm::region_bytes() const {
   return scratch_offset() + config_.layout.whole_pages(scratch);
 }
 
+bool DeviceComm::set_window(uint64_t own, uint64_t all, uint64_t bytes) {
+  window_ = own;
+  windows_ = all;
+  // Two slots per channel, a part of whole lines per rank.
+  part_bytes_ =
+      bytes / (2 * uint64_t(config_.layout.channels) * config_.world) / kLineBytes * kLineBytes;
+  return part_bytes_ > 0;
+}
+
 std::string DeviceComm::table(const std::vector<uint64_t>& regions,
                               const std::vector<uint64_t>& heaps,
                               const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
@@ -74,6 +83,9 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
   t.layout = config_.layout;
   t.host = reinterpret_cast<HostPage*>(host_page);
   t.scratch = reinterpret_cast<char*>(regions[size_t(config_.rank)]) + scratch_offset();
+  t.window = reinterpret_cast<char*>(window_);
+  t.windows = reinterpret_cast<char*>(windows_);
+  t.part_bytes = part_bytes_;
   for (int p = 0; p < config_.world; ++p) {
     t.regions[p] = reinterpret_cast<char*>(regions[size_t(p)]);
     t.heaps[p] = reinterpret_cast<char*>(heaps[size_t(p)]);
@@ -243,6 +255,27 @@ void DeviceComm::launch(const std::vector<DeviceComm*>& ranks, void* stream) {
 
 // ---- each collective as launches: which kernel, how many blocks, which arguments ---------------
 
+// A prepared all-reduce, reduce-scatter or all-gather, whose r.op is then of no account, by
+// multicast.
+void DeviceComm::multicast(Prepared p, const Reduction& r) {
+  const bool gathers = p.args.collective == Collective::kAllGather;
+  const char* unit = gathers || r.dtype == DType::kFloat32 ? "multicast_float32"
+                     : r.dtype == DType::kBFloat16         ? "multicast_bfloat16"
+                     : r.dtype == DType::kFloat16          ? "multicast_float16"
+                                                           : nullptr;
+  if (part_bytes_ == 0)
+    throw std::invalid_argument("algorithm: \"multicast\" needs CommOptions.multicast_bytes > 0");
+  if (unit == nullptr || (!gathers && r.op != RedOp::kSum && r.op != RedOp::kAvg))
+    throw std::invalid_argument("algorithm: \"multicast\" has no kernel for this dtype and op");
+  if (p.args.chunk_bytes / p.channels / part_bytes_ >= kMaxItems)
+    throw std::invalid_argument("algorithm: a chunk of " + std::to_string(p.args.chunk_bytes) +
+                                " bytes is more than \"multicast\" can pass through its window; "
+                                "raise CommOptions.multicast_bytes");
+  p.function = kernel(unit, "rc_multicast_sum");
+  p.args.algorithm = Algorithm::kMulticast;
+  submit(std::move(p));
+}
+
 void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction& r) {
   const uint64_t bytes = elems * uint64_t(size_of(r.dtype));
   const Algorithm algorithm = chosen_for(r.algorithm, bytes, size_of(r.dtype) <= 8);
@@ -253,13 +286,14 @@ void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction
              {}};
   const bool packet = algorithm == Algorithm::kPacket;
   if (packet) p.channels = std::min(kPacketChannels, unsigned(config_.layout.channels));
-  p.function = reduction_kernel(packet ? "packet" : "all_reduce", r);
   p.args.in = in;
   p.args.out = out;
   p.args.total_bytes = bytes;
   p.args.chunk_bytes = balanced_chunk_bytes(bytes, config_.world);
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
+  if (algorithm == Algorithm::kMulticast) return multicast(std::move(p), r);
+  p.function = reduction_kernel(packet ? "packet" : "all_reduce", r);
   check_pieces(p.args.chunk_bytes, p.channels);
   submit(std::move(p));
 }
@@ -285,7 +319,7 @@ void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const R
                  total = chunk * uint64_t(config_.world);
   const Algorithm algorithm = chosen_for(r.algorithm, chunk, size_of(r.dtype) <= 8);
   const bool packet = algorithm == Algorithm::kPacket;
-  Prepared p{reduction_kernel(packet ? "packet" : "reduce_scatter", r),
+  Prepared p{nullptr,
              channels_for(chunk),
              args_of(Collective::kReduceScatter, algorithm, r.dtype, total, -1),
              {},
@@ -297,6 +331,8 @@ void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const R
   p.args.chunk_bytes = chunk;
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
+  if (algorithm == Algorithm::kMulticast) return multicast(std::move(p), r);
+  p.function = reduction_kernel(packet ? "packet" : "reduce_scatter", r);
   check_pieces(chunk, p.channels);
   submit(std::move(p));
 }
@@ -321,7 +357,7 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   const uint64_t total = in_bytes * uint64_t(config_.world);
   const Algorithm how = chosen_for(algorithm, in_bytes, true);
   const bool packet = how == Algorithm::kPacket;
-  Prepared p{kernel("move", packet ? "rc_packet_move" : "rc_move"),
+  Prepared p{nullptr,
              channels_for(in_bytes),
              args_of(Collective::kAllGather, how, dtype, total, -1),
              {},
@@ -331,6 +367,8 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   p.args.out = out;
   p.args.total_bytes = total;
   p.args.chunk_bytes = in_bytes;
+  if (how == Algorithm::kMulticast) return multicast(std::move(p), {dtype, RedOp::kSum, 1.0, how});
+  p.function = kernel("move", packet ? "rc_packet_move" : "rc_move");
   check_pieces(in_bytes, p.channels);
   submit(std::move(p));
 }

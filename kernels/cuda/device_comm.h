@@ -70,6 +70,9 @@ class DeviceComm {
   }
   const DeviceConfig& config() const { return config_; }
 
+  // Gives this rank a window (multicast.h) of `bytes` bytes, before table(): its address, and that
+  // of all ranks' windows. False: it is too small.
+  bool set_window(uint64_t own, uint64_t all, uint64_t bytes);
   // The bytes to write at table_offset() of this rank's region. Device addresses, by rank.
   std::string table(const std::vector<uint64_t>& regions, const std::vector<uint64_t>& heaps,
                     const std::vector<uint64_t>& heap_bytes, uint64_t host_page,
@@ -167,6 +170,7 @@ class DeviceComm {
                           uint64_t bucket_elems, DType results);
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
   void copy_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
+  void multicast(Prepared p, const Reduction& r);
 
   std::shared_ptr<const Driver> driver_;
   DeviceConfig config_;
@@ -175,6 +179,7 @@ class DeviceComm {
   std::map<std::string, void*> kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
+  uint64_t window_ = 0, windows_ = 0, part_bytes_ = 0;  // as in RankTable
   InlineTable inline_table_{};  // world 0: it does not fit
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;

@@ -23,6 +23,8 @@ Driver::Driver(const std::string& library) {
   find(handle, "cuLaunchKernel", cuLaunchKernel_);
   find(handle, "cuMemcpyAsync", cuMemcpyAsync_);
   find(handle, "cuStreamIsCapturing", cuStreamIsCapturing_);
+  find(handle, "cuEventQuery", cuEventQuery_);
+  find(handle, "cuThreadExchangeStreamCaptureMode", cuThreadExchangeStreamCaptureMode_);
   find(handle, "cuGetErrorString", cuGetErrorString_);
 }
 
@@ -49,6 +51,16 @@ void Driver::copy(unsigned long long dst, unsigned long long src, size_t bytes,
 bool Driver::is_capturing(void* stream) const {
   int status = 0;  // CUstreamCaptureStatus: 0 is none
   return cuStreamIsCapturing_(stream, &status) == 0 && status != 0;
+}
+
+bool Driver::has_passed(void* event) const {
+  constexpr int kRelaxed = 2, kNotReady = 600;
+  int mode = kRelaxed;
+  check(cuThreadExchangeStreamCaptureMode_(&mode), "cuThreadExchangeStreamCaptureMode");
+  const int result = cuEventQuery_(event);
+  cuThreadExchangeStreamCaptureMode_(&mode);  // what was in force before
+  if (result != kNotReady) check(result, "cuEventQuery");
+  return result == 0;
 }
 
 }  // namespace device

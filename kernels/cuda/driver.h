@@ -29,6 +29,10 @@ class Driver {
   // True while a graph records the stream. A stream that cannot say fails at the launch, whose
   // error says why.
   bool is_capturing(void* stream) const;
+  // True if an event, of this API or of the runtime API, has passed; allowed while another thread
+  // captures. cudaEventQuery says "not ready" and also leaves it as the thread's last error, which
+  // torch looks at after its next launch and takes for that launch's.
+  bool has_passed(void* event) const;
 
  private:
   // Their names and signatures are those of the CUDA driver API.
@@ -36,6 +40,8 @@ class Driver {
                          unsigned, void*, void**, void**);
   int (*cuMemcpyAsync_)(unsigned long long, unsigned long long, size_t, void*);
   int (*cuStreamIsCapturing_)(void*, int*);
+  int (*cuEventQuery_)(void*);
+  int (*cuThreadExchangeStreamCaptureMode_)(int*);
   int (*cuGetErrorString_)(int, const char**);
   void check(int result, const char* what) const;
 };

@@ -1,6 +1,8 @@
 // The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
 // RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for
-// gradients of RINGCOMM_UNIT_GRADS. grid.x: channels; grid.y: ranks of this launch.
+// gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST.
+// grid.x: channels; grid.y: ranks of this launch.
+#include "kernels/cuda/multicast.h"
 #include "kernels/cuda/optimizer_body.h"
 #include "kernels/cuda/team.h"
 
@@ -44,6 +46,13 @@ RC_KERNEL(rc_reduce_scatter_norm, reduce_scatter_norm_kernel<Grads>)
 RC_ADAMW_KERNELS(float32, float)
 RC_ADAMW_KERNELS(bfloat16, ringcomm::BFloat16)
 RC_ADAMW_KERNELS(float16, ringcomm::Float16)
+
+#elif defined(RINGCOMM_UNIT_MULTICAST)
+
+// A build for several architectures makes the unit for all of them: below sm_90 it is empty.
+#if !RC_DEVICE_PASS || RC_HAS_MULTIMEM
+RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
+#endif
 
 #else
 

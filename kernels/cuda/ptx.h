@@ -32,6 +32,40 @@ __device__ __forceinline__ void store16(void* to, const Vec16& v) {
                : "memory");
 }
 
+// Of all memory that is bound at a multicast address, element by element: its sum, which the switch
+// rounds once, in an order that nobody knows. sm_90 and later (docs/cuda.md).
+template <class T>
+__device__ Vec16 multicast_sum16(const void* from);
+
+#define RC_MULTICAST_SUM16(type, kind)                                                    \
+  template <>                                                                             \
+  __device__ __forceinline__ Vec16 multicast_sum16<type>(const void* from) {              \
+    Vec16 v;                                                                              \
+    asm volatile("multimem.ld_reduce.relaxed.sys.global." kind " {%0, %1, %2, %3}, [%4];" \
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])     \
+                 : "l"(from)                                                              \
+                 : "memory");                                                             \
+    return v;                                                                             \
+  }
+RC_MULTICAST_SUM16(float, "add.v4.f32")
+RC_MULTICAST_SUM16(BFloat16, "add.acc::f32.v4.bf16x2")
+RC_MULTICAST_SUM16(Float16, "add.acc::f32.v4.f16x2")
+#undef RC_MULTICAST_SUM16
+
+// To all memory that is bound at a multicast address; any bits.
+__device__ __forceinline__ void multicast_store16(void* to, const Vec16& v) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+// Memory that is reached at two addresses, its own and a multicast one: between an access by the
+// one and an access by the other some thread on the way, along which they are ordered, has to make
+// this fence (PTX ISA 9.0, section 8.6, "Proxies").
+__device__ __forceinline__ void fence_proxy_alias() {
+  asm volatile("fence.proxy.alias;" ::: "memory");
+}
+
 // Keeps four narrow values in one register, which the compiler would spread over four.
 __device__ __forceinline__ void keep_packed(uint32_t& word) { asm("" : "+r"(word)); }
 

@@ -84,8 +84,8 @@ const char* name_of(RedOp op) {
 }
 
 const char* name_of(Algorithm algorithm) {
-  static const char* const names[] = {"auto", "direct", "ring", "packet", "copy"};
-  return uint32_t(algorithm) < 5 ? names[uint32_t(algorithm)] : "unknown";
+  static const char* const names[] = {"auto", "direct", "ring", "packet", "copy", "multicast"};
+  return uint32_t(algorithm) < 6 ? names[uint32_t(algorithm)] : "unknown";
 }
 
 std::string reason_of(const ControlPage& page) {

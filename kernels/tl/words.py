@@ -3,6 +3,10 @@
 The structures are those of kernels/include/ringcomm (layout.h, call.h) and kernels/cuda/args.h;
 their offsets come from the native module, so that they are written down once. An address is an
 int64; docs/protocol.md has the table of the words.
+
+A release has a barrier of its own, and Triton puts two around each atomic operation. So where a
+schedule has a barrier before it releases, that one orders nothing more: it stands beside what it is
+about, and costs a block nothing that it would not wait for at the next one.
 """
 
 import triton

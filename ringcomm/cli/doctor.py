@@ -18,7 +18,7 @@ import torch
 
 from ringcomm import cuda
 from ringcomm.cuda.build import describe_source
-from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
 from ringcomm.rendezvous.environment import available_cores
 
@@ -258,10 +258,7 @@ def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
 
 # What ``ringcomm doctor`` says of GPUs. A machine without one is as good as any.
 
-CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOADING_VARIABLE = "CUDA_MODULE_LOADING"
-# The driver's own number. A communicator has up to three streams, and the program has its own.
-DEFAULT_CONNECTIONS = 8
 
 
 def check_devices() -> Iterator[Finding]:

@@ -312,6 +312,11 @@ class CallChecks:
         known = self.algorithms
         code = known.get(algorithm) if isinstance(algorithm, str) else None
         if code is None:
+            if algorithm == "multicast":
+                raise UnsupportedError(
+                    f'{self}: algorithm: "multicast" is for GPUs under an NVSwitch, and this '
+                    f"communicator works on the host. Use one of {', '.join(known)}"
+                )
             self.fail(f"algorithm: expected one of {', '.join(known)}, got {algorithm!r}")
         return code
 

@@ -89,13 +89,16 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
         prepared: list[Prepared] = []
         try:
             for engine, call in group:
-                with engine._turn(call.name):
+                with engine._queue.turn:
+                    engine._begin_turn(call.name)
                     prepared.append(engine._prepare(call, stream))
-            with first._worded(group[0][1].name):
+            try:
                 if first.joint_launch is not None:
                     first.joint_launch.launch_together(prepared, stream)
                 else:
                     launch(prepared, stream)
+            except BaseException as error:
+                first._raise_worded(group[0][1].name, error)
         except BaseException:
             for engine, _ in group[: len(prepared)]:
                 engine._withdraw()

@@ -47,6 +47,9 @@ class CommOptions:
             multiple of 64, or 0 for none.
         copy_bytes: of a communicator on a device: the bytes that the copy engines stage at a time;
             a multiple of 64, or 0 to do without ``algorithm="copy"``.
+        multicast_bytes: of a communicator on devices under one NVSwitch, each with one rank: the
+            bytes of each rank's window for ``algorithm="multicast"``; a multiple of 64, or 0 to do
+            without. With it the communicator is not built where multicast is not supported.
         records: how many collectives, and how many messages, the flight recorder keeps of each
             rank; 0 for none.
         single_copy: of a communicator of two ranks on the host: whether each rank copies chunks of
@@ -68,6 +71,7 @@ class CommOptions:
     channels: int = 0
     packet_bytes: int = 32 << 10
     copy_bytes: int = 0
+    multicast_bytes: int = 0
     records: int = 256
     single_copy: bool = True
     kernels: str = "native"
@@ -83,7 +87,7 @@ class CommOptions:
                 "segment_bytes: expected 0 or a power of two of at least 64, got "
                 f"{self.segment_bytes}"
             )
-        for name in ("packet_bytes", "copy_bytes"):
+        for name in ("packet_bytes", "copy_bytes", "multicast_bytes"):
             if getattr(self, name) < 0 or getattr(self, name) % 64:
                 raise ArgumentError(
                     f"{name}: expected 0 or a multiple of 64, got {getattr(self, name)}"

@@ -390,6 +390,12 @@ class KernelBuilder:
     def load(self, unit: str, capability: Capability, prebuilt: bool = True) -> bytes:
         """See :func:`load_unit`."""
         source = units.read_source(self.root, units.unit(unit))
+        if capability < source.unit.since:
+            raise UnsupportedError(
+                f"CUDA kernels: expected a device of compute capability "
+                f"{'.'.join(map(str, source.unit.since))} or later for unit {unit!r}, got "
+                f"{'.'.join(map(str, capability))}, which has not its instructions"
+            )
         there = self.prebuilt if prebuilt else None
         if there is not None and there.target(source, capability) is not None:
             return there.load(source)

@@ -6,18 +6,25 @@ import ctypes
 import os
 import threading
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 
+from ringcomm import _native
 from ringcomm.cuda import build
-from ringcomm.cuda.runtime import DeviceIdentity, Event, Stream
+from ringcomm.cuda.runtime import (
+    CONNECTIONS_VARIABLE,
+    DEFAULT_CONNECTIONS,
+    DeviceIdentity,
+    Event,
+    Stream,
+)
 from ringcomm.errors import RingcommError, UnsupportedError
 
 # What CuPy does not offer of the driver API, called in libcuda directly.
@@ -25,7 +32,6 @@ from ringcomm.errors import RingcommError, UnsupportedError
 DRIVER_LIBRARY = "libcuda.so.1"
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
-_NOT_READY = 600
 
 
 class CudaDriver:
@@ -36,8 +42,9 @@ class CudaDriver:
         library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
         library.cuThreadExchangeStreamCaptureMode.argtypes = [POINTER(c_int)]
         library.cuStreamCreateWithPriority.argtypes = [POINTER(c_void_p), c_uint, c_int]
-        library.cuEventQuery.argtypes = [c_void_p]
         self._library = library
+        # A query costs a microsecond more through ctypes, and every asynchronous call makes some.
+        self.has_passed = _native.Driver(DRIVER_LIBRARY).has_passed
         # Since CUDA 12.4.
         self._load_function = getattr(library, "cuFuncLoad", None)
         if self._load_function is not None:
@@ -73,17 +80,6 @@ class CudaDriver:
         )
         self._check("cuStreamCreateWithPriority", result)
         return stream.value or 0
-
-    def has_passed(self, event: int) -> bool:
-        """True if an event, of this API or of the runtime API, has passed.
-
-        cudaEventQuery says "not ready" and also leaves it as the thread's last error, which torch
-        looks at after its next launch and takes for that launch's.
-        """
-        result = self._library.cuEventQuery(event)
-        if result != _NOT_READY:
-            self._check("cuEventQuery", result)
-        return bool(result == 0)
 
     def load_function(self, function: int) -> None:
         """Loads a kernel's code now.
@@ -174,6 +170,10 @@ def check_torch(count: int) -> None:
 
 _EVENT_DISABLE_TIMING = 2
 _HIGH_PRIORITY, _USUAL_PRIORITY = -1, 0
+# Of our own small copies: the greatest of an H100, which torch gives no stream. So these copies
+# have a hardware queue that no other stream shares, and nobody's waiting work holds them back. A
+# driver with fewer priorities takes it for its greatest.
+_SERVICE_PRIORITY = -5
 
 
 def _torch_stream(device: int, handle: int) -> torch.cuda.Stream:
@@ -183,6 +183,14 @@ def _torch_stream(device: int, handle: int) -> torch.cuda.Stream:
     no order with the default stream (https://github.com/pytorch/pytorch/issues/182960).
     """
     return torch.cuda.get_stream_from_external(handle, device)
+
+
+# What torch names a stream by: its id, the device's index and type.
+StreamKey = tuple[int, int, int]
+
+
+def _key_of(stream: torch.cuda.Stream) -> StreamKey:
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 class CudaStream:
@@ -195,7 +203,9 @@ class CudaStream:
 
     def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
         self.handle = handle
+        self.device = device
         self.torch_stream = _torch_stream(device, handle)
+        self.key = _key_of(self.torch_stream)
         self._pool = pool
 
     def __del__(self) -> None:
@@ -213,7 +223,10 @@ class CudaEvent:
         self._pool = pool
 
     def query(self) -> bool:
-        return self._streams.query(self.handle)
+        try:
+            return self._streams.has_passed(self.handle)
+        except RuntimeError as error:
+            raise RingcommError(str(error)) from error
 
     def synchronize(self) -> None:
         self._streams.await_event(self.handle)
@@ -222,32 +235,92 @@ class CudaEvent:
         self._pool.append(self.handle)
 
 
+class _Here(threading.local):
+    """The device that is surely current in this thread, since ringcomm has entered it."""
+
+    device: int | None = None
+
+
+class _Inside:
+    """Has a device, and a stream of it if one is given, be current in this thread.
+
+    ``torch.cuda.device`` and ``torch.cuda.stream`` do the same, and take longer than the rest of a
+    call (docs/performance.md). Inside a device there is nothing left to enter.
+    """
+
+    __slots__ = (
+        "_cuda",
+        "_device",
+        "_device_before",
+        "_here",
+        "_outer",
+        "_stream",
+        "_stream_before",
+    )
+
+    def __init__(self, cuda: Any, here: _Here, device: int, stream: StreamKey | None) -> None:
+        self._cuda, self._here = cuda, here
+        self._device, self._stream = device, stream
+
+    def __enter__(self) -> None:
+        here, device = self._here, self._device
+        self._outer = here.device
+        if self._outer != device:
+            self._device_before = torch._C._cuda_exchangeDevice(device)
+            try:
+                # torch calls the driver only where the device changes: a thread that has made no
+                # CUDA call would be left without a context, in which a launch fails.
+                self._cuda.setDevice(device)
+            except BaseException:
+                torch._C._cuda_maybeExchangeDevice(self._device_before)
+                raise
+            # On the stream of a rank's thread runs the user's code, which may change the device.
+            here.device = device if self._stream is None else None
+        if self._stream is not None:
+            self._stream_before = torch._C._cuda_getCurrentStream(device)
+            torch._C._cuda_setStream(*self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            torch._C._cuda_setStream(*self._stream_before)
+        if self._outer != self._device:
+            self._here.device = self._outer
+            torch._C._cuda_maybeExchangeDevice(self._device_before)
+
+
 class CudaStreams:
-    """The stream half of ``CudaRuntime``."""
+    """The stream half of ``CudaRuntime``.
+
+    What follows acts on the current device, as CuPy's functions do. Each method enters its device
+    unless its caller has: a call of a communicator makes up to eight of these, and enters once.
+    """
 
     def __init__(self, cuda: Any, driver: CudaDriver) -> None:
+        self._streams_made: Counter[int] = Counter()
         self._cuda = cuda  # cupy.cuda.runtime
         self._driver = driver
+        self._here = _Here()
+        # True if an event has passed; allowed while a graph is captured.
+        self.has_passed = driver.has_passed
         self._lock = threading.Lock()
         self._idle_streams: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self._idle_events: dict[int, deque[int]] = defaultdict(deque)
         self._service_streams: dict[int, int] = {}
 
-    @contextmanager
-    def on_device(self, device: int) -> Iterator[None]:
-        with torch.cuda.device(device):
-            # torch calls the driver only where the device changes: a thread that has made no CUDA
-            # call would be left without a context, in which a driver call such as a launch fails.
-            self._cuda.setDevice(device)
-            yield
+    def on_device(self, device: int) -> AbstractContextManager[None]:
+        return _Inside(self._cuda, self._here, device, None)
 
     @contextmanager
     def _beside_captures(self, device: int) -> Iterator[None]:
         with self.on_device(device), self._driver.outside_captures():
             yield
 
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        return self._beside_captures(device)
+
     def current_stream(self, device: int) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
+        # Not torch.cuda.current_stream(), which makes an object and takes 50 times as long.
+        return torch._C._cuda_getCurrentRawStream(device)
 
     def make_stream(self, device: int, high_priority: bool = False) -> CudaStream:
         priority = _HIGH_PRIORITY if high_priority else _USUAL_PRIORITY
@@ -257,36 +330,42 @@ class CudaStreams:
         except IndexError:
             with self._beside_captures(device):
                 handle = self._driver.make_stream(priority)
+            self._streams_made[device] += not high_priority
         return CudaStream(device, handle, pool)
+
+    def stream_queues(self, device: int) -> tuple[int, int]:
+        setting = os.environ.get(CONNECTIONS_VARIABLE, "")
+        queues = int(setting) if setting.isdecimal() else DEFAULT_CONNECTIONS
+        return queues, self._streams_made[device] + 1  # the default stream
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[None]:
         assert isinstance(stream, CudaStream)
-        return torch.cuda.stream(stream.torch_stream)
+        return _Inside(self._cuda, self._here, stream.device, stream.key)
 
     def call_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
-        with self.on_device(device), torch.cuda.stream(_torch_stream(device, stream)):
+        key = _key_of(_torch_stream(device, stream))
+        with _Inside(self._cuda, self._here, device, key):
             function()
 
     def record_event(self, device: int, stream: int) -> CudaEvent:
+        if self._here.device != device:
+            with self.on_device(device):
+                return self.record_event(device, stream)
         pool = self._idle_events[device]
-        with self.on_device(device):
-            try:
-                handle = pool.popleft()
-            except IndexError:
-                handle = self._cuda.eventCreateWithFlags(_EVENT_DISABLE_TIMING)
-            event = CudaEvent(self, handle, pool)
-            self._cuda.eventRecord(handle, stream)
+        try:
+            handle = pool.popleft()
+        except IndexError:
+            handle = self._cuda.eventCreateWithFlags(_EVENT_DISABLE_TIMING)
+        event = CudaEvent(self, handle, pool)
+        self._cuda.eventRecord(handle, stream)
         return event
 
     def wait_event(self, device: int, stream: int, event: Event) -> None:
+        if self._here.device != device:
+            with self.on_device(device):
+                return self.wait_event(device, stream, event)
         assert isinstance(event, CudaEvent)
-        with self.on_device(device):
-            self._cuda.streamWaitEvent(stream, event.handle)
-
-    def query(self, event: int) -> bool:
-        """True if the event has passed; allowed while a graph is captured."""
-        with self._driver.outside_captures():
-            return self._driver.has_passed(event)
+        self._cuda.streamWaitEvent(stream, event.handle)
 
     def await_event(self, event: int) -> None:
         with self._driver.outside_captures():
@@ -297,14 +376,16 @@ class CudaStreams:
         tensor.record_stream(stream.torch_stream)
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
+        if self._here.device != device:
+            with self.on_device(device):
+                return self.is_capturing(device, stream)
         handle = self.current_stream(device) if stream is None else stream
-        with self.on_device(device):
-            try:
-                return bool(self._cuda.streamIsCapturing(handle))
-            except RuntimeError:
-                # The capture is broken, or this is the legacy default stream and another one
-                # captures that it must not touch: no event can be recorded here now.
-                return True
+        try:
+            return bool(self._cuda.streamIsCapturing(handle))
+        except RuntimeError:
+            # The capture is broken, or this is the legacy default stream and another one captures
+            # that it must not touch: no event can be recorded here now.
+            return True
 
     def synchronize(self, device: int) -> None:
         with self._beside_captures(device):
@@ -314,7 +395,7 @@ class CudaStreams:
         """The stream of our own copies: on the default stream they would wait for kernels."""
         with self._lock:
             if device not in self._service_streams:
-                self._service_streams[device] = self._driver.make_stream(_USUAL_PRIORITY)
+                self._service_streams[device] = self._driver.make_stream(_SERVICE_PRIORITY)
             return self._service_streams[device]
 
 
@@ -349,34 +430,31 @@ class _Memory:
         }
 
 
-class CudaPage:
-    """Page-locked host memory that is mapped into every device.
+# Pages that are pinned at a time: a driver may wait for the whole device before it pins or frees
+# host memory, and a communicator must be built and closed while a message of another one waits.
+_PINNED_PAGES = 256
 
-    Args:
-        cuda: CuPy's runtime.
-        size_bytes: of the page.
-        beside_captures: inside what it returns, a call breaks no capture. A communicator that
-            nobody closed gives its page back from a garbage collection, at any time.
+
+class CudaPage:
+    """Page-locked host memory, mapped into every device; free, it returns to its pool.
+
+    So its end calls no driver, which may come from a garbage collection while a kernel waits for
+    this very thread.
     """
 
     def __init__(
-        self,
-        cuda: Any,
-        size_bytes: int,
-        beside_captures: Callable[[], AbstractContextManager[None]],
+        self, ptrs: tuple[int, int], size_bytes: int, pool: deque[tuple[int, int]]
     ) -> None:
-        self._cuda = cuda
-        self._beside_captures = beside_captures
+        self.host_ptr, self.device_ptr = ptrs
         self.size_bytes = size_bytes
-        self.host_ptr = int(cuda.hostAlloc(size_bytes, _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED))
-        self.device_ptr = int(cuda.pointerGetAttributes(self.host_ptr).devicePointer)
+        self._pool = pool
         ctypes.memset(self.host_ptr, 0, size_bytes)
 
     def free(self) -> None:
-        ptr, self.host_ptr, self.device_ptr = self.host_ptr, 0, 0
-        if ptr:
-            with self._beside_captures():
-                self._cuda.freeHost(ptr)
+        ptrs = self.host_ptr, self.device_ptr
+        self.host_ptr = self.device_ptr = 0
+        if ptrs[0]:
+            self._pool.append(ptrs)
 
 
 @dataclass(frozen=True)
@@ -397,10 +475,11 @@ class CudaRuntime(CudaStreams):
     def __init__(self, cuda: Any, modules: Any, driver: CudaDriver) -> None:
         super().__init__(cuda, driver)
         self._modules = modules
-        self._kernels_lock = threading.Lock()
+        self._loading: dict[int, threading.Lock] = defaultdict(threading.Lock)  # by device
         self._kernels: dict[tuple[int, str, str], CudaKernel] = {}
         self._loaded: dict[tuple[int, str], int] = {}
         self._exported: dict[int, bytes] = {}
+        self._idle_pages: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self.identity = cache(self._identity)
 
     def device_count(self) -> int:
@@ -428,7 +507,7 @@ class CudaRuntime(CudaStreams):
         return tensor.device.index if tensor.device.type == "cuda" else None
 
     def is_device_tensor(self, tensor: torch.Tensor, device: int) -> bool:
-        return self.device_of(tensor) == device
+        return tensor.is_cuda and tensor.get_device() == device
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -475,14 +554,27 @@ class CudaRuntime(CudaStreams):
         self._copy(device, ptr, ctypes.addressof(buffer), len(data), _COPY_TO_DEVICE)
 
     def allocate_pinned(self, size_bytes: int) -> CudaPage:
-        beside_captures = partial(self._beside_captures, self.current_device())
-        with beside_captures():
+        pool = self._idle_pages[size_bytes]
+        try:
+            ptrs = pool.popleft()
+        except IndexError:
+            ptrs, *others = self._pin_pages(size_bytes)
+            pool.extend(others)
+        return CudaPage(ptrs, size_bytes, pool)
+
+    def _pin_pages(self, size_bytes: int) -> list[tuple[int, int]]:
+        """Returns the addresses of new pages, for the host and for kernels."""
+        with self._beside_captures(self.current_device()):
             try:
-                return CudaPage(self._cuda, size_bytes, beside_captures)
+                flags = _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED
+                host_ptr = int(self._cuda.hostAlloc(_PINNED_PAGES * size_bytes, flags))
             except RuntimeError as error:
                 if getattr(error, "status", None) == _OUT_OF_MEMORY:
                     raise MemoryError(str(error)) from error
                 raise
+            device_ptr = int(self._cuda.pointerGetAttributes(host_ptr).devicePointer)
+        offsets = range(0, _PINNED_PAGES * size_bytes, size_bytes)
+        return [(host_ptr + offset, device_ptr + offset) for offset in offsets]
 
     # ---- other processes and devices --------------------------------------------------------
 
@@ -530,7 +622,12 @@ class CudaRuntime(CudaStreams):
     # ---- kernels ----------------------------------------------------------------------------
 
     def find_kernel(self, device: int, unit: str, name: str) -> CudaKernel:
-        with self._kernels_lock:
+        # A thread that loads one holds the device's lock, perhaps until the device is idle. Other
+        # threads must be able to launch what is loaded, and to load on their own devices.
+        loaded = self._kernels.get((device, unit, name))
+        if loaded is not None:
+            return loaded
+        with self._loading[device]:
             kernel = self._kernels.get((device, unit, name))
             if kernel is None:
                 kernel = self._kernels[device, unit, name] = self._load(device, unit, name)

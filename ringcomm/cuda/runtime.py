@@ -13,6 +13,10 @@ from typing import Protocol
 
 import torch
 
+# How many hardware queues a process has on a device, and the driver's own number.
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+DEFAULT_CONNECTIONS = 8
+
 
 @dataclass(frozen=True)
 class DeviceIdentity:
@@ -75,7 +79,10 @@ class PinnedPage(Protocol):
 
 
 class Kernel(Protocol):
-    """A kernel that is wholly loaded, for good: no later launch of it loads or compiles."""
+    """A kernel that is wholly loaded, for good: no later launch of it loads or compiles.
+
+    To load it may take until the device is idle.
+    """
 
     @property
     def handle(self) -> int:
@@ -118,6 +125,10 @@ class DeviceRuntime(Protocol):
 
     def on_device(self, device: int) -> AbstractContextManager[None]:
         """Inside, ``device`` is current in this thread: what driver calls such as launches need."""
+        ...
+
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        """As :meth:`on_device`; and calls of the driver break no capture elsewhere."""
         ...
 
     def torch_device(self, device: int) -> torch.device:
@@ -164,6 +175,7 @@ class DeviceRuntime(Protocol):
         """Host memory mapped into all devices; raises MemoryError when there is none.
 
         Belongs inside :meth:`on_device`: it starts the current device if that is not in use yet.
+        Waits for the device only where the pages that the runtime keeps have been given out.
         """
         ...
 
@@ -205,6 +217,14 @@ class DeviceRuntime(Protocol):
 
     def make_stream(self, device: int, high_priority: bool = False) -> Stream:
         """A stream that takes no part in the legacy default stream's order."""
+        ...
+
+    def stream_queues(self, device: int) -> tuple[int, int]:
+        """How many hardware queues streams of usual priority share, and how many streams do so.
+
+        Of the streams only those of :meth:`make_stream` and the default one are counted. Where
+        there are more of them than queues, work that waits for nothing may be held up.
+        """
         ...
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[None]:

@@ -38,14 +38,17 @@ class Unit:
     """One compilation.
 
     Attributes:
-        name: ``move``; or ``reduce_`` or ``adamw_`` and torch's name of the (gradient's) dtype.
+        name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` and torch's name of the
+            (gradient's) dtype.
         macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
+        since: the least compute capability that has its instructions; below it the unit is empty.
     """
 
     name: str
     macros: tuple[str, ...]
     kernels: tuple[str, ...]
+    since: tuple[int, int] = (0, 0)
 
 
 def _reduce_unit(dtype: str, cpp_type: str, bitwise: bool = False) -> Unit:
@@ -60,6 +63,11 @@ def _optimizer_unit(dtype: str, cpp_type: str) -> Unit:
     kernels = tuple(f"rc_adamw_{form}_{name}" for name in _PARAMETERS for form in forms)
     common = ("rc_adamw_prepare", "rc_grad_norm", "rc_reduce_scatter_norm")
     return Unit(f"adamw_{dtype}", (f"RINGCOMM_UNIT_GRADS={cpp_type}",), common + kernels)
+
+
+def _multicast_unit(dtype: str, cpp_type: str) -> Unit:
+    macros = (f"RINGCOMM_UNIT_MULTICAST={cpp_type}",)
+    return Unit(f"multicast_{dtype}", macros, ("rc_multicast_sum",), since=(9, 0))
 
 
 _ALL = (
@@ -77,6 +85,9 @@ _ALL = (
     _optimizer_unit("float32", "float"),
     _optimizer_unit("bfloat16", "ringcomm::BFloat16"),
     _optimizer_unit("float16", "ringcomm::Float16"),
+    _multicast_unit("float32", "float"),
+    _multicast_unit("bfloat16", "ringcomm::BFloat16"),
+    _multicast_unit("float16", "ringcomm::Float16"),
 )
 UNITS: Mapping[str, Unit] = {unit.name: unit for unit in _ALL}
 

@@ -30,8 +30,8 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 # mostly arrive together, then less and less.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
-# In their order; a device's communicators have one more.
-STAGES = ("place", "heap", "ready")
+# In their order; a device's communicators have more than a host's.
+STAGES = ("place", "heap", "multicast", "added", "ready")
 
 
 class Store(Protocol):

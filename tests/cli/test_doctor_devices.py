@@ -4,7 +4,8 @@ import pytest
 
 from ringcomm import cuda
 from ringcomm.cli import doctor
-from ringcomm.cli.doctor import CONNECTIONS_VARIABLE, LOADING_VARIABLE, NOTE, OK, check_devices
+from ringcomm.cli.doctor import LOADING_VARIABLE, NOTE, OK, check_devices
+from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE
 from ringcomm.errors import UnsupportedError
 from tests.support.emulator import EmulatedRuntime
 

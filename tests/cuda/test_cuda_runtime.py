@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from contextlib import contextmanager, nullcontext
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ class Driver:
         self.loaded: list[int] = []
         self.passed: set[int] = set()
         self.inside = False
+        self.broken = False
 
     @contextmanager
     def outside_captures(self) -> Any:
@@ -78,7 +80,8 @@ class Driver:
         self.inside = before
 
     def has_passed(self, event: int) -> bool:
-        assert self.inside
+        if self.broken:
+            raise RuntimeError("what the driver says")
         return event in self.passed
 
     def make_stream(self, priority: int) -> int:
@@ -89,15 +92,41 @@ class Driver:
         self.loaded.append(function)
 
 
+class Current:
+    """The device and streams that torch has current, and its functions that change them."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.entered: list[int] = []
+        self.streams: dict[int, tuple[int, int, int]] = {}
+
+    def exchange_device(self, device: int) -> int:
+        before, self.device = self.device, device
+        self.entered.append(device)
+        return before
+
+    def leave_device(self, before: int) -> int:
+        left, self.device = self.device, before
+        return left
+
+    def stream(self, device: int) -> tuple[int, int, int]:
+        return self.streams.get(device, (70 + device, device, 1))
+
+    def set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.device = device_index
+        self.streams[device_index] = (stream_id, device_index, device_type)
+
+
 class Stack(SimpleNamespace):
     cuda: Library
+    current: Current
     modules: Any
     driver: Driver
     runtime: CudaRuntime
 
 
-def _wrapped(handle: int) -> Any:
-    return SimpleNamespace(cuda_stream=handle)
+def _wrapped(handle: int, device: int) -> Any:
+    return SimpleNamespace(cuda_stream=handle, stream_id=handle, device_index=device, device_type=1)
 
 
 @pytest.fixture
@@ -105,21 +134,28 @@ def stack(monkeypatch) -> Stack:
     properties = SimpleNamespace(
         uuid=UUID, name="A GPU", major=9, minor=0, multi_processor_count=132
     )
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    current = Current()
+    for name, function in {
+        "_cuda_exchangeDevice": current.exchange_device,
+        "_cuda_maybeExchangeDevice": current.leave_device,
+        "_cuda_getCurrentStream": current.stream,
+        "_cuda_getCurrentRawStream": lambda device: current.stream(device)[0],
+        "_cuda_setStream": current.set_stream,
+    }.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=70 + index)
-    )
     # As torch has them: handle 0 makes the one a new stream of torch's pool, and the other the
     # default stream (https://github.com/pytorch/pytorch/issues/182960).
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: _wrapped(handle or 33))
-    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, _: _wrapped(handle))
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: _wrapped(handle or 33, device)
+    )
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", _wrapped)
     cuda, modules = Library(deviceGetPCIBusId="0000:1B:00.0"), Library()
     driver = Driver()
     modules.CUDADriverError = CUDADriverError  # type: ignore[attr-defined]
     runtime = CudaRuntime(cuda, modules, driver)  # type: ignore[arg-type]
-    return Stack(cuda=cuda, modules=modules, driver=driver, runtime=runtime)
+    return Stack(cuda=cuda, modules=modules, driver=driver, runtime=runtime, current=current)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -161,6 +197,7 @@ def test_small_copies_do_not_use_the_default_stream(stack):
     assert stack.runtime.read(0, 0x7000, 3) == b"\x01\x00\x02"
     stack.runtime.write(0, 0x7000, b"a\x00b")
     assert [call[2:4] for call in stack.cuda.named("memcpyAsync")] == [(3, 2), (3, 1)]
+    assert stack.driver.made == [-5]  # a priority, and so a hardware queue, that no other has
     assert stack.cuda.named("streamSynchronize") == [(1001,), (1001,)]
 
 
@@ -177,21 +214,26 @@ def test_a_tensor_is_made_of_the_memory_s_own_description(stack, monkeypatch):
     assert (described["typestr"], described["strides"]) == ("|u1", None)
 
 
-def test_pinned_pages_are_mapped_zeroed_and_freed_once(stack):
-    memory = ctypes.create_string_buffer(b"\xff" * 64, 64)
+def test_pinned_pages_are_mapped_zeroed_and_used_again(stack):
+    """The driver is asked once for many, and never to free one: it may wait for the device."""
+    memory = ctypes.create_string_buffer(b"\xff" * (256 * 64), 256 * 64)
     address = ctypes.addressof(memory)
     stack.cuda.answers["hostAlloc"] = address
     stack.cuda.answers["pointerGetAttributes"] = SimpleNamespace(devicePointer=0x9000)
-    stack.cuda.answers["freeHost"] = lambda ptr: inside.append(stack.driver.inside)
-    inside: list[bool] = []
-    page = stack.runtime.allocate_pinned(64)
-    assert (page.host_ptr, page.device_ptr, page.size_bytes) == (address, 0x9000, 64)
-    assert stack.cuda.named("hostAlloc") == [(64, 3)]  # portable and mapped
-    assert memory.raw == bytes(64)
-    page.free()
-    page.free()
-    assert stack.cuda.named("freeHost") == [(address,)]
-    assert inside == [True]  # it may be a garbage collection, while a thread captures
+    pages = [stack.runtime.allocate_pinned(64) for _ in range(256)]
+    assert [page.host_ptr for page in pages] == [address + 64 * k for k in range(256)]
+    assert [page.device_ptr for page in pages] == [0x9000 + 64 * k for k in range(256)]
+    assert stack.cuda.named("hostAlloc") == [(256 * 64, 3)]  # portable and mapped
+    assert memory.raw == bytes(256 * 64)
+    ctypes.memset(pages[7].host_ptr, 1, 64)
+    pages[7].free()
+    pages[7].free()
+    assert stack.runtime.allocate_pinned(64).host_ptr == address + 7 * 64
+    assert memory.raw == bytes(256 * 64)
+    stack.cuda.answers["hostAlloc"] = CudaError(700)
+    with pytest.raises(CudaError):  # all are given out, and it was in the pool only once
+        stack.runtime.allocate_pinned(64)
+    assert stack.cuda.named("freeHost") == []
 
 
 def test_a_device_is_waited_for_beside_captures(stack, monkeypatch):
@@ -260,22 +302,93 @@ def test_streams_are_our_own_and_are_used_again(stack):
     assert stack.runtime.make_stream(0).handle == handle
 
 
+def test_streams_beyond_the_hardware_queues_are_counted(stack, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    kept = [stack.runtime.make_stream(0) for _ in range(3)]
+    stack.runtime.make_stream(0, high_priority=True)
+    assert stack.runtime.stream_queues(0) == (8, 4)
+    assert stack.runtime.stream_queues(1) == (8, 1)
+    kept.pop()
+    stack.runtime.make_stream(0)  # used again
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert stack.runtime.stream_queues(0) == (32, 4)
+
+
 @pytest.mark.parametrize("handle", [0, 2, 0x7F0000000001])
-def test_a_call_goes_to_the_stream_of_its_handle(stack, monkeypatch, handle):
+def test_a_call_goes_to_the_stream_of_its_handle(stack, handle):
     """The default stream, the one of each thread (cudaStreamPerThread), and any other."""
-    current: list[int] = []
+    seen: list[tuple[int, int]] = []
 
-    @contextmanager
-    def stream(given: Any) -> Any:
-        current.append(given.cuda_stream)
-        yield
-        current.pop()
+    def function() -> None:
+        seen.append((stack.current.device, stack.runtime.current_stream(1)))
 
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    seen: list[list[int]] = []
-    stack.runtime.call_on_stream(1, handle, lambda: seen.append(list(current)))
-    assert seen == [[handle]]
+    stack.runtime.call_on_stream(1, handle, function)
+    assert seen == [(1, handle)]
     assert stack.cuda.named("setDevice") == [(1,)]
+    assert (stack.current.device, stack.runtime.current_stream(1)) == (0, 71)
+
+
+def test_a_stream_is_current_inside_alone(stack):
+    mine, other = stack.runtime.make_stream(1), stack.runtime.make_stream(1)
+    stack.current.entered.clear()
+    with pytest.raises(CudaError), stack.runtime.on_stream(mine):
+        with stack.runtime.on_stream(other):
+            assert (stack.current.device, stack.runtime.current_stream(1)) == (1, other.handle)
+        assert (stack.current.device, stack.runtime.current_stream(1)) == (1, mine.handle)
+        raise CudaError(1)
+    assert (stack.current.device, stack.runtime.current_stream(1)) == (0, 71)
+    assert stack.current.entered == [1, 1]
+
+
+def test_a_device_is_entered_once_and_left_at_the_end(stack):
+    runtime, current, seen = stack.runtime, stack.current, []
+    for name in ("eventRecord", "streamWaitEvent", "streamIsCapturing"):
+        stack.cuda.answers[name] = lambda *_: seen.append(current.device)
+    with runtime.on_device(1):
+        with runtime.on_device(1):
+            runtime.wait_event(1, 0, runtime.record_event(1, 0))
+        assert current.device == 1
+        assert runtime.is_capturing(1) is False
+        assert (current.entered, stack.cuda.named("setDevice")) == ([1], [(1,)])
+        # Another device, from within.
+        runtime.record_event(0, 0)
+        runtime.record_event(1, 0)
+        assert (current.entered, current.device) == ([1, 0], 1)
+    assert current.device == 0
+    # Not inside: each enters its device, whatever this thread has entered and left.
+    runtime.wait_event(1, 0, runtime.record_event(1, 0))
+    runtime.is_capturing(1)
+    assert (current.entered, current.device) == ([1, 0, 1, 1, 1], 0)
+    assert seen == [1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_user_code_on_a_stream_may_change_the_device(stack):
+    """As a rank's thread, which is on its own stream for as long as it runs."""
+    runtime, current, seen = stack.runtime, stack.current, []
+    stack.cuda.answers["eventRecord"] = lambda *_: seen.append(current.device)
+    stream = runtime.make_stream(1)
+    with runtime.on_device(0), runtime.on_stream(stream):
+        runtime.record_event(0, 0)
+        current.device = 0
+        runtime.record_event(1, stream.handle)
+    assert (seen, current.device) == ([0, 1], 0)
+
+
+def test_what_one_thread_entered_no_other_is_in(stack):
+    with stack.runtime.on_device(1):
+        thread = threading.Thread(target=stack.runtime.record_event, args=(1, 0))
+        thread.start()
+        thread.join()
+    assert stack.cuda.named("setDevice") == [(1,), (1,)]
+
+
+def test_a_device_that_cannot_be_set_is_not_entered(stack):
+    stack.cuda.answers["setDevice"] = CudaError(46)
+    for _ in range(2):
+        with pytest.raises(CudaError), stack.runtime.on_device(1):
+            pass
+        assert stack.current.device == 0
+    assert stack.current.entered == [1, 1]
 
 
 def test_events(stack):
@@ -290,6 +403,9 @@ def test_events(stack):
     assert stack.cuda.named("eventQuery") == []
     stack.runtime.wait_event(1, 1002, event)
     assert stack.cuda.named("streamWaitEvent") == [(1002, 55)]
+    stack.driver.broken = True
+    with pytest.raises(RingcommError, match="what the driver says"):
+        event.query()
     del event
     assert stack.runtime.record_event(0, 1003).handle == 55
     assert len(stack.cuda.named("eventCreateWithFlags")) == 1
@@ -329,7 +445,9 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
     assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
     stack.runtime.find_kernel(1, "move", "rc_packet_move")
     assert stack.modules.named("moduleLoadData") == [(b"image",)]
-    stack.runtime.find_kernel(0, "move", "rc_move")
+    with stack.runtime._loading[1]:  # another thread loads one, and waits for its device
+        assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
+        stack.runtime.find_kernel(0, "move", "rc_move")
     assert units == [("move", (9, 0))] * 2  # a module belongs to a device
 
     stack.modules.answers["moduleGetFunction"] = CUDADriverError("not found")
@@ -393,7 +511,13 @@ int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
   *stream = reinterpret_cast<void*>(0x7f0000000000 - priority);
   return 0;
 }
+int queried_in = 0;
+int test_queried_in() { return queried_in; }
+int cuLaunchKernel() { return 1; }
+int cuMemcpyAsync() { return 1; }
+int cuStreamIsCapturing() { return 1; }
 int cuEventQuery(void* event) {
+  queried_in = mode;
   const auto handle = reinterpret_cast<unsigned long long>(event);
   return handle == 0x7f0000000055 ? 0 : handle == 0x7f0000000056 ? 600 : 907;
 }
@@ -421,8 +545,9 @@ def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, monkeypatch, load
     assert driver.make_stream(-1) == 0x7F0000000001
     assert driver.has_passed(0x7F0000000055) is True
     assert driver.has_passed(0x7F0000000056) is False
-    with pytest.raises(RingcommError, match="cuEventQuery: CUDA error 907: what it means"):
+    with pytest.raises(RuntimeError, match=r"cuEventQuery failed: what it means \(907\)"):
         driver.has_passed(0x7F0000000057)
+    assert (ctypes.CDLL(str(library)).test_queried_in(), mode()) == (2, 0)
     driver.load_function(0x7F0000000006)
     if loads:
         with pytest.raises(RingcommError, match="cuFuncLoad: CUDA error 400: what it means"):

@@ -122,7 +122,10 @@ def test_what_a_kept_unit_depends_on(tree, compiler, builder, monkeypatch, chang
 
 
 def test_units_and_architectures_are_kept_apart(compiler, builder):
-    wanted = [(unit, (major, 0)) for unit in UNITS for major in (8, 9, 10)]
+    majors = (8, 9, 10)
+    wanted = [
+        (name, (m, 0)) for name, unit in UNITS.items() for m in majors if (m, 0) >= unit.since
+    ]
     made = {builder.load(*each) for each in wanted}
     assert len(made) == len(wanted) == len(compiler.compilations())
     assert {builder.load(*each) for each in wanted} == made
@@ -144,6 +147,13 @@ def test_an_unknown_architecture_gets_ptx_of_the_one_before(builder):
 def test_an_architecture_before_all_that_are_known_is_refused(builder):
     with pytest.raises(UnsupportedError, match=r"capability 7\.0, and fake 1\.0 compiles for 80"):
         builder.load("move", (7, 0))
+
+
+def test_a_device_without_a_units_instructions_is_refused(builder):
+    with pytest.raises(
+        UnsupportedError, match=r"9\.0 or later for unit 'multicast_float32', got 8"
+    ):
+        builder.load("multicast_float32", (8, 0))
 
 
 def test_an_unknown_unit_is_refused(builder):

@@ -56,7 +56,9 @@ def test_there_is_a_unit_for_every_type_that_is_reduced():
     floats = ["float32", "bfloat16", "float16", "float64"]
     dtypes = [*floats, "uint8", "int8", "int16", "int32", "int64", "bool"]
     optimizer = [f"adamw_{dtype}" for dtype in floats if dtype != "float64"]
-    assert list(UNITS) == ["move", *(f"reduce_{dtype}" for dtype in dtypes), *optimizer]
+    reductions = [f"reduce_{dtype}" for dtype in dtypes]
+    multicast = [f"multicast_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
+    assert list(UNITS) == ["move", *reductions, *optimizer, *multicast]
     assert "rc_all_reduce_bxor" in UNITS["reduce_int32"].kernels
     assert "rc_all_reduce_bxor" not in UNITS["reduce_float32"].kernels
 

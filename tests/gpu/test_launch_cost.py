@@ -37,6 +37,11 @@ def test_launches_from_python(gpu_worlds, record_property):
         figures = {
             "host us per one-launch all_reduce of 2 ranks": lambda: world.all_reduce(tensors),
             "host us per all_reduce of a communicator": lambda: alone[0].all_reduce(one),
+            "host us per all_reduce with async_op": lambda: alone[0].all_reduce(one, async_op=True),
+            "host us per all_reduce with async_op and wait()": lambda: (
+                alone[0].all_reduce(one, async_op=True).wait()
+            ),
+            "host us per barrier of a communicator": alone[0].barrier,
             "host us per torch add_, for comparison": lambda: one.add_(0.0),
         }
         for name, call in figures.items():

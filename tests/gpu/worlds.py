@@ -20,7 +20,7 @@ TIMEOUT_S = 30.0
 COPY_BYTES = 1 << 20
 
 
-class _OrderedWorld(LocalWorld):
+class OrderedWorld(LocalWorld):
     """Its ranks' threads use torch's tensors as on a GPU."""
 
     def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
@@ -32,7 +32,7 @@ def one_launch_world(
 ) -> Any:
     """``n`` ranks of this process on one GPU."""
     options = CommOptions(timeout=timeout, copy_bytes=COPY_BYTES, kernels=kernels)
-    return _OrderedWorld(ringcomm.local_world(n, device=on, options=options))
+    return OrderedWorld(ringcomm.local_world(n, device=on, options=options))
 
 
 def connect(

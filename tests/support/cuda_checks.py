@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.support.cuda_code import Binary, Instruction, Kernel, Loop
 
-# A kernel that runs with more registers than this, times its threads, does not launch.
+# Of a multiprocessor of compute capability 9.0. A kernel that runs with more registers than this,
+# times its threads, does not launch. Of shared memory each block takes 1 KiB beside its own.
 REGISTERS_PER_MULTIPROCESSOR = 65536
+SHARED_BYTES_PER_MULTIPROCESSOR, SYSTEM_BYTES_PER_BLOCK = 228 << 10, 1 << 10
+THREADS_PER_MULTIPROCESSOR, BLOCKS_PER_MULTIPROCESSOR = 2048, 32
 # Loads that must be under way in a loop before it waits for the first: what hides the latency.
 LOADS_IN_FLIGHT = 4
 
@@ -21,7 +24,11 @@ _NARROW_SCOPE = re.compile(r"\.(?:cta|cluster|gpu|gl)\b")
 # These have a scope always: the GPU's where they name none.
 _SCOPED = re.compile(r"^(?:atom|red|fence|membar)\b(?!.*\.sys\b)")
 _NO_SCOPE_NEEDED = re.compile(r"\.(?:shared|param|local|const)\b")
-_SASS_MEMORY = re.compile(r"^(?:LDG?|STG?|ATOMG?|RED|MEMBAR)\b")
+# Between two addresses of the same memory. Of it ptxas makes a barrier of the GPU's scope and one
+# of the system's, of which the driver chooses one.
+ALIAS_FENCE = "fence.proxy.alias"
+_SASS_MEMORY = re.compile(r"^(?:LDG?|LDGMC|STG?|ATOMG?|RED|MEMBAR)\b")
+_SUM_OF_16_BYTES = re.compile(r"LDGMC\.E\.\w+\.(?:F32x4|BF16x8|F16x8)\.RN\.STRONG\.SYS$")
 _MOVES = re.compile(r"^(?:MOV|IMAD\.MOV)\b")
 _CALLED = re.compile(r"`\((\$[^)]+)\)")
 # What ptxas makes of a division of 64 bits: the one subroutine for divisors of more than 32 bits
@@ -56,11 +63,29 @@ def launch_bounds(binary: Binary) -> list[str]:
 
 
 def blocks_per_multiprocessor(binary: Binary, name: str) -> int:
-    """Returns how many blocks of a kernel the registers of a multiprocessor suffice for."""
-    threads, registers = binary.thread_bounds[name], binary.resources[name].registers
-    assert threads is not None and registers is not None
-    # The hardware hands them out to a warp in units of 8 per thread.
-    return REGISTERS_PER_MULTIPROCESSOR // (-(-registers // 8) * 8 * threads)
+    """Returns how many blocks of a kernel a multiprocessor runs at once."""
+    threads, used = binary.thread_bounds[name], binary.resources[name]
+    assert threads is not None and used.registers is not None
+    shared_bytes = -(-used.shared_bytes // 128) * 128 + SYSTEM_BYTES_PER_BLOCK
+    return min(
+        # The hardware hands them out to a warp in units of 8 per thread.
+        REGISTERS_PER_MULTIPROCESSOR // (-(-used.registers // 8) * 8 * threads),
+        SHARED_BYTES_PER_MULTIPROCESSOR // shared_bytes,
+        THREADS_PER_MULTIPROCESSOR // threads,
+        BLOCKS_PER_MULTIPROCESSOR,
+    )
+
+
+def understated(binary: Binary, figures: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Returns the kernels that take more than ``figures`` say: registers and bytes, by name."""
+    found = []
+    for name, (registers, shared_bytes) in figures.items():
+        used = binary.resources[name]
+        assert used.registers is not None
+        if used.registers > registers or used.shared_bytes > shared_bytes:
+            taken = f"{used.registers} registers and {used.shared_bytes} bytes"
+            found.append(f"{name}: takes {taken}, and not {registers} and {shared_bytes}")
+    return found
 
 
 def memory_orders(binary: Binary) -> list[str]:
@@ -68,7 +93,7 @@ def memory_orders(binary: Binary) -> list[str]:
     found = []
     for name, text in binary.functions.items():
         for access in _PTX_MEMORY.findall(text):
-            if _NO_SCOPE_NEEDED.search(access):
+            if _NO_SCOPE_NEEDED.search(access) or access == ALIAS_FENCE:
                 continue
             if _NARROW_SCOPE.search(access) or _SCOPED.search(access):
                 found.append(f"{name}: {access} is not of system scope")
@@ -77,7 +102,11 @@ def memory_orders(binary: Binary) -> list[str]:
             if ".volatile" in access:
                 found.append(f"{name}: {access} has no order")
     for kernel in binary.kernels.values():
+        alias_fences = "".join(binary.reachable(kernel.name).values()).count(ALIAS_FENCE)
         for instruction in kernel.instructions:
+            if instruction.opcode == "MEMBAR.SC.GPU" and alias_fences > 0:
+                alias_fences -= 1
+                continue
             if _SASS_MEMORY.match(instruction.opcode):
                 found += _wrong_in_sass(kernel.name, instruction)
     return found
@@ -223,6 +252,24 @@ def reduce_loop(kernel: Kernel) -> list[str]:
     if any(each.stores >= LOADS_IN_FLIGHT and not each.narrow for each in results):
         return []
     return [f"{kernel.name}: no loop stores its results 16 bytes at a time: {results}"]
+
+
+def multicast_loop(kernel: Kernel) -> list[str]:
+    """Returns what the loop lacks that loads sums of all ranks' memory and stores to all of it."""
+    for loop in kernel.loops():
+        stores = [i for i in loop.code if i.opcode == "STG.E.128.STRONG.SYS"]
+        pending: set[int] = set()
+        in_flight = 0
+        for instruction in loop.code:
+            if pending & instruction.registers:  # it waits here
+                break
+            if _SUM_OF_16_BYTES.match(instruction.opcode):
+                pending |= {first + offset for first in instruction.target for offset in range(4)}
+                in_flight += 1
+        if min(in_flight, len(stores)) >= LOADS_IN_FLIGHT:
+            return []
+    wanted = f"loads sums of 16 bytes with system scope, {LOADS_IN_FLIGHT} at once, and stores them"
+    return [f"{kernel.name}: no loop {wanted}"]
 
 
 def update_loop(kernel: Kernel) -> list[str]:

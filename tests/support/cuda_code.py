@@ -24,8 +24,8 @@ NEEDS_TOOLS = "no NVRTC, nvdisasm or cuobjdump: pip install -e .[test]"
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (\d+) registers")
-_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)")
+_REGISTERS = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _SECTION = re.compile(r"^\.text\.([\w$]+):")
 _LABEL = re.compile(r"^([.$\w]+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
@@ -123,11 +123,15 @@ class Loop:
 
 @dataclass(frozen=True)
 class Resources:
-    """ptxas' figures of one function. ``registers`` is None for functions that kernels call."""
+    """ptxas' figures of one function. ``registers`` is None for functions that kernels call.
+
+    ``shared_bytes`` are those of a block that are known when it is compiled.
+    """
 
     stack_bytes: int
     spill_bytes: int
     registers: int | None
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,8 @@ class Binary:
 
 def _resources(log: str) -> dict[str, Resources]:
     found: dict[str, Resources] = {}
-    for name, registers, stack, local in _USAGE.findall(log):
-        found[name] = Resources(int(stack) + int(local), 0, int(registers))
+    for name, registers, stack, shared, local in _USAGE.findall(log):
+        found[name] = Resources(int(stack) + int(local), 0, int(registers), int(shared))
     entry = function = ""
     for line in log.splitlines():
         if match := _ENTRY.search(line):
@@ -192,7 +196,8 @@ def _resources(log: str) -> dict[str, Resources]:
             found[function] = Resources(stack, stores + loads, None)
         elif match := _REGISTERS.search(line):
             known = found[entry]
-            found[entry] = Resources(known.stack_bytes, known.spill_bytes, int(match[1]))
+            used = int(match[1]), int(match[2] or 0)
+            found[entry] = Resources(known.stack_bytes, known.spill_bytes, *used)
     return found
 
 

@@ -21,6 +21,9 @@ from tests.support.emulator import EmulatedRuntime
 
 T = TypeVar("T")
 Tensor = torch.Tensor
+# Of the worlds that are kept. Each has three streams, there is one for each world, the default one
+# and some of the tests' own: more of them would share hardware queues, of which there are 32.
+KEPT_RANKS = 8
 PLACES = ("plain", "heap", "mixed", "unaligned")
 PACKET_BYTES = 1024
 # Small, so that tens of kilobytes go several times around all slots of both channels.
@@ -34,9 +37,11 @@ MANY = 20_011
 def emulated_runtime(**settings: Any) -> EmulatedRuntime:
     """Devices on which eight ranks of two channels fit, with as few threads as teams can have.
 
-    So do their messages, which have two blocks where two ranks share a device.
+    So do the messages of the worlds that :class:`Devices` keeps. The streams of eight ranks are
+    more than the driver's usual hardware queues (see tests/conftest.py).
     """
-    usual = {"devices": 2, "multiprocessors": 32, "threads": 2, "memory_bytes": 256 << 20}
+    usual = {"devices": 2, "multiprocessors": 64, "threads": 2, "memory_bytes": 256 << 20}
+    usual["hardware_queues"] = 32
     return EmulatedRuntime(**{**usual, **settings})
 
 
@@ -59,11 +64,19 @@ class Devices:
     def world(
         self, ranks: int, on: Sequence[int] = (0,), options: CommOptions = OPTIONS
     ) -> LocalWorld:
-        """``ranks`` ranks, as many on each of the devices ``on``; kept for later tests."""
+        """``ranks`` ranks, as many on each of the devices ``on``; kept for later tests.
+
+        The oldest are closed where all would have more than ``KEPT_RANKS``.
+        """
         key = (ranks, tuple(on), options)
-        world = self._worlds.get(key)
+        world = self._worlds.pop(key, None)
         if world is None or any(each.aborted for each in world):
-            world = self._worlds[key] = self.new_world(ranks, on, options)
+            world = None
+            while ranks + sum(key[0] for key in self._worlds) > KEPT_RANKS and self._worlds:
+                self._worlds.pop(next(iter(self._worlds))).close()
+                gc.collect()  # their streams are to be used again
+            world = self.new_world(ranks, on, options)
+        self._worlds[key] = world
         return world
 
     def new_world(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.support import ROOT
 from tests.support.emulator import ptx
 from tests.support.emulator.library import PtxSchedule
 
@@ -29,6 +32,7 @@ _C_TYPES: dict[str, Any] = {
     "fp32": ctypes.c_float,
     "fp64": ctypes.c_double,
 }
+_MAY_BECOME_ONE = re.compile(r"\b(add|sub|mul)\.f32\b")
 # Global and profile scratch memory, which kernels of ours do not use.
 _SCRATCH_POINTERS = 2
 
@@ -70,41 +74,76 @@ class StandIn:
 
 
 class PtxLauncher(StandIn):
-    """Runs the PTX of what is launched, at once and to its end, in the launching thread.
+    """Runs the PTX of what is launched, to its end, in the launching thread.
 
-    That is the stream's thread on an emulated device, which calls what launches Triton's kernels.
+    That is the stream's thread on an emulated device, which calls what launches Triton's kernels,
+    so kernels of different streams run side by side. What a kernel does wrong is told by the device
+    that is asked next, and by :func:`ptx.failure`.
 
     Args:
-        seed: of the schedule.
+        schedule: of warps and lanes. That even blocks are late is for the first thread to launch.
+        text_of: returns the text that runs in place of a kernel's PTX, of which it may be a mutant.
+        warps: fewer of a block than the kernel was compiled for.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(
+        self,
+        schedule: PtxSchedule | None = None,
+        text_of: Callable[[str], str] = lambda text: text,
+        warps: int | None = None,
+    ) -> None:
         super().__init__(90)
-        self._schedule = PtxSchedule(seed, replicates_reads=True)
+        self._schedule = schedule or PtxSchedule()
+        self._schedule.replicates_reads = 1
+        self._text_of = text_of
+        self._warps = warps
         self._modules: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._threads: list[int] = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        (text,) = {each.asm["ptx"] for each in self.made if each.metadata.hash == metadata.hash}
-        module = self._modules.setdefault(metadata.hash, ptx.load(text))
+        module = self._module(metadata)
         types = list(_leaves(source.signature.values()))
 
         def launch(x: int, y: int, z: int, *passed: Any) -> None:
             _stream, _function, _packed, _launch_metadata, _enter, _exit, *given = passed
             assert z == 1, "grids of three dimensions are not emulated"
             self.launched.append(metadata.name)
-            parameters = _laid_out(types, list(_leaves(given)))
-            failed = ptx.run(
+            ptx.run(
                 module,
                 metadata.name,
-                parameters,
+                _laid_out(types, list(_leaves(given))),
                 grid=(x, y),
-                threads=metadata.num_warps * WARP,
+                threads=(self._warps or metadata.num_warps) * WARP,
                 shared_bytes=metadata.shared,
-                schedule=self._schedule,
+                schedule=self._schedule_here(),
             )
-            assert failed is None, failed
 
         return launch
+
+    def _schedule_here(self) -> PtxSchedule:
+        """Ranks with a device each are told apart by the threads of their streams."""
+        made = PtxSchedule.from_buffer_copy(self._schedule)
+        with self._lock:
+            if threading.get_ident() not in self._threads:
+                self._threads.append(threading.get_ident())
+            made.even_are_late &= self._threads[0] == threading.get_ident()
+        return made
+
+    def reached(self) -> dict[str, list[int]]:
+        """By kernels' hash, the lines of their texts that order memory and were come to."""
+        return {digest: ptx.reached(module) for digest, module in self._modules.items()}
+
+    def _module(self, metadata: Any) -> int:
+        digest = metadata.hash
+        with self._lock:  # ranks may be the first to launch a kernel at the same time
+            if digest not in self._modules:
+                text = next(each.asm["ptx"] for each in self.made if each.metadata.hash == digest)
+                if metadata.enable_fp_fusion:
+                    # Products and sums that may become one operation here do not.
+                    text = _MAY_BECOME_ONE.sub(r"\1.rn.f32", text)
+                self._modules[digest] = ptx.load(self._text_of(text))
+            return self._modules[digest]
 
 
 def _leaves(values: Any) -> Iterator[Any]:
@@ -135,10 +174,12 @@ def _laid_out(types: Sequence[str], values: Sequence[Any]) -> bytes:
 def in_place(gpu: StandIn) -> Iterator[None]:
     """Inside, Triton's launches take place on ``gpu``."""
     compile_as_ever = triton.compiler.compile
+    lock = threading.Lock()
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        gpu.made.append(compile_as_ever(*args, **kwargs))
-        return gpu.made[-1]
+        with lock:  # ranks that launch the same kernel: the second one finds what the first made
+            gpu.made.append(compile_as_ever(*args, **kwargs))
+            return gpu.made[-1]
 
     before = driver._active
     driver.set_active(gpu)
@@ -148,3 +189,20 @@ def in_place(gpu: StandIn) -> Iterator[None]:
     finally:
         triton.compiler.compile = compile_as_ever
         driver._active = before
+
+
+def _only_ptx(*pipeline: Any) -> tuple[str, str]:
+    """Triton's hook of a compilation: nothing assembles what the interpreter runs."""
+    if pipeline:
+        _backend, stages, *_ = pipeline
+        stages["cubin"] = lambda *_: b""
+    return "only PTX", "only PTX"
+
+
+@contextmanager
+def executed(gpu: PtxLauncher) -> Iterator[None]:
+    """Inside, the PTX of Triton's launches is executed by ``gpu``; it is kept under ``build/``."""
+    with triton.knobs.cache.scope(), triton.knobs.runtime.scope(), in_place(gpu):
+        triton.knobs.cache.dir = str(ROOT / "build" / "triton")
+        triton.knobs.runtime.add_stages_inspection_hook = _only_ptx
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +83,12 @@ class Memory:
         rank: of whom.
         world: how many share the bucket.
         hostile: gradients and state hold NaN, infinities, zeros and subnormal numbers too.
+        device: whose heap has the bucket, as ``ringcomm.empty`` names it.
     """
 
-    def __init__(self, case: Case, rank: int, world: int, hostile: bool = False) -> None:
+    def __init__(
+        self, case: Case, rank: int, world: int, hostile: bool = False, device: str = "cpu"
+    ) -> None:
         torch.manual_seed(case.elems)  # the same on all ranks, but for the gradients
         n = case.elems
         self.case, self.factors, self.segments = case, make_factors(case.amsgrad), make_segments(n)
@@ -103,8 +107,9 @@ class Memory:
         if hostile:
             grads[3], grads[400], grads[20:30] = float("nan"), float("inf"), 0.0
         # An empty tensor has no address, but an empty bucket lies somewhere.
-        self.params = ringcomm.empty(max(n, 1), dtype=case.param)[:n].copy_(params)
-        self.grads = ringcomm.empty(max(n, 1), dtype=case.grad)[:n].copy_(grads)
+        room = partial(ringcomm.empty, max(n, 1), device=device)
+        self.params = room(dtype=case.param)[:n].copy_(params)
+        self.grads = room(dtype=case.grad)[:n].copy_(grads)
         self.grads_ptr = self.grads.untyped_storage().data_ptr()
         self.tensors = {
             "exp_avg": state[0][here].clone(),
@@ -184,7 +189,13 @@ class Steps:
     def __init__(self, comm: ringcomm.Communicator, algorithm: str) -> None:
         self._comm = comm
         self._code = _native.ALGORITHMS[algorithm]
-        self._end = comm.use_kernels(comm.checks("step"), "triton", algorithm, torch.float32)
+        self._algorithm = algorithm
+
+    def _end(self, native: Any) -> Any:
+        comm = self._comm
+        return comm.use_kernels(comm.checks("step"), "triton", self._algorithm, torch.float32)(
+            native
+        )
 
     def _run(self, name: str, run: Callable[[Any], int]) -> None:
         self._comm.start_call(Call(name, run, []))

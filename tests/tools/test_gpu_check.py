@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,10 +165,7 @@ def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, number):
         until_there(pid, run)
         run.send_signal(number)
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    if number == signal.SIGTERM:
-        wait_for_end(int(pid.read_text()))
-    else:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+    wait_for_end(int(pid.read_text()))  # the command, which would hold the GPU
     for folder in (tmp_path / "bench" / "results", tmp_path / "out"):
         (file,) = folder.glob("gpu-nvidia-h999-*.json")
         document = json.loads(file.read_text())
@@ -212,6 +210,22 @@ def test_a_record_stands_after_each_stage(place):
     assert not list(place.folder.rglob("*.unfinished"))
 
 
+def test_a_record_that_cannot_be_written_ends_nothing(place, capsys):
+    """OUT is no folder: the results have the record, and the run its verdict."""
+    (place.folder / "log").touch()
+    (place.folder / "out").touch()
+    saver = Saver(FACTS, place.folder / "results", place.folder / "out", place.folder / "log")
+    place.saver = saver
+    run = {name: lambda place, limit: Result("build", OK, "built") for name in ("build", "test")}
+    results = run_stages(select("build,test"), place, run, time.monotonic())
+    assert [result.verdict for result in results] == [OK, OK]
+    assert capsys.readouterr().out.count("the record cannot be written: ") == 2
+    last = gpu_check._record(saver, results)
+    assert last.verdict == FAILED and "cannot be written" in last.detail
+    (file,) = (place.folder / "results").glob("*.json")
+    assert json.loads(file.read_text())["ended"] is True
+
+
 def test_a_command_is_run_in_the_tree_with_its_output_in_the_log(place):
     code = "import os; print(os.getcwd()); print(os.environ['PYTHONPATH']); print(os.environ['X'])"
     done = place.runner.run(python(code), 30.0, {"X": "9"})
@@ -232,7 +246,7 @@ def wait_for_end(pid):
 
 
 def test_a_command_ends_at_its_limit_with_its_children(place):
-    child = "import time; time.sleep(600)"
+    child = "import os, time; os.setpgid(0, 0); time.sleep(600)"  # as ninja's children do
     code = (
         "import subprocess, sys, time\n"
         f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"
@@ -322,6 +336,34 @@ def test_the_sanitizer_stage(place, monkeypatch):
     assert stages.sanitize(place, 30.0).verdict == FAILED
     sanitizer_program(place.folder, monkeypatch, "echo Device not supported; exit 1")
     assert stages.sanitize(place, 30.0).verdict == UNAVAILABLE
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    result = stages.sanitize(place, 30.0)
+    assert (result.verdict, result.detail) == (UNAVAILABLE, "no compute-sanitizer on this machine")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "verdict", "words"),
+    [
+        ((0, 0), OK, "kernel units by nvcc"),
+        ((1,), FAILED, "what it said"),
+        ((0, 1), FAILED, "nvcc's kernels, so they come at first use: what it said"),
+        ((0, None), FAILED, "nvcc's kernels, so they come at first use: stopped at its limit"),
+    ],
+)
+def test_the_module_is_built_before_nvcc_is_tried(place, monkeypatch, statuses, verdict, words):
+    asked, left = [], list(statuses)
+
+    def run(command, limit_s, environment):
+        asked.append(environment["CMAKE_ARGS"])
+        return Finished(left.pop(0), "what it said", 1.0)
+
+    monkeypatch.setattr(place.runner, "run", run)
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvcc")
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    result = stages.build(place, 60.0)
+    assert result.verdict == verdict and words in result.detail
+    assert asked == ["-DRINGCOMM_CUDA=OFF", "-DRINGCOMM_CUDA=sm_90a"][: len(statuses)]
 
 
 TESTS = """
@@ -425,12 +467,12 @@ def test_the_test_stage_needs_tests_that_ran(place, marked):
 def test_a_file_that_dies_takes_no_other_along_and_triton_is_last(place, marked):
     marked("test_triton_a.py", "pass")
     marked("test_b.py", "pass", "os._exit(0)", "pass")
-    marked("test_c.py", "pass")
+    marked("test_c.py", "pass", "os.kill(os.getpid(), 11)")
     saved = []
     place.saver = lambda results: saved.append(results[-1].data["summary"])
     result = stages.test(place, 90.0)
     assert result.verdict == FAILED
-    assert result.data["failed"] == ["test_b.py::test_1"]
+    assert result.data["failed"] == ["test_b.py::test_1", "test_c.py::test_1"]
     lines = (place.folder / stages.NOTES_NAME).read_text().splitlines()
     began = [json.loads(line).get("began", "").partition("::")[0] for line in lines]
     assert list(dict.fromkeys(filter(None, began))) == [
@@ -439,7 +481,10 @@ def test_a_file_that_dies_takes_no_other_along_and_triton_is_last(place, marked)
         "test_triton_a.py",
     ]
     # Recorded as it went.
-    assert saved == [f"{n} passed, 0 failed, 0 skipped, 1 without an end" for n in (1, 2, 3)]
+    assert saved == [
+        f"{n} passed, 0 failed, 0 skipped, {unended} without an end"
+        for n, unended in ((1, 1), (2, 2), (3, 2))
+    ]
 
 
 class Hanging:
@@ -575,3 +620,4 @@ def test_the_steps_stage_runs_the_optimizers_program(place, monkeypatch):
 def test_the_makefile_has_the_target():
     makefile = (ROOT / "Makefile").read_text()
     assert "\ngpu-check:\n" in makefile and "-m tools.gpu_check" in makefile
+    assert "$(if $(REHEARSE),--rehearse)" in makefile

@@ -1,4 +1,4 @@
-"""The command: ``python -m tools.gpu_check [--stages LIST] [--budget SECONDS]``."""
+"""The command: ``python -m tools.gpu_check [--stages LIST] [--budget SECONDS] [--rehearse]``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from ringcomm.bench.provenance import commit
 from ringcomm.bench.report import Report
 
-from .goals import evaluate
+from . import rehearsal as rehearsed
+from .goals import Goal, evaluate
 from .plan import (
     BUDGET_S,
     FAILED,
@@ -31,6 +32,7 @@ from .plan import (
     select,
 )
 from .record import LOG_NAME, Record, goal_lines, write
+from .rehearsal import Rehearsal
 from .stages import RUN, Workplace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,27 +49,35 @@ Stages = Mapping[str, Callable[[Workplace, float], Result]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 when a stage failed, 2 without a usable GPU. A missed goal is no failure."""
     begin = time.monotonic()
-    stages, left_out = _parse(argv)
+    stages, left_out, rehearsal = _parse(argv)
     # As an exception it ends the command that runs, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    runner = Runner(ROOT, FOLDER / LOG_NAME, os.environ)
-    probed = runner.run([sys.executable, "-c", _PROBE], _PROBE_LIMIT_S)
+    folder = FOLDER if rehearsal is None else rehearsal.folder(FOLDER)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    usual = os.environ
+    environment = usual if rehearsal is None else rehearsal.environment(usual)
+    runner = Runner(ROOT, folder / LOG_NAME, environment)
+    probe = _PROBE if rehearsal is None else rehearsed.PROBE
+    probed = runner.run([sys.executable, "-c", probe], _PROBE_LIMIT_S)
     if probed.status != 0:
         why = "it did not answer in time" if probed.status is None else probed.last_line
-        print(f"gpu-check: no usable GPU here: {why}")
+        what = "usable GPU" if rehearsal is None else "emulated device"
+        print(f"gpu-check: no {what} here: {why}")
         return NO_GPU_STATUS
     facts = json.loads(probed.last_line)
     facts |= {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    if rehearsal is not None:
+        facts = rehearsal.facts(facts)
     results = [
         Result(name, LEFT_OUT, "the budget has no room for it", data={"left out": [name]})
         for name in left_out
     ]
     out = os.environ.get("OUT")
     record = any(stage.name == "record" for stage in stages)
-    saver = Saver(facts, ROOT / "bench" / "results", Path(out) if out else None, FOLDER / LOG_NAME)
-    place = Workplace(runner, FOLDER, facts, saver if record else None)
+    results_folder = ROOT / "bench" / "results" if rehearsal is None else folder
+    saver = Saver(facts, results_folder, Path(out) if out else None, folder / LOG_NAME)
+    place = Workplace(runner, folder, facts, saver if record else None, rehearsal=rehearsal)
     results += run_stages(stages, place, RUN, begin, results)
     if record:
         results.append(_record(saver, results))
@@ -75,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(result.verdict == FAILED for result in results) else 0
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
-    """The stages that are to run, and those that the budget has no room for."""
+def _parse(
+    argv: Sequence[str] | None,
+) -> tuple[tuple[Stage, ...], tuple[str, ...], Rehearsal | None]:
+    """The stages that are to run, those that the budget has no room for, and whether it is real."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     names = ",".join(stage.name for stage in STAGES)
     parser.add_argument("--stages", default=names, metavar="LIST", help=f"some of {names}")
@@ -87,6 +99,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], tuple[str, ..
         metavar="SECONDS",
         help="for all stages together; what finds no room is left out and named in the record",
     )
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        const="all",
+        choices=("all", "sample"),
+        help="on an emulated device, whose figures are no GPU's and are marked; or a sample of it",
+    )
     given = parser.parse_args(argv)
     try:
         chosen = select(given.stages)
@@ -96,7 +115,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], tuple[str, ..
     if not set(RUN) & {stage.name for stage in stages}:
         least_s = min(stage.least_s for stage in chosen)
         parser.error(f"--budget {given.budget:g}: no stage fits, the shortest takes {least_s:g} s")
-    return stages, left_out
+    return stages, left_out, Rehearsal(given.rehearse == "sample") if given.rehearse else None
 
 
 def run_stages(
@@ -152,13 +171,27 @@ class Saver:
 
     def __call__(self, results: Sequence[Result], *, ended: bool = False) -> list[Path]:
         reports = reports_of(results)
-        record = Record(self.facts, results, evaluate(reports), reports, ended)
+        goals = judged(self.facts, reports)
+        if rehearsed.FACT in self.facts:
+            reports = [rehearsed.marked(report) for report in reports]
+        record = Record(self.facts, results, goals, reports, ended)
         return write(record, self.folder, self.out, self.log)
+
+
+def judged(facts: Mapping[str, str], reports: Sequence[Report]) -> list[Goal]:
+    """All goals; those of a rehearsal without a judgement."""
+    if rehearsed.FACT not in facts:
+        return evaluate(reports)
+    goals = evaluate([rehearsed.enlarged(report) for report in reports])
+    return [rehearsed.unjudged(goal) for goal in goals]
 
 
 def _record(saver: Saver, results: Sequence[Result]) -> Result:
     begin = time.monotonic()
-    files = saver(results, ended=True)
+    try:
+        files = saver(results, ended=True)
+    except OSError as error:
+        return Result("record", FAILED, f"cannot be written: {error}")
     names = ", ".join(str(file.relative_to(ROOT)) for file in files)
     return Result("record", OK, names, seconds=time.monotonic() - begin)
 
@@ -166,8 +199,10 @@ def _record(saver: Saver, results: Sequence[Result]) -> Result:
 def summary(place: Workplace, results: Sequence[Result]) -> list[str]:
     """The short table that a run ends with."""
     lines = ["", f"gpu-check: {place.facts['gpu']}, commit {place.facts['commit']}"]
+    if rehearsed.FACT in place.facts:
+        lines += [f"{rehearsed.FACT} {place.facts[rehearsed.FACT]}"]
     if any(result.name in ("bench", "steps") for result in results):
-        lines += goal_lines(evaluate(reports_of(results)))
+        lines += goal_lines(judged(place.facts, reports_of(results)))
     lines += [
         f"{result.name:<9} {result.verdict:<12} {result.seconds:>5.0f} s  {result.detail}"
         for result in results

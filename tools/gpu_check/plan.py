@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 # A part of a stage, or all of it, had no time.
 PARTIAL, LEFT_OUT = "partial", "left out"
 _LEAST_S = 1.0
+_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 40
 
 
@@ -55,6 +57,10 @@ class Result:
     tail: str = ""
     seconds: float = 0.0
     data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == OK
 
 
 def select(text: str) -> tuple[Stage, ...]:
@@ -152,6 +158,7 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
             try:
                 status: int | None = process.wait(limit_s)
@@ -169,7 +176,26 @@ class Runner:
         return Finished(status, output, seconds)
 
 
+def _die_with_parent() -> None:
+    """Has the kernel end the command when this process is killed, which could not do it then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends what is left of the command's session, in which ninja has groups of its own."""
+    while members := _members(process.pid):
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(member, signal.SIGKILL)
     process.wait()
+
+
+def _members(session: int) -> list[int]:
+    """The processes of a session, as /proc lists them now, without zombies."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended by itself
+            state, _, _, of_session, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(of_session) == session and state != "Z":
+                members.append(int(stat.parent.name))
+    return members

@@ -14,6 +14,7 @@ from ringcomm.bench.report import SCHEMA, Report, Row, write_csv
 
 from .goals import Goal
 from .plan import Result
+from .rehearsal import FACT
 
 LOG_NAME = "gpu-check.log"
 
@@ -43,7 +44,9 @@ class Record:
 
 
 def base_name(facts: Mapping[str, str]) -> str:
-    """ "gpu-nvidia-h200-2026-11-20"."""
+    """ "gpu-nvidia-h200-2026-11-20", or "rehearsal-2026-11-20"."""
+    if FACT in facts:
+        return f"{FACT}-{facts['date']}"
     name = re.sub(r"[^a-z0-9]+", "-", facts["gpu"].lower()).strip("-")
     return f"gpu-{name}-{facts['date']}"
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ringcomm.bench.report import read as read_report
 
 from . import benches, noting, sanitizer
 from .plan import FAILED, OK, PARTIAL, UNAVAILABLE, Result, Runner
+from .rehearsal import MARK, Rehearsal
 
 TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "tests/tl")
 # What tests have come to, as they end.
@@ -34,6 +35,7 @@ class Workplace:
     """The place of a run: its commands, a folder for what they write, and the GPU's facts.
 
     Attributes:
+        rehearsal: None: the stages run on a GPU.
         saver: writes the record of some results; None: there will be no record.
         results: of the stages before the one that runs.
     """
@@ -43,33 +45,60 @@ class Workplace:
     facts: Mapping[str, str]
     saver: Callable[[Sequence[Result]], object] | None = None
     results: list[Result] = field(default_factory=list)
+    rehearsal: Rehearsal | None = None
 
     def save(self, result: Result) -> None:
-        """Records what the stage that runs has found until now, or in the end."""
+        """Records what the stage that runs has found until now, or in the end.
+
+        A record that cannot be written (a full disk, an OUT that is no folder) ends nothing: the
+        verdict is printed all the same, and the last try to write it says what was wrong.
+        """
         if self.saver is not None:
-            self.saver([*self.results, result])
+            try:
+                self.saver([*self.results, result])
+            except OSError as error:
+                print(f"gpu-check: the record cannot be written: {error}", flush=True)
 
 
 def build(place: Workplace, limit_s: float) -> Result:
     """The native module in place, and with nvcc the kernels for this GPU."""
-    has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
-    told = os.environ.get("CMAKE_ARGS", "")
+    end = time.monotonic() + limit_s
+    result = _compiled(place, limit_s, "OFF")
+    if not result.ok or place.rehearsal is not None:  # an emulated device has kernels of its own
+        return result
+    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
+        return replace(result, detail="no nvcc: kernels at first use")
+    # By itself: without the module nothing runs, and without nvcc's kernels NVRTC makes them.
     major = int(place.facts["compute capability"].partition(".")[0])
-    extra = f"-DRINGCOMM_CUDA={_TARGETS.get(major, 'all') if has_nvcc else 'OFF'}"
+    left_s = max(end - time.monotonic(), 1.0)
+    result = _compiled(place, left_s, _TARGETS.get(major, "all"))
+    if not result.ok:
+        return replace(result, detail=f"nvcc's kernels, so they come at first use: {result.detail}")
+    binaries = len(list((place.runner.root / "ringcomm" / "_kernels").glob("*.fatbin")))
+    return replace(result, detail=f"{binaries} kernel units by nvcc")
+
+
+def _compiled(place: Workplace, limit_s: float, kernels: str) -> Result:
+    """Builds the native module, and ``kernels``, as CMake's option RINGCOMM_CUDA takes them."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     command += ["--parallel", str(len(os.sched_getaffinity(0)))]
-    done = place.runner.run(command, limit_s, {"CMAKE_ARGS": f"{extra} {told}".strip()})
-    binaries = len(list((place.runner.root / "ringcomm" / "_kernels").glob("*.fatbin")))
-    if done.status != 0:
-        why = "stopped at its limit" if done.status is None else done.last_line
-        return Result("build", FAILED, why, done.tail)
-    kernels = f"{binaries} kernel units by nvcc" if binaries else "no nvcc: kernels at first use"
-    return Result("build", OK, kernels)
+    extra = f"-DRINGCOMM_CUDA={kernels} {os.environ.get('CMAKE_ARGS', '')}".strip()
+    done = place.runner.run(command, limit_s, {"CMAKE_ARGS": extra})
+    if done.status == 0:
+        return Result("build", OK, "without nvcc's kernels")
+    why = "stopped at its limit" if done.status is None else done.last_line
+    return Result("build", FAILED, why, done.tail)
+
+
+def _marked(place: Workplace) -> tuple[str, str]:
+    """The option that chooses the tests: without a GPU those of tests/gpu have not its mark."""
+    return "-m", "gpu" if place.rehearsal is None else "not gpu"
 
 
 def _test_files(place: Workplace, limit_s: float) -> tuple[list[str], str]:
     """The files with tests that need a GPU, Triton's last, and what stood in the way of a list."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", *TEST_FOLDERS]
+    folders = TEST_FOLDERS if place.rehearsal is None else place.rehearsal.tests
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *_marked(place), *folders]
     done = place.runner.run([*command, "-p", "no:cacheprovider"], limit_s)
     named = [line.partition("::")[0] for line in done.output.splitlines() if "::" in line]
     files = [name for name in dict.fromkeys(named) if (place.runner.root / name).is_file()]
@@ -85,6 +114,7 @@ class _Tested:
     """The tests of the files until now. ``stopped``: tests in which the stage's time ended."""
 
     notes: Path
+    rehearsed: bool = False
     broken: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     stopped: tuple[str, ...] = ()
@@ -97,7 +127,10 @@ class _Tested:
         run = noting.read(self.notes)
         failed = self.failed(run)
         said = [run.summary, *self.broken]
-        data: dict[str, Any] = {"failed": failed, "figures": run.figures, "summary": run.summary}
+        figures = run.figures
+        if self.rehearsed:
+            figures = {f"{MARK}: {name}": value for name, value in figures.items()}
+        data: dict[str, Any] = {"failed": failed, "figures": figures, "summary": run.summary}
         if failed:
             said.append(f"first: {', '.join(failed[:3])}")
         if self.left_out:
@@ -118,7 +151,7 @@ def test(place: Workplace, limit_s: float) -> Result:
     """
     end = time.monotonic() + limit_s
     files, why = _test_files(place, limit_s)
-    tested = _Tested(place.folder / NOTES_NAME)
+    tested = _Tested(place.folder / NOTES_NAME, place.rehearsal is not None)
     tested.notes.unlink(missing_ok=True)
     if why:
         tested.broken.append(f"the list of tests: {why}")
@@ -133,7 +166,7 @@ def test(place: Workplace, limit_s: float) -> Result:
 
 
 def _test_file(place: Workplace, file: str, left_s: float, tested: _Tested) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", file, "--durations=5"]
+    command = [sys.executable, "-m", "pytest", "-q", *_marked(place), file, "--durations=5"]
     command += ["-p", "no:cacheprovider", "-p", noting.__name__]
     # By a thread: a signal's handler waits for a call that hangs in the driver.
     command += [f"--timeout={_TEST_LIMIT_S}", "--timeout-method=thread"]
@@ -153,6 +186,11 @@ def _test_file(place: Workplace, file: str, left_s: float, tested: _Tested) -> N
 
 def sanitize(place: Workplace, limit_s: float) -> Result:
     """compute-sanitizer's tools over small cases, one after the other."""
+    if place.rehearsal is not None:
+        done = place.runner.run([sys.executable, SANITIZER_CASES], limit_s)
+        why = "no sanitizer: the cases ran by themselves" if done.status == 0 else done.last_line
+        why = "stopped at its limit" if done.status is None else why
+        return Result("sanitize", OK if done.status == 0 else FAILED, why, done.tail)
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         return Result("sanitize", UNAVAILABLE, "no compute-sanitizer on this machine")
@@ -196,6 +234,8 @@ def _run_benches(
 ) -> Result:
     end = time.monotonic() + limit_s
     found = _Measured(stage)
+    if place.rehearsal is not None:
+        plan = place.rehearsal.plan(plan)
     for number, one in enumerate(plan):
         left_s = end - time.monotonic()
         if left_s < 1.0:

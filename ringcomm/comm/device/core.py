@@ -21,8 +21,9 @@ from ringcomm.comm.device.lifecycle import (
 from ringcomm.comm.device.recorder import DeviceRecorder
 from ringcomm.comm.meeting import Membership
 from ringcomm.comm.topology.plan import TopologyPlan
-from ringcomm.cuda.runtime import DeviceRuntime
-from ringcomm.errors import RendezvousError, UnsupportedError, where
+from ringcomm.cuda.multicast import MulticastWindow
+from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DeviceRuntime
+from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, where
 from ringcomm.memory.device_heap import DeviceBlock, DeviceHeap
 from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap
 
@@ -127,6 +128,7 @@ class DeviceCore:
         recorded = options.records > 0
         self.recorder = DeviceRecorder(self.native, membership, operation) if recorded else None
         self._records = options.records
+        self._multicast_bytes = options.multicast_bytes
         block = heap.allocate(self.native.region_bytes, operation)
         # The space is reused once nothing refers to the block any more; see close().
         self._block: DeviceBlock | None = block
@@ -138,6 +140,7 @@ class DeviceCore:
         self._regions: list[int] = []
         self._capacities: list[int] = []
         self._mapped: Sequence[MappedDeviceHeap] = ()
+        self._window: MulticastWindow | None = None
         self._watched: Watched | None = None
         self._stay = stay
         self._peers: list[Peer] | None = None
@@ -152,7 +155,7 @@ class DeviceCore:
         return (
             f"segment_bytes={native.segment_bytes}, slots={native.slots}, "
             f"channels={native.channels}, region_bytes={native.region_bytes}, "
-            f"records={self._records}"
+            f"records={self._records}, multicast_bytes={self._multicast_bytes}"
         )
 
     def announce(self, peers: Sequence[Peer] | None) -> None:
@@ -177,8 +180,22 @@ class DeviceCore:
             for each, handle in zip(mapped, handles, strict=True)
         ]
 
-    def connect(self, rings: Sequence[Sequence[int]]) -> None:
-        """Writes the table of all ranks' memory for this rank's kernels; peers see no change."""
+    def connect(
+        self, rings: Sequence[Sequence[int]], window: MulticastWindow | None = None
+    ) -> None:
+        """Writes the table of all ranks' memory for this rank's kernels; peers see no change.
+
+        The window is closed with the core.
+        """
+        self._window = window
+        if window is not None and not self.native.set_window(
+            window.own_ptr, window.all_ptr, self._multicast_bytes
+        ):
+            raise ArgumentError(
+                f"{where('connect', self.rank, self.world_size)}: multicast_bytes: expected at "
+                f"least {2 * self.native.channels * self.world_size * 64} for {self.world_size} "
+                f"ranks and {self.native.channels} channels, got {self._multicast_bytes}"
+            )
         table = self.native.table(
             regions=self._regions,
             heaps=[each.base_ptr for each in self._mapped],
@@ -210,6 +227,23 @@ class DeviceCore:
 
     def fault(self) -> dict[str, Any] | None:
         """Returns the fault record, if possible that of the rank where the fault began."""
+        found = self._found_fault()
+        if found is not None and found["kind"] == "timeout":
+            return {**found, "hint": self._crowded()}
+        return found
+
+    def _crowded(self) -> str:
+        """Returns why a call may not have begun in time though nothing was missing, or ""."""
+        queues, streams = self.runtime.stream_queues(self.device)
+        if streams <= queues:
+            return ""
+        return (
+            f"This process has at least {streams} streams on device {self.device} and hardware "
+            f"queues for {queues}: those that share one hold each other's work back. Set "
+            f"{CONNECTIONS_VARIABLE}=32 before the process starts, or use fewer streams. "
+        )
+
+    def _found_fault(self) -> dict[str, Any] | None:
         own = self.native.fault()
         if own is not None and own["kind"] != "aborted":
             return own
@@ -308,7 +342,14 @@ class DeviceCore:
         if self.recorder is not None:
             self.recorder.close()
         self._page.free()
-        forget = self.recorder.native.release if self.recorder is not None else lambda: None
+        recorder, window = self.recorder, self._window
+
+        def forget() -> None:
+            if recorder is not None:
+                recorder.native.release()
+            if window is not None:
+                window.close()
+
         if self._peers is None:
             forget()
         else:

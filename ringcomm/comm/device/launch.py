@@ -7,18 +7,28 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks
+from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks, Reduction
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
+from ringcomm.comm.device.multicast import MULTICAST, check_multicast
 from ringcomm.comm.device.recorder import COLLECTIVES, Calls, SeenEvent
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
 from ringcomm.comm.device.streams import DeviceWork, StreamContext
-from ringcomm.comm.engine import AUTO, EXIT_GRACE_S, Call, CallEngine, RankContext, closed, refusal
+from ringcomm.comm.engine import (
+    AUTO,
+    EXIT_GRACE_S,
+    Call,
+    CallEngine,
+    RankContext,
+    Use,
+    closed,
+    refusal,
+)
 from ringcomm.comm.meeting import Membership
 from ringcomm.comm.options import milliseconds_of
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
@@ -87,19 +97,27 @@ class Launches:
         self._submit = submit
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        native, prepare = self._native, getattr(self._native, name)
+        # A method from its first use on.
+        setattr(Launches, name, _launching(getattr(_native.DeviceComm, name)))
+        method: Callable[..., int] = getattr(self, name)
+        return method
 
-        def call(*args: Any) -> int:
-            status: int = prepare(*args)
-            while native.next():
-                try:
-                    self._submit(native)
-                except BaseException:
-                    native.withdraw()
-                    raise
-            return status
 
-        return call
+def _launching(prepare: Callable[..., int]) -> Callable[..., int]:
+    """Returns the method of :class:`Launches` for one of the native end."""
+
+    def call(self: Launches, *args: Any) -> int:
+        native = self._native
+        status = prepare(native, *args)
+        while native.next():
+            try:
+                self._submit(native)
+            except BaseException:
+                native.withdraw()
+                raise
+        return status
+
+    return call
 
 
 class DeviceCallEngine(CallEngine):
@@ -119,6 +137,8 @@ class DeviceCallEngine(CallEngine):
     ) -> None:
         super().__init__(cast(Any, core), membership)
         self._device_core = core
+        self.device_place: tuple[DeviceRuntime, int] = (core.runtime, core.device)
+        self._checks: dict[str, DeviceCallChecks] = {}
         recorder = core.recorder
         self._records = recorder.native if recorder is not None else None
         locate = recorder.located if recorder is not None else None
@@ -145,10 +165,6 @@ class DeviceCallEngine(CallEngine):
         self._name = ""
 
     @property
-    def device_place(self) -> tuple[DeviceRuntime, int]:
-        return self._device_core.runtime, self._device_core.device
-
-    @property
     def device(self) -> torch.device:
         """The device on which the tensors of this communicator's calls lie."""
         return self._device_core.runtime.torch_device(self._device_core.device)
@@ -158,7 +174,23 @@ class DeviceCallEngine(CallEngine):
         return True
 
     def checks(self, op: str) -> CallChecks:
-        return DeviceCallChecks(op, (self._rank, self._world_size), self.device_place)
+        checks = self._checks.get(op)
+        if checks is None:
+            rank_of = self._rank, self._world_size
+            checks = self._checks[op] = DeviceCallChecks(op, rank_of, self.device_place)
+        return checks
+
+    def use_kernels(
+        self,
+        checks: CallChecks,
+        kernels: str | None,
+        algorithm: str,
+        dtype: torch.dtype,
+        reduction: Reduction | None = None,
+    ) -> Use:
+        if algorithm == MULTICAST and reduction is not None:
+            check_multicast(checks, dtype, reduction)
+        return super().use_kernels(checks, kernels, algorithm, dtype, reduction)
 
     def rank_context(self) -> RankContext:
         if self._thread_stream is None:
@@ -170,14 +202,10 @@ class DeviceCallEngine(CallEngine):
 
     # ---- calls --------------------------------------------------------------------------------
 
-    @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
-        """Holds the turn on the device for one call, after a check that calls are possible."""
-        runtime, device = self.device_place
-        with self._queue.turn, runtime.on_device(device):
-            self._check_usable(name)
-            self._name = name
-            yield
+    def _begin_turn(self, name: str) -> None:
+        """Begins a call, if calls are possible; the caller holds the turn and is on the device."""
+        self._check_usable(name)
+        self._name = name
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
         if self.joint_launch is not None:
@@ -185,7 +213,8 @@ class DeviceCallEngine(CallEngine):
         if async_op:
             return self._start_beside(call)
         runtime, device = self.device_place
-        with self._turn(call.name):
+        with self._queue.turn, runtime.on_device(device):
+            self._begin_turn(call.name)
             self._run(call, runtime.current_stream(device))
         return None
 
@@ -206,7 +235,8 @@ class DeviceCallEngine(CallEngine):
 
     def _start_beside(self, call: Call) -> DeviceWork:
         runtime, device = self.device_place
-        with self._turn(call.name):
+        with self._queue.turn, runtime.on_device(device):
+            self._begin_turn(call.name)
             side = self._side_stream()
             current = runtime.current_stream(device)
             runtime.wait_event(device, side.handle, runtime.record_event(device, current))
@@ -231,7 +261,9 @@ class DeviceCallEngine(CallEngine):
     def _keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
         runtime, device = self.device_place
-        self._recorded = [each for each in self._recorded if runtime.is_capturing(device, each[1])]
+        if self._recorded:
+            capturing = runtime.is_capturing
+            self._recorded = [each for each in self._recorded if capturing(device, each[1])]
         if runtime.is_capturing(device, stream):
             # The event of a capture never passes. Memory freed during the capture could be handed
             # out to a later part of the graph. After the capture the graph's owner keeps its
@@ -247,8 +279,10 @@ class DeviceCallEngine(CallEngine):
         native = self._device_core.native
         self._follow_last(stream)
         native.stream = stream
-        with self._worded(call.name):
+        try:
             call.run(cast(Any, Launches(native, self._submit)))
+        except BaseException as error:
+            self._raise_worded(call.name, error)
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""
@@ -464,22 +498,17 @@ class DeviceCallEngine(CallEngine):
         elif self._device_core.native.raised:
             raise self._fault(name)
 
-    @contextmanager
-    def _worded(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except RingcommError:
-            raise
-        except ValueError as error:
-            head = where(name, self._rank, self._world_size)
-            raise ArgumentError(f"{head}: {error}") from error
-        except RuntimeError as error:
-            # Peers may have launched their part, and would mistake the next call for this one.
-            head = where(name, self._rank, self._world_size)
-            raise self._give_up(RingcommError, f"{head}: {error}") from error
-        except KeyboardInterrupt:
+    def _raise_worded(self, name: str, error: BaseException) -> NoReturn:
+        """Raises what the launch of a call has raised, in words that name the call."""
+        if isinstance(error, KeyboardInterrupt):
             self._interrupt()
-            raise
+        if isinstance(error, RingcommError) or not isinstance(error, (ValueError, RuntimeError)):
+            raise error
+        head = where(name, self._rank, self._world_size)
+        if isinstance(error, ValueError):
+            raise ArgumentError(f"{head}: {error}") from error
+        # Peers may have launched their part, and would mistake the next call for this one.
+        raise self._give_up(RingcommError, f"{head}: {error}") from error
 
     def _give_up(
         self, kind: type[RingcommError], text: str, waits: Fault | None = None

@@ -15,6 +15,7 @@ from ringcomm import _native
 from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
+from ringcomm.comm.device.multicast import make_window
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
 from ringcomm.comm.meeting import Membership, rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
@@ -223,7 +224,9 @@ def meet_on_device(
         proof_s = min(LINK_PROOF_S, meeting.timeout_s)
         deadline = time.monotonic() + proof_s
         prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
-        core.connect(chosen.rings)
+        core.connect(
+            chosen.rings, make_window(rendezvous, meeting, heap, handles, membership.options)
+        )
         communicator = build(core, membership, *_join(membership, core, handles, mapped))
         rendezvous.confirm()
         core.activate()
@@ -256,8 +259,7 @@ def _join(
         )
     runtime = heap.runtime
     identity = runtime.identity(core.device)
-    kernel = runtime.find_kernel(core.device, *_largest_kernel())
-    capacity = kernel.blocks_per_multiprocessor * identity.multiprocessors
+    capacity = _blocks_each(heap) * identity.multiprocessors
     order = order_of(runtime, core.device)
     joint = None
     if len(local) > 1:
@@ -270,9 +272,18 @@ def _join(
     return order, joint
 
 
-def _largest_kernel() -> tuple[str, str]:
-    unit, names = PRELOADED[-1]
-    return unit, names[0]
+def _blocks_each(heap: DeviceHeap) -> int:
+    """Returns how many blocks of any kernel that waits for peers a multiprocessor runs at once.
+
+    The sums in FP32 stand for all dtypes and for Triton's kernels, which have as many threads:
+    tests/comm/device/test_device_room.py holds them against the others.
+    """
+    runtime, device = heap.runtime, heap.device
+    return min(
+        runtime.find_kernel(device, unit, name).blocks_per_multiprocessor
+        for unit, names in PRELOADED
+        for name in names
+    )
 
 
 def _preload(heap: DeviceHeap) -> None:

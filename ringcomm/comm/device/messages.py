@@ -184,7 +184,8 @@ class DeviceMessages(DeviceCallEngine, Messages):
 
         call = Call(name, run, [tensor for tensor, _ in receives])
         runtime, device = self.device_place
-        with self._turn(name):
+        with self._queue.turn, runtime.on_device(device):
+            self._begin_turn(name)
             head = where(name, self._rank, self._world_size)
             self._order.sends(self.joint_launch or self._device_core, head)
             streams = self._streams(bool(sends), bool(receives))
@@ -194,7 +195,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
                 runtime.wait_event(device, first.handle, runtime.record_event(device, behind))
             self._device_core.native.stream = first.handle
             before = self._messages_enqueued()
-            with runtime.on_stream(first), self._worded(name):
+            with runtime.on_stream(first):
                 self._run_alone(call)
             event = runtime.record_event(device, first.handle)
             for other in streams[1:]:
@@ -222,6 +223,8 @@ class DeviceMessages(DeviceCallEngine, Messages):
         self._sends_alone = True
         try:
             call.run(cast(Any, Launches(self._device_core.native, self._submit)))
+        except BaseException as error:
+            self._raise_worded(call.name, error)
         finally:
             self._sends_alone = False
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from ringcomm import _native
@@ -30,12 +31,11 @@ Prepared = _native.DeviceComm | TritonLaunch
 
 def launch(prepared: Sequence[Prepared], stream: int) -> None:
     """Launches calls of one kind, of ranks on one device, together on ``stream``."""
-    triton = [each for each in prepared if isinstance(each, TritonLaunch)]
-    if triton:
-        triton[0].launch_with(triton[1:], stream)
+    first = prepared[0]
+    if isinstance(first, TritonLaunch):
+        first.launch_with(cast(Sequence[TritonLaunch], prepared[1:]), stream)
     else:
-        natives = [each for each in prepared if not isinstance(each, TritonLaunch)]
-        _native.launch(natives, stream)
+        _native.launch(cast(list[_native.DeviceComm], prepared), stream)
 
 
 # DeviceOrder keeps the communicators of one process on one device from blocking each other.
@@ -45,9 +45,10 @@ def launch(prepared: Sequence[Prepared], stream: int) -> None:
 # launch that does not fit waits, by events on the device, for the oldest launches whose end makes
 # room. Messages cannot be ordered like this, since a send may wait for a receive that comes after a
 # collective. So from a communicator's first message on, room for the messages of all its local
-# ranks is kept beside the collectives. If ranks launch the collectives of several communicators in
-# different orders, they run concurrently as far as the device has room. Beyond that they end with
-# the deadline (docs/cuda.md).
+# ranks is kept beside the collectives, of whatever communicator: what does not fit beside what is
+# kept already is refused, a communicator when it is built or a first message. If ranks launch the
+# collectives of several communicators in different orders, they run concurrently as far as the
+# device has room. Beyond that they end with the deadline (docs/cuda.md).
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Blocks:
     messages: int
 
 
-@dataclass(frozen=True)
-class _UnderWay:
+# Every call makes one of these: a frozen dataclass would take four times as long.
+class _UnderWay(NamedTuple):
     owner: object
     blocks: int
     stream: int
@@ -89,6 +90,7 @@ class DeviceOrder:
         self._device = device
         self._guard = threading.Lock()
         self._members: dict[int, Blocks] = {}
+        self._ranks: Counter[int] = Counter()  # of each member, in this process
         self._sending: set[int] = set()
         self._capacity = 0
         self._under_way: deque[_UnderWay] = deque()
@@ -97,7 +99,8 @@ class DeviceOrder:
         """Registers a communicator whose launches take up to ``blocks``.
 
         Raises:
-            UnsupportedError: one launch alone could not be co-resident.
+            UnsupportedError: one launch alone could not be co-resident, or not beside the messages
+                of other communicators.
         """
         if blocks.collective > capacity:
             raise UnsupportedError(
@@ -106,32 +109,52 @@ class DeviceOrder:
                 f"of at most {capacity} divided by the ranks of this process on the device"
             )
         with self._guard:
+            kept = self._kept()
+            if blocks.collective + kept > capacity:
+                raise UnsupportedError(
+                    f"{operation}: needs {blocks.collective} co-resident blocks beside the {kept} "
+                    f"that messages of other communicators may take, but device {self._device} "
+                    f"runs {capacity} of them at once. Pass a smaller CommOptions(channels=...)"
+                )
             self._members[id(owner)] = blocks
+            self._ranks[id(owner)] += 1
             self._capacity = capacity
 
     def leave(self, owner: object) -> None:
         with self._guard:
-            self._members.pop(id(owner), None)
-            self._sending.discard(id(owner))
+            self._ranks[id(owner)] -= 1
+            if self._ranks[id(owner)] <= 0:
+                del self._ranks[id(owner)]
+                self._members.pop(id(owner), None)
+                self._sending.discard(id(owner))
+
+    def _kept(self) -> int:
+        """Returns the blocks that are kept for messages."""
+        return sum(self._members[each].messages for each in self._sending)
 
     def sends(self, owner: object, operation: str) -> None:
         """Keeps room for the messages of ``owner`` from here on; called before each of them.
 
         Raises:
-            UnsupportedError: they would not fit beside a collective of its own.
+            UnsupportedError: they would not fit beside a collective, of this or another
+                communicator, and the messages of others.
         """
         if id(owner) in self._sending:
             return
         with self._guard:
             blocks = self._members.get(id(owner))
-            if blocks is None:  # another rank of it has closed
+            if blocks is None:  # it has closed
                 return
-            if blocks.collective + blocks.messages > self._capacity:
+            largest = max(each.collective for each in self._members.values())
+            kept = self._kept()
+            if largest + kept + blocks.messages > self._capacity:
+                others = f" and the {kept} of other communicators' messages" if kept else ""
                 raise UnsupportedError(
-                    f"{operation}: messages need {blocks.messages} blocks beside the "
-                    f"{blocks.collective} of a collective, but device {self._device} runs "
-                    f"{self._capacity} of them at once, and a send may wait for a receive that "
-                    "comes after a collective. Pass a smaller CommOptions(channels=...), or none"
+                    f"{operation}: messages need {blocks.messages} blocks beside the {largest} of "
+                    f"a collective{others}, but device {self._device} runs {self._capacity} of "
+                    "them at once, and a send may wait for a receive that comes after a "
+                    "collective. Pass a smaller CommOptions(channels=...) to the communicators of "
+                    "this device, or send by fewer of them"
                 )
             self._sending.add(id(owner))
 
@@ -143,13 +166,14 @@ class DeviceOrder:
             return
         with self._guard:
             self._under_way = deque(each for each in self._under_way if not each.done.query())
+            if not self._under_way:
+                return
             gains = _gains(
                 each
                 for each in self._under_way
                 if each.owner is not owner and each.stream != stream
             )
-            kept = sum(self._members[each].messages for each in self._sending)
-            free = self._capacity - kept - sum(gain for _, gain in gains)
+            free = self._capacity - self._kept() - sum(gain for _, gain in gains)
             for each, gain in gains:
                 if free >= blocks:
                     break
@@ -192,8 +216,7 @@ LOOK_S = 0.05
 Look = Callable[[Sequence[int], float], None]
 
 
-@dataclass(frozen=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """A rank's prepared call, its stream, and an event that marks the call's place there."""
 
     prepared: Prepared
@@ -301,7 +324,10 @@ class JointLaunch:
             captures = runtime.is_capturing(device, stream)
             if not captures:
                 runtime.wait_event(device, stream, runtime.record_event(device, own))
+            blocks = prepared[0].prepared_kind[1] * len(prepared)
+            self._order.before(self, blocks, stream)
             launch(prepared, stream)
+            self._order.after(self, blocks, stream)
             if not captures:
                 runtime.wait_event(device, own, runtime.record_event(device, stream))
 

@@ -4,15 +4,28 @@ import threading
 import time
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 import ringcomm
-from ringcomm import Communicator, HeapError, MismatchError, RingcommError, UnsupportedError
+from ringcomm import (
+    ArgumentError,
+    Communicator,
+    HeapError,
+    MismatchError,
+    ReduceOp,
+    RingcommError,
+    UnsupportedError,
+    premul_sum,
+)
 from ringcomm.comm.device import meeting
 from ringcomm.comm.device.meeting import prove_links
 from ringcomm.memory.device_peers import map_device_heap
 from tests.comm.device.conftest import require
+from tests.proof.ptx.multicast_job import multicast_kernels
+from tests.support import nvrtc
 from tests.support.device_worlds import OPTIONS, Devices, with_options
+from tests.support.emulator.library import library
 
 MIB = 1 << 20
 
@@ -30,6 +43,14 @@ def emulated():
     yield use
     for devices in made:
         devices.close()
+
+
+@pytest.fixture
+def kernels():
+    """What an emulated device needs for windows; nothing here launches them."""
+    if nvrtc.library_path() is None:
+        pytest.skip("no NVRTC")
+    return multicast_kernels()
 
 
 def _errors(ranks, options=OPTIONS, devices=None, heap_bytes=None):
@@ -153,3 +174,84 @@ def test_a_refused_world_leaves_room_for_the_next(emulated):
         _errors(3, with_options(channels=2))
         world = devices.new_world(2)
         world.close()
+
+
+# ---- algorithm="multicast" -----------------------------------------------------------------------
+
+WITH_WINDOW = with_options(multicast_bytes=4096)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lacks"),
+    [
+        ({"multicast": False}, "it is under no NVSwitch"),
+        ({"capability": (8, 0)}, "its compute capability is 8.0, and multimem instructions need"),
+    ],
+)
+def test_devices_without_multicast(emulated, settings, lacks):
+    emulated(**settings)
+    errors = _errors(2, WITH_WINDOW, ["cuda:0", "cuda:1"])
+    assert any(isinstance(error, UnsupportedError) for error in errors)
+    for error in errors:
+        assert "of 2: multicast_bytes: expected devices with multicast" in str(error)
+        assert "but rank 0 (pid" in str(error) and lacks in str(error)
+        assert "Use GPUs of sm_90 or later under one NVSwitch, or leave" in str(error)
+
+
+def test_windows_of_ranks_that_share_a_device(emulated, kernels):
+    emulated(ptx=kernels)
+    errors = _errors(3, with_options(multicast_bytes=4096, channels=1), ["cuda:0"] * 3)
+    assert any(isinstance(error, UnsupportedError) for error in errors)
+    for error in errors:
+        assert "expected a device for each rank, but rank 1" in str(error)
+        assert "has that of rank 0" in str(error)
+
+
+def test_a_window_of_one_rank(emulated, kernels):
+    emulated(ptx=kernels)
+    (error,) = _errors(1, WITH_WINDOW)
+    assert isinstance(error, UnsupportedError) and "expected 2 ranks or more, got 1" in str(error)
+
+
+def test_a_window_that_is_too_small(emulated, kernels):
+    emulated(ptx=kernels)
+    for error in _errors(2, with_options(multicast_bytes=64), ["cuda:0", "cuda:1"]):
+        assert "multicast_bytes: expected at least 512 for 2 ranks and 2 channels" in str(error)
+    assert library().emu_vmm_in_use() == 0
+
+
+def test_a_window_on_emulated_devices_that_execute_no_ptx(emulated):
+    if emulated().emulated.ptx is not None:
+        pytest.skip("these execute PTX")
+    for error in _errors(2, WITH_WINDOW, ["cuda:0", "cuda:1"]):
+        assert "kernel rc_multicast_sum of unit multicast_float32 has multimem" in str(error)
+
+
+def test_calls_by_multicast_that_are_not_supported(emulated):
+    with emulated().new_world(2, (0, 1)) as world:
+        comm = world[0]
+        for dtype, op in (
+            (torch.float64, ReduceOp.SUM),
+            (torch.int32, ReduceOp.SUM),
+            (torch.float32, ReduceOp.MAX),
+            (torch.bfloat16, premul_sum(2.0)),
+        ):
+            tensor = torch.zeros(8, dtype=dtype)
+            with pytest.raises(UnsupportedError, match=r"SUM or AVG of torch\.float32, .* got"):
+                comm.all_reduce(tensor, op=op, algorithm="multicast")
+            with pytest.raises(UnsupportedError, match=f"reduce_scatter_tensor on rank 0.*{dtype}"):
+                comm.reduce_scatter_tensor(tensor[:4], tensor, op=op, algorithm="multicast")
+        plain = torch.zeros(8)
+        with pytest.raises(ArgumentError, match=r"needs CommOptions\.multicast_bytes > 0"):
+            comm.all_reduce(plain, algorithm="multicast")
+        with pytest.raises(ArgumentError, match="multicast_bytes > 0"):
+            comm.all_gather_into_tensor(plain, plain[:4], algorithm="multicast")
+        world.run(lambda comm: comm.barrier())  # nothing of it reached the peer
+
+
+def test_multicast_on_the_host():
+    with (
+        ringcomm.local_world(1) as world,
+        pytest.raises(UnsupportedError, match="works on the host"),
+    ):
+        world[0].all_reduce(torch.zeros(4), algorithm="multicast")

@@ -4,6 +4,7 @@
 one: a quarter of an hour. ``make test`` takes a subset, since all units of a kind are one template.
 """
 
+import ctypes
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from tests.support import ROOT, cuda_code
 from tests.support import cuda_checks as checks
 from tests.support.cuda_code import compile_unit, kernels_of, output_of, tool
 from tests.support.emulator import EmulatedRuntime
+from tests.support.emulator.library import library
 
 pytestmark = pytest.mark.compiles
 
@@ -29,9 +31,11 @@ MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
 # instructions, where spills and narrow accesses show first; one optimizer. What an architecture can
 # change of the protocol, the widths and the orders, shows in the one that moves.
 REPRESENTATIVES = ("move", "reduce_float16/min", "adamw_bfloat16/bfloat16")
-MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
+# Of those by multicast each type has a spelling of its own, and is small.
+MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
+MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else (*REPRESENTATIVES, *MULTICAST))]
 for target in OTHER_TARGETS:
-    MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else ["move"])]
+    MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else ["move", *MULTICAST])]
 # The longest first, so that none is left alone at the end.
 MATRIX.sort(key=lambda each: each[0] == "move")
 
@@ -57,6 +61,13 @@ def binary(request, compilations):
     return compilations.pop(request.param).result()
 
 
+def figures_of(kernel: int) -> tuple[int, int]:
+    """Registers and shared memory of a kernel as the emulator has them."""
+    registers, shared_bytes = ctypes.c_int(), ctypes.c_int()
+    library().emulated_figures(kernel, ctypes.byref(registers), ctypes.byref(shared_bytes))
+    return registers.value, shared_bytes.value
+
+
 def moves(kernel: str) -> bool:
     return kernel.endswith("_move")
 
@@ -78,8 +89,9 @@ def updates(kernel: str) -> bool:
 @pytest.mark.timeout(600)  # what a test waits for may be a minute's work on a busy machine
 class TestUnits:
     def test_kernels(self, binary, request):
-        (unit, _), found = request.node.callspec.params["binary"], set(binary.kernels)
-        assert found == set(binary.thread_bounds) == kernels_of(unit)
+        (unit, target), found = request.node.callspec.params["binary"], set(binary.kernels)
+        wanted = kernels_of(unit) if target != "sm_80" or unit not in MULTICAST else set()
+        assert found == set(binary.thread_bounds) == wanted
 
     def test_nothing_lives_in_local_memory(self, binary):
         assert checks.local_memory(binary) == []
@@ -91,14 +103,23 @@ class TestUnits:
         unit, target = request.node.callspec.params["binary"]
         if target != MAIN_TARGET:
             return
-        runtime = EmulatedRuntime()
+        runtime, unit = EmulatedRuntime(ptx=None), unit.partition("/")[0]
+        figures = {}
         for name in binary.thread_bounds:
             try:
-                emulated = runtime.find_kernel(0, unit.partition("/")[0], name)
+                emulated = runtime.find_kernel(0, unit, name)
             except UnsupportedError:  # it has not all operations of all dtypes
                 continue
+            figures[name] = figures_of(emulated.handle)
             real = checks.blocks_per_multiprocessor(binary, name)
             assert emulated.blocks_per_multiprocessor <= real, name
+        assert checks.understated(binary, figures) == []
+        # A figure that is too small is seen. All but one use the same variable in shared memory.
+        less = {name: (registers, size - 1) for name, (registers, size) in figures.items()}
+        assert len(checks.understated(binary, less)) == len(figures.keys() - {"rc_adamw_prepare"})
+        name = next(iter(binary.thread_bounds))
+        used = binary.resources[name]
+        assert checks.understated(binary, {name: ((used.registers or 0) - 1, used.shared_bytes)})
 
     def test_orders_are_of_system_scope(self, binary):
         assert checks.memory_orders(binary) == []
@@ -119,6 +140,9 @@ class TestUnits:
 
     def test_data_move_16_bytes_at_a_time(self, binary):
         for name, kernel in binary.kernels.items():
+            if name.startswith("rc_multicast_"):
+                assert checks.multicast_loop(kernel) == checks.copy_loop(kernel) == []
+                continue
             if updates(name):
                 assert checks.update_loop(kernel) == []
             if sends_packets(name) or is_alone(name):

@@ -17,10 +17,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any, cast
 
 import torch
 
 from ringcomm import AbortedError, CollectiveTimeout, Communicator, _native, cuda
+from ringcomm.comm.communicator import DeviceCommunicator
 from ringcomm.comm.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.ptx.orderings import LINE_INFO, without
@@ -39,13 +41,13 @@ from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 # Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has
 # two of them per peer: each is written several times. What waits in vain says so soon.
-QUICK = replace(OPTIONS, timeout=8.0, segment_bytes=2048, slots=2)
+QUICK = replace(OPTIONS, timeout=20.0, segment_bytes=2048, slots=2)
 # What goes through slots is short; what is read where it lies must not be (kZeroCopyMinBytes).
 FEW_ELEMS, SOME_ELEMS, MANY_ELEMS = 131, 7_011, 26_011
 FEW = dict.fromkeys(("plain", "heap", "mixed"), FEW_ELEMS)
 SOME = dict.fromkeys(FEW, SOME_ELEMS)
 MANY = {"plain": SOME_ELEMS, "heap": MANY_ELEMS, "mixed": MANY_ELEMS}
-STEP_ELEMS = 6_001
+STEP_ELEMS = (6_001, 40, 3)
 # Of whom two share a device and a launch; with two a ring's neighbours would be one rank.
 RANKS = 3
 CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, packet.h
@@ -203,14 +205,32 @@ def _absent(comm: Communicator) -> None:
     """The last rank makes no call: the others' kernels give up, and say so."""
     if comm.rank == comm.world_size - 1:
         return
-    tensor = put(comm, torch.ones(SOME_ELEMS), "plain")
-    try:
-        comm.submit(lambda: comm.all_reduce(tensor, algorithm="direct"), "absent", timeout=0.3)
-        comm.finish_host_side()
-    except (CollectiveTimeout, AbortedError) as error:
-        assert f"rank {comm.world_size - 1}" in str(error), error
-    else:
-        raise AssertionError("a rank that makes no call was not missed")
+    core = cast(DeviceCommunicator, comm)._device_core
+    region_ptr, page_ptr = core._block.ptr, core._page.host_ptr
+    seen: dict[str, Any] = {}
+
+    def look_at_region() -> None:
+        page = core.runtime.read(core.device, region_ptr, _native.CONTROL_PAGE_BYTES)
+        seen["peers"] = _native.fault_in_page(page, comm.rank, comm.world_size)
+
+    def look_at_page() -> None:
+        seen["host"] = core.native.fault()
+
+    raised_ptr = page_ptr + 4  # HostPage.fault_raised, args.h
+    with (
+        ptx.watching(region_ptr + _native.ABORTED_OFFSET_BYTES, look_at_region),
+        ptx.watching(raised_ptr, look_at_page),
+    ):
+        tensor = put(comm, torch.ones(SOME_ELEMS), "plain")
+        try:
+            comm.submit(lambda: comm.all_reduce(tensor, algorithm="direct"), "absent", timeout=0.3)
+            comm.finish_host_side()
+        except (CollectiveTimeout, AbortedError) as error:
+            assert f"rank {comm.world_size - 1}" in str(error), error
+        else:
+            raise AssertionError("a rank that makes no call was not missed")
+    assert all(fault["op"] == "all_reduce" for fault in seen.values()), seen
+    assert len(seen) == 2, seen
 
 
 def _norm_alone(comm: Communicator) -> None:
@@ -227,29 +247,30 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
     """AdamW with gradients of small integers, whose sums are exact in any order."""
 
     def body(comm: Communicator) -> None:
-        start = torch.randn(STEP_ELEMS, generator=torch.Generator().manual_seed(9))
-        param = torch.nn.Parameter(put(comm, start, "plain"))
-        plain = torch.nn.Parameter(start.clone())
-        options = AdamWOptions(algorithm=algorithm)
-        optimizer = AdamW([param], lr=1e-2, comm=comm, options=options)
-        reference = torch.optim.AdamW([plain], lr=1e-2, foreach=False, fused=True)
-        for turn in range(4):
-            values = _values(turn, comm.world_size, STEP_ELEMS)
-            if param.grad is None:
-                param.grad = put(comm, values[comm.rank], "plain")
-            else:  # in the heap, where peers read it
-                param.grad.copy_(values[comm.rank])
-            plain.grad = torch.stack(values).sum(0) / comm.world_size
+        starts = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in STEP_ELEMS]
+        params = [torch.nn.Parameter(put(comm, start, "plain")) for start in starts]
+        plain = [torch.nn.Parameter(start.clone()) for start in starts]
+        optimizer = AdamW(params, lr=1e-2, comm=comm, options=AdamWOptions(algorithm=algorithm))
+        reference = torch.optim.AdamW(plain, lr=1e-2, foreach=False, fused=True)
+        for turn in range(3):
+            for param, same in zip(params, plain, strict=True):
+                values = _values(turn, comm.world_size, param.numel())
+                if param.grad is None:
+                    param.grad = put(comm, values[comm.rank], "plain")
+                else:  # in the heap, where peers read it
+                    param.grad.copy_(values[comm.rank])
+                same.grad = torch.stack(values).sum(0) / comm.world_size
             if clip:
                 norm = on_host(optimizer.clip_grad_norm_(0.5))
-                assert torch.allclose(norm, plain.grad.norm(), rtol=1e-6)
-                plain.grad *= torch.clamp(0.5 / (norm + 1e-6), max=1.0)
+                wanted = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+                assert torch.allclose(norm, wanted, rtol=1e-6)
             optimizer.step()
-            _write_over(comm, param.grad)
+            _write_over(comm, *(param.grad for param in params if param.grad is not None))
             reference.step()
-            # One rounding of the gradient's mean and one of each product, some 2^-23 each.
-            got = on_host(param.detach())
-            assert torch.allclose(got, plain.detach(), rtol=1e-6, atol=1e-7)
+            for param, same in zip(params, plain, strict=True):
+                # One rounding of the gradient's mean and one of each product, some 2^-23 each.
+                got = on_host(param.detach())
+                assert torch.allclose(got, same.detach(), rtol=1e-6, atol=1e-7), turn
         comm.finish_host_side()
 
     return body

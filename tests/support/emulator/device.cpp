@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <tuple>
 
 extern "C" const char* ptx_failure();
 // What has ended comes before what this stream, or whatever the host begins, does from now on.
@@ -17,7 +18,8 @@ void await(Lock& lock, const std::shared_ptr<Completion>& completion) {
   world().changed.wait(lock, [&] { return completion->done; });
 }
 
-// A stream's thread: its queue in order, each task when what it comes after is done.
+// A stream's thread: its queue in order, each task when what it comes after is done and what was
+// issued before it to the same hardware queue has started.
 void serve(Stream* stream) {
   Lock lock(world().mutex);
   for (;;) {
@@ -25,6 +27,10 @@ void serve(Stream* stream) {
     Task task = std::move(stream->queue.front());
     stream->queue.pop_front();
     for (const auto& completion : task.after) await(lock, completion);
+    auto& issued = stream->hardware->issued;
+    world().changed.wait(lock, [&] { return issued.front() == task.completion.get(); });
+    issued.pop_front();
+    if (!issued.empty()) world().changed.notify_all();
     lock.unlock();
     if (task.joins) ptx_stream_waited();
     if (task.run) task.run();
@@ -68,26 +74,40 @@ bool all_done(const Completions& completions) {
 int enqueue(Stream& stream, Work run, Completions after) {
   if (const int result = order_with_legacy(stream, after); result != kSuccess) return result;
   stream.joins |= !after.empty();
-  if (!run && stream.last->done && all_done(after)) return kSuccess;
+  auto& issued = stream.hardware->issued;
+  if (!run && stream.last->done && issued.empty() && all_done(after)) return kSuccess;
   stream.last = std::make_shared<Completion>();
+  issued.push_back(stream.last.get());
   stream.queue.push_back(
       {std::move(run), std::move(after), stream.last, std::exchange(stream.joins, false)});
   world().changed.notify_all();
   return kSuccess;
 }
 
-// The mutex is held. Takes `each` registers per block of the multiprocessors that have most, and
-// returns which these are; takes none and returns nothing where not all blocks have room.
-std::vector<int> place(Device& device, int blocks, int each) {
-  std::vector<int> free = device.free_registers, places;
-  for (int block = 0; block < blocks; ++block) {
-    const auto most = std::max_element(free.begin(), free.end());
-    if (*most < each) return {};
-    *most -= each;
-    places.push_back(int(most - free.begin()));
+// The mutex is held. Gives room to as many of the blocks that have no place yet as there is, on the
+// multiprocessors that have most.
+void place(Device& device, int blocks, const Room& each, std::vector<Room*>& places) {
+  const auto less = [&](const Room& a, const Room& b) {
+    return std::make_tuple(a.holds(each), a.registers, a.blocks) <
+           std::make_tuple(b.holds(each), b.registers, b.blocks);
+  };
+  while (int(places.size()) < blocks) {
+    const auto most = std::max_element(device.free.begin(), device.free.end(), less);
+    if (!most->holds(each)) return;
+    most->take(each);
+    places.push_back(&*most);
   }
-  device.free_registers = free;
-  return places;
+}
+
+// Rounded up to a multiple of `unit`.
+int whole(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+// The mutex is held.
+HardwareQueue* next_queue(Device& device, int priority) {
+  auto& queues = device.queues[priority];
+  while (int(queues.size()) < device.hardware_queues)
+    queues.push_back(std::make_unique<HardwareQueue>());
+  return queues[size_t(device.streams_made[priority]++ % device.hardware_queues)].get();
 }
 
 }  // namespace
@@ -97,17 +117,35 @@ World& world() {
   return *made;
 }
 
-Device* make_device(int multiprocessors, int blocks_each) {
+bool Room::holds(const Room& block) const {
+  return registers >= block.registers && shared_bytes >= block.shared_bytes &&
+         threads >= block.threads && blocks >= block.blocks;
+}
+
+void Room::take(const Room& block) {
+  registers -= block.registers;
+  shared_bytes -= block.shared_bytes;
+  threads -= block.threads;
+  blocks -= block.blocks;
+}
+
+void Room::give(const Room& block) {
+  take({-block.registers, -block.shared_bytes, -block.threads, -block.blocks});
+}
+
+Device* make_device(int multiprocessors, int blocks_each, int hardware_queues) {
+  const Room idle = blocks_each == 0 ? kMultiprocessor : Room{0, 0, 0, blocks_each};
   auto* device = new Device{multiprocessors, blocks_each,
-                            std::vector<int>(size_t(multiprocessors), kRegistersPerMultiprocessor)};
+                            std::vector<Room>(size_t(multiprocessors), idle), hardware_queues};
   device->legacy = make_stream(device, true, 0);
   return device;
 }
 
 Stream* make_stream(Device* device, bool blocking, int priority) {
-  auto* stream = new Stream{device, blocking, priority};
+  auto* stream = new Stream{device, blocking, priority, nullptr};
   {
     const Lock lock(world().mutex);
+    stream->hardware = next_queue(*device, priority);
     device->streams.push_back(stream);
   }
   std::thread(serve, stream).detach();
@@ -179,30 +217,43 @@ int synchronize(Device& device) {
   return outcome();
 }
 
-int block_registers(const Device& device, int registers) {
-  if (device.blocks_each != 0) return kRegistersPerMultiprocessor / device.blocks_each;
-  // A warp gets them in units of 8 per thread; with few, threads run out first.
-  const int rounded = (registers + 7) / 8 * 8;
-  return kThreadsPerBlock *
-         std::max(rounded, kRegistersPerMultiprocessor / kThreadsPerMultiprocessor);
+void settle(Device& device) {
+  Lock lock(world().mutex);
+  Completions all;
+  for (const Stream* stream : device.streams) all.push_back(stream->last);
+  for (const auto& completion : all) await(lock, completion);
 }
 
-void run_blocks(Device& device, int blocks, int registers, int priority, const Work& work) {
+Room room_of(const Device& device, const Needs& block) {
+  if (device.blocks_each != 0) return {0, 0, 0, 1};
+  const int warps = (block.threads + 31) / 32;
+  return {warps * whole(block.registers * 32, kRegisterUnit),
+          whole(block.shared_bytes, kSharedUnitBytes) + kSystemSharedBytes, warps * 32, 1};
+}
+
+int blocks_each(const Device& device, const Room& block) {
+  if (block.shared_bytes > kLargestSharedBytes + kSystemSharedBytes) return 0;
+  Room left = device.blocks_each == 0 ? kMultiprocessor : Room{0, 0, 0, device.blocks_each};
+  int count = 0;
+  for (; left.holds(block); ++count) left.take(block);
+  return count;
+}
+
+void run_blocks(Device& device, int blocks, const Room& each, int priority, const Work& work) {
   Lock lock(world().mutex);
   const std::pair mine(priority, device.tickets++);
-  const int each = block_registers(device, registers);
   device.waiting.insert(mine);
-  std::vector<int> places;
+  std::vector<Room*> places;
   world().changed.wait(lock, [&] {
-    if (*device.waiting.begin() == mine) places = place(device, blocks, each);
-    return !places.empty();
+    if (*device.waiting.begin() == mine) place(device, blocks, each, places);
+    return int(places.size()) == blocks;
   });
   device.waiting.erase(mine);
   world().changed.notify_all();
   lock.unlock();
   work();
   lock.lock();
-  for (const int place : places) device.free_registers[size_t(place)] += each;
+  for (Room* place : places) place->give(each);
   world().changed.notify_all();
 }
 

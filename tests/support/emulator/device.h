@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -23,8 +24,10 @@ enum Result : int {
   kOutOfMemory = 2,
   kInvalidContext = 201,
   kInvalidHandle = 400,
+  kIllegalState = 401,
   kLaunchFailed = 719,
   kLaunchTooLarge = 720,
+  kNotSupported = 801,
   kCaptureUnsupported = 900,
   kCaptureInvalidated = 901,
   kCaptureUnjoined = 904,
@@ -70,10 +73,29 @@ struct Graph {
 
 struct Device;
 
+// NOTE [Hardware queues]
+//
+// The host hands work to a device through queues, which streams share where there are more of them.
+// What is at the head of a queue starts once all that it comes after is done; until then it holds
+// back what other streams have behind it, though that may depend on nothing. What has started holds
+// nobody back: kernels of two streams of one queue run side by side.
+//
+// CUDA's documentation says that there are CUDA_DEVICE_MAX_CONNECTIONS of them, 1 to 32 and 8 by
+// default, and that streams beyond these share one. This much it does not say, and is assumed:
+// streams are given queues round robin when they are made, the legacy default stream first; streams
+// of different priorities share none, since a queue of the hardware has one priority, and each
+// priority has its full number; records of events, waits for events, copies and calls of host
+// functions take their turn in the queue like kernels; a graph is launched through that of its
+// stream, and its branches hold up nobody.
+struct HardwareQueue {
+  std::deque<const Completion*> issued{};  // what has not started
+};
+
 struct Stream {
   Device* device;
   bool blocking;  // takes part in the legacy default stream's order
   int priority;   // smaller is served first
+  HardwareQueue* hardware;
   std::deque<Task> queue{};
   std::shared_ptr<Completion> last = std::make_shared<Completion>(Completion{true});
   bool joins = false;                // other streams whose work was done already
@@ -87,15 +109,30 @@ struct Event {
   std::vector<int> frontier{};
 };
 
-// As of the H100. A block takes what one of 256 threads does, however many lanes it is run with.
-constexpr int kRegistersPerMultiprocessor = 65536;
-constexpr int kThreadsPerMultiprocessor = 2048;
-constexpr int kThreadsPerBlock = 256;
+// What a block takes of a multiprocessor, or what is free there.
+struct Room {
+  int registers, shared_bytes, threads, blocks;
+
+  bool holds(const Room& block) const;
+  void take(const Room& block);
+  void give(const Room& block);
+};
+// As of the H100 (CUDA C++ Programming Guide, compute capability 9.0). How a multiprocessor divides
+// its memory between the L1 cache and shared memory is not modelled: the driver may wait until one
+// is idle before it changes that for a kernel that needs another division.
+constexpr Room kMultiprocessor{65536, 228 << 10, 2048, 32};
+constexpr int kLargestSharedBytes = 227 << 10;  // of a block
+constexpr int kSystemSharedBytes = 1 << 10;     // of each block, beside its own
+constexpr int kSharedUnitBytes = 128;
+constexpr int kRegisterUnit = 256;  // of a warp
 
 struct Device {
   const int multiprocessors;
-  const int blocks_each;            // of any kernel on a multiprocessor; 0: as registers allow
-  std::vector<int> free_registers;  // by multiprocessor
+  const int blocks_each;   // of any kernel on a multiprocessor; 0: as a GPU's has room
+  std::vector<Room> free;  // by multiprocessor
+  const int hardware_queues;
+  std::map<int, std::vector<std::unique_ptr<HardwareQueue>>> queues{};  // by priority
+  std::map<int, int> streams_made{};                                    // by priority
   uint64_t tickets = 0;
   std::set<std::pair<int, uint64_t>> waiting{};  // (priority, ticket) of launches without room
   Stream* legacy = nullptr;
@@ -103,7 +140,7 @@ struct Device {
 };
 
 // Devices and streams live for good.
-Device* make_device(int multiprocessors, int blocks_each);
+Device* make_device(int multiprocessors, int blocks_each, int hardware_queues);
 Stream* make_stream(Device* device, bool blocking, int priority);
 
 // All following functions take the mutex themselves and return a Result.
@@ -113,18 +150,25 @@ int wait_for(Stream& stream, const Event& event);
 int query(const Event& event, bool& done);
 int synchronize(const Event& event);
 int synchronize(Device& device);
+// Waits for all the work that the device has, as calls that manage its memory may; no capture
+// breaks.
+void settle(Device& device);
 
 int begin_capture(Stream& stream);
 int end_capture(Stream& stream, std::shared_ptr<Graph>& graph);
 bool capturing(Stream& stream);
 
-// Registers of a multiprocessor that a block takes whose threads have `registers` each.
-int block_registers(const Device& device, int registers);
+// What a block of a kernel takes, and how many of them an idle multiprocessor runs at once.
+struct Needs {
+  int registers, shared_bytes, threads;  // of a thread; of a block
+};
+Room room_of(const Device& device, const Needs& block);
+int blocks_each(const Device& device, const Room& block);
 
-// Runs `work` once the multiprocessors have room for `blocks` blocks whose threads have `registers`
-// each; an idle device must have it. Launches get room in the order in which they came to the head
-// of their streams, higher priorities first; one that does not fit holds back those behind it, as a
-// GPU's block scheduler does.
-void run_blocks(Device& device, int blocks, int registers, int priority, const Work& work);
+// Runs `work` once the multiprocessors have given room to `blocks` blocks; an idle device must have
+// it. Launches get room in the order in which they came to the head of their streams, higher
+// priorities first, and block by block: one that does not fit keeps what it has got, and holds back
+// those behind it, as a GPU's block scheduler does.
+void run_blocks(Device& device, int blocks, const Room& each, int priority, const Work& work);
 
 }  // namespace emulator

@@ -25,9 +25,10 @@ Stream* resolve(CUstream handle) {
   return stream->device == current_device ? stream : nullptr;
 }
 
-// How many blocks of the kernel a multiprocessor runs at once.
-int blocks_each(const Device& device, const EmulatedKernel& kernel) {
-  return kRegistersPerMultiprocessor / block_registers(device, kernel.registers);
+// What a block of the kernel takes that a launch gives `dynamic_bytes` of shared memory.
+Room room_of(const Device& device, const EmulatedKernel& kernel, int dynamic_bytes) {
+  const int shared_bytes = kernel.shared_bytes + dynamic_bytes;
+  return emulator::room_of(device, Needs{kernel.registers, shared_bytes, kernel.threads});
 }
 
 int bad_stream() { return current_device == nullptr ? kInvalidContext : kInvalidHandle; }
@@ -44,6 +45,10 @@ const char* text_of(int result) {
       return "invalid device context";
     case kInvalidHandle:
       return "invalid resource handle";
+    case kIllegalState:
+      return "the operation cannot be performed in the present state";
+    case kNotSupported:
+      return "operation not supported";
     case kLaunchFailed:
       return ptx_failure();
     case kLaunchTooLarge:
@@ -70,7 +75,7 @@ extern "C" {
 
 CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsigned gridDimZ,
                         unsigned blockDimX, unsigned blockDimY, unsigned blockDimZ,
-                        unsigned /*sharedMemBytes*/, CUstream hStream, void** kernelParams,
+                        unsigned sharedMemBytes, CUstream hStream, void** kernelParams,
                         void** extra) {
   Stream* stream = resolve(hStream);
   if (stream == nullptr) return bad_stream();
@@ -80,12 +85,15 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
   const int blocks = int(gridDimX * gridDimY);
   const auto* kernel = static_cast<const EmulatedKernel*>(f);
   Device& device = *stream->device;
-  // A GPU would run such a grid in waves; kernels that wait for each other would never end.
-  if (blocks > device.multiprocessors * blocks_each(device, *kernel)) return kLaunchTooLarge;
+  const Room each = room_of(device, *kernel, int(sharedMemBytes));
+  // A GPU runs a grid in waves that it has no room for; blocks that wait for each other would never
+  // end.
+  const int at_once = kernel->waits ? blocks : 1;
+  if (at_once > device.multiprocessors * blocks_each(device, each)) return kLaunchTooLarge;
   const auto params = std::make_shared<const ringcomm::device::LaunchParams>(
       *static_cast<const ringcomm::device::LaunchParams*>(kernelParams[0]));
   return submit(*stream, [=, &device, priority = stream->priority] {
-    run_blocks(device, blocks, kernel->registers, priority,
+    run_blocks(device, at_once, each, priority,
                [&] { kernel->run(*params, int(gridDimX), int(gridDimY), int(blockDimX)); });
   });
 }
@@ -105,6 +113,16 @@ CUresult cuStreamIsCapturing(CUstream hStream, int* captureStatus) {
   return kSuccess;
 }
 
+CUresult cuEventQuery(void* event) {
+  constexpr CUresult kNotReady = 600;
+  bool done = false;
+  const int result = query(*static_cast<Event*>(event), done);
+  return result != kSuccess || done ? result : kNotReady;
+}
+
+// Captures here forbid nothing to other threads.
+CUresult cuThreadExchangeStreamCaptureMode(int* /*mode*/) { return kSuccess; }
+
 CUresult cuGetErrorString(CUresult error, const char** pStr) {
   *pStr = text_of(error);
   return *pStr == nullptr ? kInvalidValue : kSuccess;
@@ -114,15 +132,30 @@ CUresult cuGetErrorString(CUresult error, const char** pStr) {
 
 uint64_t emu_params_bytes() { return sizeof(ringcomm::device::LaunchParams); }
 
-void* emu_device_make(int multiprocessors, int blocks_each) {
-  return make_device(multiprocessors, blocks_each);
+void* emu_device_make(int multiprocessors, int blocks_each, int hardware_queues) {
+  return make_device(multiprocessors, blocks_each, hardware_queues);
 }
 int emu_device_blocks_each(void* device, void* kernel) {
-  return blocks_each(*static_cast<Device*>(device), *static_cast<EmulatedKernel*>(kernel));
+  const Device& on = *static_cast<Device*>(device);
+  return blocks_each(on, room_of(on, *static_cast<EmulatedKernel*>(kernel), 0));
+}
+int emu_device_blocks_of(void* device, int registers, int shared_bytes, int threads) {
+  const Device& on = *static_cast<Device*>(device);
+  return blocks_each(on, room_of(on, Needs{registers, shared_bytes, threads}));
+}
+// How many blocks have room now.
+int emu_device_resident(void* device) {
+  const Device& on = *static_cast<Device*>(device);
+  const std::lock_guard lock(world().mutex);
+  int count = 0;
+  for (const Room& free : on.free)
+    count += (on.blocks_each == 0 ? kMultiprocessor.blocks : on.blocks_each) - free.blocks;
+  return count;
 }
 void emu_device_set(void* device) { current_device = static_cast<Device*>(device); }
 void* emu_device_get() { return current_device; }
 int emu_device_synchronize(void* device) { return synchronize(*static_cast<Device*>(device)); }
+void emu_device_settle(void* device) { settle(*static_cast<Device*>(device)); }
 
 void* emu_stream_make(void* device, int blocking, int priority) {
   return make_stream(static_cast<Device*>(device), blocking != 0, priority);
@@ -151,6 +184,16 @@ int emu_event_query(void* event, int* done) {
   bool is_done = false;
   const int result = query(*static_cast<Event*>(event), is_done);
   *done = is_done ? 1 : 0;
+  return result;
+}
+
+// Returns once a copy that is issued to the stream now would be done.
+int emu_stream_pass(void* handle) {
+  Stream* stream = resolve(handle);
+  if (stream == nullptr) return bad_stream();
+  Event mark;
+  const int result = record(*stream, mark);
+  if (result == kSuccess) synchronize(mark);
   return result;
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.support.emulator.library import check, library
@@ -15,12 +16,14 @@ class StreamPool:
     def __init__(self, native_device: int) -> None:
         self._native_device = native_device
         self._idle: dict[tuple[bool, int], deque[int]] = defaultdict(deque)
+        self.made: Counter[int] = Counter()  # by priority
 
     def take(self, kind: tuple[bool, int]) -> int:
         try:
             return self._idle[kind].popleft()
         except IndexError:
             blocking, priority = kind
+            self.made[priority] += 1
             return int(library().emu_stream_make(self._native_device, int(blocking), priority))
 
     def give_back(self, kind: tuple[bool, int], handle: int) -> None:
@@ -77,15 +80,36 @@ class EmulatedFunction:
     blocks_per_multiprocessor: int
 
 
+class PagePool:
+    """Pinned pages, which the driver gives by the slab and never gets back, as in CudaRuntime."""
+
+    PAGES = 256
+
+    def __init__(self) -> None:
+        self._idle: dict[int, deque[int]] = defaultdict(deque)
+
+    def take(self, size_bytes: int, settle: Callable[[], None]) -> EmulatedPage:
+        """``settle``: waits for devices, as the driver may before it pins memory."""
+        idle = self._idle[size_bytes]
+        try:
+            ptr = idle.popleft()
+        except IndexError:
+            settle()
+            ptr = int(library().emu_memory_allocate(self.PAGES * size_bytes))
+            idle.extend(ptr + page * size_bytes for page in range(1, self.PAGES))
+        ctypes.memset(ptr, 0, size_bytes)
+        return EmulatedPage(ptr, size_bytes, idle)
+
+
 class EmulatedPage:
     """Memory of the host, which is where emulated devices live, too."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.host_ptr: int = library().emu_memory_allocate(size_bytes)
-        self.device_ptr = self.host_ptr
+    def __init__(self, ptr: int, size_bytes: int, pool: deque[int]) -> None:
+        self.host_ptr = self.device_ptr = ptr
         self.size_bytes = size_bytes
+        self._pool = pool
 
     def free(self) -> None:
         if self.host_ptr:
-            check(library().emu_memory_free(self.host_ptr))
+            self._pool.append(self.host_ptr)
         self.host_ptr = self.device_ptr = 0

@@ -7,12 +7,15 @@
 
 // `run` does the work of a whole launch, grid_x by grid_y blocks of `lanes` threads each, and
 // returns when every block has ended. All blocks run at once: the driver has found room for them.
-// `registers` is how many a thread of the real kernel has.
+// `registers` of a thread, `shared_bytes` and `threads` of a block are the real kernel's.
 struct EmulatedKernel {
   std::function<void(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y,
                      int lanes)>
       run;
   int registers = 0;
+  int shared_bytes = 0;
+  int threads = ringcomm::device::kThreads;
+  bool waits = true;  // for other ranks, so that its blocks must run at the same time
 };
 
 // The kernel `name` of compilation unit `unit`, or nullptr; the object lives for good.

@@ -11,23 +11,25 @@ namespace {
 struct Family {
   std::string_view begin;
   int registers;
+  bool waits = true;
 };
-constexpr std::array<Family, 10> kFamilies = {{
+constexpr std::array<Family, 11> kFamilies = {{
     {"rc_move", 128},
     {"rc_packet_move", 96},
     {"rc_packet_", 146},
     {"rc_reduce_scatter_norm", 248},
     {"rc_reduce_scatter_", 228},
     {"rc_all_reduce_", 254},
-    {"rc_adamw_prepare", 55},
-    {"rc_grad_norm", 110},
-    {"rc_adamw_shard_", 114},
+    {"rc_adamw_prepare", 55, false},
+    {"rc_grad_norm", 110, false},
+    {"rc_adamw_shard_", 114, false},
     {"rc_adamw_step_", 242},
+    {"rc_multicast_sum", 120},
 }};
 
-int registers_of(std::string_view name) {
+const Family& family_of(std::string_view name) {
   for (const Family& family : kFamilies)
-    if (name.starts_with(family.begin)) return family.registers;
+    if (name.starts_with(family.begin)) return family;
   throw std::logic_error("no family of kernels: " + std::string(name));
 }
 
@@ -43,13 +45,19 @@ KernelMap all_kernels() {
       ringcomm::device::packet_move_kernel(team, params, rank, w);
     });
   }};
+  // Multicast has no meaning on the host: these run as PTX alone.
+  for (const char* dtype : {"float32", "bfloat16", "float16"})
+    kernels[std::string("multicast_") + dtype + "/rc_multicast_sum"] = {};
   add_float_kernels(kernels);
   add_half_kernels(kernels);
   add_integer_kernels(kernels);
   add_optimizer_kernels(kernels);
   for (auto& [key, kernel] : kernels) {
     const std::string_view name = std::string_view(key).substr(key.find('/') + 1);
-    kernel.registers = registers_of(name);
+    const Family& family = family_of(name);
+    kernel.registers = family.registers;
+    kernel.shared_bytes = int(sizeof(ringcomm::device::Workspace));  // the real ones' only variable
+    kernel.waits = family.waits;
   }
   return kernels;
 }
@@ -62,4 +70,7 @@ extern "C" const EmulatedKernel* emulated_kernel(const char* unit, const char* n
   return found == kernels.end() ? nullptr : &found->second;
 }
 
-extern "C" int emulated_registers(const EmulatedKernel* kernel) { return kernel->registers; }
+extern "C" void emulated_figures(const EmulatedKernel* kernel, int* registers, int* shared_bytes) {
+  *registers = kernel->registers;
+  *shared_bytes = kernel->shared_bytes;
+}

@@ -42,7 +42,8 @@ class PtxSchedule(ctypes.Structure):
     Attributes:
         seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
         no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
-        even_are_late: the blocks of even ranks nap before they look what they wait for.
+        even_are_late: the blocks of even ranks nap before they look what they wait for, and before
+            they end.
         replicates_reads: several threads of a block may read what one of them stores, as in
             Triton's kernels.
     """
@@ -78,24 +79,29 @@ _PROTOTYPES = {
     "emu_test_kernel": (c_void_p, [c_char_p]),
     "ptx_load": (c_void_p, [c_char_p]),
     "ptx_refusal": (c_char_p, []),
-    "ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_int, POINTER(PtxSchedule)]),
+    "ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_void_p, POINTER(PtxSchedule)]),
     "ptx_reached": (c_int, [c_void_p, POINTER(c_uint32), c_int]),
     "ptx_run": (c_char_p, [c_void_p, c_char_p, POINTER(PtxLaunch)]),
     "ptx_allow": (None, [c_uint64, c_uint64]),
+    "ptx_watch": (None, [c_uint64, HOST_FUNCTION]),
     "ptx_be_strict": (None, [c_int]),
     "ptx_failure": (c_char_p, []),
     "ptx_forget_failure": (None, []),
-    "emulated_registers": (c_int, [c_void_p]),
+    "emulated_figures": (None, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "emu_params_bytes": (c_uint64, []),
-    "emu_device_make": (c_void_p, [c_int, c_int]),
+    "emu_device_make": (c_void_p, [c_int, c_int, c_int]),
     "emu_device_blocks_each": (c_int, [c_void_p, c_void_p]),
+    "emu_device_blocks_of": (c_int, [c_void_p, c_int, c_int, c_int]),
+    "emu_device_resident": (c_int, [c_void_p]),
     "emu_device_set": (None, [c_void_p]),
     "emu_device_get": (c_void_p, []),
     "emu_device_synchronize": (c_int, [c_void_p]),
+    "emu_device_settle": (None, [c_void_p]),
     "emu_stream_make": (c_void_p, [c_void_p, c_int, c_int]),
     "emu_stream_capturing": (c_int, [c_void_p]),
     "emu_stream_run": (c_int, [c_void_p, HOST_FUNCTION]),
     "emu_stream_wait": (c_int, [c_void_p, c_void_p]),
+    "emu_stream_pass": (c_int, [c_void_p]),
     "emu_event_make": (c_void_p, []),
     "emu_event_destroy": (None, [c_void_p]),
     "emu_event_record": (c_int, [c_void_p, c_void_p]),
@@ -110,6 +116,8 @@ _PROTOTYPES = {
     "emu_memory_export": (c_int, [c_void_p, c_char_p]),
     "emu_memory_open": (c_int, [c_char_p, POINTER(c_void_p)]),
     "emu_memory_close": (c_int, [c_void_p]),
+    "emu_device_without_multicast": (None, [c_void_p]),
+    "emu_vmm_in_use": (c_int, []),
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcomm.errors import UnsupportedError
-from tests.support.emulator.handles import EmulatedPage
+from tests.support.emulator.handles import EmulatedPage, PagePool
 from tests.support.emulator.library import DriverError, check, library
 
 HANDLE_BYTES = 64
@@ -23,16 +23,31 @@ class _Block:
 
 
 class EmulatedMemory:
-    """The memory half of an ``EmulatedRuntime``."""
+    """The memory half of an ``EmulatedRuntime``.
+
+    Calls that give, map or take memory wait for all the work of the device. CUDA's documentation
+    says so of cudaFree, and of device and pinned allocations that commands of two streams cannot
+    run side by side if one of these is made between them. That it holds for mappings, too
+    (cudaIpcOpenMemHandle and its end, peer access), is assumed, as the worst that a driver may do.
+    """
 
     def __init__(self, memory_bytes: int, unreachable: frozenset[tuple[int, int]]) -> None:
         self._memory_bytes = memory_bytes
         self._unreachable = unreachable
         self._lock = threading.Lock()
         self._blocks: dict[int, _Block] = {}
+        self._pages = PagePool()
         self.peers: set[tuple[int, int]] = set()
 
-    def synchronize(self, device: int) -> None:
+    def current_device(self) -> int:
+        raise NotImplementedError
+
+    def settle(self, device: int) -> None:
+        """Waits for all the work of the device."""
+        raise NotImplementedError
+
+    def pass_queue(self, device: int) -> None:
+        """Waits until a small copy, issued now, has had its turn."""
         raise NotImplementedError
 
     def owner_of(self, ptr: int) -> int | None:
@@ -44,6 +59,7 @@ class EmulatedMemory:
         return None
 
     def allocate(self, device: int, size_bytes: int) -> int:
+        self.settle(device)
         free_bytes, _ = self.memory_info(device)
         ptr = library().emu_memory_allocate(size_bytes) if size_bytes <= free_bytes else None
         if not ptr:
@@ -53,7 +69,7 @@ class EmulatedMemory:
         return int(ptr)
 
     def free(self, device: int, ptr: int) -> None:
-        self.synchronize(device)
+        self.settle(device)
         self._forget(ptr, opened=False)
         check(library().emu_memory_free(ptr))
 
@@ -88,13 +104,15 @@ class EmulatedMemory:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def read(self, device: int, ptr: int, size_bytes: int) -> bytes:
+        self.pass_queue(device)
         return ctypes.string_at(ptr, size_bytes)
 
     def write(self, device: int, ptr: int, data: bytes) -> None:
+        self.pass_queue(device)
         ctypes.memmove(ptr, data, len(data))
 
     def allocate_pinned(self, size_bytes: int) -> EmulatedPage:
-        return EmulatedPage(size_bytes)
+        return self._pages.take(size_bytes, lambda: self.settle(self.current_device()))
 
     def export_handle(self, device: int, ptr: int) -> bytes:
         handle = ctypes.create_string_buffer(HANDLE_BYTES)
@@ -103,6 +121,7 @@ class EmulatedMemory:
 
     def open_handle(self, device: int, handle: bytes) -> int:
         ptr = ctypes.c_void_p()
+        self.settle(device)
         try:
             check(library().emu_memory_open(handle, ctypes.byref(ptr)))
         except DriverError as error:
@@ -113,11 +132,13 @@ class EmulatedMemory:
         return ptr.value or 0
 
     def close_handle(self, device: int, ptr: int) -> None:
-        self.synchronize(device)
+        self.settle(device)
         self._forget(ptr, opened=True)
         check(library().emu_memory_close(ptr))
 
     def enable_peer(self, device: int, peer: int) -> None:
         if (device, peer) in self._unreachable:
             raise UnsupportedError(f"emulated driver: no peer access from {device} to {peer}")
-        self.peers.add((device, peer))
+        if (device, peer) not in self.peers:
+            self.settle(device)
+            self.peers.add((device, peer))

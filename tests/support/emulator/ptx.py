@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from ringcomm.cuda import units
 from tests.support import ROOT, nvrtc
 from tests.support.cuda_code import unit_source
-from tests.support.emulator.library import PtxLaunch, PtxSchedule, library
+from tests.support.emulator.library import HOST_FUNCTION, PtxLaunch, PtxSchedule, library
 
 # Of a block of the CUDA kernels (kernels/cuda/args.h).
 THREADS = 256
@@ -38,7 +39,8 @@ def from_environment() -> PtxKernels | None:
 def ptx_of(unit: str, *more: str, target: str = TARGET) -> str:
     """Returns the PTX of a unit, or of a part of it: see ``cuda_code.unit_source``.
 
-    ``more`` are options of the compiler's. It is kept under ``build/`` for whoever asks next, by a digest of all that it is made from.
+    ``more`` are options of the compiler's. The text is kept under ``build/`` for whoever asks next,
+    by a digest of all that it is made from.
     """
     source, headers, macros = unit_source(unit)
     options = [*units.OPTIONS, *macros, f"-arch={target}", *more, str(nvrtc.getVersion())]
@@ -121,6 +123,20 @@ def reached(module: int) -> list[int]:
     return sorted(set(lines))
 
 
+@contextmanager
+def watching(word_ptr: int, look: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``look`` is called when a kernel has stored the word, before it does anything else.
+
+    What is in memory then is what others may see. ``look`` must not raise.
+    """
+    function = HOST_FUNCTION(look)
+    library().ptx_watch(word_ptr, function)
+    try:
+        yield
+    finally:
+        library().ptx_watch(word_ptr, HOST_FUNCTION())
+
+
 def allow(tensor: torch.Tensor) -> None:
     """Lets kernels use the tensor's memory, and nothing around it."""
     storage = tensor.untyped_storage()
@@ -150,23 +166,23 @@ class PtxKernels:
     def __post_init__(self) -> None:
         library().ptx_be_strict(int(self.strict))
 
-    def kernel(self, unit: str, name: str, registers: int) -> int:
-        """Returns the handle of a kernel whose threads have as many registers."""
+    def kernel(self, unit: str, name: str, like: int) -> int:
+        """Returns the handle of a kernel; ``like``: the same one as the host's compiler made it."""
         with self._lock:  # ranks that share a launch must get the same handle
             if (unit, name) not in self._kernels:
-                self._kernels[unit, name] = self._find(unit, name, registers)
+                self._kernels[unit, name] = self._find(unit, name, like)
             return self._kernels[unit, name]
 
     def reached(self) -> dict[str, list[int]]:
         """By part, the lines of its text that order memory and that kernels have come to."""
         return {part: reached(module) for part, module in self._modules.items()}
 
-    def _find(self, unit: str, name: str, registers: int) -> int:
+    def _find(self, unit: str, name: str, like: int) -> int:
         part = self.part(unit, name)
         if part not in self._modules:
             self._modules[part] = load(self.text_of(part))
         handle = library().ptx_kernel(
-            self._modules[part], name.encode(), registers, ctypes.byref(self.schedule)
+            self._modules[part], name.encode(), like, ctypes.byref(self.schedule)
         )
         if not handle:
             raise RefusedError(f"no kernel {name} in the PTX of {part}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,8 @@ from tests.support.emulator.memory import EmulatedMemory
 from tests.support.emulator.ptx import THREADS, PtxKernels, allow, from_environment
 
 _FUNCTIONS: list[object] = []
+# The priority of the stream of small copies, which CudaRuntime gives no other stream.
+_SERVICE = -5
 
 
 class _ThisThread(threading.local):
@@ -59,13 +61,16 @@ class EmulatedRuntime(EmulatedMemory):
         multiprocessors: of each.
         memory_bytes: of each; what one process may allocate there.
         blocks_per_multiprocessor: how many of any kernel run at once on each; None: as many as the
-            registers of the real kernel allow.
+            registers, shared memory and threads of the real kernel allow.
+        hardware_queues: that the streams of a device share, as CUDA_DEVICE_MAX_CONNECTIONS says.
         threads: the largest block that kernels report.
         block_slots: how many blocks a device runs at once, whatever its kernels report; None: as
             many as they do.
         assume_device: the device of tensors that lie in no device's memory; None: the host.
         physical: which GPU each device is; default 0, 1, ...
         unreachable: pairs of devices without peer access.
+        capability: compute capability of each.
+        multicast: they are under an NVSwitch, which has multicast objects.
         ptx: executes the PTX of the CUDA kernels, in place of the same templates on the host;
             default: what the environment asks for.
     """
@@ -76,9 +81,12 @@ class EmulatedRuntime(EmulatedMemory):
     blocks_per_multiprocessor: int | None = None
     threads: int = 4
     block_slots: int | None = None
+    hardware_queues: int = 8
     assume_device: int | None = 0
     physical: tuple[int, ...] = ()
     unreachable: frozenset[tuple[int, int]] = frozenset()
+    capability: tuple[int, int] = (9, 0)
+    multicast: bool = True
     ptx: PtxKernels | None = field(default_factory=from_environment)
     kind: str = field(default="emulated", init=False)
 
@@ -87,8 +95,15 @@ class EmulatedRuntime(EmulatedMemory):
         if self.block_slots is not None:
             room = (self.block_slots, 1)
         EmulatedMemory.__init__(self, self.memory_bytes, self.unreachable)
-        self._native = [library().emu_device_make(*room) for _ in range(self.devices)]
+        queues = self.hardware_queues
+        self._native = [library().emu_device_make(*room, queues) for _ in range(self.devices)]
+        if not self.multicast:
+            for native in self._native:
+                library().emu_device_without_multicast(native)
         self._pools = [StreamPool(native) for native in self._native]
+        self._service = [library().emu_stream_make(each, 0, _SERVICE) for each in self._native]
+        self._loading = [threading.Lock() for _ in self._native]
+        self._loaded: dict[tuple[int, str, str], EmulatedFunction] = {}
         self._thread = _ThisThread()
         self._kept: list[tuple[EmulatedEvent, torch.Tensor]] = []
         self.driver_library = str(library_path())
@@ -112,6 +127,9 @@ class EmulatedRuntime(EmulatedMemory):
             self._thread.device = before
             library().emu_device_set(native)
 
+    def beside_captures(self, device: int) -> AbstractContextManager[None]:
+        return self.on_device(device)
+
     @contextmanager
     def assuming(self, device: int | None) -> Iterator[None]:
         """Inside, this thread's plain tensors count as ``device``'s (None: the host's)."""
@@ -131,7 +149,7 @@ class EmulatedRuntime(EmulatedMemory):
             uuid=f"GPU-emulated-{gpu}",
             pci_bus_id=f"0000:{gpu + 16:02x}:00.0",
             name="Emulated GPU",
-            capability=(9, 0),
+            capability=self.capability,
             multiprocessors=self.multiprocessors,
         )
 
@@ -156,6 +174,9 @@ class EmulatedRuntime(EmulatedMemory):
         self, device: int, high_priority: bool = False, blocking: bool = False
     ) -> EmulatedStream:
         return EmulatedStream(device, self._pools[device], (blocking, -1 if high_priority else 0))
+
+    def stream_queues(self, device: int) -> tuple[int, int]:
+        return self.hardware_queues, self._pools[device].made[0] + 1
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
@@ -194,6 +215,17 @@ class EmulatedRuntime(EmulatedMemory):
 
     def synchronize(self, device: int) -> None:
         check(library().emu_device_synchronize(self._native[device]))
+
+    def resident_blocks(self, device: int) -> int:
+        """How many blocks have room on the device now."""
+        return int(library().emu_device_resident(self._native[device]))
+
+    def settle(self, device: int) -> None:
+        library().emu_device_settle(self._native[device])
+
+    def pass_queue(self, device: int) -> None:
+        with self.on_device(device):
+            check(library().emu_stream_pass(self._service[device]))
 
     def run_on_stream(self, device: int, stream: int, function: Callable[[], None]) -> None:
         """Calls ``function`` in the stream's order, as cudaLaunchHostFunc does."""
@@ -248,12 +280,27 @@ class EmulatedRuntime(EmulatedMemory):
             check(library().emu_graph_launch(graph.handle, self.current_stream(device)))
 
     def find_kernel(self, device: int, unit: str, name: str) -> EmulatedFunction:
+        """At its first use waits for all the work of the device, as lazy loading may."""
+        kernel = self._loaded.get((device, unit, name))
+        if kernel is None:
+            with self._loading[device]:
+                kernel = self._find(device, unit, name)
+                self.settle(device)
+                self._loaded[device, unit, name] = kernel
+        return kernel
+
+    def _find(self, device: int, unit: str, name: str) -> EmulatedFunction:
         handle = library().emulated_kernel(unit.encode(), name.encode())
         if not handle:
             raise UnsupportedError(f"emulated driver: no kernel {name} in unit {unit}")
+        if self.ptx is None and unit.startswith("multicast_"):
+            raise UnsupportedError(
+                f"emulated driver: kernel {name} of unit {unit} has multimem instructions, which "
+                "only PTX kernels execute: EmulatedRuntime(ptx=PtxKernels())"
+            )
         threads = self.threads
         if self.ptx is not None:
-            handle = self.ptx.kernel(unit, name, library().emulated_registers(handle))
+            handle = self.ptx.kernel(unit, name, handle)
             threads = THREADS
         blocks_each = library().emu_device_blocks_each(self._native[device], handle)
         return EmulatedFunction(handle, threads, blocks_each)

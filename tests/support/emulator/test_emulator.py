@@ -26,7 +26,7 @@ GRACE_S = 0.05
 
 
 class Device:
-    """Launches of the emulator's test kernels on device 0."""
+    """Launches of the emulator's test kernels on device 0; test_limits.py uses it, too."""
 
     def __init__(self, **options: int) -> None:
         self.runtime = EmulatedRuntime(**options)  # type: ignore[arg-type]

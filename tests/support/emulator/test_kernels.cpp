@@ -37,13 +37,23 @@ void wait_then_add(const ringcomm::device::LaunchParams& params, int, int, int) 
   words.word->fetch_add(words.other);
 }
 
-// Two blocks of the one, or four of the other, fill a multiprocessor.
-const EmulatedKernel kAdd{add, 128};
-const EmulatedKernel kWaitThenAdd{wait_then_add, 64};
+struct Named {
+  std::string_view name;
+  EmulatedKernel kernel;
+};
+// Two blocks of the first, or four of the second, fill a multiprocessor by their registers; one of
+// the third takes all of its shared memory.
+const Named kKernels[] = {
+    {"add", {add, 128}},
+    {"wait_then_add", {wait_then_add, 64}},
+    {"wait_in_shared", {wait_then_add, 64, 227 << 10}},
+    {"add_in_waves", {add, 128, 0, 256, false}},
+};
 
 }  // namespace
 
 extern "C" const EmulatedKernel* emu_test_kernel(const char* name) {
-  const std::string_view wanted(name);
-  return wanted == "add" ? &kAdd : wanted == "wait_then_add" ? &kWaitThenAdd : nullptr;
+  for (const Named& each : kKernels)
+    if (each.name == name) return &each.kernel;
+  return nullptr;
 }

@@ -43,6 +43,9 @@ struct Bytes {
   void add(uint32_t begin, uint32_t count) {
     for (uint32_t b = begin; b < begin + count; ++b) words[b / 64] |= uint64_t(1) << b % 64;
   }
+  void remove(uint32_t begin, uint32_t count) {
+    for (uint32_t b = begin; b < begin + count; ++b) words[b / 64] &= ~(uint64_t(1) << b % 64);
+  }
   bool has(uint32_t b) const { return (words[b / 64] >> b % 64 & 1) != 0; }
 };
 
@@ -50,6 +53,7 @@ struct Change {
   Time time;
   uint64_t block;
   Bytes bytes;
+  Bytes by_multicast;  // of those, what was stored at a multicast address
   std::array<uint8_t, kLineBytes> before;
 };
 

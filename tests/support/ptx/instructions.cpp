@@ -11,6 +11,8 @@
 
 #include "tests/support/ptx/warp.h"
 
+extern "C" int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room);
+
 namespace ptx {
 namespace {
 
@@ -202,6 +204,25 @@ double reciprocal_seed(double a) {
   return std::bit_cast<double>(std::bit_cast<uint64_t>(result) & kUpper);
 }
 
+// An approximation is as far off as PTX allows, or nearly so, to either side by a bit of `of`.
+double skewed(double exact, float of, double error) {
+  return exact * ((std::bit_cast<uint32_t>(of) & 1) != 0 ? 1 + error : 1 - error);
+}
+// Within 2 units in the last place (section 9.7.3.8), of which the rounding takes up to a half.
+float near_quotient(float a, float b) {
+  if (std::fpclassify(b) == FP_SUBNORMAL)
+    throw BadAccess("div.approx by a subnormal number, of which PTX says nothing");
+  if (std::isfinite(b) && std::fabs(b) > 0x1p126f)
+    return std::isinf(a) ? std::nanf("") : std::copysign(0.f, a) * std::copysign(1.f, b);
+  return float(skewed(double(a) / double(b), a, 0x1p-24));
+}
+// Within 2^-22.9 of the number (section 9.7.3.16). Subnormal numbers count as zero.
+float near_inverse_root(float a) {
+  if (std::fpclassify(a) == FP_SUBNORMAL) a = std::copysign(0.f, a);
+  if (a == 0) return std::copysign(HUGE_VALF, a);
+  return canonical(float(skewed(1 / std::sqrt(double(a)), a, 0x1p-24)));
+}
+
 // The amount of a shift has 32 bits whatever is shifted, and stops at the width.
 template <class T, bool left>
 void shift(Warp& w, const Instruction& i, Mask mask) {
@@ -332,21 +353,17 @@ uint16_t sum_of_bf16(uint16_t a, uint16_t b) {
   return bf16_of(float_of_bf16(a) + float_of_bf16(b));
 }
 
-void f32_from_bf16(Warp& w, const Instruction& i, Mask mask) {
+template <class T, float from(uint16_t)>
+void float_from_half(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
   const uint64_t* a = w.in(i.src[0]);
-  each(mask, [&](int l) { d[l] = put(canonical(float_of_bf16(uint16_t(a[l])))); });
+  each(mask, [&](int l) { d[l] = put(canonical(T(from(uint16_t(a[l]))))); });
 }
 template <uint16_t from(float)>
 void half_from_f32(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
   const uint64_t* a = w.in(i.src[0]);
   each(mask, [&](int l) { d[l] = from(get<float>(a[l])); });
-}
-void f32_from_f16(Warp& w, const Instruction& i, Mask mask) {
-  uint64_t* d = w.out(i.dst[0]);
-  const uint64_t* a = w.in(i.src[0]);
-  each(mask, [&](int l) { d[l] = put(canonical(float_of_f16(uint16_t(a[l])))); });
 }
 // The first source is the upper half.
 template <uint16_t from(float)>
@@ -366,6 +383,32 @@ void add_halves(Warp& w, const Instruction& i, Mask mask) {
       sums |= uint64_t(sum(uint16_t(a[l] >> 16 * n), uint16_t(b[l] >> 16 * n))) << 16 * n;
     d[l] = sums;
   });
+}
+
+template <float from(uint16_t), int count>
+void absolute_halves(Warp& w, const Instruction& i, Mask mask) {
+  uint64_t* d = w.out(i.dst[0]);
+  const uint64_t* a = w.in(i.src[0]);
+  each(mask, [&](int l) {
+    uint64_t made = 0;
+    for (int n = 0; n < count; ++n) {
+      const auto half = uint16_t(a[l] >> 16 * n);
+      made |= uint64_t(std::isnan(from(half)) ? 0x7fff : half & 0x7fff) << 16 * n;
+    }
+    d[l] = made;
+  });
+}
+// The second predicate is that of the upper half.
+template <float from(uint16_t), int count>
+void less_halves(Warp& w, const Instruction& i, Mask mask) {
+  const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
+  for (int n = 0; n < count; ++n) {
+    if (i.dst[n] == Instruction::kNoRow) continue;
+    uint64_t* d = w.out(i.dst[n]);
+    each(mask, [&](int l) {
+      d[l] = from(uint16_t(a[l] >> 16 * n)) < from(uint16_t(b[l] >> 16 * n)) ? 1 : 0;
+    });
+  }
 }
 
 template <class T, class Wide>
@@ -558,8 +601,8 @@ Table make_table() {
   t["mad.wide.s16"] = multiply_add_wide<int16_t, int32_t>;
   t["mad.wide.u32"] = multiply_add_wide<uint32_t, uint64_t>;
   t["mad.wide.s32"] = multiply_add_wide<int32_t, int64_t>;
-  t["cvt.f32.bf16"] = f32_from_bf16;
-  t["cvt.f32.f16"] = f32_from_f16;
+  t["cvt.f32.bf16"] = float_from_half<float, float_of_bf16>;
+  t["cvt.f32.f16"] = float_from_half<float, float_of_f16>;
   t["cvt.rn.bf16.f32"] = half_from_f32<bf16_of>;
   t["cvt.rn.f16.f32"] = half_from_f32<f16_of>;
   t["cvt.rn.bf16x2.f32"] = halves_from_f32<bf16_of>;
@@ -580,6 +623,16 @@ Table make_table() {
     t["selp." + std::string(type)] = select;
   }
   t["cvta.to.global.u64"] = t["cvta.global.u64"] = move;
+  t["cvt.f64.bf16"] = float_from_half<double, float_of_bf16>;
+  t["cvt.f64.f16"] = float_from_half<double, float_of_f16>;
+  t["abs.f16"] = absolute_halves<float_of_f16, 1>;
+  t["abs.f16x2"] = absolute_halves<float_of_f16, 2>;
+  t["abs.bf16"] = absolute_halves<float_of_bf16, 1>;
+  t["abs.bf16x2"] = absolute_halves<float_of_bf16, 2>;
+  t["setp.lt.f16x2"] = less_halves<float_of_f16, 2>;
+  t["setp.lt.bf16x2"] = less_halves<float_of_bf16, 2>;
+  t["div.approx.f32"] = binary<float, near_quotient>;
+  t["rsqrt.approx.ftz.f32"] = unary<float, near_inverse_root>;
   return t;
 }
 
@@ -704,11 +757,12 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
                    : combined<uint64_t>(i.atomic, old, a, b);
 }
 
-// Before a block's first acquire at a place, in a schedule that wants it: until nothing changes any
-// more, or for 20 ms.
+// In a schedule that wants it, a block comes late to a place: before its first acquire there, when
+// nothing changes any more, or after 20 ms. What exchanges a word at the end of a kernel comes so
+// late that its peers may have gone on (kLateEnd).
 void come_late(Warp& w, const Instruction& i) {
-  if (!w.block().launch().schedule.even_are_late || w.block().y() % 2 != 0) return;
-  if (!w.block().comes_first(i.line)) return;
+  if (!w.block().is_late() || !w.block().comes_first(i.line)) return;
+  if (i.order == Order::kAcqRel) return w.block().nap_before_end();
   Time seen = 0;
   for (int nap = 0, quiet = 0; nap < 40 && quiet < 2; ++nap) {
     const timespec half_ms{0, 500'000};
@@ -716,6 +770,68 @@ void come_late(Warp& w, const Instruction& i) {
     quiet = now() == seen ? quiet + 1 : 0;
     seen = now();
   }
+}
+
+// ---- multicast addresses -----------------------------------------------------------------------
+
+constexpr uint32_t kMulticastBytes = 16;
+
+// Calls visit(address) for each place that an access of 16 bytes stands for.
+template <class Visit>
+void each_bound(uint64_t address, Visit visit) {
+  check_alignment(address, kMulticastBytes);
+  std::array<uint64_t, 64> bound;
+  const int count = emu_multicast_find(address, kMulticastBytes, bound.data(), int(bound.size()));
+  if (count <= 0)
+    throw BadAccess(count == 0 ? "multimem: no multicast address"
+                               : "multimem: a device has bound no memory there");
+  for (int n = 0; n < count; ++n) visit(bound[size_t(n)]);
+}
+
+// Of elements of `bytes` bytes, added as floats and rounded once. PTX leaves the order open.
+template <uint32_t bytes, float widen(uint32_t), uint32_t narrow(float)>
+void multicast_sum(Warp& w, const Instruction& i, Mask mask) {
+  each(mask, [&](int lane) {
+    std::array<float, kMulticastBytes / bytes> sums;
+    bool first = true;
+    each_bound(w.in(i.src[0])[lane] + uint64_t(i.offset), [&](uint64_t address) {
+      std::array<uint8_t, kMulticastBytes> loaded;
+      w.block().memory().load(w.thread(lane), address, loaded.data(), kMulticastBytes, true);
+      for (size_t n = 0; n < sums.size(); ++n) {
+        uint32_t element = 0;
+        std::memcpy(&element, loaded.data() + n * bytes, bytes);
+        sums[n] = first ? widen(element) : sums[n] + widen(element);
+      }
+      first = false;
+    });
+    std::array<uint32_t, 4> words;
+    for (size_t n = 0; n < sums.size(); ++n) {
+      const uint32_t element = narrow(canonical(sums[n]));
+      std::memcpy(reinterpret_cast<uint8_t*>(words.data()) + n * bytes, &element, bytes);
+    }
+    for (size_t n = 0; n < words.size(); ++n) w.out(i.dst[n])[lane] = words[n];
+  });
+}
+
+void multicast_store(Warp& w, const Instruction& i, Mask mask) {
+  each(mask, [&](int lane) {
+    std::array<uint32_t, 4> words;
+    for (size_t n = 0; n < words.size(); ++n) words[n] = uint32_t(w.in(i.src[1 + n])[lane]);
+    each_bound(w.in(i.src[0])[lane] + uint64_t(i.offset), [&](uint64_t address) {
+      w.block().memory().store(w.thread(lane), address, words.data(), kMulticastBytes, true);
+    });
+  });
+}
+
+float float_of_f32(uint32_t bits) { return std::bit_cast<float>(bits); }
+uint32_t f32_of(float value) { return std::bit_cast<uint32_t>(value); }
+template <float widen(uint16_t)>
+float of_half(uint32_t bits) {
+  return widen(uint16_t(bits));
+}
+template <uint16_t narrow(float)>
+uint32_t to_half(float value) {
+  return narrow(value);
 }
 
 // ---- special registers -------------------------------------------------------------------------
@@ -788,6 +904,7 @@ void store(Warp& w, const Instruction& i, Mask mask) {
 }
 
 void update(Warp& w, const Instruction& i, Mask mask) {
+  if (i.order == Order::kAcqRel) come_late(w, i);
   const uint32_t bytes = uint32_t(i.type.bits / 8);
   const uint64_t* a = w.in(i.src[1]);
   const uint64_t* b = i.src[2] == Instruction::kNoRow ? a : w.in(i.src[2]);
@@ -831,6 +948,23 @@ void fence(Warp& w, const Instruction&, Mask mask) {
   each(mask, [&](int lane) { w.block().memory().fence(w.thread(lane)); });
 }
 
+void fence_alias(Warp& w, const Instruction&, Mask mask) {
+  each(mask, [&](int lane) { w.block().memory().fence_alias(w.thread(lane)); });
+}
+
+Handler multicast(std::string_view opcode) {
+  static const std::unordered_map<std::string_view, Handler> table = {
+      {"multimem.ld_reduce.relaxed.sys.global.add.v4.f32", multicast_sum<4, float_of_f32, f32_of>},
+      {"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2",
+       multicast_sum<2, of_half<float_of_bf16>, to_half<bf16_of>>},
+      {"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2",
+       multicast_sum<2, of_half<float_of_f16>, to_half<f16_of>>},
+      {"multimem.st.relaxed.sys.global.v4.f32", multicast_store},
+  };
+  const auto found = table.find(opcode);
+  return found == table.end() ? nullptr : found->second;
+}
+
 void pack(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
   each(mask, [&](int l) {
@@ -844,7 +978,8 @@ void unpack(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t* a = w.in(i.src[0]);
   each(mask, [&](int l) {
     for (int n = 0; n < i.count; ++n)
-      w.out(i.dst[n])[l] = a[l] >> (n * i.type.bits) & ((uint64_t(1) << i.type.bits) - 1);
+      if (i.dst[n] != Instruction::kNoRow)
+        w.out(i.dst[n])[l] = a[l] >> (n * i.type.bits) & ((uint64_t(1) << i.type.bits) - 1);
   });
 }
 
@@ -863,6 +998,16 @@ void shuffle_butterfly(Warp& w, const Instruction& i, Mask mask) {
     d[l] = inside ? given[size_t(source)] : given[size_t(l)];
     if (i.dst[1] != Instruction::kNoRow) w.out(i.dst[1])[l] = inside ? 1 : 0;
   });
+}
+
+// All lanes that the mask names get what their values come to. Section 9.7.13.
+void reduce_lanes(Warp& w, const Instruction& i, Mask mask) {
+  const uint64_t* a = w.in(i.src[0]);
+  uint64_t total = a[std::countr_zero(mask)];
+  const Mask others = mask & (mask - 1);
+  each(others, [&](int l) { total = combined(i, total, a[l], 0); });
+  uint64_t* d = w.out(i.dst[0]);
+  each(mask, [&](int l) { d[l] = total; });
 }
 
 }  // namespace ptx

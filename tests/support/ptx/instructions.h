@@ -18,9 +18,14 @@ void update(Warp& warp, const Instruction& i,
             Mask mask);  // dst[0], src[0] + offset, src[1], src[2]
 void load_matrices(Warp& warp, const Instruction& i, Mask mask);  // dst[4], src[0] + offset
 void fence(Warp& warp, const Instruction& i, Mask mask);
+void fence_alias(Warp& warp, const Instruction& i, Mask mask);
+// The handler of an access to a multicast address, or nullptr: of a load dst[4], src[0] + offset,
+// of a store src[0] + offset, src[1..4].
+Handler multicast(std::string_view opcode);
 void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count] of type.bits
 void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]
 void shuffle_butterfly(Warp& warp, const Instruction& i, Mask mask);
+void reduce_lanes(Warp& warp, const Instruction& i, Mask mask);  // dst[0], src[0], mask src[3]
 
 // mov from a special register, such as "%tid.x", or nullptr.
 Handler special_register(std::string_view name);

@@ -42,17 +42,21 @@ const void* ptx_load(const char* text) {
 const char* ptx_refusal() { return refusal.c_str(); }
 
 // A kernel of a module for the emulated driver, run by the schedule that is given, or nullptr.
-const EmulatedKernel* ptx_kernel(const void* module, const char* name, int registers,
+// What its module does not say is as of `like`: registers, and how much of the module's shared
+// memory it uses.
+const EmulatedKernel* ptx_kernel(const void* module, const char* name, const EmulatedKernel* like,
                                  const PtxSchedule* given) {
   const auto* from = static_cast<const ptx::Module*>(module);
   const ptx::Function* kernel = from->kernel(name);
   if (kernel == nullptr) return nullptr;
   const ptx::Schedule schedule = given->schedule();
-  auto run = [=](const ringcomm::device::LaunchParams& params, int x, int y, int threads) {
+  auto* made = new EmulatedKernel(*like);
+  if (kernel->max_threads != 0) made->threads = kernel->max_threads;
+  made->run = [=](const ringcomm::device::LaunchParams& params, int x, int y, int threads) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(&params);
     ptx::run({from, kernel, {bytes, bytes + sizeof params}, x, y, threads, 0, schedule});
   };
-  return new EmulatedKernel{run, registers};
+  return made;
 }
 
 // The lines of a module's text that order memory and that kernels have come to: at most `room` of
@@ -87,6 +91,7 @@ const char* ptx_run(const void* module, const char* name, const PtxLaunch* launc
 
 // Memory that kernels may use besides that of the emulated devices: tensors and pages of the host.
 void ptx_allow(uint64_t address, uint64_t bytes) { ptx::allow({address, address + bytes}); }
+void ptx_watch(uint64_t word, ptx::Watcher watcher) { ptx::watch(word, watcher); }
 void ptx_be_strict(int strict) { ptx::be_strict(strict != 0); }
 
 const char* ptx_failure() { return ptx::failure(); }

@@ -11,6 +11,7 @@
 #include <string>
 
 extern "C" int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* bytes);
+extern "C" int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes);
 
 namespace ptx {
 namespace {
@@ -22,6 +23,26 @@ struct Ranges {
 Ranges& allowed() {
   static auto* const made = new Ranges;
   return *made;
+}
+
+// Who wants to look at memory right after a word of it was stored.
+struct Watchers {
+  std::mutex mutex;
+  std::map<uint64_t, Watcher> by_word;
+};
+Watchers& watchers() {
+  static auto* const made = new Watchers;
+  return *made;
+}
+
+void tell_watcher(uint64_t word) {
+  Watcher watcher = nullptr;
+  {
+    const std::lock_guard lock(watchers().mutex);
+    const auto found = watchers().by_word.find(word);
+    if (found != watchers().by_word.end()) watcher = found->second;
+  }
+  if (watcher != nullptr) watcher();
 }
 
 std::atomic<bool> is_strict{true};
@@ -106,7 +127,7 @@ void allow(Range range) {
 
 bool find_range(uint64_t address, uint64_t bytes, Range& range) {
   uint64_t begin = 0, size = 0;
-  if (emu_memory_find(address, &begin, &size) != 0) {
+  if (emu_memory_find(address, &begin, &size) != 0 || emu_vmm_find(address, &begin, &size) != 0) {
     range = {begin, begin + size};
     return range.holds(address, bytes);
   }
@@ -124,11 +145,17 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range) {
 
 void be_strict(bool strict) { is_strict = strict; }
 
+void watch(uint64_t word, Watcher watcher) {
+  const std::lock_guard lock(watchers().mutex);
+  watchers().by_word[word] = watcher;
+}
+
 BlockMemory::BlockMemory(KernelHistory& kernel, int threads, bool replicates_reads)
     : kernel_(kernel),
       id_(new_block()),
       replicates_reads_(replicates_reads),
-      common_view_(kernel.before()) {
+      common_view_(kernel.before()),
+      common_alias_view_(common_view_) {
   if (threads > int(kMostThreads)) throw BadAccess("a block of more than 1023 threads");
 }
 
@@ -141,6 +168,11 @@ BlockMemory::~BlockMemory() {
 const View& BlockMemory::view(int thread) const {
   const auto own = views_.find(thread);
   return own == views_.end() ? common_view_ : own->second;
+}
+
+const View& BlockMemory::alias_view(int thread) const {
+  const auto own = alias_views_.find(thread);
+  return own == alias_views_.end() ? common_alias_view_ : own->second;
 }
 
 void BlockMemory::acquire(int thread, const View& stamp) {
@@ -190,7 +222,7 @@ void BlockMemory::check(uint64_t address, uint32_t bytes) {
   ranges_[next_range_++ % ranges_.size()] = found;
 }
 
-void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) {
+void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes, bool by_multicast) {
   check(address, bytes);
   const uint64_t number = address / kLineBytes, at = address % kLineBytes;
   auto* out = static_cast<uint8_t*>(to);
@@ -203,29 +235,33 @@ void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) {
     // Undoes what the thread may not see, from the newest change to the first that it may.
     Bytes known;
     for (auto c = history.changes.rbegin(); c != history.changes.rend(); ++c) {
-      if (c->time <= view(thread).all()) break;
+      if (c->time <= (by_multicast ? alias_view(thread) : view(thread)).all()) break;
       for (uint32_t i = 0; i < bytes; ++i) {
         if (!c->bytes.has(uint32_t(at) + i) || known.has(uint32_t(at) + i)) continue;
-        if (sees(thread, *c, uint32_t(at) + i, line))
+        const bool alias = by_multicast || c->by_multicast.has(uint32_t(at) + i);
+        if (alias ? alias_view(thread).holds(c->block, c->time)
+                  : sees(thread, *c, uint32_t(at) + i, line))
           known.add(uint32_t(at) + i, 1);
         else
           out[i] = c->before[at + i];
       }
     }
   }
-  if (line == nullptr) return;
+  if (line == nullptr || by_multicast) return;
   for (uint32_t i = 0; i < bytes; ++i) {
     if (line->state[at + i] != Byte::kStored) continue;
-    if (seen(line->tag[at + i], thread))
-      out[i] = line->data[at + i];
-    else if (!replicates_reads_)
+    if (!seen(line->tag[at + i], thread)) {
+      if (replicates_reads_) continue;
       throw BadAccess("global memory: a race: thread " + std::to_string(thread) +
                       " reads the byte at " + hex(address + i) +
                       " that another one has written with no barrier between");
+    }
+    if (!line->by_multicast.has(uint32_t(at) + i)) out[i] = line->data[at + i];
   }
 }
 
-void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes) {
+void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes,
+                        bool by_multicast) {
   check(address, bytes);
   check_readers(thread, address, bytes);
   const uint64_t number = address / kLineBytes, at = address % kLineBytes;
@@ -235,6 +271,10 @@ void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t
     line.tag[at + i] = tag(thread);
     line.state[at + i] = Byte::kStored;
   }
+  if (by_multicast)
+    line.by_multicast.add(uint32_t(at), bytes);
+  else
+    line.by_multicast.remove(uint32_t(at), bytes);
   if (!line.listed) stored_.push_back(number);
   line.listed = true;
   ++stores_;
@@ -256,6 +296,7 @@ void BlockMemory::release_line(uint64_t number, Line& line, int thread) {
     for (; goes(i); ++i) {
       line.state[i] = Byte::kReleased;
       line.released[i] = change->time;
+      if (line.by_multicast.has(i)) change->by_multicast.add(i, 1);
     }
     change->bytes.add(begin, i - begin);
     copy_out(number * kLineBytes + begin, line.data.data() + begin, i - begin);
@@ -367,6 +408,7 @@ void BlockMemory::store_strong(int thread, uint64_t address, uint64_t value, uin
     locked.make().stamps[at] = stamp(thread, order, time);
   }
   note_strong(thread, address, &value, bytes, time);
+  tell_watcher(address);
   ++stores_;
 }
 
@@ -417,6 +459,12 @@ void BlockMemory::fence(int thread) {
   told.learn(id_, now());
 }
 
+void BlockMemory::fence_alias(int thread) {
+  View& told = alias_views_.try_emplace(thread, common_alias_view_).first->second;
+  told.join(view(thread));
+  told.learn(id_, now());
+}
+
 // The thread's own weak loads must see its strong store, whatever its view is.
 void BlockMemory::note_strong(int thread, uint64_t address, const void* from, uint32_t bytes,
                               Time time) {
@@ -433,8 +481,10 @@ void BlockMemory::note_strong(int thread, uint64_t address, const void* from, ui
 void BlockMemory::barrier() {
   ++phase_;
   for (const auto& [thread, view] : views_) common_view_.join(view);
+  for (const auto& [thread, view] : alias_views_) common_alias_view_.join(view);
   views_.clear();
   fenced_.clear();
+  alias_views_.clear();
   // All threads see now what has been released.
   last_number_ = ~uint64_t(0);
   std::erase_if(lines_, [](const auto& item) { return !item.second.listed; });

@@ -7,6 +7,12 @@
 // since, and the writer's view holds that release. So an acquire, a release or a barrier that lacks
 // is an error every time, not only when a cache happens to be stale.
 //
+// A multicast address is another way to memory, which multimem instructions take: one access to
+// each place that is bound there. What was stored by one of the two ways is seen by the other only
+// behind a fence.proxy.alias: of the thread itself, or of another one behind a barrier, made when
+// that thread's view held the store. (PTX is content with one at the writer's, too.) A relaxed
+// multimem load is taken for a weak one, which may see less.
+//
 // Stores of others (the host, copies, other processes) have no history: they are seen at once.
 // Source: PTX ISA 9.0, section 8, "Memory Consistency Model".
 #pragma once
@@ -40,6 +46,10 @@ struct Range {
 void allow(Range range);  // besides the emulated devices' own memory
 // Unless strict, kernels may use the rest of the process's memory, too.
 void be_strict(bool strict);
+// Has `watcher` called, in the thread of the block, whenever a strong store to the word has been
+// made: what is in memory then is what others may see. nullptr: nobody any more.
+using Watcher = void (*)();
+void watch(uint64_t word, Watcher watcher);
 bool find_range(uint64_t address, uint64_t bytes, Range& range);
 
 // What a block has stored, and what its threads may see. Of one OS thread alone.
@@ -51,8 +61,9 @@ class BlockMemory {
   BlockMemory& operator=(const BlockMemory&) = delete;
 
   // Within a line. Weak.
-  void load(int thread, uint64_t address, void* to, uint32_t bytes);
-  void store(int thread, uint64_t address, const void* from, uint32_t bytes);
+  void load(int thread, uint64_t address, void* to, uint32_t bytes, bool by_multicast = false);
+  void store(int thread, uint64_t address, const void* from, uint32_t bytes,
+             bool by_multicast = false);
   // Of 1, 2, 4 or 8 bytes, at system scope.
   uint64_t load_strong(int thread, uint64_t address, uint32_t bytes, Order order);
   void store_strong(int thread, uint64_t address, uint64_t value, uint32_t bytes, Order order);
@@ -60,6 +71,7 @@ class BlockMemory {
   uint64_t update(int thread, uint64_t address, uint32_t bytes, Order order,
                   const std::function<uint64_t(uint64_t)>& change);
   void fence(int thread);
+  void fence_alias(int thread);
   void barrier();  // of all threads
 
   void check(uint64_t address, uint32_t bytes);
@@ -73,7 +85,8 @@ class BlockMemory {
     std::array<uint32_t, kLineBytes> tag;  // who stored the byte, and in which phase
     std::array<Byte, kLineBytes> state{};
     std::array<Time, kLineBytes> released;  // when the byte was
-    bool listed = false;                    // among stored_
+    Bytes by_multicast;
+    bool listed = false;  // among stored_
   };
 
   uint32_t tag(int thread) const { return phase_ << 10 | uint32_t(thread); }
@@ -82,6 +95,7 @@ class BlockMemory {
     return byte_tag >> 10 < phase_ || byte_tag == tag(thread);
   }
   const View& view(int thread) const;
+  const View& alias_view(int thread) const;
   void acquire(int thread, const View& stamp);
   void release(int thread);  // what the thread stored, and what a barrier lies behind
   // What a store that releases, or one behind a fence, tells whoever acquires it.
@@ -108,6 +122,9 @@ class BlockMemory {
   View common_view_;
   std::map<int, View> views_;   // of the threads that have acquired since the last barrier
   std::map<int, View> fenced_;  // of those that have passed a fence since: what they knew then
+  // What all threads, and those that have passed a fence.proxy.alias since, knew there.
+  View common_alias_view_;
+  std::map<int, View> alias_views_;
   uint32_t phase_ = 1;
   uint64_t strong_loads_ = 0, stores_ = 0;
   std::array<Range, 4> ranges_{};

@@ -485,6 +485,8 @@ class Parser {
       memory(i, name, opcode, parts);
     else if (name == "ldmatrix")
       matrices(i, opcode);
+    else if (name == "multimem")
+      multicast_access(i, opcode);
     else if (name == "fence")
       i.run = fence_named(opcode);
     else if (name == "bra")
@@ -497,6 +499,8 @@ class Parser {
       barrier(i, opcode);
     else if (name == "shfl")
       shuffle(i, opcode);
+    else if (name == "redux")
+      reduce_lanes_of(i, opcode, parts);
     else if (name == "mov")
       move(i, opcode, parts);
     else
@@ -505,7 +509,8 @@ class Parser {
     expect(";");
     i.text = std::string_view(tokens_[begin].text.data(),
                               size_t(last.data() + last.size() - tokens_[begin].text.data()));
-    if (i.control == Control::kBarrier || i.run == fence || i.order >= Order::kAcquire) {
+    if (i.control == Control::kBarrier || i.run == fence || i.run == fence_alias ||
+        i.order >= Order::kAcquire) {
       i.site = &module_.sites_.emplace_back();
       i.site->line = i.line;
     }
@@ -513,6 +518,7 @@ class Parser {
   }
 
   Handler fence_named(std::string_view opcode) const {
+    if (opcode == "fence.proxy.alias") return fence_alias;
     if (opcode != "fence.sc.sys" && opcode != "fence.acq_rel.sys" && opcode != "fence.sc.gpu" &&
         opcode != "fence.acq_rel.gpu")
       unknown(opcode);
@@ -535,6 +541,8 @@ class Parser {
     const std::optional<Type> type = computed_type(parts.back());
     if (i.run == nullptr || !type) unknown(opcode);
     i.dst[0] = operand(type->bits).row;
+    if (opcode.starts_with("setp.") && opcode.ends_with("x2") && take_if("|"))
+      i.dst[1] = operand(1).row;
     for (int n = 0; take_if(","); ++n) {
       if (n == 4) unknown(opcode);
       // The amount of a shift has 32 bits; only places and lengths of bit fields are such, too.
@@ -635,6 +643,22 @@ class Parser {
     i.run = load_matrices;
   }
 
+  void multicast_access(Instruction& i, std::string_view opcode) {
+    i.run = multicast(opcode);
+    if (i.run == nullptr) unknown(opcode);
+    uint8_t count = 0;
+    if (opcode.starts_with("multimem.st")) {
+      address(i);
+      expect(",");
+      count = rows(32, [&](int n, Operand each) { i.src[1 + n] = each.row; });
+    } else {
+      count = rows(32, [&](int n, Operand each) { i.dst[n] = each.row; });
+      expect(",");
+      address(i);
+    }
+    if (count != 4) unknown(opcode);
+  }
+
   void branch(Instruction& i, std::string_view opcode) {
     if (opcode != "bra" && opcode != "bra.uni") unknown(opcode);
     i.control = Control::kBranch;
@@ -694,6 +718,26 @@ class Parser {
     i.dst[0] = operand(32).row;
     if (take_if("|")) i.dst[1] = operand(1).row;
     for (int n = 0; n < 4; ++n) {
+      expect(",");
+      i.src[n] = operand(32).row;
+    }
+  }
+
+  void reduce_lanes_of(Instruction& i, std::string_view opcode,
+                       std::span<const std::string_view> parts) {
+    static const std::unordered_map<std::string_view, Atomic> operations = {
+        {"add", Atomic::kAdd}, {"min", Atomic::kMin}, {"max", Atomic::kMax},
+        {"and", Atomic::kAnd}, {"or", Atomic::kOr},   {"xor", Atomic::kXor}};
+    const std::optional<Type> type = type_of(parts.back());
+    if (parts.size() != 4 || parts[1] != "sync" || !operations.contains(parts[2]) || !type ||
+        type->bits != 32 || type->kind == 'f')
+      unknown(opcode);
+    i.control = Control::kShuffle;
+    i.run = reduce_lanes;
+    i.atomic = operations.at(parts[2]);
+    i.type = *type;
+    i.dst[0] = operand(32).row;
+    for (const int n : {0, 3}) {
       expect(",");
       i.src[n] = operand(32).row;
     }

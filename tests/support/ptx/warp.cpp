@@ -20,6 +20,8 @@ constexpr uint32_t kBackwardPerGroup = 64;
 constexpr uint32_t kBackwardPerTurn = 256;
 // Turns of a block in which all that its warps did was to poll, before it sleeps.
 constexpr uint64_t kTurnsAwake = 20;
+// For a peer to return to its host, and to launch what comes next.
+constexpr timespec kLateEnd{0, 50'000'000};
 
 std::mutex failure_mutex;
 std::string failure_text;
@@ -336,6 +338,8 @@ void Block::rest(uint64_t turns) const {
   nanosleep(&nap, nullptr);
 }
 
+void Block::nap_before_end() const { nanosleep(&kLateEnd, nullptr); }
+
 void Block::run() {
   std::vector<size_t> order(warps_.size());
   uint64_t idle_turns = 0;
@@ -369,7 +373,9 @@ void run(const Launch& launch) {
       threads.emplace_back([&launch, &history, x, y] {
         if (failed) return;
         try {
-          Block(launch, history, x, y).run();
+          Block block(launch, history, x, y);
+          block.run();
+          if (block.is_late()) block.nap_before_end();
         } catch (const std::exception& error) {
           fail(launch.kernel->name + ": " + error.what());
         }

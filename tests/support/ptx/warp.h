@@ -23,6 +23,8 @@ struct Schedule {
   bool no_progress_in_a_warp = false;
   // Blocks with an even y wait until nothing changes before they acquire at a place for the first
   // time, so that what they want is there when they look, while their peers mostly have to wait.
+  // They nap before they end, so that peers go on while nothing but a release has told them what
+  // the block did.
   bool even_are_late = false;
   // Several threads may read an element, of which the one that stores it uses what it read alone:
   // so does Triton with tensors that have fewer elements than the block has threads.
@@ -128,6 +130,9 @@ class Block {
   bool reduced() const { return reduced_; }
   bool gives_up_turn() { return std::exchange(gives_up_turn_, false); }
   void give_up_turn() { gives_up_turn_ = true; }
+  // Of Schedule::even_are_late.
+  bool is_late() const { return launch_.schedule.even_are_late && y_ % 2 == 0; }
+  void nap_before_end() const;
   bool comes_first(uint32_t line) { return lines_come_to_.insert(line).second; }
 
  private:

@@ -71,6 +71,13 @@ using uintptr_t = unsigned long long;
 #define RC_DEVICE_PASS 0
 #endif
 
+// 1 where the GPU has instructions for multicast addresses.
+#if RC_DEVICE_PASS && __CUDA_ARCH__ >= 900
+#define RC_HAS_MULTIMEM 1
+#else
+#define RC_HAS_MULTIMEM 0
+#endif
+
 // Vector conversions between half and single precision in hardware.
 #if !RC_DEVICE_PASS && defined(__F16C__) && defined(__AVX__)
 #define RC_HAS_F16C 1

@@ -23,7 +23,14 @@ enum class Collective : uint32_t {
   kAdamWAllGather,
   kReduceScatterAdamWAllGather
 };
-enum class Algorithm : uint32_t { kAuto = 0, kDirect = 1, kRing = 2, kPacket = 3, kCopy = 4 };
+enum class Algorithm : uint32_t {
+  kAuto = 0,
+  kDirect = 1,
+  kRing = 2,
+  kPacket = 3,
+  kCopy = 4,
+  kMulticast = 5
+};
 
 // The kernels that run a call. Their streams look alike, but they may cut a buffer differently.
 enum class Kernels : uint32_t { kNative = 0, kTriton = 1 };

@@ -333,10 +333,10 @@ def test_a_rank_that_fails_after_all_have_met(
     """
     connect, fail = DeviceCore.connect, handles.Rendezvous.fail
 
-    def fails(core: Any, rings: Any) -> None:
+    def fails(core: Any, *given: Any) -> None:
         if core.rank == 1:
             raise MemoryError("no more")
-        connect(core, rings)
+        connect(core, *given)
 
     def tells(meeting: Any, error: BaseException) -> None:
         fail(meeting, error)

@@ -379,6 +379,15 @@ def test_opposite_orders_past_the_capacity_end_by_the_deadline() -> None:
         assert all("timeout ended" in text for text in told)
 
 
+def test_opposite_orders_in_one_hardware_queue_end_by_the_deadline() -> None:
+    """Their blocks fit, and yet the second launch is behind the end of the first."""
+    knobs = {"multiprocessors": 4, "hardware_queues": 1}
+    for told in run_ranks(opposite_orders, 2, "emulated", 0, knobs):
+        assert told
+        assert all("timeout ended" in text for text in told)
+        assert "hardware queues for 1" in told[0] and "CUDA_DEVICE_MAX_CONNECTIONS" in told[0]
+
+
 def same_order(store: Any, rank: int, n: int) -> int:
     """More communicators than fit at a time, each on its own stream: they take turns."""
     place = Place("emulated", multiprocessors=4, blocks_per_multiprocessor=1)
@@ -421,6 +430,23 @@ def test_a_launch_without_room_waits_on_the_device(emulated: Places) -> None:
     assert not done.query()
     gate.open()
     until(done.query)
+
+
+def test_a_launch_of_all_ranks_without_room_waits_on_the_device(emulated: Places) -> None:
+    place = emulated(multiprocessors=4, blocks_per_multiprocessor=1)
+    worlds = [place.world(2) for _ in range(2)]
+    streams = [place.runtime.make_stream(0) for _ in worlds]
+    tensors = [[place.full(WIDE_BYTES // 4, 1.0) for _ in world] for world in worlds]
+    gate = Gate(place, streams[0].handle)
+    for world, stream, of_ranks in zip(worlds, streams, tensors, strict=True):
+        with place.runtime.on_stream(stream):
+            world.all_reduce(of_ranks)
+    done = event_of(place, streams[1].handle)
+    time.sleep(GRACE_S)
+    assert not done.query()
+    gate.open()
+    until(done.query)
+    place.synchronize()
 
 
 def test_threads_in_opposite_orders_end_by_the_deadline(place: Place) -> None:
@@ -469,7 +495,7 @@ def test_sends_that_wait_leave_room_for_the_collective_before_the_receives(
 
     The sends wait for the receives, which come after a collective of all blocks.
     """
-    place = emulated(multiprocessors=16)
+    place = emulated(multiprocessors=16, hardware_queues=32)
     options = CommOptions(segment_bytes=4096)
     world = place.world(4, timeout=SOON_S, options=options)
     count = (512 << 10) // 4

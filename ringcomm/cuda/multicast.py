@@ -1,0 +1,262 @@
+"""Multicast objects of the CUDA driver and the windows that are bound to them.
+
+A window is memory of one device, mapped at an address of its own, that is bound with those of other
+devices to one multicast object. At the object's address a load adds up what lies in all windows,
+and a store reaches all: the NVSwitch does it. CuPy offers none of this, so libcuda's entry points
+are called directly, those of virtual memory management among them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import ExitStack
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_ulonglong,
+    c_void_p,
+)
+from typing import Any
+
+from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.errors import UnsupportedError
+
+# The driver's numbers, from cuda.h.
+_ATTRIBUTE_MULTICAST_SUPPORTED = 132
+_MEMORY_PINNED, _LOCATION_DEVICE, _ACCESS_READ_WRITE = 1, 1, 3
+_HANDLE_IS_DESCRIPTOR = 1
+_GRANULARITY_MINIMUM = 0
+
+LEAST_CAPABILITY = (9, 0)
+_CAUSES = (
+    "Usual causes: nvidia-fabricmanager does not run, or has no multicast groups left; the GPUs "
+    "are under different NVSwitches; MIG; a container without the driver's IPC devices"
+)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _MemoryProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("win32_metadata", c_void_p),
+        ("flags", ctypes.c_uint8 * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class _ObjectProp(ctypes.Structure):
+    """CUmulticastObjectProp."""
+
+    _fields_ = (
+        ("devices", c_uint),
+        ("size_bytes", c_size_t),
+        ("handle_types", c_ulonglong),
+        ("flags", c_ulonglong),
+    )
+
+
+_ENTRY_POINTS: dict[str, list[Any]] = {
+    "cuCtxGetDevice": [POINTER(c_int)],
+    "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
+    "cuMulticastGetGranularity": [POINTER(c_size_t), POINTER(_ObjectProp), c_int],
+    "cuMulticastCreate": [POINTER(c_uint64), POINTER(_ObjectProp)],
+    "cuMulticastAddDevice": [c_uint64, c_int],
+    "cuMulticastBindMem": [c_uint64, c_size_t, c_uint64, c_size_t, c_size_t, c_ulonglong],
+    "cuMulticastUnbind": [c_uint64, c_int, c_size_t, c_size_t],
+    "cuMemCreate": [POINTER(c_uint64), c_size_t, POINTER(_MemoryProp), c_ulonglong],
+    "cuMemRelease": [c_uint64],
+    "cuMemExportToShareableHandle": [c_void_p, c_uint64, c_int, c_ulonglong],
+    "cuMemImportFromShareableHandle": [POINTER(c_uint64), c_void_p, c_int],
+    "cuMemAddressReserve": [POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_ulonglong],
+    "cuMemAddressFree": [c_uint64, c_size_t],
+    "cuMemMap": [c_uint64, c_size_t, c_size_t, c_uint64, c_ulonglong],
+    "cuMemSetAccess": [c_uint64, c_size_t, POINTER(_Access), c_size_t],
+    "cuMemUnmap": [c_uint64, c_size_t],
+    "cuGetErrorString": [c_int, POINTER(c_char_p)],
+}
+
+
+class _Driver:
+    """The entry points, as methods that raise UnsupportedError for what the driver refuses."""
+
+    def __init__(self, library: str) -> None:
+        self._library = ctypes.CDLL(library)
+        for name, arguments in _ENTRY_POINTS.items():
+            function = getattr(self._library, name, None)
+            if function is None:
+                raise UnsupportedError(f"the driver has no {name}: it is older than CUDA 12.1's")
+            function.argtypes = arguments
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function = getattr(self._library, name)
+
+        def call(*arguments: Any) -> None:
+            result = function(*arguments)
+            if result != 0:
+                text = c_char_p()
+                self._library.cuGetErrorString(result, byref(text))
+                reason = (text.value or b"?").decode()
+                raise UnsupportedError(f"{name}: CUDA error {result}: {reason}. {_CAUSES}")
+
+        return call
+
+
+def _object_prop(devices: int, size_bytes: int) -> _ObjectProp:
+    return _ObjectProp(devices, size_bytes, _HANDLE_IS_DESCRIPTOR, 0)
+
+
+def why_not(runtime: DeviceRuntime, device: int) -> str:
+    """Says in words what ``device`` lacks for multicast; "" if nothing."""
+    major, minor = runtime.identity(device).capability
+    if (major, minor) < LEAST_CAPABILITY:
+        return f"its compute capability is {major}.{minor}, and multimem instructions need 9.0"
+    supported, number = c_int(), c_int()
+    try:
+        driver = _Driver(runtime.driver_library)
+        with runtime.on_device(device):
+            driver.cuCtxGetDevice(byref(number))
+            driver.cuDeviceGetAttribute(
+                byref(supported), _ATTRIBUTE_MULTICAST_SUPPORTED, number.value
+            )
+    except UnsupportedError as error:
+        return str(error)
+    if not supported.value:
+        return (
+            "it is under no NVSwitch that has multicast (CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)"
+        )
+    return ""
+
+
+def granularity_bytes(runtime: DeviceRuntime, device: int, devices: int) -> int:
+    """The unit of the size of a window that is bound with those of ``devices`` devices."""
+    found = c_size_t()
+    with runtime.beside_captures(device):
+        driver = _Driver(runtime.driver_library)
+        prop = _object_prop(devices, 1)
+        driver.cuMulticastGetGranularity(byref(found), byref(prop), _GRANULARITY_MINIMUM)
+    return found.value
+
+
+class MulticastWindow:
+    """A device's part of a multicast object, and once it is bound its window.
+
+    Every device calls :meth:`create` or :meth:`join`, which adds it to the object. When all have,
+    each calls :meth:`bind`: before that the driver blocks. Kernels may use the addresses when all
+    have bound, and :meth:`close` may come when no device's kernels use them any more.
+
+    Attributes:
+        own_ptr: address of the window; 0 before :meth:`bind`.
+        all_ptr: address for multimem instructions, which reach all windows.
+        size_bytes: of the window.
+    """
+
+    def __init__(self, runtime: DeviceRuntime, device: int, size_bytes: int) -> None:
+        self.own_ptr = self.all_ptr = 0
+        self.size_bytes = size_bytes
+        self._runtime, self._device = runtime, device
+        self._driver = _Driver(runtime.driver_library)
+        self._object = c_uint64()
+        self._number = c_int()  # of the device, for the driver
+        self._undo = ExitStack()  # in which every step leaves its reverse
+
+    @classmethod
+    def create(
+        cls, runtime: DeviceRuntime, device: int, size_bytes: int, devices: int
+    ) -> MulticastWindow:
+        """Makes the object for ``devices`` devices, whose windows have ``size_bytes`` bytes.
+
+        Raises:
+            UnsupportedError: the driver refuses.
+        """
+        window, prop = cls(runtime, device, size_bytes), _object_prop(devices, size_bytes)
+        window._begin(lambda driver, made: driver.cuMulticastCreate(made, byref(prop)))
+        return window
+
+    @classmethod
+    def join(
+        cls, runtime: DeviceRuntime, device: int, size_bytes: int, descriptor: int
+    ) -> MulticastWindow:
+        """Takes part in the object that another device has made and exported.
+
+        Raises:
+            UnsupportedError: the driver refuses.
+        """
+        window = cls(runtime, device, size_bytes)
+        window._begin(
+            lambda driver, made: driver.cuMemImportFromShareableHandle(
+                made, descriptor, _HANDLE_IS_DESCRIPTOR
+            )
+        )
+        return window
+
+    def _begin(self, make: Callable[[_Driver, Any], None]) -> None:
+        driver = self._driver
+        with self._or_close(), self._runtime.beside_captures(self._device):
+            make(driver, byref(self._object))
+            self._undo.callback(driver.cuMemRelease, self._object)
+            driver.cuCtxGetDevice(byref(self._number))
+            driver.cuMulticastAddDevice(self._object, self._number)
+
+    def _or_close(self) -> ExitStack:
+        """Inside, an error closes the window."""
+        stack = ExitStack()
+        stack.push(lambda kind, error, trace: self.close() if error is not None else None)
+        return stack
+
+    def export(self) -> int:
+        """Returns a new file descriptor of the object, for :meth:`join`; the caller closes it."""
+        descriptor = c_int(-1)
+        with self._runtime.beside_captures(self._device):
+            self._driver.cuMemExportToShareableHandle(
+                byref(descriptor), self._object, _HANDLE_IS_DESCRIPTOR, 0
+            )
+        return descriptor.value
+
+    def bind(self) -> None:
+        """Makes the window, binds it, and maps it and the object.
+
+        Raises:
+            UnsupportedError: the driver refuses, for want of memory perhaps.
+        """
+        driver, memory, size = self._driver, c_uint64(), self.size_bytes
+        location = _Location(_LOCATION_DEVICE, self._number.value)
+        prop = _MemoryProp(_MEMORY_PINNED, _HANDLE_IS_DESCRIPTOR, location)
+        with self._or_close(), self._runtime.beside_captures(self._device):
+            driver.cuMemCreate(byref(memory), size, byref(prop), 0)
+            self._undo.callback(driver.cuMemRelease, memory)
+            driver.cuMulticastBindMem(self._object, 0, memory, 0, size, 0)
+            self._undo.callback(driver.cuMulticastUnbind, self._object, self._number, 0, size)
+            self.own_ptr = self._map(memory, location)
+            self.all_ptr = self._map(self._object, location)
+
+    def _map(self, handle: c_uint64, location: _Location) -> int:
+        driver, ptr, size = self._driver, c_uint64(), self.size_bytes
+        driver.cuMemAddressReserve(byref(ptr), size, 0, 0, 0)
+        self._undo.callback(driver.cuMemAddressFree, ptr, size)
+        driver.cuMemMap(ptr, size, 0, handle, 0)
+        self._undo.callback(driver.cuMemUnmap, ptr, size)
+        driver.cuMemSetAccess(ptr, size, byref(_Access(location, _ACCESS_READ_WRITE)), 1)
+        return ptr.value
+
+    def close(self) -> None:
+        """Gives everything back; a second call does nothing."""
+        with self._runtime.beside_captures(self._device):
+            self._undo.close()

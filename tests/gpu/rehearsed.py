@@ -1,0 +1,129 @@
+"""A program of the harness on an emulated device: ``python -m tests.gpu.rehearsed MODULE ...``.
+
+``make gpu-check REHEARSE=1`` times everything so. What a GPU is asked for beside ringcomm has
+stand-ins here; the figures are those of the emulator, and say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+from unittest import mock
+
+import ringcomm
+from ringcomm import cuda
+from ringcomm.bench import collectives, device_steps, device_systems, launch, modes, training
+from ringcomm.bench.devices import COPY_FACT, Gpu
+from ringcomm.bench.timing import Call
+from tests.gpu import device
+from tests.gpu.device import DEVICE, PLAIN
+from tests.gpu.worlds import OrderedWorld
+
+FACTS = {
+    "gpu": "none: rehearsed on an emulated device",
+    "compute capability": "9.0",
+    "driver": "none",
+    "NCCL": "none",
+    COPY_FACT: "1.0",  # nothing was measured; the goals divide by it
+}
+
+
+class EmulatedGpu:
+    """In the place of ``ringcomm.bench.devices.Gpu``, and of the clocks of its programs."""
+
+    name, tensors, cache_bytes = DEVICE, PLAIN, 0
+
+    def __init__(self, index: int = 0) -> None:
+        assert index == 0
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        self.synchronize()
+        begin = time.perf_counter_ns()
+        for call in calls:
+            call()
+        self.synchronize()
+        return (time.perf_counter_ns() - begin) / 1e3
+
+    def synchronize(self) -> None:
+        device.synchronize()
+
+    refresh = Gpu.refresh
+
+    def capture(self, calls: Sequence[Call], count: int) -> Call:
+        with device.capture() as replay:
+            for call in islice(cycle(calls), count):
+                call()
+        return replay
+
+    def facts(self) -> dict[str, str]:
+        return dict(FACTS)
+
+
+class EmulatedCuda:
+    """In the place of ``torch.cuda``, as far as the optimizer's programs ask it directly."""
+
+    def empty_cache(self) -> None:
+        """There is no cache."""
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return cuda.current().memory_info(index)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Inside, the harness takes this process's emulated device for its GPU."""
+    usual_command, usual_world, choose = (
+        launch._rank_command,
+        ringcomm.local_world,
+        modes.choose,
+    )
+
+    def rank_command(module: str, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", __spec__.name, *usual_command(module, arguments)[2:]]
+
+    def local_world(*args: Any, **how: Any) -> OrderedWorld:
+        if "options" in how:  # Triton's interpreter runs no launch of several ranks
+            how["options"] = replace(how["options"], kernels="native")
+        return OrderedWorld(usual_world(*args, **how))
+
+    emulated = EmulatedCuda()
+    places: list[tuple[Any, str, object]] = [
+        (collectives, "Gpu", EmulatedGpu),
+        (collectives, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
+        (device_steps, "Gpu", EmulatedGpu),
+        (device_steps, "SleepingClock", EmulatedGpu),
+        (device_steps, "_cuda", emulated),
+        (device_systems, "_cuda", emulated),
+        (training, "Gpu", EmulatedGpu),
+        (training, "SynchronizedClock", EmulatedGpu),
+        (launch, "_rank_command", rank_command),
+        (ringcomm, "local_world", local_world),
+    ]
+    with ExitStack() as stack:
+        for owner, name, stand_in in places:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a program of the harness; returns its exit status."""
+    program: Callable[[list[str]], int] = importlib.import_module(arguments[0]).main
+    with ExitStack() as stack:
+        if launch.started_by(os.environ) is None:
+            stack.enter_context(device.in_use())
+        else:
+            device.take()
+        stack.enter_context(device.ordered())
+        stack.enter_context(stand_ins())
+        return program(list(arguments[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

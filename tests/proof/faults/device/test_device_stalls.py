@@ -1,0 +1,219 @@
+"""What would stall on a GPU stalls here: streams of one hardware queue, and calls of the driver.
+
+A call that waits for the device, such as an allocation, waits for a message that may wait for this
+very thread. Where ringcomm promises that nothing stalls, nothing does; elsewhere the call ends by
+its deadline, and says what may be the cause.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import AbortedError, CollectiveTimeout, CommOptions
+from tests.support.device_worlds import Devices, device_of
+from tests.support.emulator import handles
+from tests.support.emulator.library import COMPILER
+
+pytestmark = [
+    pytest.mark.deadlines,
+    pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
+]
+
+COUNT = 16 << 10  # more than the staging of a message holds
+# Of what must end by its deadline, and of what must not come to it.
+SOON_S, LONG_S = 0.7, 30.0
+TOLD = "until its timeout ended"
+QUEUES = "hardware queues for"
+
+Body = Callable[[Devices, Any], None]
+
+
+def ran(body: Body, ranks: int, on: tuple[int, ...], timeout: float, **settings: Any) -> str:
+    """Runs ``body`` on ranks that are threads of this process; returns what they were told."""
+    devices = Devices("emulated", devices=len(on), physical=on, **settings)
+    options = CommOptions(timeout=timeout, segment_bytes=1024, channels=2)
+    try:
+        world = devices.new_world(ranks, on, options)
+        try:
+            devices.run(world, lambda comm: body(devices, comm))
+            return ""
+        except (CollectiveTimeout, AbortedError) as error:
+            return str(error)
+        finally:
+            for comm in world:
+                comm.abort("the test is over")
+            world.close()
+    finally:
+        devices.close()
+
+
+def settle(devices: Devices, comm: Any) -> None:
+    """Raises what a kernel of this rank has met, once all have ended."""
+    devices.runtime.synchronize(device_of(comm))
+    comm.barrier()
+
+
+def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((COUNT,), value, dtype=dtype)
+
+
+# ---- hardware queues -----------------------------------------------------------------------------
+
+
+def send_reduce_receive(devices: Devices, comm: Any) -> None:
+    """All ranks send first; a collective comes before what that waits for."""
+    n, into, total = comm.world_size, full(0.0), full(1.0)
+    sent = comm.isend(full(comm.rank + 1.0), (comm.rank + 1) % n)
+    comm.all_reduce(total)
+    comm.recv(into, (comm.rank - 1) % n)
+    sent.wait()
+    settle(devices, comm)
+    assert torch.equal(into, full((comm.rank - 1) % n + 1.0))
+    assert torch.equal(total, full(float(n)))
+
+
+def test_a_rank_with_a_device_of_its_own_has_enough_queues():
+    """Two streams for messages, one for asynchronous calls, its thread's and the default one."""
+    assert ran(send_reduce_receive, 2, (0, 1), LONG_S, hardware_queues=8) == ""
+
+
+def test_with_one_queue_a_message_holds_back_what_it_waits_for():
+    told = ran(send_reduce_receive, 2, (0, 1), SOON_S, hardware_queues=1)
+    assert TOLD in told and f"{QUEUES} 1:" in told and "CUDA_DEVICE_MAX_CONNECTIONS=32" in told
+
+
+def test_two_ranks_of_one_device_have_enough_queues():
+    assert ran(send_reduce_receive, 2, (0,), LONG_S, hardware_queues=8) == ""
+
+
+@pytest.mark.parametrize("queues", [8, 32])
+def test_messages_of_four_ranks_of_one_device_need_more_queues_than_usual(queues):
+    """Each has three streams, and the joint launch one: 14 with the default stream."""
+    if queues == 32:
+        assert ran(send_reduce_receive, 4, (0,), LONG_S, hardware_queues=32) == ""
+        return
+    told = ran(send_reduce_receive, 4, (0,), SOON_S, hardware_queues=8)
+    assert TOLD in told and f"{QUEUES} 8:" in told
+
+
+def collectives(devices: Devices, comm: Any) -> None:
+    streams = [devices.runtime.make_stream(device_of(comm)) for _ in range(4)]
+    works, tensors = [], []
+    for turn in range(8):
+        with devices.runtime.on_stream(streams[turn % 4]):
+            tensors.append(full(1.0))
+            works.append(comm.all_reduce(tensors[-1], async_op=turn % 2 == 0))
+    for work in works:
+        if work is not None:
+            work.wait()
+    settle(devices, comm)
+    assert all(torch.equal(each, full(float(comm.world_size))) for each in tensors)
+
+
+@pytest.mark.parametrize(("ranks", "on"), [(4, (0,)), (2, (0, 1))])
+def test_collectives_stall_in_no_queue(ranks, on):
+    """Each comes after what was launched before it, whatever streams and queues there are."""
+    assert ran(collectives, ranks, on, LONG_S, hardware_queues=1) == ""
+
+
+# ---- calls that wait for the device --------------------------------------------------------------
+
+
+def reduce_beside_a_message(call: Callable[[Devices, Any], object]) -> Body:
+    """Between the launches of a send and of a collective that the receiver makes first, a call."""
+
+    def body(devices: Devices, comm: Any) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            sent = comm.isend(full(3.0), 1)
+        call(devices, comm)
+        total, into = full(1.0), full(0.0)
+        comm.all_reduce(total)
+        if comm.rank == 0:
+            sent.wait()
+        else:
+            comm.recv(into, 0)
+        settle(devices, comm)
+        assert torch.equal(total, full(2.0))
+        assert comm.rank == 0 or torch.equal(into, full(3.0))
+
+    return body
+
+
+def allocate(devices: Devices, comm: Any) -> None:
+    """As torch's allocator does when what it has is used up."""
+    runtime: Any = devices.runtime
+    runtime.free(comm.rank, runtime.allocate(comm.rank, 1 << 20))
+
+
+def reduce_half(devices: Devices, comm: Any) -> None:
+    comm.all_reduce(full(1.0, torch.float16))
+
+
+def copy_on_the_default_stream(devices: Devices, comm: Any) -> None:
+    """As ``tensor.cpu()`` there: it waits for blocking streams, of which ringcomm has none."""
+    runtime: Any = devices.runtime
+    runtime.record_event(comm.rank, 0).synchronize()
+
+
+def test_an_allocation_between_a_message_and_its_collective_stalls():
+    assert TOLD in ran(reduce_beside_a_message(allocate), 2, (0, 1), SOON_S)
+
+
+def test_the_first_collective_of_a_dtype_beside_a_message_stalls():
+    assert TOLD in ran(reduce_beside_a_message(reduce_half), 2, (0, 1), SOON_S)
+
+
+def test_a_later_collective_of_a_dtype_beside_a_message_does_not():
+    def body(devices: Devices, comm: Any) -> None:
+        reduce_half(devices, comm)
+        reduce_beside_a_message(reduce_half)(devices, comm)
+
+    assert ran(body, 2, (0, 1), LONG_S) == ""
+
+
+def test_a_copy_on_the_default_stream_beside_a_message_does_not_stall():
+    assert ran(reduce_beside_a_message(copy_on_the_default_stream), 2, (0, 1), LONG_S) == ""
+
+
+def test_a_thread_that_loads_a_kernel_holds_up_no_other_device():
+    """Rank 0 loads the second kernel while its first waits for rank 1, which loads that then."""
+    loading = threading.Event()
+
+    def body(devices: Devices, comm: Any) -> None:
+        if comm.rank == 1:
+            loading.wait()
+            time.sleep(0.05)
+        comm.all_reduce(full(1.0, torch.bfloat16))
+        loading.set()
+        reduce_half(devices, comm)
+        settle(devices, comm)
+
+    assert ran(body, 2, (0, 1), LONG_S) == ""
+
+
+@pytest.mark.parametrize("pages", [256, 1])
+def test_a_communicator_is_built_and_closed_beside_a_message(monkeypatch, pages):
+    """Memory is pinned for many at once: to pin a page for each would wait for the message."""
+    monkeypatch.setattr(handles.PagePool, "PAGES", pages)
+    store = torch.distributed.HashStore()
+
+    def another(devices: Devices, comm: Any) -> None:
+        options, device = CommOptions(segment_bytes=1024, channels=2), f"cuda:{comm.rank}"
+        other = ringcomm.Communicator.from_store(
+            store, comm.rank, 2, timeout=LONG_S, options=options, device=device
+        )
+        total = full(1.0)
+        other.all_reduce(total)
+        other.close()
+        assert torch.equal(total, full(2.0))
+
+    told = ran(reduce_beside_a_message(another), 2, (0, 1), LONG_S if pages > 1 else SOON_S)
+    assert (TOLD in told) == (pages == 1), told

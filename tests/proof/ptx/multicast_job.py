@@ -1,0 +1,120 @@
+"""Calls by multicast on an emulated switch, whose results are known to the bit.
+
+Run as a program it makes those of a world of two with the PTX of a file in place of the unit
+``multicast_float32``, and prints how they failed, or nothing:
+
+    python -m tests.proof.ptx.multicast_job FILE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ringcomm import Communicator, ReduceOp
+from tests.proof.ptx.small_jobs import part_of
+from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
+from tests.support.emulator.library import PtxSchedule
+from tests.support.emulator.ptx import PtxKernels, ptx_of
+
+UNIT = "multicast_float32"
+# Each of the two channels has parts of 256 bytes for two ranks, of 128 for four.
+WINDOW_BYTES = 2048
+# Fewer bytes than a vector has; all of one piece; an odd number of several.
+COUNTS = (3, 555)
+MULTICAST = "multicast"
+
+
+def multicast_kernels(
+    schedule: PtxSchedule | None = None, strict: bool = True, text: str | None = None
+) -> PtxKernels:
+    """Kernels for a world with windows, compiled now: ranks would be late at their rendezvous.
+
+    ``text`` is that of ``UNIT``, if another one than the compiler's is wanted.
+    """
+    texts = {part: ptx_of(part) for part in ("move", "reduce_float32/sum", UNIT)}
+    if text is not None:
+        texts[UNIT] = text
+
+    def text_of(part: str) -> str:
+        return texts[part] if part in texts else ptx_of(part)
+
+    return PtxKernels(schedule or PtxSchedule(), strict=strict, part=part_of, text_of=text_of)
+
+
+def values_of(comm: Communicator, turn: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """New values of all ranks: their sums are exact in 16 bits, and multiples of the world."""
+    made = torch.Generator().manual_seed(1000 * turn + count)
+    world = comm.world_size
+    each = [torch.randint(-9, 10, (count,), generator=made) * world for _ in range(world)]
+    return [values.to(dtype) for values in each]
+
+
+def all_reduce(comm: Communicator, turn: int, count: int, dtype: torch.dtype, place: str) -> None:
+    values = values_of(comm, turn, count, dtype)
+    want = torch.stack(values).sum(0)
+    for op, result in ((ReduceOp.SUM, want), (ReduceOp.AVG, want / comm.world_size)):
+        tensor = put(comm, values[comm.rank], place, turn)
+        comm.all_reduce(tensor, op=op, algorithm=MULTICAST)
+        assert torch.equal(on_host(tensor), result), ("all_reduce", op, count, place)
+
+
+def halves(comm: Communicator, turn: int, count: int, dtype: torch.dtype, place: str) -> None:
+    """Reduce-scatter and all-gather, the one after the other, in place and not."""
+    world, rank = comm.world_size, comm.rank
+    values = values_of(comm, turn, count * world, dtype)
+    want = torch.stack(values).sum(0)
+    source = put(comm, values[rank], place, turn)
+    own = source[rank * count : (rank + 1) * count]
+    output = own if turn % 2 else room(comm, count, dtype, place, turn + 1)
+    comm.reduce_scatter_tensor(output, source, algorithm=MULTICAST)
+    chunk = want[rank * count : (rank + 1) * count]
+    assert torch.equal(on_host(output), chunk), ("reduce_scatter", count, place)
+    comm.all_gather_into_tensor(source, output, algorithm=MULTICAST)
+    assert torch.equal(on_host(source), want), ("all_gather", count, place)
+
+
+def in_a_row(comm: Communicator, calls: int, count: int) -> None:
+    """Reduce-scatters that are all launched before the first result is looked at."""
+    world, rank = comm.world_size, comm.rank
+    every = [values_of(comm, turn, count * world, torch.float32) for turn in range(calls)]
+    sources = [put(comm, values[rank], "plain") for values in every]
+    outputs = [room(comm, count, torch.float32, "plain") for _ in every]
+    for output, source in zip(outputs, sources, strict=True):
+        comm.reduce_scatter_tensor(output, source, algorithm=MULTICAST)
+    for output, values in zip(outputs, every, strict=True):
+        assert torch.equal(on_host(output), torch.stack(values).sum(0).chunk(world)[rank]), "row"
+
+
+def every_call(comm: Communicator, dtype: torch.dtype, places: Sequence[str] = PLACES) -> None:
+    for turn, place in enumerate(places):
+        for count in COUNTS:
+            all_reduce(comm, turn, count, dtype, place)
+            halves(comm, turn, count, dtype, place)
+
+
+def main() -> None:
+    text = Path(sys.argv[1]).read_text()
+    kernels = multicast_kernels(PtxSchedule(even_are_late=True), text=text)
+    devices = Devices("emulated", ptx=kernels)
+    options = replace(OPTIONS, timeout=4.0, multicast_bytes=WINDOW_BYTES)
+
+    def some_calls(comm: Communicator) -> None:
+        all_reduce(comm, 0, COUNTS[-1], torch.float32, "plain")
+        halves(comm, 0, COUNTS[-1], torch.float32, "plain")
+        in_a_row(comm, 8, COUNTS[-1])
+
+    try:
+        devices.run(devices.new_world(2, (0, 1), options), some_calls)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(0)  # after a failure of a kernel the devices cannot be given back
+
+
+if __name__ == "__main__":
+    main()

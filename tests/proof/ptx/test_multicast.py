@@ -1,0 +1,246 @@
+"""The kernels of ``algorithm="multicast"``, executed on an emulated switch."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringcomm import Communicator, MismatchError
+from tests.proof.ptx.multicast_job import (
+    COUNTS,
+    MULTICAST,
+    UNIT,
+    WINDOW_BYTES,
+    all_reduce,
+    every_call,
+    halves,
+    in_a_row,
+    multicast_kernels,
+)
+from tests.proof.ptx.orderings import LINE_INFO, orderings, without
+from tests.support import ROOT, fork_server, nvrtc
+from tests.support.cuda_code import unit_source
+from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
+from tests.support.emulator import ptx
+from tests.support.emulator.library import PtxSchedule, library
+from tests.support.emulator.ptx import RefusedError, ptx_of
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(nvrtc.library_path() is None, reason="no NVRTC")
+
+WITH_WINDOW = replace(OPTIONS, multicast_bytes=WINDOW_BYTES)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    made = Devices("emulated", devices=4, ptx=multicast_kernels(PtxSchedule(seed=2)))
+    yield made
+    made.close()
+    assert library().emu_vmm_in_use() == 0
+
+
+@pytest.fixture(params=[2, 4])
+def world(devices, request):
+    return devices.world(request.param, tuple(range(request.param)), WITH_WINDOW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results(devices, world, dtype):
+    """Tails, several pieces, in place and not, plain tensors and those of the heap, unaligned."""
+    some = ("mixed", "unaligned") if len(world) == 2 else ("unaligned",)
+    everywhere = dtype is torch.float32 and len(world) == 2
+    devices.run(world, every_call, dtype, PLACES if everywhere else some)
+
+
+def test_calls_follow_each_other_without_a_look_between(devices, world):
+    devices.run(world, in_a_row, 3, COUNTS[-1])
+
+
+def test_each_channel_has_slots_of_its_own(devices):
+    world = devices.world(2, (0, 1), replace(OPTIONS, multicast_bytes=16 * WINDOW_BYTES))
+
+    def body(comm: Communicator) -> None:
+        all_reduce(comm, 0, 9001, torch.float32, "plain")  # on both channels
+        all_reduce(comm, 1, 777, torch.float32, "plain")  # on one
+        halves(comm, 2, 9001, torch.float32, "heap")
+        tensor = put(comm, torch.ones(9001), "plain")
+        for algorithm in ("direct", "multicast", "ring", "multicast"):
+            comm.all_reduce(tensor, algorithm=algorithm)
+        assert torch.equal(on_host(tensor), torch.full((9001,), 16.0))
+
+    devices.run(world, body)
+
+
+def test_all_gather_moves_any_dtype(devices, world):
+    def body(comm: Communicator) -> None:
+        for count in (0, 1, 999):
+            values = torch.arange(count * comm.world_size).to(torch.uint8)
+            output = room(comm, len(values), torch.uint8, "plain")
+            mine = put(comm, values[comm.rank * count :][:count], "heap")
+            comm.all_gather_into_tensor(output, mine, algorithm=MULTICAST)
+            assert torch.equal(on_host(output), values)
+
+    devices.run(world, body)
+
+
+def test_graphs_replay_it(devices):
+    def body(comm: Communicator) -> None:
+        tensor = put(comm, torch.ones(COUNTS[-1]), "plain")
+        with devices.emulated.capture(comm.rank) as graph:
+            comm.all_reduce(tensor, algorithm=MULTICAST)
+        for _ in range(3):
+            devices.emulated.replay(graph, comm.rank)
+        assert torch.equal(on_host(tensor), torch.full((COUNTS[-1],), 8.0))
+
+    devices.run(devices.world(2, (0, 1), WITH_WINDOW), body)
+
+
+def test_a_peer_that_calls_something_else_is_told_before_data_move(devices):
+    def body(comm: Communicator) -> torch.Tensor:
+        tensor = put(comm, torch.ones(COUNTS[-1]), "plain")
+        with pytest.raises(MismatchError, match=r"multicast.*direct|direct.*multicast"):
+            comm.all_reduce(tensor, algorithm="direct" if comm.rank else MULTICAST)
+            on_host(tensor)
+            comm.barrier()
+        return tensor
+
+    with devices.new_world(2, (0, 1), replace(WITH_WINDOW, timeout=10.0)) as world:
+        for tensor in devices.run(world, body):
+            assert torch.equal(tensor, torch.ones(COUNTS[-1]))
+
+
+def test_it_is_never_chosen(devices, world):
+    """A window changes nothing of the other algorithms."""
+
+    def body(comm: Communicator) -> list[str]:
+        for count in (8, 20_000):
+            comm.all_reduce(put(comm, torch.ones(count), "plain"))
+        return [call.algorithm for call in comm.recording().ranks[comm.rank].collectives]
+
+    for chosen in devices.run(devices.new_world(2, (0, 1), WITH_WINDOW), body):
+        assert chosen == ["packet", "direct"]
+
+
+def _process(store, rank, world):
+    kernels = multicast_kernels(strict=False)
+    devices = Devices("emulated", devices=1, physical=(rank,), ptx=kernels)
+    with (
+        Communicator.from_store(store, rank, world, device="cuda:0", options=WITH_WINDOW) as comm,
+        devices.as_on_gpu(comm),
+    ):
+        every_call(comm, torch.float32, ("mixed",))
+    devices.close()
+    return library().emu_vmm_in_use()
+
+
+def test_ranks_in_processes_hand_each_other_the_object():
+    assert run_ranks(_process, 2, timeout_s=100.0) == [0, 0]
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+ORDERINGS = (
+    "acquire of drained",
+    "barrier of multicast_collective (1)",
+    "barrier of multicast_collective (2)",
+    "barrier of multicast_collective (3)",
+    "barrier of publish_shared",
+    "release of publish_shared",
+    "acquire of meet",
+    "fence of fence_proxy_alias",
+    "barrier of meet",
+    "release of release",
+)
+SOURCES = {
+    "one slot in place of two": ("piece & 1", "piece & 0"),
+    "a piece of another chunk": ("slots.offset(j, e.rank())", "slots.offset(j, 0)"),
+    "the last piece is not copied out": ("piece_of(out.get(r), slice, part, j - 1)", "Span{}"),
+    "a lane adds up the vector of another": ("(all + at); };", "(all + (at ^ 16)); };"),
+}
+
+
+def _caught(tmp_path, text: str) -> str:
+    """What a job with this PTX fails with."""
+    file = tmp_path / "mutant.ptx"
+    file.write_text(text)
+    command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]
+    done = fork_server.run(command, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _compiled(monkeypatch, changes: dict[str, str]) -> str:
+    def changed(name):
+        source, headers, macros = unit_source(name)
+        for before, after in changes.items():
+            text = headers["kernels/cuda/multicast.h"]
+            assert text.count(before) == 1
+            headers["kernels/cuda/multicast.h"] = text.replace(before, after)
+        return source, headers, macros
+
+    monkeypatch.setattr(ptx, "unit_source", changed)
+    return ptx_of(UNIT)
+
+
+def test_the_jobs_of_mutants_pass_without_one(tmp_path):
+    assert _caught(tmp_path, ptx_of(UNIT)) == ""
+
+
+@pytest.mark.parametrize("name", ORDERINGS)
+def test_an_ordering_that_is_dropped_is_an_error(tmp_path, name):
+    text = ptx_of(UNIT, LINE_INFO)
+    lines = [each.line for each in orderings(text)[name]]
+    assert _caught(tmp_path, without(text, lines))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_wrong_place_is_an_error(tmp_path, monkeypatch, name):
+    before, after = SOURCES[name]
+    assert _caught(tmp_path, _compiled(monkeypatch, {before: after}))
+
+
+# ---- the interpreter's part ----------------------------------------------------------------------
+
+_KERNEL = """
+.version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 k_param_0)
+{{
+  .reg .b32 %r<5>;
+  .reg .b64 %rd<2>;
+  ld.param.u64 %rd1, [k_param_0];
+  {instruction}
+  ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    [
+        "multimem.ld_reduce.weak.global.add.v4.f32",
+        "multimem.ld_reduce.relaxed.gpu.global.add.v4.f32",
+        "multimem.ld_reduce.relaxed.sys.global.max.v4.f16x2",
+        "multimem.ld_reduce.relaxed.sys.global.add.v2.f32",
+    ],
+)
+def test_other_spellings_are_refused_by_name(opcode):
+    text = _KERNEL.format(instruction=f"{opcode} {{%r1, %r2, %r3, %r4}}, [%rd1];")
+    with pytest.raises(RefusedError, match=f"the instruction {opcode} is not known"):
+        ptx.load(text)
+
+
+@pytest.mark.parametrize(
+    ("offset", "said"), [(0, "multimem: no multicast address"), (8, "misaligned: 16 bytes")]
+)
+def test_other_addresses_are_errors(offset, said):
+    opcode = "multimem.st.relaxed.sys.global.v4.f32"
+    text = _KERNEL.format(instruction=f"{opcode} [%rd1], {{%r1, %r2, %r3, %r4}};")
+    memory = torch.zeros(64)
+    ptx.allow(memory)
+    address = (memory.data_ptr() + 15) // 16 * 16 + offset
+    failed = ptx.run(ptx.load(text), "k", address.to_bytes(8, "little"))
+    ptx.forget()
+    assert failed is not None and said in failed

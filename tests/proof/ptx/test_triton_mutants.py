@@ -1,0 +1,142 @@
+"""Mistakes in the PTX of Triton's kernels: each must show in a small job, or the reason is here.
+
+``make test`` has one of each kind; RINGCOMM_PTX_CHECK=all has every place that a job comes to.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from ringcomm._tl.hooks import IS_INTERPRETED
+from tests.proof.ptx.triton_jobs import EDITS, JOBS, ONE_WARP_LESS
+from tests.support import ROOT
+
+ALL = os.environ.get("RINGCOMM_PTX_CHECK") == "all"
+LIMIT_S = 3600 if ALL else 600
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.timeout(LIMIT_S + 30),
+    pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
+]
+
+_SCATTER = "reduce_piece in reduce_scatter_direct"
+SOME = (
+    ("direct", "acquire of await_acquire_sys in receive"),
+    ("direct", "acquire of await_acquire_sys in await_slot"),
+    ("direct", "release of send_piece in send_chunks"),
+    ("direct", f"release of {_SCATTER}"),
+    ("direct", f"all barriers of the release of {_SCATTER}"),
+    ("direct", "barrier behind the acquire of await_acquire_sys in receive"),
+    ("direct", "a vector a word too far"),
+    ("direct", "a signal's other operand"),
+    ("direct", ONE_WARP_LESS),
+    ("steps", "release of offer in one_pass_direct"),
+    ("steps", "another lane of a shuffle"),
+)
+
+# Patterns of places of which no job shows that they are gone, and why. None of those is the only
+# order between data and the signal that they are there, or have been read.
+SURVIVORS = {
+    r"(acquire|exchange) of (begin_call|begin_kernel|end_call) ": (
+        "of the abort words, which say something to a call that fails alone; that data are read "
+        "before them is a matter of reordering, and of tests/proof/litmus"
+    ),
+    r"acquire of (reason_to_give_up|word_of_host_acquire_sys) ": "of words that stay 0 here",
+    r"library: acquire of other_call_seen$": "of the words of collectives, which send nothing here",
+    r"acquire of await_acquire_sys in (finish_sending|finish_sharing|return_offers)$": (
+        "for what the caller does with its buffer after the call, which is no kernel's access here"
+    ),
+    r"steps: acquire of await_acquire_sys in await_slot$": (
+        "of the word that return_offers() of the call before has acquired"
+    ),
+    r"(release of|all barriers of the release of) return_offers in reduce_scatter_norm_direct$": (
+        "for what the peer does with its gradients after the call"
+    ),
+    r"all barriers of the release of (offer in|signal_release_gpu in relay_kernel)": (
+        "one lane stores all that it releases"
+    ),
+    r"barrier (before|behind) the exchange of end_call ": "as are the words that it orders",
+    r"barrier before the acquire of (await_acquire_sys in \w+|shift_kernel)$": (
+        "Triton's, around its own words in shared memory, of which others come before"
+    ),
+    r"barrier (before|behind) the acquire of (reason_to_give_up|word_of_host_acquire_sys) ": (
+        "of a look that only a long wait takes"
+    ),
+    r"barrier in clock_ns in await_slowly$": "the same",
+    r"barrier before the release of (collect_piece|reduce_piece|return_offers) ": (
+        "one of several, of which 'all barriers of the release' leaves none"
+    ),
+    r"barrier in (set_of_peer in )?(collect_piece|reduce_piece|reduce_ring|all_gather_ring|"
+    r"return_offers)( in|$)": "the same; see kernels/tl/words.py",
+    r"barrier before the release of (offer|barrier_sys|signal_release_gpu) ": (
+        "one lane stores all that it releases"
+    ),
+    r"barrier in (commit_seen|commit_sent|end_call|open_state|begin_kernel|"
+    r"set_of_peer in begin_receive|advance_epoch in barrier_sys)( in|$)": (
+        "of words of the block's own, which are read behind the two barriers of an atomic operation"
+    ),
+}
+
+
+def _outcomes(tasks: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.proof.ptx.triton_jobs"],
+        input="".join(json.dumps(task) + "\n" for task in tasks),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(job, mutant): outcome for job, mutant, outcome in lines}
+
+
+def _reached(outcomes: dict[tuple[str, str], Any]) -> dict[str, list[str]]:
+    """By job, the places that it came to with nothing changed, when all was well."""
+    unchanged = {job: found for (job, mutant), found in outcomes.items() if not mutant}
+    assert [found for found in unchanged.values() if not isinstance(found, list)] == []
+    return unchanged
+
+
+def _explained(job: str, place: str, by: Iterable[str]) -> bool:
+    return any(re.match(known, name) for known in by for name in (place, f"{job}: {place}"))
+
+
+@pytest.mark.skipif(ALL, reason="all of them are below")
+def test_a_mistake_of_each_kind_is_seen():
+    found = _outcomes([*((job, "") for job in dict(SOME)), *SOME])
+    reached = _reached(found)
+    for job, mutant in SOME:
+        assert mutant in (*reached[job], *EDITS, ONE_WARP_LESS), mutant
+        assert found[job, mutant] != "right", mutant
+        assert "REFUSED" not in found[job, mutant], mutant
+
+
+@pytest.mark.skipif(not ALL, reason="minutes: RINGCOMM_PTX_CHECK=all")
+def test_every_mistake_is_seen():
+    reached = _reached(_outcomes((job, "") for job in JOBS))
+    tasks = [(job, place) for job, found in reached.items() for place in found]
+    tasks += [("direct", edit) for edit in (*EDITS, ONE_WARP_LESS) if "shuffle" not in edit]
+    tasks += [("steps", "another lane of a shuffle")]
+    found = _outcomes(tasks)
+    assert set(found) == set(tasks)
+    refused = [task for task in tasks if "REFUSED" in str(found[task])]
+    assert refused == []
+    unexplained = [
+        f"{job}: {place}"
+        for job, place in tasks
+        if found[job, place] == "right" and not _explained(job, place, SURVIVORS)
+    ]
+    assert unexplained == []
+    stale = [known for known in SURVIVORS if not any(_explained(*task, [known]) for task in tasks)]
+    assert stale == []

@@ -1,0 +1,378 @@
+// Virtual memory and multicast objects of the emulated driver, with the driver's names and rules.
+//
+// Memory is a file without a name, as in memory.cpp. So is a multicast object: its file says who
+// has bound what, and other processes, which have it by its descriptor, read the same. An emulated
+// switch stands behind it: at a multicast address lies no memory, and the multimem instructions of
+// the PTX interpreter ask emu_multicast_find() for all memory that is bound there.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/support/emulator/device.h"
+
+extern "C" void* emu_device_get();
+
+namespace emulator {
+namespace {
+
+constexpr uint64_t kGranularity = 2 << 20, kMagic = 0x52434d554c544943;
+constexpr int kMostDevices = 64, kMulticastSupported = 132, kDeviceMemory = 1, kDescriptor = 1;
+
+struct Member {
+  int32_t pid, fd;
+  uint64_t object_offset, memory_offset, bytes;  // 0 bytes: nothing is bound
+};
+struct ObjectFile {
+  uint64_t magic, bytes;
+  int32_t devices;
+  std::atomic<int32_t> added;
+  Member members[kMostDevices];
+};
+
+struct Allocation {
+  int fd = -1;
+  int device = -1;
+  uint64_t bytes = 0;
+  ObjectFile* object = nullptr;       // of a multicast object
+  std::map<int, int> slots;           // of devices that this process has added, among the members
+  std::map<int, void*> others_bound;  // what other processes have bound, by member
+  ~Allocation() {
+    for (const auto& [member, ptr] : others_bound) munmap(ptr, object->members[member].bytes);
+    if (object != nullptr) munmap(object, sizeof(ObjectFile));
+    if (fd >= 0) close(fd);
+  }
+};
+
+struct Range {
+  uint64_t bytes = 0;
+  uint64_t offset = 0;                   // in what is mapped
+  std::shared_ptr<Allocation> mapped{};  // null: only reserved
+  bool accessible = false;
+};
+
+struct Space {
+  std::mutex mutex;
+  uint64_t last_handle = 0;
+  std::map<uint64_t, std::shared_ptr<Allocation>> handles;
+  std::map<uint64_t, Range> ranges;  // by address
+  std::vector<void*> devices;        // by CUdevice
+  std::set<void*> without_multicast;
+};
+Space& space() {
+  static auto* const made = new Space;
+  return *made;
+}
+
+int device_number(void* device) {
+  auto& all = space().devices;
+  const auto found = std::find(all.begin(), all.end(), device);
+  if (found == all.end()) all.push_back(device);
+  return int(std::find(all.begin(), all.end(), device) - all.begin());
+}
+
+bool has_multicast(int device) {
+  return device >= 0 && size_t(device) < space().devices.size() &&
+         !space().without_multicast.contains(space().devices[size_t(device)]);
+}
+
+std::shared_ptr<Allocation> of_handle(uint64_t handle) {
+  const auto found = space().handles.find(handle);
+  return found == space().handles.end() ? nullptr : found->second;
+}
+
+uint64_t new_handle(std::shared_ptr<Allocation> made) {
+  space().handles[++space().last_handle] = std::move(made);
+  return space().last_handle;
+}
+
+void* map_all(int fd, uint64_t bytes) {
+  void* ptr = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  return ptr == MAP_FAILED ? nullptr : ptr;
+}
+
+std::shared_ptr<Allocation> new_file(uint64_t bytes) {
+  auto made = std::make_shared<Allocation>();
+  made->fd = memfd_create("emulated-vmm", MFD_CLOEXEC);
+  if (made->fd < 0 || ftruncate(made->fd, off_t(bytes)) != 0) return nullptr;
+  made->bytes = bytes;
+  return made;
+}
+
+bool whole(uint64_t bytes) { return bytes > 0 && bytes % kGranularity == 0; }
+
+// Where this process has the memory of a member: as its owner has mapped it, if that is a rank of
+// this process, so that all know a byte by one address.
+char* memory_of(Allocation& object, int number) {
+  const Member& member = object.object->members[number];
+  if (member.pid == getpid())
+    for (auto& [address, range] : space().ranges)
+      if (range.mapped && range.mapped->fd == member.fd && !range.mapped->object)
+        return reinterpret_cast<char*>(address) - range.offset;
+  void*& ptr = object.others_bound[number];
+  if (ptr == nullptr) {
+    const std::string path = "/proc/" + std::to_string(member.pid) + "/fd/";
+    const int fd = open((path + std::to_string(member.fd)).c_str(), O_RDWR | O_CLOEXEC);
+    ptr = fd < 0 ? nullptr : map_all(fd, member.bytes);
+    if (fd >= 0) close(fd);
+  }
+  return static_cast<char*>(ptr);
+}
+
+// The range that an address lies in, or nullptr.
+std::pair<const uint64_t, Range>* range_at(uint64_t address) {
+  auto found = space().ranges.upper_bound(address);
+  if (found == space().ranges.begin()) return nullptr;
+  --found;
+  return address < found->first + found->second.bytes ? &*found : nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The driver's structures, as far as they are used.
+struct CUmemLocation {
+  int type, id;
+};
+struct CUmemAllocationProp {
+  int type, requestedHandleTypes;
+  CUmemLocation location;
+  void* win32HandleMetaData;
+  unsigned char allocFlags[8];
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  int flags;
+};
+struct CUmulticastObjectProp {
+  unsigned numDevices;
+  size_t size;
+  unsigned long long handleTypes, flags;
+};
+
+int cuCtxGetDevice(int* device) {
+  if (emu_device_get() == nullptr) return kInvalidContext;
+  const std::lock_guard lock(space().mutex);
+  *device = device_number(emu_device_get());
+  return kSuccess;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  const std::lock_guard lock(space().mutex);
+  if (attribute != kMulticastSupported) return kInvalidValue;
+  *value = has_multicast(device) ? 1 : 0;
+  return kSuccess;
+}
+
+int cuMulticastGetGranularity(size_t* granularity, const CUmulticastObjectProp*, int) {
+  *granularity = kGranularity;
+  return kSuccess;
+}
+
+int cuMulticastCreate(uint64_t* handle, const CUmulticastObjectProp* prop) {
+  if (!whole(prop->size) || prop->numDevices < 1 || prop->numDevices > kMostDevices ||
+      prop->handleTypes != kDescriptor || prop->flags != 0)
+    return kInvalidValue;
+  const std::lock_guard lock(space().mutex);
+  auto made = new_file(sizeof(ObjectFile));
+  void* ptr = made ? map_all(made->fd, sizeof(ObjectFile)) : nullptr;
+  if (ptr == nullptr) return kOutOfMemory;
+  made->object = static_cast<ObjectFile*>(ptr);
+  made->object->magic = kMagic;
+  made->object->bytes = made->bytes = prop->size;
+  made->object->devices = int32_t(prop->numDevices);
+  *handle = new_handle(std::move(made));
+  return kSuccess;
+}
+
+int cuMulticastAddDevice(uint64_t handle, int device) {
+  const std::lock_guard lock(space().mutex);
+  const auto object = of_handle(handle);
+  if (!object || !object->object || object->slots.contains(device)) return kInvalidValue;
+  if (!has_multicast(device)) return kNotSupported;
+  const int slot = object->object->added++;
+  if (slot >= object->object->devices) return kInvalidValue;
+  object->slots[device] = slot;
+  return kSuccess;
+}
+
+// Before all devices were added the driver would wait for them; here that is an error.
+int cuMulticastBindMem(uint64_t handle, size_t object_offset, uint64_t memory, size_t memory_offset,
+                       size_t bytes, unsigned long long flags) {
+  const std::lock_guard lock(space().mutex);
+  const auto object = of_handle(handle), bound = of_handle(memory);
+  if (!object || !object->object || !bound || bound->object || flags != 0 || !whole(bytes) ||
+      object_offset % kGranularity != 0 || memory_offset % kGranularity != 0 ||
+      object_offset + bytes > object->bytes || memory_offset + bytes > bound->bytes ||
+      !object->slots.contains(bound->device))
+    return kInvalidValue;
+  if (object->object->added < object->object->devices) return kIllegalState;
+  Member& member = object->object->members[object->slots.at(bound->device)];
+  if (member.bytes != 0) return kInvalidValue;
+  member = {getpid(), bound->fd, object_offset, memory_offset, bytes};
+  return kSuccess;
+}
+
+int cuMulticastUnbind(uint64_t handle, int device, size_t, size_t) {
+  const std::lock_guard lock(space().mutex);
+  const auto object = of_handle(handle);
+  if (!object || !object->object || !object->slots.contains(device)) return kInvalidValue;
+  object->object->members[object->slots.at(device)].bytes = 0;
+  return kSuccess;
+}
+
+int cuMemCreate(uint64_t* handle, size_t bytes, const CUmemAllocationProp* prop,
+                unsigned long long flags) {
+  if (!whole(bytes) || prop->type != 1 || prop->location.type != kDeviceMemory || flags != 0)
+    return kInvalidValue;
+  const std::lock_guard lock(space().mutex);
+  auto made = new_file(bytes);
+  if (!made) return kOutOfMemory;
+  made->device = prop->location.id;
+  *handle = new_handle(std::move(made));
+  return kSuccess;
+}
+
+int cuMemRelease(uint64_t handle) {
+  const std::lock_guard lock(space().mutex);
+  return space().handles.erase(handle) == 1 ? kSuccess : kInvalidValue;
+}
+
+int cuMemExportToShareableHandle(void* shared, uint64_t handle, int type, unsigned long long) {
+  const std::lock_guard lock(space().mutex);
+  const auto exported = of_handle(handle);
+  if (!exported || type != kDescriptor) return kInvalidValue;
+  *static_cast<int*>(shared) = fcntl(exported->fd, F_DUPFD_CLOEXEC, 0);
+  return kSuccess;
+}
+
+// Of multicast objects alone.
+int cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type) {
+  const int fd = fcntl(int(reinterpret_cast<intptr_t>(shared)), F_DUPFD_CLOEXEC, 0);
+  if (fd < 0 || type != kDescriptor) return kInvalidValue;
+  const std::lock_guard lock(space().mutex);
+  auto made = std::make_shared<Allocation>();
+  made->fd = fd;
+  made->object = static_cast<ObjectFile*>(map_all(fd, sizeof(ObjectFile)));
+  if (made->object == nullptr || made->object->magic != kMagic) return kInvalidValue;
+  made->bytes = made->object->bytes;
+  *handle = new_handle(std::move(made));
+  return kSuccess;
+}
+
+int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsigned long long) {
+  if (!whole(bytes)) return kInvalidValue;
+  void* ptr = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (ptr == MAP_FAILED) return kOutOfMemory;
+  const std::lock_guard lock(space().mutex);
+  *address = reinterpret_cast<uint64_t>(ptr);
+  space().ranges[*address] = Range{bytes};
+  return kSuccess;
+}
+
+int cuMemAddressFree(uint64_t address, size_t bytes) {
+  const std::lock_guard lock(space().mutex);
+  const auto found = space().ranges.find(address);
+  if (found == space().ranges.end() || found->second.bytes != bytes || found->second.mapped)
+    return kInvalidValue;
+  munmap(reinterpret_cast<void*>(address), bytes);
+  space().ranges.erase(found);
+  return kSuccess;
+}
+
+int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
+  const std::lock_guard lock(space().mutex);
+  const auto found = space().ranges.find(address);
+  const auto mapped = of_handle(handle);
+  if (found == space().ranges.end() || found->second.bytes != bytes || found->second.mapped ||
+      !mapped || offset % kGranularity != 0 || offset + bytes > mapped->bytes)
+    return kInvalidValue;
+  if (mapped->object && mapped->object->added < mapped->object->devices) return kIllegalState;
+  found->second = {bytes, offset, mapped, false};
+  return kSuccess;
+}
+
+int cuMemSetAccess(uint64_t address, size_t bytes, const CUmemAccessDesc* access, size_t count) {
+  const std::lock_guard lock(space().mutex);
+  const auto found = space().ranges.find(address);
+  if (found == space().ranges.end() || found->second.bytes != bytes || !found->second.mapped ||
+      count != 1 || access->location.type != kDeviceMemory || access->flags != 3)
+    return kInvalidValue;
+  Range& range = found->second;
+  if (!range.mapped->object &&
+      mmap(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+           range.mapped->fd, off_t(range.offset)) == MAP_FAILED)
+    return kOutOfMemory;
+  range.accessible = true;
+  return kSuccess;
+}
+
+int cuMemUnmap(uint64_t address, size_t bytes) {
+  const std::lock_guard lock(space().mutex);
+  const auto found = space().ranges.find(address);
+  if (found == space().ranges.end() || found->second.bytes != bytes || !found->second.mapped)
+    return kInvalidValue;
+  mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
+       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  found->second = Range{bytes};
+  return kSuccess;
+}
+
+// ---- for EmulatedRuntime and the PTX interpreter ----------------------------------------------
+
+// The device is under no NVSwitch.
+void emu_device_without_multicast(void* device) {
+  const std::lock_guard lock(space().mutex);
+  space().without_multicast.insert(device);
+}
+
+// How many handles and address ranges this process holds.
+int emu_vmm_in_use() {
+  const std::lock_guard lock(space().mutex);
+  return int(space().handles.size() + space().ranges.size());
+}
+
+// Whether an address lies in mapped memory, which no multicast address does.
+int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
+  const std::lock_guard lock(space().mutex);
+  const auto* found = range_at(address);
+  if (found == nullptr || !found->second.accessible || found->second.mapped->object) return 0;
+  *begin = found->first;
+  *bytes = found->second.bytes;
+  return 1;
+}
+
+// The addresses of all memory that `bytes` bytes at a multicast address stand for, at most `room`.
+// Returns how many there are; 0: it is no such address; -1: some device has bound nothing there.
+int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room) {
+  const std::lock_guard lock(space().mutex);
+  const auto* found = range_at(address);
+  if (found == nullptr || !found->second.accessible || !found->second.mapped->object) return 0;
+  if (address + bytes > found->first + found->second.bytes) return 0;
+  Allocation& object = *found->second.mapped;
+  const uint64_t at = address - found->first + found->second.offset;
+  const int devices = object.object->devices;
+  for (int d = 0; d < devices && d < room; ++d) {
+    const Member& member = object.object->members[d];
+    char* const base = member.bytes == 0 ? nullptr : memory_of(object, d);
+    if (base == nullptr || at < member.object_offset ||
+        at + bytes > member.object_offset + member.bytes)
+      return -1;
+    memory[d] = reinterpret_cast<uint64_t>(base) + at - member.object_offset + member.memory_offset;
+  }
+  return devices;
+}
+
+}  // extern "C"
+
+}  // namespace emulator
