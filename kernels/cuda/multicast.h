@@ -151,8 +151,7 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
   const RankTable& t = *args.table;
   const uint64_t part = t.part_bytes, own_begin = 2 * uint64_t(e.team.channel()) * t.world * part;
   const WindowSlots slots{t.window + own_begin, t.windows + own_begin, part, t.world};
-  const Extent slice =
-      part_of(args.chunk_bytes, e.team.channel(), e.team.num_channels(), e.cut.line_bytes);
+  const Extent slice = part_of(args.chunk_bytes, e.team.portion(), e.cut.line_shift);
   const auto pieces = uint32_t((slice.end_bytes - slice.begin_bytes + part - 1) / part);
   const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
   const uint64_t stream_bytes = uint64_t(rounds) * e.segment_bytes();

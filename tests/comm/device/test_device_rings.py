@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ringcomm import _native
 from ringcomm.comm.device import meeting
 from ringcomm.comm.topology import plan
 from tests.support.device_checks import Case, check_all_gather, check_all_reduce
@@ -96,3 +97,19 @@ def test_auto_takes_the_family_of_the_plan_for_large_messages(devices, plan_with
         auto, ring, direct = devices.run(world, body)[0]
     assert not torch.equal(ring, direct)
     assert torch.equal(auto, ring if family == "ring" else direct)
+
+
+def test_a_launch_of_one_rank_carries_its_table(two_devices, plan_with):
+    """Two ranks on two devices, whose tables in memory say that nobody is there."""
+    plan_with(((1, 0),))
+
+    def body(comm):
+        native = comm._device_core.native
+        nobody = bytes(_native.STRUCTURES["table"])
+        two_devices.runtime.write(comm.device.index, native.table_ptr, nobody)
+        comm.barrier()
+        for algorithm in ("direct", "ring", "packet"):
+            check_all_reduce(comm, Case(1021, place="heap", algorithm=algorithm))
+
+    with two_devices.new_world(2, on=(0, 1), options=OPTIONS) as world:
+        two_devices.run(world, body)
