@@ -15,7 +15,7 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test check lint native tsan model-check fuzz soak cuda-compile bench gpu-check
+.PHONY: demo test check lint native tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
 .PHONY: c10d-conformance clean
 .DELETE_ON_ERROR:
 
@@ -65,6 +65,14 @@ fuzz: $(VENV)/.native $(VENV)/.tools
 # make test takes some of them, and each architecture with one at least.
 cuda-compile: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile
+
+# Every test of devices on the PTX of the CUDA kernels, executed instruction by instruction, and every
+# mutant of what orders memory there: half an hour on two cores.
+# make test takes jobs of every unit, and a mutant of each kind.
+ptx-check: $(VENV)/.native $(VENV)/.tools
+	RINGCOMM_PTX_CHECK=all $(BIN)/python -m pytest $(WORKERS) tests/proof/ptx tests/support/ptx
+	RINGCOMM_EMULATED_KERNELS=ptx:7 $(BIN)/python -m pytest $(WORKERS) \
+		tests/comm/device tests/proof/faults/device tests/gpu
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench
