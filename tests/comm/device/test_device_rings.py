@@ -10,7 +10,7 @@ from ringcomm.comm.device import meeting
 from ringcomm.comm.topology import plan
 from tests.support.device_checks import Case, check_all_gather, check_all_reduce
 from tests.support.device_checks import check_reduce_scatter as check_reduce_scatter_tensor
-from tests.support.device_worlds import on_host, put, with_options
+from tests.support.device_worlds import device_of, on_host, put, with_options
 
 PLANS = {
     "reversed": ((0, 3, 2, 1),),
@@ -106,7 +106,7 @@ def test_a_launch_of_one_rank_carries_its_table(two_devices, plan_with):
     def body(comm):
         native = comm._device_core.native
         nobody = bytes(_native.STRUCTURES["table"])
-        two_devices.runtime.write(comm.device.index, native.table_ptr, nobody)
+        two_devices.runtime.write(device_of(comm), native.table_ptr, nobody)
         comm.barrier()
         for algorithm in ("direct", "ring", "packet"):
             check_all_reduce(comm, Case(1021, place="heap", algorithm=algorithm))

@@ -60,6 +60,11 @@ def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
             launch(replace(plan, sizes=sizes), parts, 20_000_000_000 + more, geometry)
     assert gpu.launched == [plan.kernel.__name__] * 2
     assert not gpu.made[0].metadata.enable_fp_fusion
+    return only_binary(gpu)
+
+
+def only_binary(gpu: StandIn) -> Binary:
+    """What was compiled for all launches on ``gpu`` so far, which must be one kernel."""
     (made,) = gpu.made
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 

@@ -22,7 +22,6 @@ from tests.proof.compile.compiled import (
     ACQUIRE_SYS,
     RELEASE_SYS,
     TARGETS,
-    WARP,
     compile_kernel,
     compile_plan,
     hot_loops,
@@ -30,6 +29,7 @@ from tests.proof.compile.compiled import (
 )
 from tests.proof.compile.ptx_order import misplaced
 from tests.support.cuda_code import have_tools
+from tests.support.triton_device import WARP
 
 pytestmark = [
     pytest.mark.compiles,

@@ -21,7 +21,14 @@ from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
 from ringcomm.comm.triton import KernelPlace
-from tests.proof.compile.compiled import ACQUIRE_SYS, RELEASE_SYS, TARGETS, compile_kernel, on_gpu
+from tests.proof.compile.compiled import (
+    ACQUIRE_SYS,
+    RELEASE_SYS,
+    TARGETS,
+    compile_kernel,
+    on_gpu,
+    only_binary,
+)
 from tests.proof.compile.ptx_order import misplaced
 from tests.tl import device_kernels
 
@@ -130,7 +137,7 @@ def test_a_product_is_compiled_once_wherever_its_factor_lies(compiled, target, d
     assert gpu.launched == ["all_gather_matmul_kernel"] * 2
     product = () if dtype == torch.float32 else (PRODUCT,)
     wanted = (*BETWEEN_RANKS, *BETWEEN_BLOCKS, WIDE_LOAD, WIDE_STORE, WIDE_COPY, *product)
-    _check(gpu.binary, wanted)
+    _check(only_binary(gpu), wanted)
     assert gpu.made[0].metadata.enable_fp_fusion
 
 
@@ -146,7 +153,7 @@ def test_a_norm_is_compiled_once_wherever_its_operands_lie(compiled):
 
     gpu = compiled(90, calls)
     assert gpu.launched == ["reduce_scatter_rms_norm_kernel"] * 6
-    _check(gpu.binary, (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
+    _check(only_binary(gpu), (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
     assert gpu.made[0].metadata.enable_fp_fusion
 
 
@@ -164,4 +171,4 @@ def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compil
 
     gpu = compiled(90, calls)
     assert gpu.launched == ["shift_kernel"] * 3
-    _check(gpu.binary, (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
+    _check(only_binary(gpu), (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))

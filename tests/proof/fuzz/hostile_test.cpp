@@ -34,9 +34,28 @@ T any_of(const T (&values)[N]) {
 
 std::vector<Span> allowed;  // what this rank may touch
 
+// Where the peer's slots lie, if this case's header says that its data come in them: then each
+// access to the peer's heap is one to what a single slot carries.
+struct Slots {
+  const char* heap = nullptr;
+  const char* first = nullptr;
+  uint64_t slot_bytes = 0;
+};
+Slots staged;
+
+bool in_one_slot(const char* p, uint64_t bytes) {
+  const uint64_t at = uint64_t(p - staged.first) % staged.slot_bytes;
+  return p >= staged.first && at >= kHeaderBytes && bytes <= staged.slot_bytes - at;
+}
+
 void check_inside(const void* ptr, uint64_t bytes, const char* what) {
   if (bytes == 0) return;
   const char* p = static_cast<const char*>(ptr);
+  if (staged.heap != nullptr && p >= staged.heap && p < staged.heap + kHeapBytes &&
+      !in_one_slot(p, bytes)) {
+    std::fprintf(stderr, "%s: not in a slot\n", what);
+    std::abort();
+  }
   for (const Span& s : allowed)
     if (p >= s.ptr && uint64_t(p - s.ptr) <= s.bytes && bytes <= s.bytes - uint64_t(p - s.ptr))
       return;
@@ -134,6 +153,7 @@ struct Pair {
     v.signals(0, Stream::kPair, 0, 1)->farewell = 1;
   }
   void leave() {
+    staged = {};
     if (comms[0]) comms[0]->view().signals(0, Stream::kPair, 0, 1)->farewell = 1;
     for (auto& comm : comms) comm.reset();
   }
@@ -143,6 +163,10 @@ struct Pair {
     std::memcpy(slot, &header, sizeof(header));
     const bool changed = below(8) != 0;
     if (changed) damage(slot, sizeof(header));
+    std::memcpy(&header, slot, sizeof(header));
+    const View& v = comms[0]->view();
+    if (header.heap_offset == kNotInHeap && header.process_ptr == 0)
+      staged = {v.heaps[1], v.regions[1] + v.layout.staging_offset(), v.layout.slot_bytes()};
     return changed;
   }
   CallHeader header(Collective collective, DType dtype, uint64_t bytes, uint64_t match, int redop) {
