@@ -57,7 +57,7 @@ def layout_offset(
     peer: int = 0,
     slot: int = 0,
 ) -> int:
-    """Returns the place in a region of a signal, epoch, channel line, slot or the staging.
+    """Returns the place in a region of a signal, epoch, channel line, header, slot or the staging.
 
     `sizes` are world, channels, slots and segment_bytes.
     """

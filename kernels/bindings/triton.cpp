@@ -60,7 +60,7 @@ nb::dict structures() {
   d["epoch.seen"] = offsetof(EpochLine, seen);
   d["line"] = kLineBytes;
   d["control_page"] = kPageBytes;
-  d["slot_header"] = kHeaderBytes;
+  d["header_place"] = kHeaderBytes;
   d["scratch"] = 8 * device::kScratchWords;
   d["scratch_per_rank"] = 8 * device::kScratchWordsPerRank;
   return d;
@@ -182,8 +182,9 @@ void bind_triton(nb::module_& m) {
         if (what == "epoch") return l.epoch_offset(s, channel, peer);
         if (what == "channel") return l.channel_offset(channel);
         if (what == "staging") return l.staging_offset();
+        if (what == "header") return l.header_offset(s, channel, peer, slot);
         if (what == "slot") return l.slot_offset(s, channel, peer, slot);
-        throw nb::value_error("expected signal, epoch, channel, staging or slot");
+        throw nb::value_error("expected signal, epoch, channel, staging, header or slot");
       },
       nb::arg("sizes"), nb::arg("what"), nb::arg("stream") = 0, nb::arg("channel") = 0,
       nb::arg("peer") = 0, nb::arg("slot") = 0);

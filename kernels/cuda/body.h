@@ -29,6 +29,22 @@ RC_TEAM_FN int rank_of(const LaunchParams& p, const CallArgs& args) {
   return args.inlined ? p.alone.table.rank : args.table->rank;
 }
 
+// The streams of the call as it finds them; packets have none. By the last lanes, so that the first
+// has nothing else under way.
+template <class Team, class Table>
+RC_TEAM_FN void load_links(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
+  const bool message = args.collective == Collective::kSend;
+  const int links = args.algorithm == Algorithm::kPacket ? 0 : (message ? 1 : 2) * t.world;
+  RC_ROLLED
+  for (int i = team.num_lanes() - 1 - team.lane(); i < links; i += team.num_lanes()) {
+    const bool shared = i >= t.world;
+    const Stream s = message ? Stream::kMessage : shared ? Stream::kShared : Stream::kPair;
+    const int peer = shared ? i - t.world : i;
+    w.peers[int(s) * t.world + peer] =
+        find_link(t.regions[t.rank], t.layout, s, team.channel(), peer);
+  }
+}
+
 // Brings a table into shared memory, and this rank's words of the call, whose loads are under way
 // side by side. Lanes other than the first may look at the view after the next sync().
 template <class Team, class Table>
@@ -46,6 +62,7 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
     w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
     w.host = t.host;
   }
+  load_links(team, args, t, w);
   for (int p = team.lane(); p < t.world; p += team.num_lanes()) {
     w.regions[p] = t.regions[p];
     w.heaps[p] = t.heaps[p];

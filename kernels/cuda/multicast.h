@@ -100,8 +100,7 @@ RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Loa
 template <class E>
 RC_TEAM_FN Status meet(E& e, uint32_t item, uint64_t stream_bytes) {
   // Items carry nothing but the header of the first.
-  char* const slot = e.my_slot(Stream::kShared, e.peer_at(1), 0) + kHeaderBytes;
-  e.publish_shared(item, slot, Span{nullptr, stream_bytes}, false, e.segment_bytes());
+  e.publish_shared(item, Span{nullptr, stream_bytes}, false, e.segment_bytes());
   return e.wait_by_lanes({1, e.world()}, [&](int p) {
     const uint32_t epoch = e.in(Stream::kShared, p).base + 1 + item;
     Status status = await_alone(e.team, e.v, Site{Stream::kShared, p, false, item}, epoch);
@@ -156,11 +155,9 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
   const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
   const uint64_t stream_bytes = uint64_t(rounds) * e.segment_bytes();
   const Peers all{1, e.world()};
-  RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
-    e.begin_receive(Stream::kShared, p);
-    // Nobody reads my window any more, nor the slot of my header.
-    return e.drained(Stream::kShared, p, 0);
-  }));
+  // Nobody reads my window any more, nor my header of another call.
+  RC_RETURN_IF_FAILED(
+      e.wait_by_lanes(all, [&](int p) { return e.drained(Stream::kShared, p, 0); }));
   for (uint32_t j = 0; j < rounds; ++j) {
     for (int r = 0; reduces && j < pieces && r < e.world(); ++r) {
       const Span from = piece_of(in.get(r), slice, part, j);

@@ -197,6 +197,7 @@ Status Comm::run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body bo
   mine_ = CallHeader{id, 0, 0, kNotInHeap, factor, kNotInHeap};
   Endpoint<SoloTeam, Ops> e{team, view_, ops};
   recorder_.begin(Track::kCollectives, id, bytes, -1);
+  e.begin_streams();
   Status status = e.verify_streams();
   if (status == Status::kOk) status = body(e);
   if (status == Status::kOk) status = e.verify_peer_buffers();

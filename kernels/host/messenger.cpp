@@ -103,11 +103,11 @@ bool Messenger::progress_sends(int peer) {
     char* slot = v.slot(v.rank, Stream::kMessage, 0, peer, epoch);
     const bool in_heap = r->bytes >= kZeroCopyMinBytes && v.in_my_heap(r->ptr, r->bytes);
     const CallHeader header = header_of(*r, in_heap);
-    if (r->next_item == 0) std::memcpy(slot, &header, sizeof(header));
+    if (r->next_item == 0) *v.header(peer, Stream::kMessage, 0, v.rank, epoch) = header;
     if (!in_heap) {
       const uint64_t begin = r->next_item * header.item_bytes;
       const uint64_t bytes = item_length(r->bytes, header.item_bytes, r->next_item);
-      if (bytes > 0) std::memcpy(slot + kHeaderBytes, r->ptr + begin, bytes);
+      if (bytes > 0) std::memcpy(slot, r->ptr + begin, bytes);
     }
     epochs->sent = epoch;
     publish(team, v, Stream::kMessage, peer, epoch);
@@ -191,10 +191,9 @@ bool Messenger::fail_corrupt(const CallHeader& h, int peer) {
 // The next message of `peer`, when there is one and somebody can use it.
 bool Messenger::begin_message(int peer) {
   const View& v = comm_.view();
-  const char* slot =
-      v.slot(peer, Stream::kMessage, 0, v.rank, v.epochs(Stream::kMessage, 0, peer)->seen + 1);
-  CallHeader h;
-  std::memcpy(&h, slot, sizeof(h));
+  const uint32_t first = v.epochs(Stream::kMessage, 0, peer)->seen + 1;
+  CallHeader h;  // a copy: the peer may still write there
+  std::memcpy(&h, v.header(v.rank, Stream::kMessage, 0, peer, first), sizeof(h));
   // Only a receive that this message keeps from its own justifies moving the message aside.
   const auto waiting = std::find_if(posted_.begin(), posted_.end(), [&](const RequestPtr& p) {
     return p->peer == -1 || p->peer == peer;
@@ -225,7 +224,7 @@ void Messenger::take_item(int peer, Message& m) {
   const uint32_t epoch = epochs->seen + 1;
   const uint64_t begin = m.next_item * m.item_bytes,
                  bytes = item_length(m.bytes, m.item_bytes, m.next_item);
-  const char* slot = v.slot(peer, Stream::kMessage, 0, v.rank, epoch) + kHeaderBytes;
+  const char* slot = v.slot(peer, Stream::kMessage, 0, v.rank, epoch);
   const char* from = m.zero_copy != nullptr ? m.zero_copy + begin : slot;
   if (m.goes == Goes::kAside) m.buffer.insert(m.buffer.end(), from, from + bytes);
   if (m.goes == Goes::kThere && bytes > 0) std::memcpy(m.request->ptr + begin, from, bytes);

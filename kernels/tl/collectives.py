@@ -7,6 +7,7 @@ from .endpoint import (
     CONSUMED_WORD,
     LOOKAHEAD,
     RUNTIME,
+    announce,
     await_slot,
     begin_call,
     begin_receive,
@@ -18,6 +19,7 @@ from .endpoint import (
     finish_sending,
     is_zero_copy,
     items_of,
+    my_header,
     my_slot,
     of_rank,
     peer_at,
@@ -33,7 +35,7 @@ from .endpoint import (
 from .moving import copy, reduce
 from .state import CHANNEL, RANK, SOURCE, get, of_peer, ring_position, ring_rank, sent
 from .waiting import await_acquire_sys
-from .words import PAIR, SHARED, SLOT_HEADER
+from .words import PAIR, SHARED
 
 # --------------------------------------------------------------------------------------------------
 # Reduce-scatter: rank r ends with the reduction of everybody's chunk r.
@@ -138,7 +140,7 @@ def ring_slot(ws, after, item, stream_bytes, status, G: tl.constexpr):
     slot = my_slot(ws, PAIR, after, item, G)
     if (item == 0) & (status == 0):
         segment = stream_bytes * 0 + G.segment_bytes
-        write_header(ws, slot, stream_bytes, segment, segment * 0 - 1)
+        write_header(ws, my_header(ws, PAIR, after, G), stream_bytes, segment, segment * 0 - 1)
     return slot, status
 
 
@@ -217,7 +219,7 @@ def reduce_ring(
             if t < HOPS:
                 slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
                 count = (here // ITEM).to(tl.int32)
-                reduce_hop(ws, slot + SLOT_HEADER, own, before, count, t, status, DTYPE)
+                reduce_hop(ws, slot, own, before, count, t, status, DTYPE)
                 if status == 0:
                     publish_release_sys(ws, PAIR, after, item, G)
             else:
@@ -321,6 +323,8 @@ def share_piece(ws, address, size_bytes, item, status, DTYPE: tl.constexpr, G: t
     if status == 0:
         # All readers' epochs advance together on the shared stream, so any peer names the slot.
         slot = my_slot(ws, SHARED, peer_at(ws, 1, G), item, G)
+        for distance in range(1, G.world):
+            announce(ws, SHARED, peer_at(ws, distance, G), address, size_bytes, item, G)
         fill_slot(ws, slot, address, size_bytes, item, DTYPE, G)
         for distance in range(1, G.world):
             publish_release_sys(ws, SHARED, peer_at(ws, distance, G), item, G)
@@ -439,7 +443,7 @@ def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.const
             if t < HOPS:
                 slot, status = ring_slot(ws, after, item, stream_bytes, status, G)
                 if status == 0:
-                    copy(slot + SLOT_HEADER, data, count, DTYPE)
+                    copy(slot, data, count, DTYPE)
                     publish_release_sys(ws, PAIR, after, item, G)
             if t > 0:
                 if status == 0:

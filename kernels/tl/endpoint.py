@@ -24,6 +24,7 @@ from .state import (
     TABLE_HEAP_BYTES,
     epoch_line,
     get,
+    header_of,
     of_peer,
     open_state,
     seen,
@@ -48,7 +49,7 @@ from .waiting import (
     passing,
     same_call,
 )
-from .words import CONSUMED, READY, SEEN, SENT, SLOT_HEADER, exchange_release_sys, word32, word64
+from .words import CONSUMED, READY, SEEN, SENT, exchange_release_sys, word32, word64
 
 # --------------------------------------------------------------------------------------------------
 # Reading the header of a peer's call: is it of this call, and does it point into that peer's heap?
@@ -71,8 +72,7 @@ def in_heap_of(ws, owner, offset, size_bytes):
 def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
     """Reads the header of the sender's call, and compares it with this one."""
     if status == 0:
-        first = of_peer(ws, sender, BASE) + 1
-        header = slot_of(ws, sender, stream, get(ws, RANK), first, G)
+        header = header_of(ws, get(ws, RANK), stream, sender, of_peer(ws, sender, BASE) + 1, G)
         theirs = word64(header + STREAM_BYTES)
         stream_bytes = tl.load(theirs)
         item_bytes = tl.load(theirs + 1)
@@ -102,7 +102,7 @@ def open_stream(ws, stream, sender, expected_bytes, status, G: tl.constexpr):
 def open_results(ws, stream, sender, expected_bytes, result_bytes, status, G: tl.constexpr):
     """After the first piece of ``sender`` came: RESULT says where my results go in its heap."""
     if status == 0:
-        header = slot_of(ws, sender, stream, get(ws, RANK), of_peer(ws, sender, BASE) + 1, G)
+        header = header_of(ws, get(ws, RANK), stream, sender, of_peer(ws, sender, BASE) + 1, G)
         offset = tl.load(word64(header + RESULT_OFFSET))
         if in_heap_of(ws, sender, offset, result_bytes):
             set_of_peer(ws, sender, RESULT, of_peer(ws, sender, HEAP) + offset)
@@ -172,17 +172,17 @@ def items_of(ws, address, size_bytes, G: tl.constexpr):
 
 
 @triton.jit
-def write_header(ws, slot, stream_bytes, item_bytes, heap_offset):
-    """The header of this call, in a slot that nobody reads yet."""
-    words = word64(slot)
+def write_header(ws, header, stream_bytes, item_bytes, heap_offset):
+    """The header of this call, at an address from :func:`my_header` that nobody reads yet."""
+    words = word64(header)
     for i in tl.static_range(5):
         tl.store(words + i, get(ws, HEADER + i))
-    after = word64(slot + STREAM_BYTES)
+    after = word64(header + STREAM_BYTES)
     tl.store(after, stream_bytes)
     tl.store(after + 1, item_bytes)
     tl.store(after + 2, heap_offset)
     tl.store(after + 3, get(ws, HEADER + 8))
-    tl.store(word64(slot + RESULT_OFFSET), heap_offset * 0 + NOT_IN_HEAP)
+    tl.store(word64(header + RESULT_OFFSET), heap_offset * 0 + NOT_IN_HEAP)
 
 
 # ---- sending ------------------------------------------------------------------------------------
@@ -203,6 +203,12 @@ def my_slot(ws, stream, reader, item, G: tl.constexpr):
 
 
 @triton.jit
+def my_header(ws, stream, reader, G: tl.constexpr):
+    """Returns the address of the header of this call for ``reader``, in its region."""
+    return header_of(ws, reader, stream, get(ws, RANK), sent(ws, stream, reader, G) + 1, G)
+
+
+@triton.jit
 def publish_release_sys(ws, stream, reader, item, G: tl.constexpr):
     """Item ``item`` is complete; pairs with the acquire of the reader's await."""
     passing(ws, PUBLISH)
@@ -212,17 +218,22 @@ def publish_release_sys(ws, stream, reader, item, G: tl.constexpr):
 
 
 @triton.jit
-def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.constexpr):
-    """Header and data of item ``item`` of a slice, or where they lie."""
-    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    zero_copy = is_zero_copy(ws, address, size_bytes)
+def announce(ws, stream, reader, address, size_bytes, item, G: tl.constexpr):
+    """Before the first item of a slice is published: its header, to one reader."""
     if item == 0:
+        zero_copy = is_zero_copy(ws, address, size_bytes)
         offset = tl.where(zero_copy, address - of_peer(ws, get(ws, RANK), HEAP), NOT_IN_HEAP)
         item_bytes = tl.where(zero_copy, size_bytes, size_bytes * 0 + G.segment_bytes)
-        write_header(ws, slot, size_bytes, item_bytes, offset)
-    if not zero_copy:
+        write_header(ws, my_header(ws, stream, reader, G), size_bytes, item_bytes, offset)
+
+
+@triton.jit
+def fill_slot(ws, slot, address, size_bytes, item, DTYPE: tl.constexpr, G: tl.constexpr):
+    """Data of item ``item`` of a slice, unless peers read them where they lie."""
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    if not is_zero_copy(ws, address, size_bytes):
         count = (piece_bytes(size_bytes, item, G) // ITEM).to(tl.int32)
-        copy(slot + SLOT_HEADER, address + item * G.segment_bytes, count, DTYPE)
+        copy(slot, address + item * G.segment_bytes, count, DTYPE)
 
 
 @triton.jit
@@ -234,6 +245,7 @@ def send_piece(
         status = await_slot(ws, stream, reader, item, status, G)
         if status == 0:
             slot = my_slot(ws, stream, reader, item, G)
+            announce(ws, stream, reader, address, size_bytes, item, G)
             fill_slot(ws, slot, address, size_bytes, item, DTYPE, G)
             publish_release_sys(ws, stream, reader, item, G)
     return status
@@ -291,7 +303,7 @@ def receive(ws, stream, sender, expected_bytes, begin, size_bytes, status, G: tl
         status = await_acquire_sys(ws, stream, sender, READY_WORD, last, want, status, G)
     data = of_peer(ws, sender, DATA)
     slot = slot_of(ws, sender, stream, get(ws, RANK), base + 1 + last, G)
-    set_of_peer(ws, sender, SOURCE, tl.where(data != 0, data + begin, slot + SLOT_HEADER))
+    set_of_peer(ws, sender, SOURCE, tl.where(data != 0, data + begin, slot))
     return status
 
 

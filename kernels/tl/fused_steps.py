@@ -21,7 +21,7 @@ from .endpoint import (
     commit_seen,
     commit_sent,
     end_call,
-    my_slot,
+    my_header,
     of_rank,
     open_results,
     peer_at,
@@ -258,11 +258,11 @@ def offer(ws, grads, params, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
             offset = tl.where(grads == 0, NOT_IN_HEAP, address - my_heap)
             staged = size_bytes * 0 + G.segment_bytes
             item_bytes = tl.where(grads == 0, staged, tl.maximum(size_bytes, 1))
-            slot = my_slot(ws, PAIR, peer, peer * 0, G)
-            write_header(ws, slot, size_bytes, item_bytes, offset)
+            header = my_header(ws, PAIR, peer, G)
+            write_header(ws, header, size_bytes, item_bytes, offset)
             if params != 0:
                 # Behind write_header()'s own store to the same word, by the same lane.
-                tl.store(word64(slot + RESULT_OFFSET), params - my_heap)
+                tl.store(word64(header + RESULT_OFFSET), params - my_heap)
             publish_release_sys(ws, PAIR, peer, peer * 0, G)
     return status
 

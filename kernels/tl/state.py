@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ringcomm._native import STRUCTURES
 
-from .words import SEEN, SENT, channel_line, link_line, slot_at, word32, word64
+from .words import SEEN, SENT, channel_line, header_at, link_line, slot_at, word32, word64
 
 TABLE = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
@@ -143,6 +143,13 @@ def seen(ws, stream, sender, G: tl.constexpr):
 def sequence_word(ws, G: tl.constexpr):
     """Returns the address of the word in which this rank counts the collectives of this channel."""
     return word64(channel_line(my_region(ws), get(ws, CHANNEL), G))
+
+
+@triton.jit
+def header_of(ws, reader, stream, sender, epoch, G: tl.constexpr):
+    """The header of item ``epoch`` that ``sender`` publishes to ``reader``, as mapped here."""
+    region = of_peer(ws, reader, REGION)
+    return header_at(region, stream, get(ws, CHANNEL), sender, epoch, G)
 
 
 @triton.jit

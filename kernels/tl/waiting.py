@@ -16,11 +16,11 @@ from .state import (
     TABLE_HOST,
     TIMEOUT_NS,
     get,
+    header_of,
     my_region,
     of_peer,
     seen,
     signal_line,
-    slot_of,
 )
 from .words import (
     CONSUMED,
@@ -251,7 +251,7 @@ def other_call_seen(ws, peer, G: tl.constexpr):
             # This word is this rank's to write. An item acknowledged may be overwritten by now.
             consumed = tl.load(word32(signal_line(ws, peer, stream, me, G) + CONSUMED))
             if not reached(consumed, after):
-                theirs = slot_of(ws, peer, stream, me, after, G)
+                theirs = header_of(ws, me, stream, peer, after, G)
                 if tl.load(word64(theirs)) <= get(ws, HEADER):
                     if not same_call(ws, theirs):
                         found = theirs

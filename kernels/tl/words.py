@@ -39,7 +39,7 @@ SEEN = _offset("epoch.seen")
 SEQUENCE = _offset("channel.sequence")
 LINE = _offset("line")
 CONTROL_PAGE = _offset("control_page")
-SLOT_HEADER = _offset("slot_header")
+HEADER_PLACE = _offset("header_place")
 STREAM_COUNT = tl.constexpr(3)
 
 
@@ -99,14 +99,23 @@ def channel_line(region, channel, G: tl.constexpr):
 
 
 @triton.jit
+def header_at(region, stream, channel, sender, epoch, G: tl.constexpr):
+    """The header of item ``epoch`` that ``sender`` publishes to the region's owner."""
+    link = (stream * G.channels + channel) * G.world + sender
+    index = (epoch - 1) & (G.slots - 1)
+    return region + G.staging_bytes + (link.to(tl.int64) * G.slots + index) * HEADER_PLACE
+
+
+@triton.jit
 def slot_at(region, stream, channel, reader, epoch, G: tl.constexpr):
     """The slot of item ``epoch`` that the region's owner publishes to ``reader``.
 
     Sets for pairs come first (channels x world), then one per channel for what is shared.
     """
-    slot_bytes: tl.constexpr = SLOT_HEADER + G.segment_bytes
+    links: tl.constexpr = STREAM_COUNT * G.channels * G.world
+    slots_at: tl.constexpr = G.staging_bytes + links * G.slots * HEADER_PLACE
     slot_set = channel * G.world + reader
     if stream == SHARED:
         slot_set = G.channels * G.world + channel
     index = (epoch - 1) & (G.slots - 1)
-    return region + G.staging_bytes + (slot_set.to(tl.int64) * G.slots + index) * slot_bytes
+    return region + slots_at + (slot_set.to(tl.int64) * G.slots + index) * G.segment_bytes

@@ -1,4 +1,4 @@
-"""A rank that writes into its own region what no rank of ringcomm would: its peers must notice."""
+"""A rank that tells its peers what no rank of ringcomm would: they must notice."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def header(
 
 
 def publish(comm: Communicator, reader: int, stream: int, raw: bytes) -> None:
-    """Puts ``raw`` into the first slot of this rank's stream to ``reader``, and publishes it."""
-    mine, theirs = Region.of(comm), Region.of(comm, reader)
-    mine.write(mine.offset("slot", stream, reader), raw)
+    """Makes ``raw`` the header of this rank's first item for ``reader``, and publishes it."""
+    theirs = Region.of(comm, reader)
+    theirs.write(theirs.offset("header", stream, comm.rank), raw)
     theirs.write(theirs.offset("signal", stream, comm.rank), struct.pack("<I", 1))
 
 

@@ -5,18 +5,19 @@ import triton.language as tl
 
 from ringcomm._tl.endpoint import chunk_of, slice_of
 from ringcomm._tl.moving import round_to
-from ringcomm._tl.words import channel_line, link_line, slot_at, word64
+from ringcomm._tl.words import channel_line, header_at, link_line, slot_at, word64
 
 
 @triton.jit
 def offsets_kernel(out, stream, channel, peer, epoch, G: tl.constexpr):
-    """Offsets of a signal, epoch and channel line and of a slot, as the library computes them."""
+    """Offsets of a signal, epoch and channel line, a slot and a header, as the library has them."""
     zero = tl.full((), 0, tl.int64)
     found = word64(out)
     tl.store(found, link_line(zero, 0, stream, channel, peer, G))
     tl.store(found + 1, link_line(zero, 2, stream, channel, peer, G))
     tl.store(found + 2, channel_line(zero, channel, G))
     tl.store(found + 3, slot_at(zero, stream, channel + zero, peer + zero, epoch + zero, G))
+    tl.store(found + 4, header_at(zero, stream, channel + zero, peer + zero, epoch + zero, G))
 
 
 @triton.jit

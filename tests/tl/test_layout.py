@@ -26,7 +26,7 @@ def _offsets(store, rank, world):
         geometry = Geometry(*sizes, _native.layout_offset(sizes, "staging"))
         places = itertools.product((0, 1), range(channels), range(world_size), (1, 7, -2))
         for stream, channel, peer, epoch in places:
-            found = torch.zeros(4, dtype=torch.int64)
+            found = torch.zeros(5, dtype=torch.int64)
             offsets_kernel[(1,)](found.data_ptr(), stream, channel, peer, epoch, G=geometry)
             at = (stream, channel, peer)
             slot = (epoch - 1) % slots
@@ -35,6 +35,7 @@ def _offsets(store, rank, world):
                 _native.layout_offset(sizes, "epoch", *at),
                 _native.layout_offset(sizes, "channel", *at),
                 _native.layout_offset(sizes, "slot", *at, slot),
+                _native.layout_offset(sizes, "header", *at, slot),
             ]
             if found.tolist() != want:
                 wrong.append((sizes, at, epoch, found.tolist(), want))

@@ -39,13 +39,13 @@ std::vector<Span> allowed;  // what this rank may touch
 struct Slots {
   const char* heap = nullptr;
   const char* first = nullptr;
-  uint64_t slot_bytes = 0;
+  uint64_t segment_bytes = 0;
 };
 Slots staged;
 
 bool in_one_slot(const char* p, uint64_t bytes) {
-  const uint64_t at = uint64_t(p - staged.first) % staged.slot_bytes;
-  return p >= staged.first && at >= kHeaderBytes && bytes <= staged.slot_bytes - at;
+  const uint64_t at = uint64_t(p - staged.first) % staged.segment_bytes;
+  return p >= staged.first && bytes <= staged.segment_bytes - at;
 }
 
 void check_inside(const void* ptr, uint64_t bytes, const char* what) {
@@ -159,14 +159,13 @@ struct Pair {
   }
   // The peer's header for me; changed unless this case shall succeed.
   bool publish(Stream s, CallHeader header) {
-    char* slot = comms[0]->view().slot(1, s, 0, 0, 1);
-    std::memcpy(slot, &header, sizeof(header));
-    const bool changed = below(8) != 0;
-    if (changed) damage(slot, sizeof(header));
-    std::memcpy(&header, slot, sizeof(header));
     const View& v = comms[0]->view();
-    if (header.heap_offset == kNotInHeap && header.process_ptr == 0)
-      staged = {v.heaps[1], v.regions[1] + v.layout.staging_offset(), v.layout.slot_bytes()};
+    CallHeader* const place = v.header(0, s, 0, 1, 1);
+    *place = header;
+    const bool changed = below(8) != 0;
+    if (changed) damage(place, sizeof(header));
+    if (place->heap_offset == kNotInHeap && place->process_ptr == 0)
+      staged = {v.heaps[1], v.slot(1, Stream::kPair, 0, 0, 1), v.layout.segment_bytes};
     return changed;
   }
   CallHeader header(Collective collective, DType dtype, uint64_t bytes, uint64_t match, int redop) {

@@ -15,6 +15,18 @@
 byte pair_slots[COMMUNICATORS * WORLD * WORLD * SLOTS];
 byte shared_slots[COMMUNICATORS * WORLD * SLOTS];
 
+// Which call's header lies beside a signal, as its first item.
+#define header(stream, reader, sender, epoch) \
+  headers[link(stream, reader, sender) * SLOTS + slot((epoch) % EPOCHS)]
+byte headers[LINKS * SLOTS];
+
+inline write_header(stream, reader, segment) {
+  if
+  :: segment == 0 -> header(stream, reader, me, sent_to(stream, reader) + 1) = ITEM(call, 0)
+  :: else
+  fi
+}
+
 // What a rank's user buffer holds: 1 + the call that lends it, or 0, anything. One hop lends none.
 byte lenders;
 #define lends(rank) (kind != ONE_HOP && ((lenders >> (rank)) & 1))
@@ -50,8 +62,10 @@ inline send(reader, segment) {
        publish(PAIR, reader, sent_to(PAIR, reader) + 1 + segment)
      };
      atomic {
+       write_header(PAIR, reader, segment);
        pair_slot(me, reader, sent_to(PAIR, reader) + 1 + segment) = ITEM(call, segment)
 #else
+       write_header(PAIR, reader, segment);
        pair_slot(me, reader, sent_to(PAIR, reader) + 1 + segment) = ITEM(call, segment);
        publish(PAIR, reader, sent_to(PAIR, reader) + 1 + segment)
 #endif
@@ -78,12 +92,8 @@ inline arrive(stream, sender, segment) {
     :: !one_item(stream, sender) || segment == 0 ->
        await_item(stream, sender, segment);
        if
-       :: lends(sender) && segment == 0 ->  // the header, which says where the buffer lies
-          if
-          :: stream == PAIR ->
-             assert(pair_slot(sender, me, seen_of(PAIR, sender) + 1) == ITEM(call, 0))
-          :: else -> assert(shared_slot(sender, seen_of(SHARED, sender) + 1) == ITEM(call, 0))
-          fi
+       :: segment == 0 ->
+          assert(header(stream, me, sender, seen_of(stream, sender) + 1) == ITEM(call, 0))
        :: else
        fi
     :: else
@@ -124,8 +134,10 @@ inline acquire_shared(segment) {
 
 // endpoint.h: publish_shared
 inline publish_shared(segment) {
-  d_step { shared_slot(me, sent_to(SHARED, rotated_peer(me, 1)) + 1 + segment) =
-      ITEM(call, segment) };
+  d_step {
+    each_peer(write_header(SHARED, p, segment));
+    shared_slot(me, sent_to(SHARED, rotated_peer(me, 1)) + 1 + segment) = ITEM(call, segment)
+  };
   each_peer(atomic { proceed(); publish(SHARED, p, sent_to(SHARED, p) + 1 + segment) })
 }
 
@@ -139,12 +151,12 @@ inline publish_shared(segment) {
 inline verify_streams() {
   each_peer(d_step {
     if
-    :: item_waits(PAIR) -> found = pair_slot(p, me, seen_of(PAIR, p) + 1);
+    :: item_waits(PAIR) -> found = header(PAIR, me, p, seen_of(PAIR, p) + 1);
        assert(found >= ITEM(call, 0) && (found - ITEM(0, 0)) % SEGMENTS == 0)
     :: else
     fi;
     if
-    :: item_waits(SHARED) -> found = shared_slot(p, seen_of(SHARED, p) + 1);
+    :: item_waits(SHARED) -> found = header(SHARED, me, p, seen_of(SHARED, p) + 1);
        assert(found >= ITEM(call, 0) && (found - ITEM(0, 0)) % SEGMENTS == 0)
     :: else
     fi;

@@ -47,7 +47,7 @@ uint32_t slot_of(uint32_t epoch) {
   const auto at = [&](uint32_t e) {
     return uint64_t(v.slot(1, Stream::kPair, 0, 0, e) - v.slot(1, Stream::kPair, 0, 0, 1));
   };
-  return uint32_t(at(epoch) / v.layout.slot_bytes());
+  return uint32_t(at(epoch) / v.layout.segment_bytes);
 }
 
 // The model's epochs are the code's in units of 2^32 / EPOCHS.

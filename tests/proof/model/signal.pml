@@ -168,11 +168,17 @@ inline acknowledge(stream, sender, epoch) {
 #define NEXT 1
 #endif
 
+// What a call found when it began is what the word said then. It only grows, so that what it had
+// reached then it has reached now: to look at the word is all that there is to model.
+// endpoint.h: await_reader
+inline await_reader(stream, reader, epoch) {
+  await_alone(consumed[link(stream, me, reader)], epoch, reader)
+}
+
 // endpoint.h: slot_is_free
 inline slot_is_free(stream, reader, item) {
 #ifndef MUTANT_CONSUMED_NOT_AWAITED
-  await_alone(consumed[link(stream, me, reader)],
-              held_before((sent_to(stream, reader) + NEXT + (item)) % EPOCHS), reader)
+  await_reader(stream, reader, held_before((sent_to(stream, reader) + NEXT + (item)) % EPOCHS))
 #else
   skip
 #endif
@@ -181,8 +187,7 @@ inline slot_is_free(stream, reader, item) {
 // endpoint.h: drained
 inline drained(stream, reader, items_sent) {
 #ifndef MUTANT_BUFFER_RETURNED_EARLY
-  await_alone(consumed[link(stream, me, reader)],
-              (sent_to(stream, reader) + (items_sent)) % EPOCHS, reader)
+  await_reader(stream, reader, (sent_to(stream, reader) + (items_sent)) % EPOCHS)
 #else
   skip
 #endif

@@ -215,6 +215,7 @@ Status call(World& w, const Form& form, int rank) {
                          kNotInHeap,
                          1.0,
                          kNotInHeap};
+  e.begin_streams();
   Status status = form.run(e, mine);
   if (status == Status::kOk) status = e.verify_peer_buffers();
   if (status != Status::kOk) await_raised(view);

@@ -65,7 +65,15 @@ EVERYWHERE = {
         ENDPOINT, "v.layout.held_before(epoch))", "v.layout.held_before(epoch - (CHOSEN ? 64 : 0)))"
     ),
     "returned while peers read the buffer": Mutant(
-        ENDPOINT, "sent(s, reader) + items_sent;", "sent(s, reader) + (CHOSEN ? 0 : items_sent);"
+        ENDPOINT, "sent(s, reader) + items_sent);", "sent(s, reader) + (CHOSEN ? 0 : items_sent));"
+    ),
+    "a slot taken for free that was not found so": Mutant(
+        ENDPOINT,
+        "if (!reached(in(s, reader).consumed, epoch))",
+        "if (!CHOSEN && !reached(in(s, reader).consumed, epoch))",
+    ),
+    "the second time around counted from the first": Mutant(
+        ENDPOINT, "st.base += st.items;", "if (!CHOSEN) st.base += st.items;"
     ),
 }
 

@@ -86,6 +86,8 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
     const CallId id{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kDirect};
     team.sync();  // the lanes may still compare the header of the call before
     if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
+    e.begin_streams();
+    team.sync();
   };
   const uint64_t chunk = kChunkElems * sizeof(float), total = chunk * uint64_t(w.world);
   const Chunks in{bytes_of(b.in), total, chunk, nullptr};

@@ -94,9 +94,10 @@ Status call(StepWorld& w, ThreadTeam& team, const View& v, uint64_t sequence, Fi
       Algorithm::kDirect};
   team.sync();  // the lanes may still compare the header of the call before
   if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
-  team.sync();  // as begin_call() does
   OptimizerOps<Finish> mine = ops;
   Endpoint<ThreadTeam, OptimizerOps<Finish>> e{team, v, mine};
+  e.begin_streams();
+  team.sync();  // as begin_call() does
   return body(e, bucket);
 }
 

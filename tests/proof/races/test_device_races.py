@@ -201,9 +201,9 @@ DAWDLING = [
     ),
     Mutant(
         SIGNAL,
-        "const auto* theirs =",
+        "const CallHeader* theirs = v.header(",
         "if (!CHOSEN && mine.collective == Collective::kSend) usleep(2000);\n"
-        "    const auto* theirs =",
+        "  const CallHeader* theirs = v.header(",
     ),
 ]
 

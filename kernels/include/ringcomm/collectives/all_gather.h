@@ -90,7 +90,7 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& plan, Span input, Span own_ou
     char* slot = nullptr;
     RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
     if (!plan.stays) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
-    e.publish_shared(j, slot, plan.source, plan.stays,
+    e.publish_shared(j, plan.source, plan.stays,
                      plan.stays ? plan.source.bytes : e.segment_bytes());
   }
   // The piece is still in the cache from the copy into the slot.
@@ -112,10 +112,6 @@ RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int ro
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
   const auto bytes_of = [&](int p) { return dst_of(p).bytes; };
   const uint32_t out_pieces = i_share ? pieces_to_share(e, plan, input) : 0;
-  e.each_by_lanes({1, e.world()}, [&](int p) {
-    if (shares(p)) e.begin_receive(Stream::kShared, p);
-  });
-  e.team.sync();
   if (plan.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
 
   uint32_t in_reads = e.most_reads(Stream::kShared, false, shares, bytes_of);
@@ -146,7 +142,7 @@ RC_TEAM_FN Status all_gather_ring(E& e, Span whole_input, const Chunks& out) {
   const uint32_t rounds = e.pieces(e.slice(out.get(0)).bytes), hops = world - 1,
                  items = rounds * hops;
   const uint64_t stream_bytes = uint64_t(items) * segment;
-  if (e.team.lane() == 0) e.begin_receive(e.pairs, at.prev);
+  if (e.team.lane() == 0) e.receive_anew(e.pairs, at.prev);
   e.team.sync();
   for (uint32_t j = 0; j < rounds; ++j) {
     for (uint32_t t = 0; t <= hops; ++t) {

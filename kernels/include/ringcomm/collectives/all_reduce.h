@@ -22,15 +22,13 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   const Peers all{1, e.world()};
   const Span mine = e.slice(in);
   char* const result = out + (mine.ptr - in.ptr);
-  e.each_by_lanes(all, [&](int p) { e.begin_receive(Stream::kShared, p); });
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = mine.ptr;
     e.factors()[e.rank()] = e.factor();
   }
-  e.team.sync();
   RC_RETURN_IF_FAILED(e.acquire_shared(0, &slot));
   e.ops.copy_shared(e.team, slot, mine.ptr, mine.bytes);
-  e.publish_shared(0, slot, mine, false, e.segment_bytes());
+  e.publish_shared(0, mine, false, e.segment_bytes());
   RC_RETURN_IF_FAILED(e.wait_by_lanes(all, [&](int p) {
     return e.arrive(Stream::kShared, p, mine.bytes, 0, mine.bytes, &e.sources()[p]);
   }));
@@ -59,7 +57,7 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
   const ReduceTarget to = stays ? ReduceTarget{own, true, nullptr} : ReduceTarget{slot, true, own};
   e.ops.reduce(e.team, to, e.all_sources(), bytes, e.world());
   // The reads come before what all lanes publish here, so one sync() serves both.
-  e.publish_shared(i, slot, result, stays, e.segment_bytes(),
+  e.publish_shared(i, result, stays, e.segment_bytes(),
                    [&](int p) { e.release(e.pairs, p, mine.bytes, begin + bytes); });
   return Status::kOk;
 }
@@ -77,11 +75,6 @@ RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out)
   const uint32_t out_items = most_items(e, in, -1), shared_items = e.pieces(result.bytes);
   // Chunk 0 is the longest, so its pieces bound everybody's.
   const uint32_t rounds = e.pieces(e.slice(in.get(0)).bytes);
-  e.each_by_lanes(all, [&](int p) {
-    e.begin_receive(e.pairs, p);
-    e.begin_receive(Stream::kShared, p);
-  });
-  e.team.sync();
   for (uint32_t j = 0; j < rounds + 2 * kLookahead; ++j) {
     if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, -1, j));
     if (j >= kLookahead && j - kLookahead < shared_items)

@@ -88,10 +88,6 @@ RC_TEAM_FN Status exchange_direct(E& e, const Chunks& send, const Chunks& receiv
   }
   const auto takes = [&](int p) { return edges.receives(me, p); };
   const auto bytes_of = [&](int p) { return e.slice(receive.get(p)).bytes; };
-  e.each_by_lanes({1, e.world()}, [&](int p) {
-    if (edges.receives(me, p)) e.begin_receive(e.pairs, p);
-  });
-  e.team.sync();
   const auto span_for = [&](int r) { return e.slice(send.get(r)); };
   uint32_t in_reads = e.most_reads(e.pairs, false, takes, bytes_of);
   for (uint32_t j = 0; j < out_items || j < in_reads + kLookahead; ++j) {

@@ -91,8 +91,6 @@ RC_TEAM_FN Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int o
   char* const result = out + (mine.ptr - whole.ptr);
   const uint32_t out_items = most_items(e, in, only_root);
   uint32_t in_pieces = receives ? e.pieces(mine.bytes) : 0;
-  if (receives) e.each_by_lanes({1, e.world()}, [&](int p) { e.begin_receive(e.pairs, p); });
-  e.team.sync();
 
   for (uint32_t j = 0; j < out_items || j < in_pieces + kLookahead; ++j) {
     if (j < out_items) RC_RETURN_IF_FAILED(send_chunks(e, in, only_root, j));
@@ -141,7 +139,7 @@ RC_TEAM_FN Status reduce_scatter_ring(E& e, const Chunks& in, char* out) {
     e.team.sync();
     return Status::kOk;
   }
-  if (e.team.lane() == 0) e.begin_receive(e.pairs, at.prev);
+  if (e.team.lane() == 0) e.receive_anew(e.pairs, at.prev);
   e.team.sync();
   for (uint32_t j = 0; j < rounds; ++j) {
     for (uint32_t t = 0; t <= hops; ++t) {

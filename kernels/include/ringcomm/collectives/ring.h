@@ -15,15 +15,14 @@ RC_TEAM_FN Neighbours neighbours(const View& v) {
   return {v.ring_rank(ring_next(position, v.world)), v.ring_rank(ring_prev(position, v.world))};
 }
 
-// A slot for item `item` to the successor, with the header if it is the first.
+// A slot for item `item` to the successor, and the header if it is the first.
 // model: ring_slot (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes, char** data) {
   RC_RETURN_IF_FAILED(e.await_slot(next, item));
-  char* slot = e.my_slot(e.pairs, next, item);
   if (item == 0 && e.team.lane() == 0)
-    e.write_header(slot, Span{nullptr, stream_bytes}, false, e.segment_bytes());
-  *data = slot + kHeaderBytes;
+    e.write_header(e.pairs, next, Span{nullptr, stream_bytes}, false, e.segment_bytes());
+  *data = e.my_slot(e.pairs, next, item);
   return Status::kOk;
 }
 

@@ -84,7 +84,7 @@ RC_TEAM_FN Status offer(E& e, const Bucket& b, bool results) {
     RC_RETURN_IF_FAILED(e.slot_is_free(e.pairs, reader, 0));
     const Span span = grads_of(e, b, reader);
     const bool in_heap = span.ptr != nullptr;
-    e.write_header(e.my_slot(e.pairs, reader, 0), span, in_heap,
+    e.write_header(e.pairs, reader, span, in_heap,
                    in_heap ? whole_item(span.bytes) : e.segment_bytes(),
                    results ? e.heap_offset(b.params) : kNotInHeap);
     return Status::kOk;
@@ -101,7 +101,6 @@ RC_TEAM_FN Status accept(E& e, const Bucket& b, bool results) {
   if (results) e.stores = {b.elems * uint64_t(b.param_bytes)};
   const Span mine = grads_of(e, b, e.rank());
   const Peers all{1, e.world()};
-  e.each_by_lanes(all, [&](int p) { e.begin_receive(e.pairs, p); });
   if (e.team.lane() == 0) {
     e.sources()[e.rank()] = mine.ptr;
     e.v.results[e.rank()] = nullptr;

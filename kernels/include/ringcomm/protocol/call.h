@@ -114,7 +114,7 @@ struct Fault {
 // "ringcomm", read as a little-endian word: what lies here is a region.
 constexpr uint64_t kRegionMagic = 0x6d6d6f63676e6972;
 // The version of the protocol: one more with every change of the layout, the header or the words.
-constexpr uint32_t kProtocolVersion = 4;
+constexpr uint32_t kProtocolVersion = 5;
 
 struct ControlPage {
   uint64_t magic;

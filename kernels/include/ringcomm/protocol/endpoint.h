@@ -124,9 +124,7 @@ struct Endpoint {
   RC_TEAM_FN const CallId& id() const { return v.mine->id; }
   RC_TEAM_FN double factor() const { return v.mine->factor; }
 
-  RC_TEAM_FN uint32_t sent(Stream s, int reader) const {
-    return v.epochs(s, team.channel(), reader)->sent;
-  }
+  RC_TEAM_FN uint32_t sent(Stream s, int reader) const { return in(s, reader).sent; }
 
   RC_TEAM_FN PeerState& in(Stream s, int peer) const { return v.in[int(s) * v.world + peer]; }
   RC_TEAM_FN const void** sources() const { return v.sources; }
@@ -162,11 +160,21 @@ struct Endpoint {
 
   // ---- sending ------------------------------------------------------------------------------
 
+  // One lane: waits until `reader` has read my items up to `epoch`; `step` is for the record. What
+  // the call found when it began may do, without another look.
+  // model: await_reader (tests/proof/model/signal.pml)
+  RC_TEAM_FN Status await_reader(Stream s, int reader, uint32_t step, uint32_t epoch) const {
+    if (!reached(in(s, reader).consumed, epoch))
+      return await_alone(team, v, Site{s, reader, true, step}, epoch);
+    team.passing(Point::kAwait, v, s);
+    return Status::kOk;
+  }
+
   // One lane: waits until `reader` has read the item that used the slot of my item `item` before.
   // model: slot_is_free (tests/proof/model/signal.pml)
   RC_TEAM_FN Status slot_is_free(Stream s, int reader, uint32_t item) const {
     const uint32_t epoch = sent(s, reader) + 1 + item;
-    return await_alone(team, v, Site{s, reader, true, item}, v.layout.held_before(epoch));
+    return await_reader(s, reader, item, v.layout.held_before(epoch));
   }
 
   RC_TEAM_FN char* my_slot(Stream s, int reader, uint32_t item) const {
@@ -175,13 +183,14 @@ struct Endpoint {
 
   RC_TEAM_FN uint64_t heap_offset(const char* ptr) const { return uint64_t(ptr - v.heaps[v.rank]); }
 
-  // stays: the readers take the data from where they lie.
-  RC_TEAM_FN void write_header(char* slot, Span span, bool stays, uint64_t item_bytes,
+  // One lane, once the first item's slot is free: the header, into the reader's region. stays: the
+  // reader takes the data from where they lie.
+  RC_TEAM_FN void write_header(Stream s, int reader, Span span, bool stays, uint64_t item_bytes,
                                uint64_t result_offset = kNotInHeap) const {
     const bool in_heap = stays && v.in_my_heap(span.ptr, span.bytes);
     const uint64_t offset = in_heap ? heap_offset(span.ptr) : kNotInHeap;
     const uint64_t process_ptr = stays && !in_heap ? reinterpret_cast<uintptr_t>(span.ptr) : 0;
-    *reinterpret_cast<CallHeader*>(slot) =
+    *v.header(reader, s, team.channel(), v.rank, sent(s, reader) + 1) =
         CallHeader{id(), span.bytes, item_bytes, offset, factor(), result_offset, process_ptr};
   }
 
@@ -196,8 +205,7 @@ struct Endpoint {
       if (status != Status::kOk || item > 0) return status;
       const Span span = span_for(reader);
       const bool in_heap = zero_copy(span);
-      write_header(my_slot(pairs, reader, item), span, in_heap,
-                   in_heap ? span.bytes : segment_bytes());
+      write_header(pairs, reader, span, in_heap, in_heap ? span.bytes : segment_bytes());
       return status;
     }));
     for (int d = readers.first; d < readers.last; ++d) {
@@ -207,7 +215,7 @@ struct Endpoint {
       if (zero_copy(span)) continue;
       const uint64_t begin = item * segment_bytes(),
                      bytes = item_length(span.bytes, segment_bytes(), item);
-      ops.copy_shared(team, my_slot(pairs, reader, item) + kHeaderBytes, span.ptr + begin, bytes);
+      ops.copy_shared(team, my_slot(pairs, reader, item), span.ptr + begin, bytes);
     }
     team.sync();
     each_by_lanes(readers, [&](int reader) {
@@ -235,7 +243,7 @@ struct Endpoint {
     RC_RETURN_IF_FAILED(wait_by_lanes(
         {1, world()}, [&](int peer) { return slot_is_free(Stream::kShared, peer, item); }));
     // All readers' epochs advance together on the shared stream, so any peer names the slot.
-    *data = my_slot(Stream::kShared, peer_at(1), item) + kHeaderBytes;
+    *data = my_slot(Stream::kShared, peer_at(1), item);
     return Status::kOk;
   }
 
@@ -243,9 +251,12 @@ struct Endpoint {
   // does for each peer once all lanes have come here.
   // model: publish_shared (tests/proof/model/endpoint.pml)
   template <class Before = Nothing>
-  RC_TEAM_FN void publish_shared(uint32_t item, char* data, Span span, bool stays,
-                                 uint64_t item_bytes, Before before = {}) {
-    if (item == 0 && team.lane() == 0) write_header(data - kHeaderBytes, span, stays, item_bytes);
+  RC_TEAM_FN void publish_shared(uint32_t item, Span span, bool stays, uint64_t item_bytes,
+                                 Before before = {}) {
+    if (item == 0)
+      each_by_lanes({1, world()}, [&](int peer) {
+        write_header(Stream::kShared, peer, span, stays, item_bytes);
+      });
     team.sync();
     each_by_lanes({1, world()}, before);
     each_by_lanes({1, world()}, [&](int peer) {
@@ -256,30 +267,32 @@ struct Endpoint {
   // Zero copy, one lane: waits until `reader` no longer reads my buffer.
   // model: drained (tests/proof/model/lend.pml, signal.pml)
   RC_TEAM_FN Status drained(Stream s, int reader, uint32_t items_sent) const {
-    const uint32_t epoch = sent(s, reader) + items_sent;
-    return await_alone(team, v, Site{s, reader, true, items_sent}, epoch);
+    return await_reader(s, reader, items_sent, sent(s, reader) + items_sent);
   }
 
   // One lane, after the last use of sent() for this reader.
   // model: commit_sent (tests/proof/model/signal.pml)
   RC_TEAM_FN void commit_sent(Stream s, int reader, uint32_t items_sent) const {
-    v.epochs(s, team.channel(), reader)->sent += items_sent;
+    in(s, reader).sent += items_sent;
+    store_relaxed_sys(&v.epochs(s, team.channel(), reader)->sent, in(s, reader).sent);
   }
 
   // ---- receiving ----------------------------------------------------------------------------
 
-  // One lane, before the first receive of a call on stream `s`; then one team.sync().
-  RC_TEAM_FN void begin_receive(Stream s, int sender) const {
-    in(s, sender) = PeerState{nullptr, 0, v.epochs(s, team.channel(), sender)->seen, 0, 0, false};
+  // One lane, where a call receives from one sender more than once, before each time; then one
+  // team.sync().
+  RC_TEAM_FN void receive_anew(Stream s, int sender) const {
+    PeerState& st = in(s, sender);
+    st.base += st.items;
+    st.items = st.acked = 0;
   }
 
   // One lane: reads the header of the sender's call and compares it with mine.
   RC_TEAM_FN Status open(Stream s, int sender, uint64_t expected_bytes) {
     PeerState& st = in(s, sender);
-    const char* slot = v.slot(sender, s, team.channel(), v.rank, st.base + 1);
-    const CallHeader& theirs = *reinterpret_cast<const CallHeader*>(slot);
-    // Each is loaded once, so that what was checked is what is used, and before any is looked at: a
-    // peer's memory is far, and so all of it takes one trip.
+    const CallHeader& theirs = *v.header(v.rank, s, team.channel(), sender, st.base + 1);
+    // Each is loaded once, so that what was checked is what is used, and before any is looked at,
+    // so that all of it takes one trip to memory.
     const uint64_t item_bytes = load_relaxed_sys(&theirs.item_bytes),
                    offset = load_relaxed_sys(&theirs.heap_offset),
                    results = load_relaxed_sys(&theirs.result_offset),
@@ -322,9 +335,8 @@ struct Endpoint {
     const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) >> st.item_shift);
     if (last > 0)
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, last}, st.base + 1 + last));
-    *data = st.data != nullptr
-                ? st.data + begin
-                : v.slot(sender, s, team.channel(), v.rank, st.base + 1 + last) + kHeaderBytes;
+    *data = st.data != nullptr ? st.data + begin
+                               : v.slot(sender, s, team.channel(), v.rank, st.base + 1 + last);
     return Status::kOk;
   }
 
@@ -398,8 +410,8 @@ struct Endpoint {
     // A sender that lives gave up, and its memory is gone; or what its header says was never true.
     if (status != Status::kPeerLost && abort_seen(v)) status = Status::kAborted;
     const uint32_t first = in(Stream::kShared, sender).base + 1;
-    const char* slot = v.slot(sender, Stream::kShared, team.channel(), v.rank, first);
-    return fail(team, v, status, sender, reinterpret_cast<const CallHeader*>(slot), bytes);
+    return fail(team, v, status, sender,
+                v.header(v.rank, Stream::kShared, team.channel(), sender, first), bytes);
   }
 
   // One lane, after a team.sync(): everything before `end` of the sender's stream has been read.
@@ -415,17 +427,36 @@ struct Endpoint {
   // One lane, after the last receive from this sender.
   // model: commit_seen (tests/proof/model/signal.pml)
   RC_TEAM_FN void commit_seen(Stream s, int sender) const {
-    v.epochs(s, team.channel(), sender)->seen = in(s, sender).base + in(s, sender).items;
+    store_relaxed_sys(&v.epochs(s, team.channel(), sender)->seen,
+                      in(s, sender).base + in(s, sender).items);
   }
 
   // ---- before and after a call ----------------------------------------------------------------
 
+  RC_TEAM_FN PeerState found(Stream s, int peer) const {
+    return find_link(v.regions[v.rank], v.layout, s, team.channel(), peer);
+  }
+  // The streams of collectives as a call finds them. Blocks do this with their first loads
+  // (load_words, kernels/cuda/body.h).
+  RC_TEAM_FN void begin_streams() const {
+    each_by_lanes({1, world()}, [&](int peer) {
+      in(Stream::kPair, peer) = found(Stream::kPair, peer);
+      in(Stream::kShared, peer) = found(Stream::kShared, peer);
+    });
+  }
+
+  RC_TEAM_FN const CallHeader* unread(Stream s, int peer) const {
+    const uint32_t next = in(s, peer).base + 1;
+    if (!reached(in(s, peer).ready, next)) return nullptr;  // mostly nothing is there
+    return other_call_in(v, s, team.channel(), peer, next);
+  }
   // An item that a peer published in an earlier call and I did not read shows that we made
   // different calls then, in which neither waited for the other (two ranks that both broadcast).
   // model: verify_streams (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status verify_streams() {
     return wait_by_lanes({1, world()}, [&](int peer) {
-      const CallHeader* theirs = other_call_seen(v, team.channel(), peer);
+      const CallHeader* theirs = unread(Stream::kPair, peer);
+      if (theirs == nullptr) theirs = unread(Stream::kShared, peer);
       return theirs == nullptr ? Status::kOk : fail(team, v, Status::kMismatch, peer, theirs, 0);
     });
   }

@@ -1,5 +1,5 @@
-// The layout of a rank's region of its heap: control page, signal pad, epoch counters, staging
-// slots. Every rank computes the same here, and the rendezvous compares.
+// The layout of a rank's region of its heap: control page, signal pad, epoch counters, header pad,
+// staging slots. Every rank computes the same here, and the rendezvous compares.
 //
 // A *stream* is one kind of traffic between ranks:
 //   kPair     data meant for one reader: a slot set per (channel, reader)
@@ -7,7 +7,9 @@
 //   kMessage  send and receive, which keep no order with the collectives: one slot set per reader
 // An *item* is one publication on a stream: the header of a call, a segment, or both. Items are
 // numbered by an epoch that counts from 1 for each (stream, channel, sender, reader) and never
-// resets; item e lies in slot (e - 1) mod slots. docs/protocol.md has the table of every word.
+// resets; item e lies in slot (e - 1) mod slots: its segment in the sender's region, where readers
+// fetch it, and its header in the reader's, beside the signal. docs/protocol.md has the table of
+// every word.
 #pragma once
 
 #include "ringcomm/core/platform.h"
@@ -116,18 +118,22 @@ struct Layout {
 
   // Words end here: everything before is zero when a communicator begins.
   RC_FN constexpr uint64_t staging_offset() const { return whole_pages(packet_offset(2, 0)); }
-  RC_FN constexpr uint64_t slot_bytes() const { return kHeaderBytes + segment_bytes; }
+  // The header of an item that `peer` publishes to me: one place for each slot of each link.
+  RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
+    return staging_offset() + (link(s, channel, peer) * slots + slot) * kHeaderBytes;
+  }
+  RC_FN constexpr uint64_t headers_bytes() const { return links() * slots * kHeaderBytes; }
   // Pair sets (channels x world), shared sets (channels), message sets (message channels x world).
   RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t pairs = uint64_t(channels) * world;
     uint64_t set = uint64_t(channel) * world + peer;
     if (s == Stream::kShared) set = pairs + channel;
     if (s == Stream::kMessage) set += pairs + channels;
-    return staging_offset() + (set * slots + slot) * slot_bytes();
+    return staging_offset() + headers_bytes() + (set * slots + slot) * segment_bytes;
   }
   RC_FN constexpr uint64_t copy_offset() const {
     const uint64_t sets = uint64_t(channels) * (world + 1) + uint64_t(message_channels()) * world;
-    return whole_pages(staging_offset() + sets * slots * slot_bytes());
+    return whole_pages(staging_offset() + headers_bytes() + sets * slots * segment_bytes);
   }
   RC_FN constexpr uint64_t region_bytes() const { return whole_pages(copy_offset() + copy_bytes); }
 };

@@ -127,9 +127,19 @@ RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_
   return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;
 }
 
+// The header of item `next` of a peer, if it is there and of another call than mine, which is this
+// one or an earlier one of the peer's. Null: no such header.
+RC_TEAM_FN const CallHeader* other_call_in(const View& v, Stream s, int channel, int peer,
+                                           uint32_t next) {
+  const CallId& mine = v.mine->id;
+  // Pairs with the release in publish() of the peer.
+  if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) return nullptr;
+  const CallHeader* theirs = v.header(v.rank, s, channel, peer, next);
+  return theirs->id.sequence <= mine.sequence && !same_call(theirs->id, mine) ? theirs : nullptr;
+}
+
 // A peer that runs another collective may publish on a stream that I do not read in mine: its
-// header lies there, of this call or of an earlier one. Called at clock time, and before a call
-// begins. Null: none.
+// header lies here, of this call or of an earlier one. Called at clock time. Null: none.
 RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int peer) {
   const CallId& mine = v.mine->id;
   // Messages keep no order with the collectives, one of which may be moving these words now.
@@ -148,14 +158,11 @@ RC_TEAM_FN const CallHeader* other_call_seen(const View& v, int channel, int pee
     const Stream s = streams[i];
     const uint32_t next = first[i];
     if (!reached(seen[i], next)) continue;
-    // Pairs with the release in publish() of the peer.
-    if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) continue;
     // An item that I have acknowledged in this call may be overwritten by now; one that I have not
     // stands still. (This word is mine to write: no ordering is needed.)
     if (reached(load_relaxed_sys(&v.signals(peer, s, channel, v.rank)->consumed), next)) continue;
-    const auto* theirs =
-        reinterpret_cast<const CallHeader*>(v.slot(peer, s, channel, v.rank, next));
-    if (theirs->id.sequence <= mine.sequence && !same_call(theirs->id, mine)) return theirs;
+    const CallHeader* theirs = other_call_in(v, s, channel, peer, next);
+    if (theirs != nullptr) return theirs;
   }
   return nullptr;
 }

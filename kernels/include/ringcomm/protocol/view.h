@@ -16,8 +16,32 @@ struct PeerState {
   uint32_t base;   // epoch before the first item of this call
   uint32_t items;  // items of this call; known once the header is read
   uint32_t acked;  // items of this call that I have acknowledged
+  uint32_t sent;   // epoch of my last item for the peer before this call
+  // The peer's words as the call found them: its last item for me, and the last of mine that it had
+  // read to the end.
+  uint32_t ready, consumed;
   bool in_process;
 };
+
+// A link as a call finds it. Nothing depends on what another load brings, so all are one trip to
+// memory.
+RC_TEAM_FN PeerState find_link(const char* region, const Layout& layout, Stream s, int channel,
+                               int peer) {
+  const auto* epochs =
+      reinterpret_cast<const EpochLine*>(region + layout.epoch_offset(s, channel, peer));
+  const auto* line =
+      reinterpret_cast<const SignalLine*>(region + layout.signal_offset(s, channel, peer));
+  PeerState found{};
+  // Relaxed, since a send and a receive of a rank may run at once, each of which moves its own.
+  found.base = load_relaxed_sys(&epochs->seen);
+  found.sent = load_relaxed_sys(&epochs->sent);
+  // Only a hint that there is something to look at.
+  found.ready = load_relaxed_sys(&line->ready);
+  // Pairs with the release in acknowledge() of the peer, and is the last, since what follows waits
+  // for it.
+  found.consumed = load_acquire_sys(&line->consumed);
+  return found;
+}
 
 struct View {
   int32_t rank, world;
@@ -57,6 +81,12 @@ struct View {
     return reinterpret_cast<ControlPage*>(regions[owner]);
   }
 
+  // Header of item `epoch` that `sender` publishes to `reader`.
+  RC_FN CallHeader* header(int reader, Stream s, int channel, int sender, uint32_t epoch) const {
+    return reinterpret_cast<CallHeader*>(
+        regions[reader] +
+        layout.header_offset(s, channel, sender, (epoch - 1) & (layout.slots - 1)));
+  }
   // Slot of item `epoch` that `sender` publishes to `reader`.
   RC_FN char* slot(int sender, Stream s, int channel, int reader, uint32_t epoch) const {
     return regions[sender] +
