@@ -31,7 +31,7 @@ _REDUCED = re.compile(r"bar\.red\.or\.pred\s+(%p\d+), 0, (%p\d+);")
 _SPELLINGS = (
     *("load_acquire_sys", "store_release_sys", "exchange_acq_rel_sys", "fence_seq_cst_sys"),
     *("fence_acq_rel_sys", "sync", "share", "__syncthreads_or", "wait_by_lanes", "operator"),
-    *("each_by_lanes", "await_alone", "await", "publish", "acknowledge"),
+    *("each_by_lanes", "await_alone", "await", "await_reader", "publish", "acknowledge"),
 )
 
 

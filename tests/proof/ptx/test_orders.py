@@ -34,6 +34,7 @@ EVERYTHING = os.environ.get("RINGCOMM_PTX_CHECK") == "all"
 SAMPLE = {
     "acquire of arrive (1)": "direct",
     "acquire of arrive (2)": "direct",
+    "acquire of find_link": "to a root",
     "acquire of await_slowly (1)": "ring",
     "acquire of drained": "direct halves",
     "acquire of slot_is_free": "to a root",
