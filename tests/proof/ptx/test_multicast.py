@@ -142,8 +142,8 @@ def test_ranks_in_processes_hand_each_other_the_object():
 
 ORDERINGS = (
     # A call begins when all have read what it shared before, which it finds at once or soon. The
-    # barrier behind the wait, "multicast_collective (1)", shows only where a peer is late, for which
-    # these jobs do not care.
+    # barrier behind the wait, "multicast_collective (1)", shows only where a peer is late, which is
+    # left to chance here.
     "acquire of find_link, acquire of drained",
     "barrier of multicast_collective (2)",
     "barrier of multicast_collective (3)",
