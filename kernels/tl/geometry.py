@@ -19,7 +19,7 @@ class Geometry:
         channels: blocks per collective.
         slots: staging slots per slot set, a power of two.
         segment_bytes: payload of a slot, a power of two of 64 or more.
-        staging_bytes: where the headers begin in a region, and the slots behind them.
+        staging_bytes: where the slots begin in a region.
         line_bytes: channels share a chunk in units of this.
     """
 

@@ -101,9 +101,10 @@ def channel_line(region, channel, G: tl.constexpr):
 @triton.jit
 def header_at(region, stream, channel, sender, epoch, G: tl.constexpr):
     """The header of item ``epoch`` that ``sender`` publishes to the region's owner."""
+    lines: tl.constexpr = (3 * STREAM_COUNT * G.channels * G.world + G.channels + 1) // 2 * 2
     link = (stream * G.channels + channel) * G.world + sender
     index = (epoch - 1) & (G.slots - 1)
-    return region + G.staging_bytes + (link.to(tl.int64) * G.slots + index) * HEADER_PLACE
+    return region + CONTROL_PAGE + lines * LINE + (link.to(tl.int64) * G.slots + index) * HEADER_PLACE
 
 
 @triton.jit
@@ -112,10 +113,8 @@ def slot_at(region, stream, channel, reader, epoch, G: tl.constexpr):
 
     Sets for pairs come first (channels x world), then one per channel for what is shared.
     """
-    links: tl.constexpr = STREAM_COUNT * G.channels * G.world
-    slots_at: tl.constexpr = G.staging_bytes + links * G.slots * HEADER_PLACE
     slot_set = channel * G.world + reader
     if stream == SHARED:
         slot_set = G.channels * G.world + channel
     index = (epoch - 1) & (G.slots - 1)
-    return region + slots_at + (slot_set.to(tl.int64) * G.slots + index) * G.segment_bytes
+    return region + G.staging_bytes + (slot_set.to(tl.int64) * G.slots + index) * G.segment_bytes

@@ -211,6 +211,12 @@ constexpr bool region_is_covered(const Layout& l) {
   lines(&Layout::sleep_offset);
   lines(&Layout::epoch_offset);
   for (int c = 0; c < l.channels; ++c) w.part(l.channel_offset(c), kLineBytes, kLineBytes);
+  w.end = (w.end + kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes;
+  for (int s = 0; s < int(Stream::kCount); ++s)
+    for (int c = 0; c < l.channels; ++c)
+      for (int p = 0; p < l.world; ++p)
+        for (int slot = 0; slot < l.slots; ++slot)
+          w.part(l.header_offset(Stream(s), c, p, uint32_t(slot)), kHeaderBytes, kHeaderBytes);
   for (uint32_t parity = 0; parity < 2; ++parity)
     for (int sender = 0; sender < l.world; ++sender)
       w.part(l.packet_offset(parity, sender), l.packet_set_bytes(), sizeof(Packet));
@@ -219,11 +225,6 @@ constexpr bool region_is_covered(const Layout& l) {
       w.part(l.slot_offset(s, channel, peer, uint32_t(slot)), l.segment_bytes, kLineBytes);
   };
   w.right &= l.staging_offset() >= w.end && l.staging_offset() % kPageBytes == 0;
-  for (int s = 0; s < int(Stream::kCount); ++s)
-    for (int c = 0; c < l.channels; ++c)
-      for (int p = 0; p < l.world; ++p)
-        for (int slot = 0; slot < l.slots; ++slot)
-          w.part(l.header_offset(Stream(s), c, p, uint32_t(slot)), kHeaderBytes, kLineBytes);
   for (int c = 0; c < l.channels; ++c)
     for (int p = 0; p < l.world; ++p) set(Stream::kPair, c, p);
   for (int c = 0; c < l.channels; ++c) set(Stream::kShared, c, 0);

@@ -102,6 +102,13 @@ using uintptr_t = unsigned long long;
 
 RINGCOMM_NAMESPACE_BEGIN
 
+// A hint that a host's next loads are of the first lines here. Four are a choice, not swept.
+RC_FN void prefetch_lines(const char* at) {
+#if !RC_DEVICE_PASS
+  for (int line = 0; line < 4; ++line) __builtin_prefetch(at + 64 * line);
+#endif
+}
+
 // Of a power of two.
 RC_FN int log2_of(uint32_t x) {
 #if RC_DEVICE_PASS

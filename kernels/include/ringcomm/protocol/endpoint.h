@@ -330,6 +330,8 @@ struct Endpoint {
     PeerState& st = in(s, sender);
     if (begin == 0) {
       RC_RETURN_IF_FAILED(await_alone(team, v, Site{s, sender, false, 0}, st.base + 1));
+      // What lies in a slot is on its way while the header is looked at.
+      prefetch_lines(v.slot(sender, s, team.channel(), v.rank, st.base + 1));
       RC_RETURN_IF_FAILED(open(s, sender, expected_bytes));
     }
     const uint32_t last = bytes == 0 ? 0 : uint32_t((begin + bytes - 1) >> st.item_shift);

@@ -91,6 +91,12 @@ struct Layout {
   RC_FN constexpr uint64_t channel_offset(int channel) const {
     return kPageBytes + (3 * links() + channel) * kLineBytes;
   }
+  // The header of an item that `peer` publishes to me: one place for each slot of each link. Close
+  // to the signals, so that a small world has both in one page.
+  RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
+    const uint64_t lines = (3 * links() + channels + 1) / 2 * 2;
+    return kPageBytes + lines * kLineBytes + (link(s, channel, peer) * slots + slot) * kHeaderBytes;
+  }
   RC_FN constexpr uint64_t whole_pages(uint64_t bytes) const {
     return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   }
@@ -100,7 +106,7 @@ struct Layout {
     return packet_bytes == 0 ? 0 : 2 * (uint64_t(packet_bytes) + channels * kHeaderBytes);
   }
   RC_FN constexpr uint64_t packet_offset(uint32_t parity, int sender) const {
-    return kPageBytes + whole_pages((3 * links() + channels) * kLineBytes) +
+    return whole_pages(header_offset(Stream::kCount, 0, 0, 0)) +
            (uint64_t(parity) * world + sender) * packet_set_bytes();
   }
 
@@ -118,22 +124,17 @@ struct Layout {
 
   // Words end here: everything before is zero when a communicator begins.
   RC_FN constexpr uint64_t staging_offset() const { return whole_pages(packet_offset(2, 0)); }
-  // The header of an item that `peer` publishes to me: one place for each slot of each link.
-  RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
-    return staging_offset() + (link(s, channel, peer) * slots + slot) * kHeaderBytes;
-  }
-  RC_FN constexpr uint64_t headers_bytes() const { return links() * slots * kHeaderBytes; }
   // Pair sets (channels x world), shared sets (channels), message sets (message channels x world).
   RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t pairs = uint64_t(channels) * world;
     uint64_t set = uint64_t(channel) * world + peer;
     if (s == Stream::kShared) set = pairs + channel;
     if (s == Stream::kMessage) set += pairs + channels;
-    return staging_offset() + headers_bytes() + (set * slots + slot) * segment_bytes;
+    return staging_offset() + (set * slots + slot) * segment_bytes;
   }
   RC_FN constexpr uint64_t copy_offset() const {
     const uint64_t sets = uint64_t(channels) * (world + 1) + uint64_t(message_channels()) * world;
-    return whole_pages(staging_offset() + headers_bytes() + sets * slots * segment_bytes);
+    return whole_pages(staging_offset() + sets * slots * segment_bytes);
   }
   RC_FN constexpr uint64_t region_bytes() const { return whole_pages(copy_offset() + copy_bytes); }
 };

@@ -129,8 +129,8 @@ RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_
 
 // The header of item `next` of a peer, if it is there and of another call than mine, which is this
 // one or an earlier one of the peer's. Null: no such header.
-RC_TEAM_FN const CallHeader* other_call_in(const View& v, Stream s, int channel, int peer,
-                                           uint32_t next) {
+RC_COLD const CallHeader* other_call_in(const View& v, Stream s, int channel, int peer,
+                                        uint32_t next) {
   const CallId& mine = v.mine->id;
   // Pairs with the release in publish() of the peer.
   if (!reached(load_acquire_sys(&v.signals(v.rank, s, channel, peer)->ready), next)) return nullptr;
