@@ -40,7 +40,6 @@ SAMPLE = {
     "acquire of arrive (1)": "direct",
     "acquire of arrive (2)": "direct",
     "acquire of await_slowly (1)": "ring",
-    "acquire of drained": "direct halves",
     "acquire of slot_is_free": "to a root",
     "release of send": "direct",
     "release of publish_item": "ring",
@@ -51,7 +50,7 @@ SAMPLE = {
     "release of tell_host": "absent",
     "barrier of load_words": "packet",
     "barrier of take_piece (2)": "to a root",
-    "barrier of receive_sources": "direct",
+    "barrier of receive_sources": "direct halves",
     "barrier of publish_item": "ring",
     "barrier of end_norm": "norm alone",
 }
