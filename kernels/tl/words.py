@@ -104,7 +104,9 @@ def header_at(region, stream, channel, sender, epoch, G: tl.constexpr):
     lines: tl.constexpr = (3 * STREAM_COUNT * G.channels * G.world + G.channels + 1) // 2 * 2
     link = (stream * G.channels + channel) * G.world + sender
     index = (epoch - 1) & (G.slots - 1)
-    return region + CONTROL_PAGE + lines * LINE + (link.to(tl.int64) * G.slots + index) * HEADER_PLACE
+    return (
+        region + CONTROL_PAGE + lines * LINE + (link.to(tl.int64) * G.slots + index) * HEADER_PLACE
+    )
 
 
 @triton.jit
