@@ -16,14 +16,17 @@ from ringcomm.comm.arguments import SUM, CallChecks
 from ringcomm.comm.collectives import Collectives
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.engine import Call
-from ringcomm.comm.meeting import Membership, meet
+from ringcomm.comm.engine import Call, refusal
+from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.messages import Messages
+from ringcomm.comm.nodes.building import Built, build
+from ringcomm.comm.nodes.core import NodesCore
+from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import AbortedError, ArgumentError, RingcommError, where
 from ringcomm.rendezvous.environment import read_environment
 from ringcomm.rendezvous.handles import check_name
 
@@ -138,8 +141,30 @@ class Communicator(Collectives, Messages):
     @classmethod
     def _meet(cls, membership: Membership, heap_bytes: int | None = None) -> Communicator:
         """Builds the communicator once the members have met; fills in ``membership.heaps``."""
-        core, heaps = meet(membership, heap_bytes)
-        return cls(core, replace(membership, heaps=heaps))
+        met = meet(membership, heap_bytes)
+        if isinstance(met, OneNode):
+            return cls(met.core, replace(membership, heaps=met.heaps))
+        return NodesCommunicator._over(membership, met, heap_bytes)
+
+    @property
+    def node(self) -> Communicator:
+        """The communicator of the ranks of this rank's node; where there is one node, this one."""
+        return self
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks that this one meets between nodes, itself included, by node."""
+        return (self._rank,)
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes that the ranks are on."""
+        return 1
+
+    def node_of(self, rank: int) -> int:
+        """Returns the number of the node that a rank is on."""
+        self.checks("node_of").peer("rank", rank)
+        return 0
 
     def new_group(
         self,
@@ -353,6 +378,61 @@ class Communicator(Collectives, Messages):
             # Peers may wait for a call that this rank will not make any more.
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+
+class NodesCommunicator(Communicator):
+    """A :class:`Communicator` whose ranks are on several nodes."""
+
+    _core: NodesCore  # type: ignore[assignment]  # which has the methods of the native one
+
+    def __init__(self, built: Built[Communicator], membership: Membership) -> None:
+        super().__init__(built.core, membership)
+        self._watch = built.watch
+        self._node = built.node
+
+    @classmethod
+    def _over(
+        cls, membership: Membership, found: SeveralNodes, heap_bytes: int | None
+    ) -> NodesCommunicator:
+        return cls(build(membership, found, heap_bytes, Communicator._meet), membership)
+
+    @property
+    def node(self) -> Communicator:
+        return self._node
+
+    @property
+    def places(self) -> Places:
+        """Which ranks are of one node, and which rank meets which between nodes."""
+        return self._core.places
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        return self.places.rail(self.places.place)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.places.nodes)
+
+    def node_of(self, rank: int) -> int:
+        self.checks("node_of").peer("rank", rank)
+        return self.places.node_of(rank)
+
+    def _fault(self, name: str) -> RingcommError:
+        error = self._watch.error
+        if error is None and self._refuse is not None:
+            return self._refuse(name)
+        head = where(name, self._rank, self._world_size)
+        told = error or AbortedError("the communicator was closed")
+        worded = type(told)(
+            f"{head}, node {self.places.node}: {told}. The communicator is unusable now: close it "
+            "and build a new one"
+        )
+        self._disable(refusal(self._rank, self._world_size, worded))
+        return worded
+
+    def _close(self, grace_s: float) -> None:
+        super()._close(grace_s)
+        self._node._close(grace_s)
 
 
 class DeviceCommunicator(DeviceMessages, Communicator):

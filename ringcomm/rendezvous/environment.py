@@ -217,16 +217,18 @@ class Placement:
 
         Raises:
             RendezvousError: it cannot be reached in time.
-            UnsupportedError: the ranks are spread over several machines.
+            UnsupportedError: the ranks are spread over several machines, and nothing says where
+                they meet.
         """
-        if self.local_world_size != self.world_size:
-            raise UnsupportedError(
-                f"communicator from {self.launcher} on rank {self.rank} of {self.world_size}: all "
-                f"ranks must run on one machine, but only {self.local_world_size} of them run on "
-                "this one. Start them on one machine"
-            )
         if self.has_master:
             return _master_store(self, timeout_s)
+        if self.local_world_size != self.world_size:
+            raise UnsupportedError(
+                f"communicator from {self.launcher} on rank {self.rank} of {self.world_size}: only "
+                f"{self.local_world_size} of the ranks run on this machine, so they expect "
+                "MASTER_ADDR and MASTER_PORT, which name a port of rank 0's machine. Set both on "
+                "all ranks"
+            )
         if self.world_size == 1:
             from torch.distributed import HashStore
 

@@ -11,10 +11,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ringcomm.errors import (
@@ -22,6 +23,7 @@ from ringcomm.errors import (
     MismatchError,
     RendezvousError,
     UnsupportedError,
+    printable,
     where,
 )
 from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_record, shown
@@ -31,7 +33,10 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
 # In their order; a device's communicators have more than a host's.
-STAGES = ("place", "heap", "multicast", "added", "ready")
+STAGES = ("place", "heap", "multicast", "added", "ready", "rails")
+NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
+MOST_NODE_ID_CHARS = 200
+LONGEST_REASON = 300
 
 
 class Store(Protocol):
@@ -66,8 +71,8 @@ class Meeting:
 class HeapHandle:
     """The place of a rank's heap and of its region, and what all ranks must agree on.
 
-    ``host``, ``boot`` and ``pid_namespace`` say which ranks can map each other. ``proof`` is
-    random in every communicator and stands in the region, which only this user's processes read.
+    ``host``, ``boot`` and ``pid_namespace`` say which ranks may be able to map each other, unless
+    ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and stands in the region, which only this user's processes read.
     """
 
     rank: int
@@ -75,6 +80,7 @@ class HeapHandle:
     host: str
     boot: str
     pid_namespace: str
+    node_id: str
     pid: int
     fd: int
     capacity_bytes: int
@@ -83,6 +89,14 @@ class HeapHandle:
     region_bytes: int
     proof: int
     layout: str
+
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """What only ranks that may map each other's memory have in common.
+
+        Host names are not part of it: they may be cut, and be equal on different machines.
+        """
+        return (self.node_id,) if self.node_id else (self.boot, self.pid_namespace)
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> HeapHandle:
@@ -96,6 +110,11 @@ def launch_attempt() -> str:
     torchrun's store outlives its attempts (``--max-restarts``), with the keys of those before.
     """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
+def node_id() -> str:
+    """Returns the node that the user has named for this rank, or ""."""
+    return os.environ.get(NODE_ID_VARIABLE, "")[:MOST_NODE_ID_CHARS]
 
 
 @cache
@@ -173,7 +192,6 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
 
     Raises:
         MismatchError: the ranks disagree on world size or options.
-        UnsupportedError: two ranks cannot share memory; both places are named.
     """
     operation = meeting.operation
     if theirs.rank != rank or theirs.world_size != mine.world_size:
@@ -182,6 +200,20 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
             f"{mine.world_size}, which says it is rank {theirs.rank} of {theirs.world_size}. "
             "Give every rank the same world_size and a rank of its own"
         )
+    if theirs.layout != mine.layout:
+        raise MismatchError(
+            f"{operation}: the ranks were given different options. Rank {mine.rank} has "
+            f"{mine.layout}, rank {rank} has {theirs.layout}. Pass equal CommOptions everywhere"
+        )
+
+
+def check_one_machine(meeting: Meeting, mine: Announced, theirs: Announced) -> None:
+    """Checks that two ranks on devices are on one machine.
+
+    Raises:
+        UnsupportedError: two ranks cannot share memory; both places are named.
+    """
+    operation, rank = meeting.operation, theirs.rank
     if (theirs.host, theirs.boot) != (mine.host, mine.boot):
         raise UnsupportedError(
             f"{operation}: all ranks must run on one machine, but rank {mine.rank} runs on "
@@ -192,11 +224,6 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
             f"{operation}: ranks {mine.rank} and {rank} run in different PID namespaces of "
             f"{mine.host} (containers?), so they cannot map each other's memory. Run all ranks "
             "in one container, or share the PID namespace"
-        )
-    if theirs.layout != mine.layout:
-        raise MismatchError(
-            f"{operation}: the ranks were given different options. Rank {mine.rank} has "
-            f"{mine.layout}, rank {rank} has {theirs.layout}. Pass equal CommOptions everywhere"
         )
 
 
@@ -218,13 +245,17 @@ class Rendezvous:
         arrival = meeting.store.add(f"{here}/arrivals/{meeting.rank}", 1)
         self._prefix = f"{here}/{arrival}"
 
+    @property
+    def prefix(self) -> str:
+        """Begins the keys of this rendezvous in the store."""
+        return self._prefix
+
     def handles(self, mine: HeapHandle) -> list[HeapHandle]:
         """Posts this rank's handle and returns those of all ranks, by rank.
 
         Raises:
             RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
             MismatchError: the ranks disagree on world size or options.
-            UnsupportedError: two ranks cannot share memory; both places are named.
         """
         _post(self._meeting, f"{self._prefix}/heap", asdict(mine))
         texts = _collect(self._meeting, f"{self._prefix}/heap")
@@ -256,20 +287,30 @@ class Rendezvous:
             if text is not None:
                 read_record(text, rank, self._meeting.operation)
 
-    def confirm(self, handles: Sequence[HeapHandle] = ()) -> None:
+    def confirm(
+        self, handles: Sequence[HeapHandle] = (), unreached: Mapping[int, str] = MappingProxyType({})
+    ) -> list[dict[int, str]]:
         """Says that this rank is ready and returns when all are; raises when one failed.
 
         Args:
             handles: as this rank read them, to be compared; none: nothing is.
+            unreached: the ranks of this machine that this rank cannot map, with the reasons.
+
+        Returns:
+            What each rank could not reach, by rank.
 
         Raises:
             RendezvousError: a rank failed, or read another handle of a rank than this one; named.
         """
         saw = [digest_of(asdict(handle)) for handle in handles]
-        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw})
+        here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}
+        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw, "unreached": here})
         operation = self._meeting.operation
+        everyone = []
         for rank, text in enumerate(_collect(self._meeting, f"{self._prefix}/ready")):
-            theirs = read_record(text, rank, operation).get("saw")
+            record = read_record(text, rank, operation)
+            everyone.append(_unreached_of(record.get("unreached"), rank, self._meeting))
+            theirs = record.get("saw")
             if theirs == saw:
                 continue
             if not isinstance(theirs, list) or len(theirs) != len(saw):
@@ -282,6 +323,7 @@ class Rendezvous:
                 f"more than one process posts as rank {forged}. Give every rank a number of its "
                 "own, and every job a store of its own"
             )
+        return everyone
 
     def fail(self, error: BaseException) -> None:
         """Tells the peers that wait in either round that this rank cannot take part."""
@@ -293,6 +335,22 @@ class Rendezvous:
                 # The store is gone, often with the rank that held it; the error that is
                 # being reported matters more.
                 return
+
+
+def _unreached_of(record: Any, rank: int, meeting: Meeting) -> dict[int, str]:
+    """Reads which ranks ``rank`` could not reach."""
+    found = {}
+    for key, why in record.items() if isinstance(record, dict) else ():
+        if not (key.isdecimal() and len(key) < 10 and int(key) < meeting.world_size):
+            break
+        found[int(key)] = printable(why) if isinstance(why, str) else ""
+    else:
+        if isinstance(record, dict):
+            return found
+    raise RendezvousError(
+        f"{meeting.operation}: expected the ranks that rank {rank} cannot reach, got "
+        f"{shown(record)}"
+    )
 
 
 def check_name(name: str) -> None:

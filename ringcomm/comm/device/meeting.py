@@ -31,7 +31,12 @@ from ringcomm.memory.device_peers import (
     make_handle,
     map_device_heap,
 )
-from ringcomm.rendezvous.handles import Meeting, Rendezvous, check_agreement
+from ringcomm.rendezvous.handles import (
+    Meeting,
+    Rendezvous,
+    check_agreement,
+    check_one_machine,
+)
 
 __all__ = ["Links", "meet_on_device", "prove_links"]
 
@@ -370,6 +375,7 @@ def _handles(
     try:
         for rank, theirs in enumerate(handles):
             check_agreement(meeting, mine, theirs, rank)
+            check_one_machine(meeting, mine, theirs)
     except RingcommError:
         core.announce(None)  # all ranks compare all handles, so none goes on
         raise
