@@ -72,7 +72,8 @@ class HeapHandle:
     """The place of a rank's heap and of its region, and what all ranks must agree on.
 
     ``host``, ``boot`` and ``pid_namespace`` say which ranks may be able to map each other, unless
-    ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and stands in the region, which only this user's processes read.
+    ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and
+    stands in the region, which only this user's processes read.
     """
 
     rank: int
@@ -288,7 +289,9 @@ class Rendezvous:
                 read_record(text, rank, self._meeting.operation)
 
     def confirm(
-        self, handles: Sequence[HeapHandle] = (), unreached: Mapping[int, str] = MappingProxyType({})
+        self,
+        handles: Sequence[HeapHandle] = (),
+        unreached: Mapping[int, str] = MappingProxyType({}),
     ) -> list[dict[int, str]]:
         """Says that this rank is ready and returns when all are; raises when one failed.
 

@@ -37,6 +37,9 @@ FOR_EVER = timedelta(days=365)
 _DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
 
 
+_HEADER = "<qqqq"
+
+
 class MessageHeader(NamedTuple):
     """What a sender says of a message."""
 
@@ -45,17 +48,15 @@ class MessageHeader(NamedTuple):
     dtype: int
     size_bytes: int
 
-    FORMAT = "<qqqq"
-
     def packed(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(struct.pack(self.FORMAT, *self)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(struct.pack(_HEADER, *self)), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, memory: torch.Tensor) -> MessageHeader:
-        return cls(*struct.unpack(cls.FORMAT, bytes(memory.tolist())))
+        return cls(*struct.unpack(_HEADER, bytes(memory.tolist())))
 
 
-HEADER_BYTES = struct.calcsize(MessageHeader.FORMAT)
+HEADER_BYTES = struct.calcsize(_HEADER)
 
 
 class MateRequest:
@@ -169,8 +170,8 @@ class NodesMessages:
         places = self._places
         if peer in places.mates:
             place = places.place_of(peer)
-            request = self._inner.post_send(ptr, size_bytes, place, tag, dtype)
-            return MateRequest(request, places.mates)
+            within = self._inner.post_send(ptr, size_bytes, place, tag, dtype)
+            return MateRequest(within, places.mates)
         line = self._line(self._sends, peer, "send")
         with self._guard:
             line.number += 1
@@ -202,8 +203,8 @@ class NodesMessages:
             )
         if peer in places.mates:
             place = places.place_of(peer)
-            request = self._inner.post_recv(ptr, size_bytes, place, tag, dtype)
-            return MateRequest(request, places.mates)
+            within = self._inner.post_recv(ptr, size_bytes, place, tag, dtype)
+            return MateRequest(within, places.mates)
         line = self._line(self._receives, peer, "recv")
         with self._guard:
             line.number += 1
@@ -218,7 +219,9 @@ class NodesMessages:
                 ]
             )
         request = RailRequest(peer, mine, self._give_up)
-        line.add(lambda: self._end(request, lambda: self._finish(request, mine, room, header, data)))
+        line.add(
+            lambda: self._end(request, lambda: self._finish(request, mine, room, header, data))
+        )
         return request
 
     def break_up(self) -> None:
@@ -267,7 +270,9 @@ class NodesMessages:
         try:
             status = finish()
         except RuntimeError as error:
-            self._watch.on_rail(request.source, "a message", 0.0, FOR_EVER.total_seconds(), str(error))
+            self._watch.on_rail(
+                request.source, "a message", 0.0, FOR_EVER.total_seconds(), str(error)
+            )
             status = _native.STATUSES["peer_lost"]
         request.end(status)
 
@@ -276,4 +281,3 @@ class NodesMessages:
         timeout_s = self._inner.timeout_ms / 1000
         if waited_s >= timeout_s:
             self._watch.on_rail(peer, "a message", waited_s, timeout_s, "")
-

@@ -98,7 +98,7 @@ def divide(
     Args:
         rank: this one.
         machines: by rank, what only ranks that may map each other's memory have in common.
-        unreached: by rank, the ranks of its machine whose memory it could not map, with the reasons.
+        unreached: by rank, the ranks of its machine whose memory it could not map, and why.
         operation: named in errors.
 
     Raises:

@@ -330,7 +330,7 @@ class Rails:
         self._waiter.wait(message.work, timedelta(seconds=max(timeout_s, 0.001)))
 
     def break_up(self) -> None:
-        """Ends all messages under way, here and on the peers. See NOTE [Ending a wait of Gloo's]."""
+        """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
         self._connections.shut_down()
         for group in self._groups.values():
             abort = getattr(group, "abort", None)
@@ -344,4 +344,3 @@ class Rails:
         """Gives up the groups, once no message is under way."""
         self._waiter.stop()
         self._groups.clear()
-

@@ -3,9 +3,9 @@
 A rank that fails shows in different ways: to the ranks of its node in the node's abort words, to
 its rail peers by a connection that breaks, to all others by nothing. And whoever gives up breaks
 its own rails, so that a fault goes through all connections while only one rank knows its cause.
-So the first who knows a cause *claims* it in the store, where one claim is all that is kept; whoever
-notices something later takes over that claim. Then the rank aborts its node, whose ranks read the
-claim's words there, and breaks its rails.
+So the first who knows a cause *claims* it in the store, where one claim is all that is kept;
+whoever notices something later takes over that claim. Then the rank aborts its node, whose ranks
+read the claim's words there, and breaks its rails.
 """
 
 from __future__ import annotations
