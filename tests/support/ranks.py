@@ -27,7 +27,10 @@ POLL_S = 0.01
 
 @dataclass
 class Outcome:
-    """The end of one rank: a value, or an exception with its text, or only an exit code."""
+    """The end of one rank: a value, or an exception with its text, or only an exit code.
+
+    There is no exit code where a rank has answered and stays up.
+    """
 
     rank: int
     exitcode: int | None = None
@@ -37,7 +40,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.error is None and self.exitcode == 0
+        return self.error is None and not self.exitcode
 
     def describe(self) -> str:
         return f"rank {self.rank}: exit code {self.exitcode}\n{self.trace}"
