@@ -345,7 +345,7 @@ class NodesCore(CallsOverNodes):
             )
         )
         if wide != ptr:
-            _native.sum_partials([wide], r.partial, ptr, wire, mine.elems, r.joining, 0)
+            _native.combine_partials([wide], r.partial, ptr, wire, mine.elems, r.joining, 0)
 
     def _end_reduction(
         self, begun: _Reduction, outs: Mapping[int, Span], r: Reducing, out_dtype: int
@@ -355,7 +355,7 @@ class NodesCore(CallsOverNodes):
             for message in begun.arriving[place]:
                 self._arrived(message)
             if begun.elems[place]:
-                _native.sum_partials(
+                _native.combine_partials(
                     ptrs,
                     self._wire(r),
                     outs[place].ptr,
@@ -386,7 +386,7 @@ class NodesCore(CallsOverNodes):
             self._receive(places.place, node, ptrs[node], size_bytes) for node in places.others()
         ]
         mine = ptrs[places.node]
-        _native.sum_partials([in_ptr], r.dtype, mine, r.partial, elems, r.joining, 0)
+        _native.combine_partials([in_ptr], r.dtype, mine, r.partial, elems, r.joining, 0)
         within = SUM if r.op == AVG else r.op
         self._inside(self._inner.all_reduce(mine, mine, elems, r.partial, within, r.factor, DIRECT))
         self._sent += [
@@ -398,7 +398,7 @@ class NodesCore(CallsOverNodes):
         for message in arriving:
             self._arrived(message)
         divide_by = self._world if r.op == AVG else 0
-        _native.sum_partials(ptrs, r.partial, out_ptr, r.dtype, elems, r.joining, divide_by)
+        _native.combine_partials(ptrs, r.partial, out_ptr, r.dtype, elems, r.joining, divide_by)
         self._settle(self._sent)
         self._scratch.give(begun.taken)
 
@@ -445,7 +445,7 @@ class NodesCore(CallsOverNodes):
             self._arrived(message)
         if places.rank == root:
             divide_by = self._world if r.op == AVG else 0
-            _native.sum_partials(ptrs, r.partial, out_ptr, r.dtype, elems, r.joining, divide_by)
+            _native.combine_partials(ptrs, r.partial, out_ptr, r.dtype, elems, r.joining, divide_by)
         self._settle(self._sent)
         self._scratch.give(begun.taken)
 
