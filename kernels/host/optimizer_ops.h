@@ -35,8 +35,8 @@ struct OptimizerOps : HostOps {
 // others' as one source, so the divisor cannot be their count.
 struct GradKind {
   DType dtype;
-  int divide_by;  // 0: the sum
-  int sum_block;  // as in GradSources
+  int divide_by;      // 0: the sum
+  int sum_block = 0;  // as in GradSources
 };
 
 struct UpdateFinish {

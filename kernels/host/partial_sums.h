@@ -76,8 +76,7 @@ inline void reduce_in_blocks(const BlockedSum& blocks, const ReduceJob& job) {
   }
 }
 
-// Combines arrays element by element, in list order and in the accumulator's type, divides by
-// `divide_by` unless that is 0, and rounds once. False: not defined for these types and operator.
+// The way in which local arrays are combined.
 struct PartialSums {
   DType sources, results;
   RedOp op;
@@ -85,6 +84,8 @@ struct PartialSums {
   bool streaming;
 };
 
+// Combines arrays element by element, in list order and in the accumulator's type, divides by
+// `divide_by` unless that is 0, and rounds once. False: not defined for these types and operator.
 inline bool combine_partials(const std::vector<const void*>& in, void* out, uint64_t elems,
                              const PartialSums& how) {
   const bool adds = how.op == RedOp::kSum || how.op == RedOp::kAvg || how.op == RedOp::kPremulSum;

@@ -185,6 +185,7 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             records=options.records,
             name=membership.name,
             single_copy=options.single_copy,
+            sum_blocks=options.sum_blocks,
         )
     except OSError as error:
         operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
@@ -209,8 +210,8 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         proof=core.proof,
         layout=(
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
-            f"records={membership.options.records}, carrier={membership.options.carrier_name}, "
-            f"wire={membership.options.wire}"
+            f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
+            f"carrier={membership.options.carrier_name}, wire={membership.options.wire}"
         ),
     )
 

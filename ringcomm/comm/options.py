@@ -67,6 +67,11 @@ class CommOptions:
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.
+        sum_blocks: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
+            blocks of L consecutive ranks, the last one perhaps shorter, and then the blocks'
+            results in order, all in the accumulator's type and with one rounding at the end: the
+            bits of nodes of L ranks. It excludes ``algorithm="ring"`` for reductions, and
+            ``kernels="triton"``.
         objects: "plain", or "pickle" to let the object collectives send anything. Unpickling runs
             code that the sender chose, so "pickle" is for ranks that trust each other.
         largest_object_bytes: the largest object that the object collectives send, or accept from
@@ -85,6 +90,7 @@ class CommOptions:
     carrier: str | Callable[..., Any] = "auto"
     wire: str = "fp32"
     kernels: str = "native"
+    sum_blocks: int = 0
     objects: str = "plain"
     largest_object_bytes: int = 4 << 30
 
@@ -110,6 +116,13 @@ class CommOptions:
             )
         if self.wire not in ("fp32", "param"):
             raise ArgumentError(f"wire: expected fp32 or param, got {self.wire!r}")
+        if self.sum_blocks < 0:
+            raise ArgumentError(f"sum_blocks: expected 0 or more, got {self.sum_blocks}")
+        if self.sum_blocks and self.kernels == "triton":
+            raise ArgumentError(
+                'sum_blocks: expected 0 with kernels="triton", whose kernels sum in rank order, '
+                f"got {self.sum_blocks}"
+            )
         if self.objects not in ("plain", "pickle"):
             raise ArgumentError(f"objects: expected plain or pickle, got {self.objects!r}")
         if self.largest_object_bytes < 1:

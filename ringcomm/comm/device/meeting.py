@@ -199,7 +199,7 @@ def meet_on_device(
     Raises:
         RendezvousError: a rank is missing or failed; named.
         MismatchError: the ranks disagree.
-        UnsupportedError: too many ranks, or devices that cannot reach each other.
+        UnsupportedError: too many ranks, devices that cannot reach each other, or sums in blocks.
         HeapError: no room for the heap or the communicator's region in it.
     """
     world_size = len(membership.ranks)
@@ -208,6 +208,11 @@ def meet_on_device(
         raise UnsupportedError(
             f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
             f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
+        )
+    if membership.options.sum_blocks:
+        raise UnsupportedError(
+            f"{meeting.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
+            "but devices sum in rank order alone. Use sum_blocks=0, or a communicator on the host"
         )
     rendezvous = Rendezvous(meeting)
     core: DeviceCore | None = None
