@@ -38,7 +38,8 @@ struct Meeting {
 
 // The reader stops at an event; the lender's clock begins to run then.
 struct Team {
-  static constexpr bool kSleeps = false, kShareWaits = false, kReadsProcesses = true;
+  static constexpr bool kSleeps = false, kShareWaits = false, kReadsWhole = false,
+                        kReadsProcesses = true;
   int rank;
   Meeting* meeting;
   uint64_t now = 1;
@@ -47,6 +48,7 @@ struct Team {
   static constexpr int num_lanes() { return 1; }
   static constexpr int channel() { return 0; }
   static constexpr int num_channels() { return 1; }
+  static constexpr Portion portion() { return {}; }
   static void sync() {}
   static Status share(Status status) { return status; }
   static Status health(int) { return Status::kOk; }

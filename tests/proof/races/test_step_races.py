@@ -28,8 +28,10 @@ MUTANTS = {
     ),
     "a chunk's edge updated twice": Mutant(
         BUCKETS,
-        "elems - begin < size ? elems : begin + size}",
-        "elems - begin < size + (CHOSEN ? 1 : 0) ? elems : begin + size + (CHOSEN ? 1 : 0)}",
+        "{begin, elems - begin < chunk_elems ? elems : begin + chunk_elems}",
+        "{begin, elems - begin < chunk_elems + (CHOSEN ? 1 : 0)\n"
+        "                       ? elems\n"
+        "                       : begin + chunk_elems + (CHOSEN ? 1 : 0)}",
     ),
 }
 
