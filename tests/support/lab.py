@@ -195,7 +195,7 @@ class Lab:
             )
         deadline = time.monotonic() + START_S
         for name, holder in zip((*names, "switch"), self._holders, strict=True):
-            output = holder.stdout
+            output: Any = holder.stdout
             left = max(deadline - time.monotonic(), 0)
             line = output.readline() if select.select([output], [], [], left)[0] else b"no answer"
             if line != b"ready\n":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -240,7 +241,7 @@ def gloo_sum():
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, LIMIT
     )
-    group = dist.ProcessGroupGloo(store, rank, world, LIMIT)
+    group: Any = dist.ProcessGroupGloo(store, rank, world, LIMIT)
     tensor = torch.full((5,), rank + 1.0)
     group.allreduce([tensor]).wait()
     return tensor.tolist()
