@@ -195,7 +195,7 @@ class Lab:
             )
         deadline = time.monotonic() + START_S
         for name, holder in zip((*names, "switch"), self._holders, strict=True):
-            output = holder.stdout
+            output: Any = holder.stdout
             left = max(deadline - time.monotonic(), 0)
             line = output.readline() if select.select([output], [], [], left)[0] else b"no answer"
             if line != b"ready\n":
@@ -461,13 +461,14 @@ class _Rank:
 class LabRanks:
     """Ranks on the nodes of a lab, which run one function after another.
 
-    A call for which a rank raised, died or did not answer costs these processes: the next call has
-    new ones. Each call has a MASTER_PORT of its own.
+    A call for which a rank raised, died or did not answer, or whose outcomes nobody took, costs
+    these processes: the next call has new ones. Each call has a MASTER_PORT of its own.
     """
 
     def __init__(self, lab: Lab, shape: tuple[int, ...]) -> None:
         self._lab, self.shape = lab, shape
         self._ranks: list[_Rank] = []
+        self._is_called = False
 
     @property
     def pids(self) -> list[int]:
@@ -497,10 +498,11 @@ class LabRanks:
 
     def start(self, fn: Check, *args: Any) -> None:
         """Begins a call, whose end :meth:`outcomes` waits for."""
-        if any(rank.process.poll() is not None for rank in self._ranks):
+        if self._is_called or any(rank.process.poll() is not None for rank in self._ranks):
             self.close()
         if not self._ranks:
             self._ranks = [_Rank(self._lab, place) for place in Place.all_of(self.shape)]
+        self._is_called = True
         port = self._lab.next_port()
         for rank in self._ranks:
             rank.start((fn, args, port))
@@ -512,14 +514,15 @@ class LabRanks:
             timeout_s: how long to wait for the slowest rank.
             grace_s: how long the others may take once one has failed; None: as long as ever.
         """
+        self._is_called = False
         deadline = time.monotonic() + timeout_s
         outcomes: dict[int, Outcome] = {}
         waiting = {rank.pipe: rank for rank in self._ranks}
         while waiting:
             left = max(deadline - time.monotonic(), 0)
             ready = connection.wait(list(waiting), left)
-            for pipe in ready or list(waiting):
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            for rank in [rank for pipe, rank in waiting.items() if not ready or pipe in ready]:
+                del waiting[rank.pipe]
                 outcome = rank.outcome() if ready else rank.late()
                 outcomes[outcome.rank] = outcome
                 if not outcome.ok and grace_s is not None:
