@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -16,7 +15,7 @@ from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.rails import Rails, carrier_of
 from ringcomm.comm.nodes.watch import Watch
 from ringcomm.errors import RendezvousError
-from ringcomm.json_reader import read_record, shown
+from ringcomm.json_reader import read_record
 
 
 class _Closable(Protocol):
@@ -61,13 +60,13 @@ def build(
     closing: list[_Closable] = []
     try:
         built = _built(membership, found, heap_bytes, make_node, closing)
-        _confirm(found, built[1])
+        _confirm(found)
     except BaseException as error:
         found.rendezvous.fail(error)
         for each in reversed(closing):
             each.close()
         raise
-    return built[0]
+    return built
 
 
 def _built(
@@ -76,7 +75,7 @@ def _built(
     heap_bytes: int | None,
     make_node: Callable[[Membership], C],
     closing: list[_Closable],
-) -> tuple[Built[C], Rails]:
+) -> Built[C]:
     places, options, operation = found.places, membership.options, found.meeting.operation
     of_node = replace(
         membership,
@@ -96,7 +95,7 @@ def _built(
     messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, carrier)
     watch.breakable.append(messages)
     core = NodesCore(inner, places, rails, watch, messages, options.wire)
-    return Built(core, node, watch), rails
+    return Built(core, node, watch)
 
 
 def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> _native.Comm:
@@ -110,19 +109,7 @@ def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> _nati
     return met.core
 
 
-def _confirm(found: SeveralNodes, rails: Rails) -> None:
-    """Waits until the rails of all ranks stand, and tells them which connections are theirs."""
-    operation = found.meeting.operation
-    ends: list[list[list[str]]] = []
-    begin = time.monotonic()
-    for rank, text in enumerate(found.rendezvous.everyone("rails", {"ends": rails.ends()})):
-        theirs = read_record(text, rank, operation).get("ends")
-        if not isinstance(theirs, list) or not all(
-            isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in theirs
-        ):
-            raise RendezvousError(
-                f"{operation}: expected pairs of addresses from rank {rank} after "
-                f"{time.monotonic() - begin:.1f} s, got {shown(theirs)}"
-            )
-        ends.append(theirs)
-    rails.confirm(ends)
+def _confirm(found: SeveralNodes) -> None:
+    """Waits until the rails of all ranks stand."""
+    for rank, text in enumerate(found.rendezvous.everyone("rails", {})):
+        read_record(text, rank, found.meeting.operation)

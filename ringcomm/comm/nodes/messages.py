@@ -24,7 +24,7 @@ from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
     HEADER_TAG,
     Carrier,
-    Connections,
+    break_up,
     gloo,
     memory_at,
     tag_of,
@@ -156,7 +156,6 @@ class NodesMessages:
         self._inner = inner
         self._places = places
         self._watch = watch
-        self._connections = Connections()
         world = sum(map(len, places.nodes))
         timeout = timedelta(milliseconds=inner.timeout_ms)
         more = {"lazy": True} if carrier is gloo else {}
@@ -176,14 +175,11 @@ class NodesMessages:
         with self._guard:
             line.number += 1
             header = MessageHeader(line.number, tag, dtype, size_bytes)
-            works = self._connections.around(
-                lambda: [
-                    self._group.send([header.packed()], peer, HEADER_TAG),
-                    self._group.send(
-                        [memory_at(ptr, size_bytes)], peer, tag_of(header.number, size_bytes)
-                    ),
-                ]
-            )
+            data_tag = tag_of(header.number, size_bytes)
+            works = [
+                self._group.send([header.packed()], peer, HEADER_TAG),
+                self._group.send([memory_at(ptr, size_bytes)], peer, data_tag),
+            ]
         request = RailRequest(peer, header, self._give_up)
         line.add(lambda: self._end(request, lambda: self._await(works)))
         return request
@@ -210,13 +206,9 @@ class NodesMessages:
             line.number += 1
             mine = MessageHeader(line.number, tag, dtype, size_bytes)
             room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            header, data = self._connections.around(
-                lambda: [
-                    self._group.recv([room], peer, HEADER_TAG),
-                    self._group.recv(
-                        [memory_at(ptr, size_bytes)], peer, tag_of(mine.number, size_bytes)
-                    ),
-                ]
+            header = self._group.recv([room], peer, HEADER_TAG)
+            data = self._group.recv(
+                [memory_at(ptr, size_bytes)], peer, tag_of(mine.number, size_bytes)
             )
         request = RailRequest(peer, mine, self._give_up)
         line.add(
@@ -226,7 +218,8 @@ class NodesMessages:
 
     def break_up(self) -> None:
         """Ends all messages under way."""
-        self._connections.shut_down()
+        for peer in (*self._sends, *self._receives)[:1]:
+            break_up(self._group, peer)
 
     def close(self) -> None:
         """Lets the threads end."""

@@ -12,10 +12,9 @@ import queue
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -118,76 +117,25 @@ def _host_of(store: Any) -> str | None:
 # NOTE [Ending a wait of Gloo's]
 #
 # ProcessGroupGloo.abort() ends no wait for a message, and Python cannot reach the message's own
-# abort (torch 2.13). A wait ends when its connection breaks. So the rails know the descriptors of
-# their connections and shut them down: each wait then fails at once, here and on the peers, and
-# the group can be destroyed. The descriptors are those sockets that came while the group was made
-# and that both ends name alike (Rails.confirm), so that no stranger's connection is shut down.
+# abort (torch 2.13). But a wait whose time is over breaks all of its group's connections, and with
+# them every other wait, here and on the peers. So break_up() waits a moment for what nobody sends.
+NOBODYS_TAG = 2
 
 
-@dataclass(frozen=True)
-class Connection:
-    """A connected socket of this process: its descriptor, and the addresses of its two ends."""
+def break_up(group: Any, peer: int) -> None:
+    """Ends all that waits in a carrier's group, here and on the peers; the group is dead then.
 
-    fd: int
-    here: str
-    there: str
-
-
-class Connections:
-    """The connections of a carrier, which are those sockets that came while it made them."""
-
-    def __init__(self) -> None:
-        self._known: set[Connection] = set()
-        self._guard = threading.Lock()
-
-    def around(self, make: Callable[[], T]) -> T:
-        """Returns what ``make`` does, and takes the connections that came meanwhile."""
-        with self._guard:
-            before = {each.fd for each in _connected_sockets()}
-            try:
-                return make()
-            finally:
-                self._known |= {each for each in _connected_sockets() if each.fd not in before}
-
-    def ends(self) -> list[list[str]]:
-        """Returns the addresses of the two ends of each."""
-        return [[each.here, each.there] for each in self._known]
-
-    def keep(self, theirs: set[tuple[str, str]]) -> None:
-        """Forgets those that no peer names; ``theirs``: what the peers' :meth:`ends` are."""
-        self._known = {each for each in self._known if (each.there, each.here) in theirs}
-
-    def shut_down(self) -> None:
-        """Ends all that waits for something to come or to leave, here and on the peers."""
-        known, self._known = self._known, set()
-        for each in known:
-            _shut_down(each)
-
-
-def _connected_sockets() -> Iterator[Connection]:
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if not os.readlink(entry).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as each:
-                if each.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                here, there = (_text(end) for end in (each.getsockname(), each.getpeername()))
-        except OSError:  # closed meanwhile, or not connected
-            continue
-        yield Connection(int(entry.name), here, there)
-
-
-def _text(address: tuple[Any, ...]) -> str:
-    return f"{address[0]}/{address[1]}"
-
-
-def _shut_down(connection: Connection) -> None:
+    Args:
+        group: the process group.
+        peer: any other rank of it; of a lazy one, one that this rank is connected to.
+    """
     try:
-        with socket.socket(fileno=os.dup(connection.fd)) as each:
-            if _text(each.getpeername()) == connection.there:
-                each.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has ended already
+        if group.name() != "gloo":
+            group.abort()
+            return
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:  # as is meant; or the group was dead already
         return
 
 
@@ -266,13 +214,10 @@ class Rails:
     ) -> None:
         self.places = places
         self._waiter = Waiter("ringcomm-rail")
-        self._connections = Connections()
-        self._groups: dict[int, Any] = self._connections.around(
-            lambda: {
-                number: self._made(number, store, carrier, timeout_s, operation)
-                for number in places.rails_of(places.rank)
-            }
-        )
+        self._groups: dict[int, Any] = {
+            number: self._made(number, store, carrier, timeout_s, operation)
+            for number in places.rails_of(places.rank)
+        }
 
     def _made(
         self, number: int, store: Store, carrier: Carrier, timeout_s: float, operation: str
@@ -302,15 +247,6 @@ class Rails:
             )
         return group
 
-    def ends(self) -> list[list[str]]:
-        """Returns the addresses of this rank's connections, for :meth:`confirm`."""
-        return self._connections.ends()
-
-    def confirm(self, ends: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Keeps the connections that the peers name, too; ``ends``: what each rank returned."""
-        peers = {rank for number in self._groups for rank in self.places.rail(number)}
-        self._connections.keep({(here, there) for rank in peers for here, there in ends[rank]})
-
     def send(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
         """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""
         work = self._groups[rail].send([memory], node, tag)
@@ -331,14 +267,9 @@ class Rails:
 
     def break_up(self) -> None:
         """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
-        self._connections.shut_down()
+        peer = next(self.places.others())
         for group in self._groups.values():
-            abort = getattr(group, "abort", None)
-            if abort is not None:
-                try:
-                    abort()
-                except RuntimeError:  # a carrier that cannot abort; its waits end with their time
-                    continue
+            break_up(group, peer)
 
     def close(self) -> None:
         """Gives up the groups, once no message is under way."""
