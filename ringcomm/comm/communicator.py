@@ -28,7 +28,7 @@ from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, where
 from ringcomm.rendezvous.environment import read_environment
-from ringcomm.rendezvous.handles import check_name
+from ringcomm.rendezvous.handles import check_name, named_node
 
 Tensor = torch.Tensor
 
@@ -96,6 +96,7 @@ class Communicator(Collectives, Messages):
         heap_bytes: int | None = None,
         options: CommOptions | None = None,
         device: Device = None,
+        node_id: str | None = None,
     ) -> Communicator:
         """Builds a communicator of ``world_size`` ranks that share ``store``.
 
@@ -109,6 +110,8 @@ class Communicator(Collectives, Messages):
             options: tunables, equal on all ranks; ``timeout`` wins over theirs.
             device: None or "cpu" for CPU tensors; "cuda", "cuda:1" or a torch.device for tensors of
                 that GPU.
+            node_id: names this rank's node, which is else found by mapping memory; None takes
+                RINGCOMM_NODE_ID.
 
         Raises:
             ArgumentError: a bad rank, world size or name.
@@ -122,7 +125,8 @@ class Communicator(Collectives, Messages):
             raise ArgumentError(f"world_size: expected an integer >= 1, got {world_size!r}")
         CallChecks(f"communicator {name!r}", rank, world_size).peer("rank", rank)
         options = _options(options, timeout)
-        membership = Membership(name, rank, tuple(range(world_size)), store, options, ())
+        chosen = named_node() if node_id is None else node_id
+        membership = Membership(name, rank, tuple(range(world_size)), store, options, (), chosen)
         index = find_device(device, f"communicator {name!r}")
         if index is None:
             return cls._meet(membership, heap_bytes)
@@ -218,6 +222,7 @@ class Communicator(Collectives, Messages):
             self._membership.store,
             _options(self.options, timeout if timeout is not None else self.timeout),
             (),
+            self._membership.node_id,
         )
         return self._rebuild(membership)
 

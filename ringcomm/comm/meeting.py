@@ -22,7 +22,6 @@ from ringcomm.rendezvous.handles import (
     Rendezvous,
     machine_identity,
     members_of,
-    node_id,
 )
 
 _STRANGERS = "Does another process post in this store? Give every job a store of its own"
@@ -33,7 +32,8 @@ class Membership:
     """The ranks of a communicator, its store and its options.
 
     ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
-    mapped here, held as long as the communicator lives.
+    mapped here, held as long as the communicator lives. ``node_id`` is what this rank's node was
+    named, or "".
     """
 
     name: str
@@ -42,6 +42,7 @@ class Membership:
     store: Store
     options: CommOptions
     heaps: tuple[MappedHeap, ...]
+    node_id: str = ""
 
 
 def rendezvous_of(membership: Membership) -> Meeting:
@@ -200,7 +201,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         host=host,
         boot=boot,
         pid_namespace=pid_namespace,
-        node_id=node_id(),
+        node_id=membership.node_id,
         pid=os.getpid(),
         fd=heap.fd,
         capacity_bytes=heap.capacity_bytes,

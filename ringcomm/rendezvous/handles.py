@@ -113,7 +113,7 @@ def launch_attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
-def node_id() -> str:
+def named_node() -> str:
     """Returns the node that the user has named for this rank, or ""."""
     return os.environ.get(NODE_ID_VARIABLE, "")[:MOST_NODE_ID_CHARS]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,14 @@ SMALL_SEGMENT_BYTES = 256
 Worlds = Callable[..., LocalWorld]
 
 
+def in_nodes(n: int) -> list[int] | None:
+    """Returns how many ranks each node has, as RINGCOMM_TEST_NODES says; None: there is one."""
+    nodes = min(int(os.environ.get("RINGCOMM_TEST_NODES", "1")), n)
+    if nodes < 2:
+        return None
+    return [n // nodes + (node < n % nodes) for node in range(nodes)]
+
+
 @contextmanager
 def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
     """Gives the function behind the fixtures ``worlds``, and closes its worlds at the end."""
@@ -26,7 +35,9 @@ def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
         world = built.get((n, segment_bytes))
         if world is None or any(each.aborted for each in world):
             options = CommOptions(timeout=TIMEOUT_S, segment_bytes=segment_bytes)
-            world = built[n, segment_bytes] = ringcomm.local_world(n, options=options)
+            world = built[n, segment_bytes] = ringcomm.local_world(
+                n, options=options, nodes=in_nodes(n)
+            )
         return world
 
     yield get

@@ -1,9 +1,9 @@
 """Sends and receives between ranks of different nodes, and within a node by its own core.
 
-Each pair of ranks has its messages in order, as within a node. A message is two sends of the
-carrier: a header (tag, dtype, size), and the data. The data's tag stands for the message's number
-and size, so that data which do not fit are never received into too small a buffer; the header then
-says what was expected and what came.
+Between two ranks the messages of one tag keep their order, as within a node. A message is two sends
+of the carrier: a header (dtype, size), and the data. The data's tag stands for the message's tag,
+number and size, so that data which do not fit are never received into too small a buffer; the
+header then says what was expected and what came.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.distributed import Store
 from ringcomm import _native
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
-    HEADER_TAG,
     Carrier,
     break_up,
     gloo,
@@ -114,7 +113,7 @@ class RailRequest:
 
 
 class _Line:
-    """The messages of one kind to or from one peer, ended in order by a thread."""
+    """The messages of one tag to or from one peer, ended in order by a thread."""
 
     def __init__(self, name: str) -> None:
         self.number = 0
@@ -160,8 +159,8 @@ class NodesMessages:
         timeout = timedelta(milliseconds=inner.timeout_ms)
         more = {"lazy": True} if carrier is gloo else {}
         self._group: Any = carrier(store, places.rank, world, timeout, **more)
-        self._sends: dict[int, _Line] = {}
-        self._receives: dict[int, _Line] = {}
+        self._sends: dict[tuple[int, int], _Line] = {}
+        self._receives: dict[tuple[int, int], _Line] = {}
         self._guard = threading.Lock()
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
@@ -171,13 +170,13 @@ class NodesMessages:
             place = places.place_of(peer)
             within = self._inner.post_send(ptr, size_bytes, place, tag, dtype)
             return MateRequest(within, places.mates)
-        line = self._line(self._sends, peer, "send")
+        line = self._line(self._sends, peer, tag)
         with self._guard:
             line.number += 1
             header = MessageHeader(line.number, tag, dtype, size_bytes)
-            data_tag = tag_of(header.number, size_bytes)
+            data_tag = tag_of((tag, header.number), size_bytes)
             works = [
-                self._group.send([header.packed()], peer, HEADER_TAG),
+                self._group.send([header.packed()], peer, tag_of(tag, HEADER_BYTES)),
                 self._group.send([memory_at(ptr, size_bytes)], peer, data_tag),
             ]
         request = RailRequest(peer, header, self._give_up)
@@ -201,15 +200,14 @@ class NodesMessages:
             place = places.place_of(peer)
             within = self._inner.post_recv(ptr, size_bytes, place, tag, dtype)
             return MateRequest(within, places.mates)
-        line = self._line(self._receives, peer, "recv")
+        line = self._line(self._receives, peer, tag)
         with self._guard:
             line.number += 1
             mine = MessageHeader(line.number, tag, dtype, size_bytes)
             room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            header = self._group.recv([room], peer, HEADER_TAG)
-            data = self._group.recv(
-                [memory_at(ptr, size_bytes)], peer, tag_of(mine.number, size_bytes)
-            )
+            header = self._group.recv([room], peer, tag_of(tag, HEADER_BYTES))
+            data_tag = tag_of((tag, mine.number), size_bytes)
+            data = self._group.recv([memory_at(ptr, size_bytes)], peer, data_tag)
         request = RailRequest(peer, mine, self._give_up)
         line.add(
             lambda: self._end(request, lambda: self._finish(request, mine, room, header, data))
@@ -218,7 +216,7 @@ class NodesMessages:
 
     def break_up(self) -> None:
         """Ends all messages under way."""
-        for peer in (*self._sends, *self._receives)[:1]:
+        for peer, _ in (*self._sends, *self._receives)[:1]:
             break_up(self._group, peer)
 
     def close(self) -> None:
@@ -227,11 +225,11 @@ class NodesMessages:
             line.stop()
         self._group = None
 
-    def _line(self, lines: dict[int, _Line], peer: int, kind: str) -> _Line:
+    def _line(self, lines: dict[tuple[int, int], _Line], peer: int, tag: int) -> _Line:
         with self._guard:
-            if peer not in lines:
-                lines[peer] = _Line(f"ringcomm-{kind}-{peer}")
-            return lines[peer]
+            if (peer, tag) not in lines:
+                lines[peer, tag] = _Line(f"ringcomm-messages-{peer}-{tag}")
+            return lines[peer, tag]
 
     def _finish(
         self, request: RailRequest, mine: MessageHeader, room: torch.Tensor, header: Any, data: Any
@@ -243,12 +241,9 @@ class NodesMessages:
             return self._await([data])
         request.dtype = _DTYPE_NAMES.get(theirs.dtype, "?")
         request.size_bytes = theirs.size_bytes
-        if (theirs.tag, theirs.number) != (mine.tag, mine.number):
-            self._watch.mismatched_tags(request.source, mine.tag, theirs.tag)
-            return _native.STATUSES["mismatch"]
         if theirs.size_bytes != mine.size_bytes:  # the data are received, and lost
             lost = torch.empty(theirs.size_bytes, dtype=torch.uint8, device="cpu")
-            tag = tag_of(theirs.number, theirs.size_bytes)
+            tag = tag_of((theirs.tag, theirs.number), theirs.size_bytes)
             self._await([self._group.recv([lost], request.source, tag)])
         else:
             self._await([data])

@@ -18,10 +18,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from ringcomm.comm.nodes.places import Places
 from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, start_thread
+from ringcomm.rendezvous.environment import LOOPBACK
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -92,12 +93,16 @@ def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta, lazy: bool
     return ProcessGroupGloo(store, node, num_nodes, options)
 
 
-def _interface(store: Store) -> dict[str, str]:
+def _interface(store: Any) -> dict[str, str]:
     """Returns the interface or address that Gloo's connections use here."""
     for variable in INTERFACE_VARIABLES:
         if os.environ.get(variable):
             return {"interface": os.environ[variable].split(",")[0]}
-    host = _host_of(store)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, HashStore):  # of threads of one process
+        return {"hostname": LOOPBACK}
+    host: str | None = getattr(store, "host", None)
     if host is None:
         return {"hostname": socket.gethostname()}
     # A connected datagram socket sends nothing, but has the address that the route would use.
@@ -105,13 +110,6 @@ def _interface(store: Store) -> dict[str, str]:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return {"hostname": probe.getsockname()[0]}
-
-
-def _host_of(store: Any) -> str | None:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host: str | None = getattr(store, "host", None)
-    return host
 
 
 # NOTE [Ending a wait of Gloo's]

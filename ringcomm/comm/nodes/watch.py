@@ -23,7 +23,6 @@ from ringcomm.comm.nodes.places import Places
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
-    MismatchError,
     PeerLost,
     RingcommError,
     from_fault,
@@ -118,16 +117,6 @@ class Watch:
                 f"{who} in {called} expected {awaited} to take part, but the connection to it "
                 f"broke after {waited_s * 1000:.0f} ms ({printable(text.splitlines()[0][:160])}). "
                 "Its process or its node has ended: see why"
-            )
-        )
-
-    def mismatched_tags(self, peer: int, mine: int, theirs: int) -> None:
-        """Notes that a receive met a message with another tag."""
-        named = self._places.named(peer)
-        self.fail(
-            MismatchError(
-                f"{self._me()} expected a message with tag {mine} from {named}, got one with tag "
-                f"{theirs}. Messages between two ranks match in order: send and receive them alike"
             )
         )
 
