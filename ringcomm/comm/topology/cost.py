@@ -38,16 +38,22 @@ from ringcomm.errors import ArgumentError
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
+    "RAILS",
     "Cluster",
     "Cost",
     "algorithms_of",
     "best_cost",
+    "best_rail",
     "collective_cost",
     "direct_until",
 ]
 
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 ALGORITHMS = ("flat-ring", "rail-ring", "rail-direct", "rail-levels", "rail-pat", "torus")
+# What the rails of a communicator over nodes choose from, the simplest first.
+RAILS = ("rail-direct", "rail-ring", "rail-levels")
+# The model is not finer than that; a choice.
+SIMPLER_WITHIN = 0.05
 MOST_SEGMENTS = 256
 LEAST_SEGMENT_BYTES = 1 << 16
 FP32_TERMS = 2
@@ -229,6 +235,13 @@ def best_cost(
         ),
         key=lambda cost: cost.time_us,
     )
+
+
+def best_rail(cluster: Cluster, collective: str, num_bytes: int) -> Cost:
+    """The simplest of ``RAILS`` that takes at most 5 % longer than the fastest of them."""
+    costs = [collective_cost(cluster, collective, num_bytes, each) for each in RAILS]
+    enough_us = (1 + SIMPLER_WITHIN) * min(cost.time_us for cost in costs)
+    return next(cost for cost in costs if cost.time_us <= enough_us)
 
 
 def direct_until(
