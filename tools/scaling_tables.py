@@ -141,7 +141,7 @@ def measured_table() -> str:
     head = ["collective", "algorithm", "nodes x ranks", "predicted / measured", "range"]
     return (
         f"Fitted: {fitted.alpha_us:.0f} us a message, {fitted.payload:.1%} of the nominal rate as "
-        f"payload, {fitted.node_gbps:.2g} GB/s within a node.\n\n"
+        "payload.\n\n"
         + table([*head, "within 10 %"], rows)
         + f"\nWithin 10 %: {within} of {len(validated)} rows.\n"
     )

@@ -22,12 +22,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ringcomm.errors import ArgumentError
-
 __all__ = ["Flow", "Part", "Stage", "finish_us", "ring_us"]
 
-# Longer schedules have their repeats cut short (some 10 ms of Python for as many).
-MOST_TASKS = 8_000
+# Longer schedules have their repeats cut short (some 5 ms of Python for as many).
+MOST_TASKS = 4_000
 FEWEST_REPEATS = 8
 
 
@@ -81,10 +79,8 @@ def finish_us(flows: Sequence[Flow], most_tasks: int = MOST_TASKS) -> float:
 
     A schedule of more than ``most_tasks`` stages has its repeated parts evaluated at two smaller
     numbers of repeats and continued along the line through both: a max-plus system that repeats
-    itself takes equal time for each further period, once it has settled.
-
-    Raises:
-        ArgumentError: parts that must be cut short have different repeats.
+    itself takes equal time for each further period, once it has settled. Parts of different repeats
+    are cut in proportion, rounded.
     """
     tasks = sum(flow.tasks for flow in flows)
     most_repeats = max((part.repeats for flow in flows for part in flow.parts), default=1)
@@ -98,14 +94,12 @@ def finish_us(flows: Sequence[Flow], most_tasks: int = MOST_TASKS) -> float:
 
 
 def _shortened(flows: Sequence[Flow], repeats: int, of: int) -> list[Flow]:
-    parts = {part.repeats for flow in flows for part in flow.parts if part.repeats > repeats}
-    if parts - {of}:
-        raise ArgumentError(f"schedule: expected repeats of {of} only, got {sorted(parts)}")
+    """The flows with ``repeats`` in place of ``of``, and other repeats in proportion."""
     return [
         replace(
             flow,
             parts=tuple(
-                replace(part, repeats=repeats) if part.repeats == of else part
+                replace(part, repeats=max(1, round(part.repeats * repeats / of)))
                 for part in flow.parts
             ),
         )
