@@ -28,20 +28,30 @@ MOST_NODES = 4096
 MIB = 1 << 20
 H100 = Cluster(Network("switch", 2))
 # NCCL's model takes 4 us for a hop over NVLink; for a torus of TPUs the same is assumed.
-NEAR = {"nic_alpha_us": 4.0}
-TPU = {**NEAR, "memory_gbps": 1200.0}
+NEAR_US = 4.0
+TPU_MEMORY_GBPS = 1200.0
+
+
+def torus(gbps: float, *dims: int) -> Cluster:
+    """TPUs whose links send so much together."""
+    network = torus_network(*dims)
+    return Cluster(network, 1, nic_gbps=gbps, nic_alpha_us=NEAR_US, memory_gbps=TPU_MEMORY_GBPS)
+
+
 PODS = {
     "DGX A100 SuperPOD, 32 x 8": Cluster(
         Network("fat-tree", 32), 8, nic_gbps=25.0, node_gbps=300.0, memory_gbps=2039.0
     ),
     "DGX H100 SuperPOD, 32 x 8": Cluster(Network("fat-tree", 32)),
-    "NVLink network of 256 H100": Cluster(Network("switch", 32), nic_gbps=225.0, **NEAR),
-    "2D torus 16 x 16, 4 x 70 GB/s": Cluster(torus_network(16, 16), 1, 0, 280.0, **TPU),
-    "3D torus 8 x 8 x 4, 6 x 50 GB/s": Cluster(torus_network(8, 8, 4), 1, 0, 300.0, **TPU),
+    "NVLink network of 256 H100": Cluster(
+        Network("switch", 32), nic_gbps=225.0, nic_alpha_us=NEAR_US
+    ),
+    "2D torus 16 x 16, 4 x 70 GB/s": torus(280.0, 16, 16),
+    "3D torus 8 x 8 x 4, 6 x 50 GB/s": torus(300.0, 8, 8, 4),
     "DGX H100, 512 x 8, full fat tree": Cluster(Network("fat-tree", 512)),
     "the same, taper 2": Cluster(Network("fat-tree", 512, taper=2.0)),
-    "2D torus 64 x 64, 4 x 75 GB/s": Cluster(torus_network(64, 64), 1, 0, 300.0, **TPU),
-    "3D torus 16 x 16 x 16, 6 x 50 GB/s": Cluster(torus_network(16, 16, 16), 1, 0, 300.0, **TPU),
+    "2D torus 64 x 64, 4 x 75 GB/s": torus(300.0, 64, 64),
+    "3D torus 16 x 16 x 16, 6 x 50 GB/s": torus(300.0, 16, 16, 16),
 }
 
 

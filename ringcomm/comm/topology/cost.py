@@ -64,8 +64,8 @@ class Cluster:
     """What connects the ranks, each rate in one direction. ``_gbps`` are 1e9 bytes/s.
 
     The defaults are an assumption, no measurement: NVLink 4 and HBM3 of an H100; 14 us are what
-    NCCL's own model takes for a hop of a ring over the network (``src/graph/tuning.cc``, 2.18 to
-    2.23) and 4 us its hop over NVLink; message and hop are choices.
+    NCCL's own model takes for a hop of a ring over the network, about 4 us for one over NVLink
+    (``src/graph/tuning.cc``); those of a message and of a further link are choices.
 
     Attributes:
         network: of the nodes.

@@ -229,9 +229,9 @@ def test_the_rails_choose_the_simplest_that_is_fast_enough():
 
 
 def test_a_torus_equals_a_switch_in_bandwidth_and_loses_in_all_to_all():
-    free = {"nic_alpha_us": 0.0, "nic_message_us": 0.0, **NO_NODE}
-    tori = [Cluster(torus_network(*sizes), 1, **free) for sizes in ((8, 8), (4, 4, 4), (64,))]
-    flat = best_cost(switch(64, 1, **free), "all_reduce", 64 * MIB).time_us
+    free = switch(64, 1, nic_alpha_us=0.0, nic_message_us=0.0, **NO_NODE)
+    tori = [replace(free, network=torus_network(*each)) for each in ((8, 8), (4, 4, 4), (64,))]
+    flat = best_cost(free, "all_reduce", 64 * MIB).time_us
     for torus in tori:
         assert collective_cost(torus, "all_reduce", 64 * MIB, "torus").time_us == pytest.approx(
             flat, rel=1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 
@@ -44,12 +44,13 @@ def torus_route(source, target, sizes):
 
 def counted_loads(pairs, sizes):
     """How many of the routes of all pairs each directed link carries; ties go half each way."""
-    loads = Counter()
+    loads: defaultdict[object, float] = defaultdict(float)
     for source, target in pairs:
         for link in torus_route(source, target, sizes):
             loads[link] += 0.5
         # The same way in a mirror, where ties go down.
-        for at, dim, way in torus_route(*(mirror(node, sizes) for node in (source, target)), sizes):
+        ends = mirror(source, sizes), mirror(target, sizes)
+        for at, dim, way in torus_route(*ends, sizes):
             loads[coordinates(mirror(place(at, sizes), sizes), sizes), dim, -way] += 0.5
     return loads
 
