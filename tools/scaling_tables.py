@@ -95,12 +95,12 @@ def choice_table() -> str:
                 letters[
                     best_rail(cluster.with_nodes(nodes), "reduce_scatter", size * MIB).algorithm
                 ]
-                for nodes in NODES
+                for nodes in NODES[:-1]
             ]
             until = direct_until(cluster, "reduce_scatter", size * MIB, MOST_NODES, 0.1)
             near = f"{MOST_NODES} or more" if until == MOST_NODES else str(until)
             rows.append([kind, f"{message_us:g}", f"{size} MiB", *chosen, near, "predicted"])
-    head = ["network", "us a message", "buffer", *map(str, NODES)]
+    head = ["network", "us a message", "buffer", *map(str, NODES[:-1])]
     return table([*head, "direct within 10 % of levels up to", ""], rows)
 
 

@@ -3,8 +3,8 @@
 For a buffer of B bytes on each of W = N L ranks, N nodes of L ranks. B is what travels: where the
 sums of 16-bit gradients are kept in FP32, B counts 4 bytes an element. Reduce-scatter:
 
-    algorithm     steps on the network   messages of a rank   bytes that leave a node
-    flat-ring     N (L-1) + N - 1 hops   W - 1 a ring         B (W-1)/W
+    algorithm     rounds                 messages of a rank   bytes that leave a node
+    flat-ring     W - 1                  W - 1 a ring         B (W-1)/W
     rail-ring     N - 1                  N - 1                B (N-1)/N
     rail-direct   1                      N - 1                B (N-1)/N
     rail-levels   2                      a + b - 2, a b = N   B (N-1)/N

@@ -22,11 +22,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Flow", "Part", "Stage", "finish_us", "ring_us"]
+__all__ = ["Flow", "Part", "Stage", "finish_us", "least_us", "ring_us"]
 
 # Longer schedules have their repeats cut short (some 5 ms of Python for as many).
 MOST_TASKS = 4_000
-FEWEST_REPEATS = 8
+FEWEST_REPEATS = 16
+SETTLED_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,34 @@ def finish_us(flows: Sequence[Flow], most_tasks: int = MOST_TASKS) -> float:
     """
     tasks = sum(flow.tasks for flow in flows)
     most_repeats = max((part.repeats for flow in flows for part in flow.parts), default=1)
-    shortened = max(FEWEST_REPEATS, most_repeats * most_tasks // max(tasks, 1))
+    # A pipeline has not settled before its segments are all under way.
+    segments = max((flow.segments for flow in flows), default=1)
+    fewest = max(FEWEST_REPEATS, SETTLED_REPEATS * segments)
+    shortened = max(fewest, most_repeats * most_tasks // max(tasks, 1))
     if shortened >= most_repeats:
         return _simulated_us(flows)
     half = shortened // 2
     long_us = _simulated_us(_shortened(flows, shortened, most_repeats))
     short_us = _simulated_us(_shortened(flows, half, most_repeats))
-    return long_us + (most_repeats - shortened) * (long_us - short_us) / (shortened - half)
+    continued_us = long_us + (most_repeats - shortened) * (long_us - short_us) / (shortened - half)
+    return max(continued_us, least_us(flows))
+
+
+def least_us(flows: Sequence[Flow]) -> float:
+    """The time that no schedule of these flows beats.
+
+    Each link is busy with all that it carries, and the first segment goes through all its stages.
+    """
+    busy_us: dict[str, float] = {}
+    through_us = [0.0]
+    for flow in flows:
+        through_us.append(0.0)
+        for part in flow.parts:
+            for stage in part.stages:
+                through_us[-1] += part.repeats * (stage.occupied_us + stage.latency_us)
+                carried_us = flow.segments * part.repeats * stage.occupied_us
+                busy_us[stage.link] = busy_us.get(stage.link, 0.0) + carried_us
+    return max(*through_us, *busy_us.values())
 
 
 def _shortened(flows: Sequence[Flow], repeats: int, of: int) -> list[Flow]:
