@@ -119,9 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--nics-per-node", type=int, default=1, help="links of a node (default: %(default)s)")
     add("--bytes", type=int, nargs="+", default=DEFAULT_BYTES, help="of the whole buffer")
     add("--rounds", type=int, default=7, help="medians are of so many (default: %(default)s)")
+    add("--init-method", default="env://", help="where ranks meet (default: %(default)s)")
     add("-o", "--output", type=Path, required=True, help="CSV file that rank 0 adds rows to")
     args = parser.parse_args(argv)
-    dist.init_process_group("gloo")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", args.init_method, rank=rank, world_size=world)
     try:
         rows = measure(args)
         if dist.get_rank() == 0:
