@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch.distributed import PrefixStore
 
-from ringcomm import _native
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.rails import Rails, carrier_of
-from ringcomm.comm.nodes.watch import Watch
+from ringcomm.comm.nodes.watch import Awaiting, Watch
 from ringcomm.errors import RendezvousError
-from ringcomm.json_reader import read_record
+from ringcomm.json_reader import read_record, shown
+from ringcomm.memory import empty
 
 
 class _Closable(Protocol):
@@ -59,14 +60,12 @@ def build(
     """
     closing: list[_Closable] = []
     try:
-        built = _built(membership, found, heap_bytes, make_node, closing)
-        _confirm(found)
+        return _built(membership, found, heap_bytes, make_node, closing)
     except BaseException as error:
         found.rendezvous.fail(error)
         for each in reversed(closing):
             each.close()
         raise
-    return built
 
 
 def _built(
@@ -85,12 +84,14 @@ def _built(
     )
     node = make_node(of_node)
     closing.append(node)
-    inner = _inner(replace(of_node, name=f"{of_node.name}.calls"), heap_bytes, operation)
+    met = _inner(replace(of_node, name=f"{of_node.name}.calls"), heap_bytes, operation)
+    inner = met.core
     closing.append(inner)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
     carrier = carrier_of(options.carrier, operation)
     rails = Rails(places, PrefixStore("rails", store), carrier, options.timeout_s, operation)
-    watch = Watch(inner, places, PrefixStore("faults", store), rails, membership.name)
+    awaiting = _awaiting(found, met)
+    watch = Watch(inner, places, awaiting, PrefixStore("faults", store), rails, membership.name)
     closing.append(watch)
     messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, carrier)
     watch.breakable.append(messages)
@@ -98,7 +99,7 @@ def _built(
     return Built(core, node, watch)
 
 
-def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> _native.Comm:
+def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNode:
     """Builds the core that calls over nodes use within the node, and users do not."""
     met = meet(of_node, heap_bytes)
     if not isinstance(met, OneNode):
@@ -106,10 +107,29 @@ def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> _nati
             f"{operation}: the ranks of a node could map each other's memory, and a moment later "
             "could not. See whether a process has changed its user or its dumpable flag"
         )
-    return met.core
+    return met
 
 
-def _confirm(found: SeveralNodes) -> None:
-    """Waits until the rails of all ranks stand."""
-    for rank, text in enumerate(found.rendezvous.everyone("rails", {})):
-        read_record(text, rank, found.meeting.operation)
+def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
+    """Waits until the rails of all ranks stand, and maps the words of this node's ranks."""
+    word = empty(1, dtype=torch.int32).fill_(-1)
+    places, operation = found.places, found.meeting.operation
+    offset_bytes = word.data_ptr() - met.heaps[places.place].base_ptr
+    offsets = []
+    for rank, text in enumerate(found.rendezvous.everyone("rails", {"word": offset_bytes})):
+        theirs = read_record(text, rank, operation).get("word")
+        if type(theirs) is not int or theirs < 0 or theirs % word.itemsize:
+            raise RendezvousError(
+                f"{operation}: expected the place of a word of rank {rank}, got {shown(theirs)}"
+            )
+        offsets.append(theirs)
+    ptrs = []
+    for place, rank in enumerate(places.mates):
+        heap = met.heaps[place]
+        if offsets[rank] + word.itemsize > heap.mapping.capacity_bytes:
+            raise RendezvousError(
+                f"{operation}: expected the place of a word in the heap of rank {rank}, which has "
+                f"{heap.mapping.capacity_bytes} bytes, got {offsets[rank]}"
+            )
+        ptrs.append(heap.base_ptr + offsets[rank])
+    return Awaiting(ptrs, (word, met.heaps))

@@ -263,7 +263,7 @@ class CallsOverNodes:
 
     def _wait(self, message: Message) -> None:
         timeout_s, begin = self.timeout_ms / 1000, time.monotonic()
-        self._watch.awaited = message.rank
+        self._watch.awaits(message.rank)
         try:
             self._rails.wait(message, timeout_s + GRACE_S)
         except RuntimeError as error:
@@ -271,7 +271,7 @@ class CallsOverNodes:
             self._watch.on_rail(message.rank, str(self._called), waited_s, timeout_s, str(error))
             raise _Failed from error
         finally:
-            self._watch.awaited = None
+            self._watch.awaits(-1)
 
     def _arrived(self, message: Message) -> None:
         """Waits for data, and for the header before it."""

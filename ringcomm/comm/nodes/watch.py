@@ -11,9 +11,12 @@ read the claim's words there, and breaks its rails.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import re
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch.distributed import Store
@@ -41,6 +44,32 @@ STORE_S = 0.5
 LONGEST_CLAIM = 240
 
 
+_RANK = re.compile(r"\brank (\d{1,9})\b(?! \(node)")
+
+
+class Awaiting:
+    """Words in the heaps of a node's ranks: whom each of them waits for on a rail, or -1.
+
+    A rank that waits in vain for a mate finds there that the mate waits for somebody else.
+
+    Args:
+        ptrs: by place, where the word of the rank lies, as mapped here.
+        keep: what the addresses need.
+    """
+
+    def __init__(self, ptrs: Sequence[int], keep: object) -> None:
+        self._words = [ctypes.c_int32.from_address(ptr) for ptr in ptrs]
+        self._keep = keep
+
+    def of(self, place: int) -> int:
+        """Returns whom the rank at a place waits for."""
+        return self._words[place].value
+
+    def note(self, place: int, rank: int) -> None:
+        """Writes the word of this rank, which is at ``place``."""
+        self._words[place].value = rank
+
+
 class Breakable(Protocol):
     """What ends when the communicator does: the rails."""
 
@@ -53,21 +82,28 @@ class Watch:
     Args:
         inner: the communicator of this rank's node.
         places: of all ranks.
+        awaiting: the words of this node.
         store: of this communicator alone.
         rails: broken up at a fault, as is all that is added to ``breakable``.
         name: of the communicator.
 
     Attributes:
         error: what ended the communicator, or None; without the head of the operation.
-        awaited: the peer that this rank waits for on a rail, or None.
+        awaiting: the words of this node.
         breakable: what is broken up at a fault.
     """
 
     def __init__(
-        self, inner: _native.Comm, places: Places, store: Store, rails: Breakable, name: str
+        self,
+        inner: _native.Comm,
+        places: Places,
+        awaiting: Awaiting,
+        store: Store,
+        rails: Breakable,
+        name: str,
     ) -> None:
         self.error: RingcommError | None = None
-        self.awaited: int | None = None
+        self.awaiting = awaiting
         self._inner = inner
         self._places = places
         self._store = store
@@ -77,6 +113,10 @@ class Watch:
         self._asked_s = 0.0
         self._thread = threading.Thread(target=self._loop, name=f"{name}-watch", daemon=True)
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
+
+    def awaits(self, rank: int) -> None:
+        """Notes whom this rank waits for on a rail; -1: nobody."""
+        self.awaiting.note(self._places.place, rank)
 
     # ---- what can have happened ------------------------------------------------------------------
 
@@ -162,7 +202,15 @@ class Watch:
                 fault[name] = mates[fault[name]]
         error = from_fault("", fault)
         text = str(error).removeprefix(": ").partition(" The communicator is unusable now")[0]
-        return type(error)(f"on node {self._places.node}: {text.rstrip(' .')}")
+        text = _RANK.sub(lambda found: self._places.named(int(found[1])), text).rstrip(" .")
+        if fault["kind"] == "timeout" and fault["peer"] in mates:
+            beyond = self.awaiting.of(self._places.place_of(fault["peer"]))
+            if beyond >= 0:
+                text += (
+                    f". It waits itself for {self._places.named(beyond)}: look at what that rank "
+                    "does, and at the link between the nodes"
+                )
+        return type(error)(text)
 
     def _loop(self) -> None:
         while not self._ended.wait(LOOK_S):
@@ -176,7 +224,7 @@ class Watch:
         if fault is not None:
             self.fail(self._of_node(fault))
             return
-        if self.awaited is not None:
+        if self.awaiting.of(self._places.place) >= 0:
             for place, rank in enumerate(self._places.mates):
                 if rank != self._places.rank and self._inner.health(place):
                     named = self._places.named(rank)
