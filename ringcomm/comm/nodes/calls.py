@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -241,8 +242,9 @@ class CallsOverNodes:
         for rail in self.places.rails_of(self.places.rank):
             for node in self.places.others():
                 theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                self._headers.append(self._rails.receive(rail, node, theirs, HEADER_TAG))
-                self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
+                with self._meeting_on_rail(self.places.rail(rail)[node]):
+                    self._headers.append(self._rails.receive(rail, node, theirs, HEADER_TAG))
+                    self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
 
     def _check_headers(self) -> None:
         """Waits for the rail peers to make this call, too."""
@@ -262,13 +264,20 @@ class CallsOverNodes:
                 raise _Failed
 
     def _wait(self, message: Message) -> None:
-        timeout_s, begin = self.timeout_ms / 1000, time.monotonic()
-        self._watch.awaits(message.rank)
-        try:
+        timeout_s = self.timeout_ms / 1000
+        with self._meeting_on_rail(message.rank):
             self._rails.wait(message, timeout_s + GRACE_S)
+
+    @contextmanager
+    def _meeting_on_rail(self, peer: int) -> Iterator[None]:
+        """Ends the call if what is done inside, which needs a rank of another node, fails."""
+        begin = time.monotonic()
+        self._watch.awaits(peer)
+        try:
+            yield
         except RuntimeError as error:
-            waited_s = time.monotonic() - begin
-            self._watch.on_rail(message.rank, str(self._called), waited_s, timeout_s, str(error))
+            waited_s, timeout_s = time.monotonic() - begin, self.timeout_ms / 1000
+            self._watch.on_rail(peer, str(self._called), waited_s, timeout_s, str(error))
             raise _Failed from error
         finally:
             self._watch.awaits(-1)
@@ -286,8 +295,10 @@ class CallsOverNodes:
 
     def _send(self, rail: int, node: int, ptr: int, size_bytes: int) -> Message:
         memory = memory_at(ptr, size_bytes)
-        return self._rails.send(rail, node, memory, tag_of(self._called, size_bytes))
+        with self._meeting_on_rail(self.places.rail(rail)[node]):
+            return self._rails.send(rail, node, memory, tag_of(self._called, size_bytes))
 
     def _receive(self, rail: int, node: int, ptr: int, size_bytes: int) -> Message:
         memory = memory_at(ptr, size_bytes)
-        return self._rails.receive(rail, node, memory, tag_of(self._called, size_bytes))
+        with self._meeting_on_rail(self.places.rail(rail)[node]):
+            return self._rails.receive(rail, node, memory, tag_of(self._called, size_bytes))

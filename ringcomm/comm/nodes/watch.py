@@ -16,8 +16,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
@@ -32,6 +32,8 @@ from ringcomm.errors import (
     printable,
     start_thread,
 )
+
+T = TypeVar("T")
 
 LOOK_S = 0.05
 # Of the first rank of each node, so that a store answers as many questions as there are nodes.
@@ -111,6 +113,8 @@ class Watch:
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._asked_s = 0.0
+        self._store_guard = threading.Lock()
+        self._asking: threading.Thread | None = None
         self._thread = threading.Thread(target=self._loop, name=f"{name}-watch", daemon=True)
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
 
@@ -193,9 +197,7 @@ class Watch:
         """Words a fault of the node, whose ranks are numbered within it."""
         mates = self._places.mates
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
-            with contextlib.suppress(RuntimeError):
-                return self._read_claim() or told  # which is not cut
-            return told
+            return self._read_claim() or told  # the one in the store is not cut
         fault = dict(fault)
         for name in ("rank", "peer"):
             if 0 <= fault[name] < len(mates):
@@ -216,8 +218,7 @@ class Watch:
         while not self._ended.wait(LOOK_S):
             if self.error is not None:
                 return
-            with contextlib.suppress(RuntimeError):
-                self._look()
+            self._look()
 
     def _look(self) -> None:
         fault = self._inner.fault()
@@ -245,41 +246,56 @@ class Watch:
             fault = self._inner.fault()
             if fault is not None:
                 return self._of_node(fault)
-            with contextlib.suppress(RuntimeError):
-                claim = self._read_claim()
-                if claim is not None:
-                    return claim
+            claim = self._read_claim()
+            if claim is not None:
+                return claim
             if time.monotonic() >= deadline:
                 return None
             time.sleep(LOOK_S)
 
     def _read_claim(self) -> RingcommError | None:
-        if not self._store.check(["claim"]):
-            return None
-        return _error_of(self._store.get("claim").decode(errors="replace"))
+        def read() -> RingcommError | None:
+            if not self._store.check(["claim"]):
+                return None
+            return _error_of(self._store.get("claim").decode(errors="replace"))
+
+        return self._asked(read)
 
     def _claim(self, error: RingcommError) -> RingcommError:
         """Claims the cause in the store; returns the claim that stands there."""
-        stands: list[RingcommError | None] = []
 
-        def claim() -> None:
+        def claim() -> RingcommError:
+            text = self._store.compare_set("claim", "", _text_of(error))
+            return _error_of(text.decode(errors="replace")) or error
+
+        return self._asked(claim) or type(error)(
+            f"{error}. The store through which the nodes tell each other of faults does not "
+            "answer: see whether the process or the node that holds it (usually rank 0's) ended, or "
+            "the link to it"
+        )
+
+    def _asked(self, ask: Callable[[], T]) -> T | None:
+        """Returns what the store answers, or None where it does not for a while.
+
+        On a thread, since a store that is gone may not answer for minutes.
+        """
+        answers: list[T] = []
+
+        def run() -> None:
             with contextlib.suppress(RuntimeError):
-                text = self._store.compare_set("claim", "", _text_of(error))
-                stands.append(_error_of(text.decode(errors="replace")))
+                answers.append(ask())
 
-        # On a thread, since a store that is gone may not answer for minutes.
-        thread = threading.Thread(target=claim, name="ringcomm-claim", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            return error
-        thread.join(STORE_S)
-        if not stands:
-            return type(error)(
-                f"{error}. The store through which the nodes tell each other of faults does not "
-                "answer: see whether the process or the node that holds it (usually rank 0's) ended"
-            )
-        return stands[0] or error
+        with self._store_guard:
+            if self._asking is not None and self._asking.is_alive():
+                return None
+            self._asking = threading.Thread(target=run, name="ringcomm-store", daemon=True)
+            try:
+                self._asking.start()
+            except RuntimeError:
+                self._asking = None
+                return None
+            self._asking.join(STORE_S)
+        return answers[0] if answers else None
 
 
 def _text_of(error: RingcommError) -> str:
