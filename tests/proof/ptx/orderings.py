@@ -24,6 +24,9 @@ _KINDS = {
 _LOC = re.compile(
     r"\.loc\s+(\d+ \d+ \d+)(?:, function_name (\S+), inlined_at (\d+ \d+ \d+))?", re.ASCII
 )
+_KERNEL = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)\(")
+# Whatever is of interest has one of these; most lines of a text have none.
+_TELLS = re.compile(r"\.(?:loc|entry|func|acquire|release|acq_rel)\b|\b(?:fence|bar)\.")
 _INFO = re.compile(r"^(\$L__info_string\d+):\s*$")
 _BYTES = re.compile(r"^\.b8 (.*)$")
 _REDUCED = re.compile(r"bar\.red\.or\.pred\s+(%p\d+), 0, (%p\d+);")
@@ -77,11 +80,13 @@ def _orderings(text: str) -> Iterator[Ordering]:
     around: dict[str, tuple[tuple[str, str], ...]] = {}
     place = kernel = ""
     for number, line in enumerate(text.splitlines(), 1):
+        if not _TELLS.search(line):
+            continue
         if match := _LOC.search(line):
             place = match[1]
             inlined = ((names[match[2]], place), *around.get(match[3], ())) if match[2] else ()
             around[place] = inlined or ((kernel, place),)
-        elif match := re.search(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)\(", line):
+        elif match := _KERNEL.search(line):
             kernel = _last_name(match[1])
         else:
             for kind, spelling in _KINDS.items():

@@ -5,7 +5,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from ringcomm._tl.hooks import IS_INTERPRETED
+from tests.proof.ptx.survivors import Mutant, stale, unexplained
 from tests.proof.ptx.triton_jobs import EDITS, JOBS, ONE_WARP_LESS
 from tests.support import ROOT
 
@@ -91,7 +91,7 @@ LONG_WAITS = {
 }
 
 
-def _outcomes(tasks: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+def _outcomes(tasks: Iterable[Mutant]) -> dict[Mutant, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.proof.ptx.triton_jobs"],
         input="".join(json.dumps(task) + "\n" for task in tasks),
@@ -105,29 +105,22 @@ def _outcomes(tasks: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     return {(job, mutant): outcome for job, mutant, outcome in lines}
 
 
-def _unseen(tasks: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those tasks whose mistake shows in none of three runs: on a busy machine all waits of a job
-    may be long, or none, and a wait's first look and its polls are places of their own."""
-    for _ in range(3):
-        found = _outcomes(tasks)
-        assert set(found) == set(tasks)
-        assert [task for task in tasks if "REFUSED" in found[task]] == []
-        explained = [*SURVIVORS, *LONG_WAITS]
-        tasks = [t for t in tasks if found[t] == "right" and not _explained(*t, explained)]
-        if not tasks:
-            break
-    return tasks
+def _unseen(tasks: list[Mutant]) -> list[Mutant]:
+    """Those that need to be seen and are not."""
+
+    def outcomes(left: list[Mutant]) -> dict[Mutant, Any]:
+        found = _outcomes(left)
+        assert [task for task in left if "REFUSED" in found[task]] == []
+        return found
+
+    return unexplained(tasks, [*SURVIVORS, *LONG_WAITS], outcomes)
 
 
-def _reached(outcomes: dict[tuple[str, str], Any]) -> dict[str, list[str]]:
+def _reached(outcomes: dict[Mutant, Any]) -> dict[str, list[str]]:
     """By job, the places that it came to with nothing changed, when all was well."""
     unchanged = {job: found for (job, mutant), found in outcomes.items() if not mutant}
     assert [found for found in unchanged.values() if not isinstance(found, list)] == []
     return unchanged
-
-
-def _explained(job: str, place: str, by: Iterable[str]) -> bool:
-    return any(re.match(known, name) for known in by for name in (place, f"{job}: {place}"))
 
 
 @pytest.mark.skipif(ALL, reason="all of them are below")
@@ -145,5 +138,4 @@ def test_every_mistake_is_seen():
     tasks += [("direct", edit) for edit in (*EDITS, ONE_WARP_LESS) if "shuffle" not in edit]
     tasks += [("steps", "another lane of a shuffle")]
     assert _unseen(tasks) == []
-    stale = [known for known in SURVIVORS if not any(_explained(*task, [known]) for task in tasks)]
-    assert stale == []
+    assert stale(SURVIVORS, tasks) == []

@@ -27,7 +27,7 @@ import torch
 import ringcomm
 from ringcomm import Communicator
 from ringcomm._tl import adamw_launch, launch  # noqa: F401
-from tests.proof.ptx.small_jobs import QUICK, part_of
+from tests.proof.ptx.small_jobs import QUICK, new_values, part_of
 from tests.proof.ptx.triton_places import places, without
 from tests.support.device_worlds import Devices, on_host, put
 from tests.support.emulator import ptx
@@ -49,12 +49,6 @@ SHORT_S = 5.0
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def _values(turn: int, ranks: int, elems: int) -> list[torch.Tensor]:
-    """New values of all ranks for each call, so that nothing old looks like what is awaited."""
-    made = torch.Generator().manual_seed(turn)
-    return [torch.randint(-999, 1000, (elems,), generator=made).float() for _ in range(ranks)]
-
-
 def _sums(
     devices: Devices, wait_s: float, algorithm: str, ranks: int, calls: list[tuple[int, str]]
 ) -> None:
@@ -63,7 +57,7 @@ def _sums(
     def body(comm: Communicator) -> None:
         comm.timeout = wait_s
         for turn, (elems, place) in enumerate(calls):
-            values = _values(turn, ranks, elems)
+            values = new_values(turn, ranks, elems)
             tensor = put(comm, values[comm.rank], place)
             comm.all_reduce(tensor, algorithm=algorithm)
             assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (elems, place)

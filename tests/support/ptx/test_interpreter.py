@@ -207,6 +207,10 @@ WRONG = {
         "setp.ge.u32 %p1, %r1, 32; @%p1 bra past; bar.sync 0; past:",
         "that never come",
     ),
+    "a lane that a shuffle does not name": (
+        "shfl.sync.bfly.b32 %r2, %r1, 1, 31, 65535;",
+        "that the mask does not name",
+    ),
     "another's word read without a barrier": (
         STORES_BY_THREAD + "st.global.u32 [%rd3], %r1; xor.b32 %r2, %r1, 32;"
         "cvt.u64.u32 %rd2, %r2; shl.b64 %rd2, %rd2, 2; add.s64 %rd3, %rd1, %rd2;"

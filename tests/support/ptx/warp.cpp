@@ -273,6 +273,7 @@ void Warp::pass_barrier() {
 // All lanes that the mask names exchange values, when they have all come.
 bool Warp::shuffle(const Instruction& i) {
   const auto wanted = Mask(in(i.src[3])[__builtin_ctz(mask_)]);
+  if ((mask_ & ~wanted) != 0) throw BadAccess("a lane that the mask does not name");
   park(pc_);
   Mask here = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
