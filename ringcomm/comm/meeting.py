@@ -80,7 +80,9 @@ class SeveralNodes:
 # Ranks are of one node if they can map each other's memory, and that is tried: /proc/<pid>/fd/<fd>
 # is opened, and the token of the heap that was announced must stand there. What a rank says of its
 # machine only spares attempts that cannot succeed: another boot of a kernel and another PID
-# namespace mean another node. Host names say nothing. Each rank posts whom of its own machine it
+# namespace mean another node. Host names say nothing. Where the kernel refuses, the ranks are on
+# different nodes; where something else than the announced heap is found, a handle is forged, or
+# machines are clones of each other, and that is an error. Each rank posts whom of its own machine it
 # could not map, and from that all ranks derive the same nodes. RINGCOMM_NODE_ID, where it is set,
 # takes the place of what a rank says of its machine: ranks of one id must be able to map each
 # other, and ranks of different ids are on different nodes.
@@ -132,7 +134,7 @@ def _map_heaps(
             continue
         try:
             heaps[rank] = map_heap(handle, own, meeting.operation)
-        except (RendezvousError, UnsupportedError) as error:
+        except UnsupportedError as error:  # the kernel refuses; any other error is one
             unreached[rank] = str(error).removeprefix(f"{meeting.operation}: ")
     return heaps, unreached
 

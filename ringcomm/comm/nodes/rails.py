@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
@@ -25,7 +25,6 @@ from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, st
 from ringcomm.rendezvous.environment import LOOPBACK
 
 Tensor = torch.Tensor
-T = TypeVar("T")
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
 Carrier = Callable[[Store, int, int, timedelta], Any]
 
@@ -87,7 +86,8 @@ def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta, lazy: bool
             "carrier: this torch has no Gloo; pass CommOptions(carrier=FUNCTION) with another "
             "torch.distributed process group"
         ) from error
-    options = ProcessGroupGloo._Options()
+    # torch's own type of the module leaves the class of its options out.
+    options = cast(Any, ProcessGroupGloo)._Options()
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(**_interface(store), lazy_init=lazy)]
     return ProcessGroupGloo(store, node, num_nodes, options)
