@@ -82,9 +82,9 @@ class SeveralNodes:
 # machine only spares attempts that cannot succeed: another boot of a kernel and another PID
 # namespace mean another node. Host names say nothing. Where the kernel refuses, the ranks are on
 # different nodes; where something else than the announced heap is found, a handle is forged, or
-# machines are clones of each other, and that is an error. Each rank posts whom of its own machine it
-# could not map, and from that all ranks derive the same nodes. RINGCOMM_NODE_ID, where it is set,
-# takes the place of what a rank says of its machine: ranks of one id must be able to map each
+# machines are clones of each other, and that is an error. Each rank posts whom of its own machine
+# it could not map, and from that all ranks derive the same nodes. RINGCOMM_NODE_ID, where it is
+# set, takes the place of what a rank says of its machine: ranks of one id must be able to map each
 # other, and ranks of different ids are on different nodes.
 
 

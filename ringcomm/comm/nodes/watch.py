@@ -270,8 +270,8 @@ class Watch:
 
         return self._asked(claim) or type(error)(
             f"{error}. The store through which the nodes tell each other of faults does not "
-            "answer: see whether the process or the node that holds it (usually rank 0's) has ended, "
-            "and whether the link to it is up"
+            "answer: see whether the process or the node that holds it (usually rank 0's) has "
+            "ended, and whether the link to it is up"
         )
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
