@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -50,3 +51,20 @@ def worlds() -> Iterator[Worlds]:
     """``worlds(n)`` is a world of n rank threads with small segments."""
     with shared_worlds(SMALL_SEGMENT_BYTES) as get:
         yield get
+
+
+# What exists within a node only, by patterns of the tests' names.
+NOT_OVER_NODES = {
+    r"\[.*\bring\b.*\]|test_large_with_default_segments|test_any_call_is_exact": "rings",
+    r"test_algorithm_and_kernels_are": "rings and Triton's kernels",
+    r"any_source|test_batches_of_messages|test_global_and_group_ranks": "receives from any rank",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if in_nodes(2) is None:
+        return
+    for item in items:
+        for pattern, what in NOT_OVER_NODES.items():
+            if re.search(pattern, item.name):
+                item.add_marker(pytest.mark.skip(reason=f"over nodes there are no {what}"))
