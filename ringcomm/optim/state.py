@@ -3,6 +3,7 @@
 A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout.
+The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``.
 """
 
 from __future__ import annotations
@@ -435,7 +436,7 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
     if comm is None or sharded.shard_of[1] == 1:
         return own
     whole = own.new_empty(bucket.layout.elems)
-    chunks = [bucket.layout.chunk(rank, comm.world_size) for rank in range(comm.world_size)]
+    chunks = bucket.layout.chunks(comm)
     comm.all_gather([whole[chunk.begin : chunk.end] for chunk in chunks], own)
     return whole
 
@@ -552,6 +553,8 @@ def _take(
         # take_state() zeroes tensors that it is not given, so the masters are passed on.
         kept = {k: v for k, v in bucket.state.tensors().items() if k not in _MOMENTS}
         tensors.append({**own, **kept})
+        if masters is not None and bucket.state.remainder is not None:
+            bucket.share()
     take_state(sharded, tensors)
 
 
