@@ -136,8 +136,19 @@ def share_params(comm: Communicator, buckets: Buckets) -> None:
             own = bucket.own_params.clone()
             parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(comm)]
             comm.all_gather(parts, own)
-        else:
-            bucket.share()
+    end_changes(comm, buckets)
+
+
+def end_changes(comm: Communicator, buckets: Buckets) -> None:
+    """Ends changes of parameters that other ranks read where they lie; collective.
+
+    Every copy of them is brought up to date, and no rank goes on before all are.
+    """
+    split = [bucket for bucket in buckets if not bucket.has_all_params]
+    for bucket in split:
+        bucket.share()
+    if split:
+        comm.barrier()
 
 
 class BucketOwner(Protocol):

@@ -22,6 +22,7 @@ from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket, join_master, split_master
 from ringcomm.optim.kernels import check_hyper
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.placement import end_changes
 from ringcomm.optim.step import ShardedStep
 
 Group = dict[str, Any]
@@ -472,6 +473,8 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         masters = _check_masters(sharded, given, operation)
         agreement.append(steps)
     _take(sharded, entries, masters, any(amsgrad))
+    if sharded.setting.comm is not None:
+        end_changes(sharded.setting.comm, sharded.buckets)
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # torch counts steps by parameter, and the optimizer has taken at least the largest count.
@@ -553,8 +556,6 @@ def _take(
         # take_state() zeroes tensors that it is not given, so the masters are passed on.
         kept = {k: v for k, v in bucket.state.tensors().items() if k not in _MOMENTS}
         tensors.append({**own, **kept})
-        if masters is not None and bucket.state.remainder is not None:
-            bucket.share()
     take_state(sharded, tensors)
 
 
