@@ -25,44 +25,60 @@ from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_
 
 Nodes = Sequence[Sequence[int]]
 TWO_BY_TWO = ((0, 1), (2, 3))
+ONE_EACH = ((0,), (1,), (2,))
 RUNS = (
     Run("mlp", 0, steps=3, backwards=2, clip=0.3),
     Run("gpt", 0, steps=2, precision=BF16, adamw=AdamWOptions(master="remainder")),
     Run("partial", 0, steps=2, precision=replace(BF16, reduce=torch.bfloat16)),
 )
+# Stages 2 and 3 add in another order than 0 and 1 here, on one node, too.
+ADDING = Run("mlp", 2, steps=2, backwards=2, quiet=False)
 
 
 # ---- bits --------------------------------------------------------------------------------------
 
 
-def train_on_nodes(store: Store, rank: int, world_size: int, nodes: Nodes) -> list[Any]:
+def train_on_nodes(
+    store: Store, rank: int, world_size: int, nodes: Nodes, runs: Sequence[Run]
+) -> list[Any]:
     with join_nodes(store, rank, world_size, nodes) as comm:
         assert comm.num_nodes == len(nodes)
-        return [
-            train(comm, new_model(run.model), replace(run, stage=stage, options={"overlap": wide}))
-            for run in RUNS
-            for stage, wide in enumerate((False, False, True, True))
-        ]
+        return [train(comm, new_model(run.model), run) for run in runs]
+
+
+def train_on_one_node(
+    world_size: int, sum_blocks: int, run: Run
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    base = new_model(run.model)
+    with ringcomm.local_world(world_size, options=CommOptions(sum_blocks=sum_blocks)) as world:
+        return world.run(train, base, run)[0]
+
+
+def all_stages(run: Run) -> list[Run]:
+    return [replace(run, stage=stage, options={"overlap": stage != 2}) for stage in range(4)]
 
 
 def test_all_stages_end_with_the_bits_of_one_node():
     """Those of one node that sums in blocks of ranks, and not those of one that does not."""
-    by_rank = run_ranks(train_on_nodes, 4, TWO_BY_TWO, timeout_s=240)
-
-    def on_one_node(run: Run, sum_blocks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-        base = new_model(run.model)
-        with ringcomm.local_world(4, options=CommOptions(sum_blocks=sum_blocks)) as world:
-            return world.run(train, base, replace(run, stage=1))[0]
-
-    for number, run in enumerate(RUNS):
-        wanted, norms = on_one_node(run, 2)
+    runs = [each for run in RUNS for each in all_stages(run)] + all_stages(ADDING)[2:]
+    by_rank = run_ranks(train_on_nodes, 4, TWO_BY_TWO, runs, timeout_s=240)
+    for number, run in enumerate((*RUNS, ADDING)):
+        wanted, norms = train_on_one_node(4, 2, replace(run, stage=max(run.stage, 1)))
         for results in by_rank:
             for state, their_norms in results[4 * number : 4 * number + 4]:
                 assert their_norms == norms
                 assert_same_bits(state, wanted)
-    wanted, _ = on_one_node(RUNS[0], 2)
-    other, _ = on_one_node(RUNS[0], 0)
+    other, _ = train_on_one_node(4, 0, ADDING)
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
+
+
+def test_nodes_of_one_rank_end_with_the_bits_of_one_node():
+    by_rank = run_ranks(train_on_nodes, 3, ONE_EACH, all_stages(RUNS[0]), timeout_s=120)
+    wanted, norms = train_on_one_node(3, 0, replace(RUNS[0], stage=1))
+    for results in by_rank:
+        for state, their_norms in results:
+            assert their_norms == norms
+            assert_same_bits(state, wanted)
 
 
 # ---- what leaves a node ------------------------------------------------------------------------
@@ -72,7 +88,8 @@ def test_all_stages_end_with_the_bits_of_one_node():
 def counted(comm: Communicator) -> Iterator[Counter[str]]:
     """Counts what this rank sends on rails: bytes of data by call, and the messages."""
     core: Any = comm._core
-    rails, sent = core._rails, Counter()
+    rails = core._rails
+    sent: Counter[str] = Counter()
     send = rails.send
 
     def counting(rail: int, node: int, memory: torch.Tensor, tag: int) -> Any:
@@ -122,7 +139,8 @@ def test_a_step_sends_each_gradient_and_parameter_once(wire, grad_bytes):
     """
     outcomes = run_ranks(send_in_a_step, 4, TWO_BY_TWO, wire, timeout_s=120)
     elems = outcomes[0][0]
-    stage1, stage3 = (sum((found[i] for _, found in outcomes), Counter()) for i in range(2))
+    none: Counter[str] = Counter()
+    stage1, stage3 = (sum((found[i] for _, found in outcomes), none) for i in range(2))
     assert stage1["reduce_scatter_adamw_all_gather"] == elems * (grad_bytes + 2)
     assert stage3["reduce_scatter_norm"] == elems * grad_bytes
     assert stage3["all_gather_on_rail"] == elems * 2
@@ -205,7 +223,8 @@ def test_a_checkpoint_loads_into_any_nodes_and_stage(tmp_path):
             for state in world.run(load_and_save, stage, source, target):
                 assert_same_bits(state, saved)
         source = target
-    for state in run_ranks(load_on_nodes, 4, TWO_BY_TWO, source, timeout_s=120):
+    # The ranks of a node need not follow each other.
+    for state in run_ranks(load_on_nodes, 4, ((0, 3), (1, 2)), source, timeout_s=120):
         assert_same_bits(state, saved)
 
 
@@ -225,12 +244,12 @@ def refuse(store: Store, rank: int, world_size: int, nodes: Nodes) -> None:
         if even is None:
             return
         for options, text in (
-            ({"params": "world"}, 'params: expected "node"'),
-            ({"state": "node"}, 'state: expected "world"'),
-            ({"algorithm": "ring"}, 'algorithm: expected "auto" or "direct"'),
+            (zero.ZeroOptions(params="world"), 'params: expected "node"'),
+            (zero.ZeroOptions(state="node"), 'state: expected "world"'),
+            (zero.ZeroOptions(algorithm="ring"), 'algorithm: expected "auto" or "direct"'),
         ):
             with pytest.raises(UnsupportedError, match=text):
-                zero.shard(new_model("mlp"), 3, comm=even, options=zero.ZeroOptions(**options))
+                zero.shard(new_model("mlp"), 3, comm=even, options=options)
         for adamw, text in (
             (AdamWOptions(kernels="triton"), 'kernels: expected "native" over several nodes'),
             (AdamWOptions(algorithm="ring"), 'algorithm: expected "auto" or "direct"'),
