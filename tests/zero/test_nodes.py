@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,9 @@ from torch.distributed import Store
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
 from ringcomm.comm.nodes.rails import HEADER_TAG
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.support.ranks import join_nodes, run_ranks
+from tests.support.ranks import Ranks, join_nodes, run_ranks
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of, train
 
@@ -226,6 +227,40 @@ def test_a_checkpoint_loads_into_any_nodes_and_stage(tmp_path):
     # The ranks of a node need not follow each other.
     for state in run_ranks(load_on_nodes, 4, ((0, 3), (1, 2)), source, timeout_s=120):
         assert_same_bits(state, saved)
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+
+def lose_one(store: Store, rank: int, world_size: int, nodes: Nodes) -> str:
+    with join_nodes(store, rank, world_size, nodes) as comm:
+        run = Run("mlp", 3, options={"overlap": True})
+        module: Any = zero.shard(new_model("mlp"), 3, comm=comm, options=options_of(run))
+        optimizer = AdamW(module.parameters())
+        optimizer.prepare()
+        module(torch.ones(2, 13)).backward()
+        if rank == 3:
+            update = optimizer.sharded_step().kernels.update_shard
+
+            def leave(*arguments: Any) -> None:
+                update(*arguments)
+                os._exit(1)
+
+            optimizer.sharded_step().kernels.update_shard = leave  # type: ignore[method-assign]
+        try:
+            optimizer.step()
+        except RingcommError as error:
+            with pytest.raises(RingcommError, match="failed halfway"):
+                optimizer.step()
+            return str(error)
+        raise AssertionError("the step of a lost rank ended well")
+
+
+def test_a_rank_that_is_lost_in_a_step_ends_it_on_all_nodes():
+    with Ranks(lose_one, 4, TWO_BY_TWO) as ranks:
+        for outcome in ranks.wait(60, [0, 1, 2]):
+            assert outcome.ok, outcome.trace
+            assert "rank 3" in outcome.value
 
 
 # ---- refusals ----------------------------------------------------------------------------------
