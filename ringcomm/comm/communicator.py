@@ -12,7 +12,7 @@ import torch
 from torch.distributed import Store as TorchStore
 
 from ringcomm import _native
-from ringcomm.comm.arguments import SUM, CallChecks
+from ringcomm.comm.arguments import ALGORITHMS, SUM, CallChecks
 from ringcomm.comm.collectives import Collectives
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
@@ -20,13 +20,19 @@ from ringcomm.comm.engine import Call, refusal
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.nodes.building import Built, build
-from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
-from ringcomm.errors import AbortedError, ArgumentError, RingcommError, where
+from ringcomm.errors import (
+    AbortedError,
+    ArgumentError,
+    RingcommError,
+    UnsupportedError,
+    where,
+)
 from ringcomm.rendezvous.environment import read_environment
 from ringcomm.rendezvous.handles import check_name, named_node
 
@@ -169,6 +175,30 @@ class Communicator(Collectives, Messages):
         """Returns the number of the node that a rank is on."""
         self.checks("node_of").peer("rank", rank)
         return 0
+
+    # For ringcomm's own packages: see NOTE [Internal API].
+
+    @property
+    def shard_index(self) -> int:
+        """The number of the chunk that this rank owns where state is sharded over all ranks."""
+        return self.shard_index_of(self._rank)
+
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the number of the chunk that a rank owns where state is sharded over all ranks.
+
+        Raises:
+            UnsupportedError: the nodes have different numbers of ranks.
+        """
+        return rank
+
+    def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
+        """Gathers among the ranks of this one's rail alone, in place.
+
+        Args:
+            parts: by node, contiguous; that of this rank's node is sent, the others are written.
+            async_op: return a Work at once instead of waiting.
+        """
+        return None
 
     def new_group(
         self,
@@ -388,7 +418,7 @@ class Communicator(Collectives, Messages):
 class NodesCommunicator(Communicator):
     """A :class:`Communicator` whose ranks are on several nodes."""
 
-    _core: NodesCore  # type: ignore[assignment]  # which has the methods of the native one
+    _core: StepsCore  # type: ignore[assignment]  # which has the methods of the native one
 
     def __init__(self, built: Built[Communicator], membership: Membership) -> None:
         super().__init__(built.core, membership)
@@ -421,6 +451,26 @@ class NodesCommunicator(Communicator):
     def node_of(self, rank: int) -> int:
         self.checks("node_of").peer("rank", rank)
         return self.places.node_of(rank)
+
+    def shard_index_of(self, rank: int) -> int:
+        if not self.places.even:
+            sizes = ", ".join(str(len(ranks)) for ranks in self.places.nodes)
+            raise UnsupportedError(
+                f"{where('sharding state', self._rank, self._world_size)}: expected nodes with "
+                f"equally many ranks, got {sizes}. Start as many ranks on each node, or shard over "
+                "Communicator.node or a new_group() with equally many ranks of each"
+            )
+        return self.places.shard_index_of(rank)
+
+    def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
+        ptrs = [part.data_ptr() for part in parts]
+        sizes_bytes = [part.nbytes for part in parts]
+
+        def run(core: Any) -> int:
+            status: int = core.all_gather_on_rail(ptrs, sizes_bytes, ALGORITHMS["auto"])
+            return status
+
+        return self.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
 
     def _fault(self, name: str) -> RingcommError:
         error = self._watch.error

@@ -10,9 +10,9 @@ import torch
 from torch.distributed import PrefixStore
 
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
-from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.rails import Rails, carrier_of
+from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.nodes.watch import Awaiting, Watch
 from ringcomm.errors import RendezvousError
 from ringcomm.json_reader import read_record, shown
@@ -36,7 +36,7 @@ class Built(Generic[C]):
         watch: over all ranks.
     """
 
-    core: NodesCore
+    core: StepsCore
     node: C
     watch: Watch
 
@@ -95,7 +95,7 @@ def _built(
     closing.append(watch)
     messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, carrier)
     watch.breakable.append(messages)
-    core = NodesCore(inner, places, rails, watch, messages, options.wire)
+    core = StepsCore(inner, places, rails, watch, messages, options.wire)
     return Built(core, node, watch)
 
 

@@ -28,7 +28,9 @@ class _Failed(Exception):
     """A call has failed, and the watch knows why."""
 
 
-_HEADER = "<q24sqiii"
+# The collectives of an optimizer's step, whose headers have a tag in place of a root.
+_TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather")
+_HEADER = "<q32sqiii"
 
 
 class Header(NamedTuple):
@@ -54,7 +56,9 @@ class Header(NamedTuple):
         parts = [f"{self.match_bytes} bytes"] if self.match_bytes else []
         parts += [_DTYPE_NAMES[self.dtype]] if self.dtype in _DTYPE_NAMES else []
         parts += [f"op {_OP_NAMES[self.op]}"] if self.op in _OP_NAMES else []
-        parts += [f"root {self.root}"] if self.root >= 0 else []
+        if self.root >= 0:
+            tagged = self.name in _TAGGED
+            parts += [_native.describe_tag(self.root) if tagged else f"root {self.root}"]
         return f"{self.name} (call {self.sequence}; {', '.join(parts)})"
 
 

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
 BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "float16", "float32"))
 BYTE = _native.DTYPES["uint8"]
-_ELEM_BYTES = {
+ELEM_BYTES: dict[int, int] = {
     code: getattr(torch, name).itemsize
     for name, code in _native.DTYPES.items()
     if hasattr(torch, name)
@@ -123,7 +123,7 @@ class NodesCore(CallsOverNodes):
         self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
     ) -> int:
         r = Reducing(dtype, op, factor)
-        size = _ELEM_BYTES[dtype]
+        size = ELEM_BYTES[dtype]
 
         def body() -> None:
             if elems * size <= ONE_HOP_BYTES:
@@ -136,7 +136,7 @@ class NodesCore(CallsOverNodes):
     def reduce_scatter(
         self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
     ) -> int:
-        size = _ELEM_BYTES[dtype] * elems
+        size = ELEM_BYTES[dtype] * elems
         spans = [Span(in_ptr + rank * size, elems) for rank in range(self._world)]
         r = Reducing(dtype, op, factor)
         head = (size * self._world, dtype, op, -1)
@@ -155,7 +155,7 @@ class NodesCore(CallsOverNodes):
     ) -> int:
         spans = [Span(*span) for span in zip(in_ptrs, elems, strict=True)]
         r = Reducing(dtype, op, factor)
-        head = (sum(elems) * _ELEM_BYTES[dtype], dtype, op, -1)
+        head = (sum(elems) * ELEM_BYTES[dtype], dtype, op, -1)
         return self._run(
             "reduce_scatter", head, DIRECT, lambda: self._reduce_spans(spans, out_ptr, r, dtype)
         )
@@ -164,7 +164,7 @@ class NodesCore(CallsOverNodes):
         self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int
     ) -> int:
         r = Reducing(dtype, op, factor)
-        head = (elems * _ELEM_BYTES[dtype], dtype, op, root)
+        head = (elems * ELEM_BYTES[dtype], dtype, op, root)
         return self._run(
             "reduce", head, DIRECT, lambda: self._reduce_to(root, in_ptr, out_ptr, elems, r)
         )
@@ -285,8 +285,8 @@ class NodesCore(CallsOverNodes):
     # ---- reduce-scatter -------------------------------------------------------------------------
 
     def _reduce_spans(self, spans: list[Span], out_ptr: int, r: Reducing, out_dtype: int) -> None:
-        size, out_size = _ELEM_BYTES[r.dtype], _ELEM_BYTES[out_dtype]
-        segments = self._segments(max(span.elems for span in spans), 1, _ELEM_BYTES[r.partial])
+        size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
+        segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
         mine = Span(out_ptr, spans[self.places.rank].elems)
         own = self.places.place
 
@@ -303,7 +303,7 @@ class NodesCore(CallsOverNodes):
     def _begin_reduction(self, table: Table, r: Reducing) -> _Reduction:
         """Reduces within the node, and sends the partial sums on the rails."""
         begun, places = _Reduction(), self.places
-        wire_bytes = _ELEM_BYTES[self._wire(r)]
+        wire_bytes = ELEM_BYTES[self._wire(r)]
         for place in self._own(table):
             elems = table[places.node][place].elems
             room = self._taken(begun, elems * wire_bytes * len(places.nodes))
@@ -333,7 +333,7 @@ class NodesCore(CallsOverNodes):
         wire, mine = self._wire(r), row[self.places.place]
         wide = ptr
         if wire != r.partial:
-            wide = self._taken(begun, mine.elems * _ELEM_BYTES[r.partial])
+            wide = self._taken(begun, mine.elems * ELEM_BYTES[r.partial])
         self._inside(
             self._inner.reduce_scatter_partial(
                 [span.ptr for span in row],
@@ -379,7 +379,7 @@ class NodesCore(CallsOverNodes):
         if not elems:
             return
         begun, places = _Reduction(), self.places
-        size_bytes = elems * _ELEM_BYTES[r.partial]
+        size_bytes = elems * ELEM_BYTES[r.partial]
         room = self._taken(begun, size_bytes * len(places.nodes))
         ptrs = [room + node * size_bytes for node in range(len(places.nodes))]
         arriving = [
@@ -403,9 +403,9 @@ class NodesCore(CallsOverNodes):
         self._scratch.give(begun.taken)
 
     def _reduce_and_gather(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
-        places, size = self.places, _ELEM_BYTES[r.dtype]
+        places, size = self.places, ELEM_BYTES[r.dtype]
         pieces = places.num_rails * len(places.nodes)
-        segments = self._segments(elems, pieces, _ELEM_BYTES[self._wire(r)])
+        segments = self._segments(elems, pieces, ELEM_BYTES[self._wire(r)])
         sources = [self._pieces(in_ptr, *segment, size) for segment in segments]
         results = [self._pieces(out_ptr, *segment, size) for segment in segments]
 
@@ -424,7 +424,7 @@ class NodesCore(CallsOverNodes):
     def _reduce_to(self, root: int, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
         begun, places = _Reduction(), self.places
-        size_bytes = elems * _ELEM_BYTES[r.partial]
+        size_bytes = elems * ELEM_BYTES[r.partial]
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)
         receives = places.place == at

@@ -77,6 +77,14 @@ class Places:
         node, place = self._found[rank]
         return list(range(place, self.num_rails, len(self.nodes[node])))
 
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the number of the chunk that a rank owns of state; for nodes of equal sizes.
+
+        The chunks of one rail lie side by side, so that together they are a chunk of a node's.
+        """
+        node, place = self._found[rank]
+        return place * len(self.nodes) + node
+
     def others(self) -> Iterator[int]:
         """Yields the other nodes' numbers, from the one after this rank's node on."""
         for distance in range(1, len(self.nodes)):
