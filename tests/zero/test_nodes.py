@@ -246,7 +246,7 @@ def lose_one(store: Store, rank: int, world_size: int, nodes: Nodes) -> str:
                 update(*arguments)
                 os._exit(1)
 
-            optimizer.sharded_step().kernels.update_shard = leave  # type: ignore[method-assign]
+            optimizer.sharded_step().kernels.update_shard = leave  # type: ignore[assignment]
         try:
             optimizer.step()
         except RingcommError as error:
