@@ -40,9 +40,9 @@ class RemoteShell:
     """Starts commands in the nodes of a lab for launchers that run there.
 
     Attributes:
-        path: a program: ``path HOST COMMAND`` is what ``ssh HOST COMMAND`` would be, and ``path here
-            PROGRAM WORDS`` is this Python with the words, in the caller's environment and node, as
-            a fork that has torch.
+        path: a program: ``path HOST COMMAND`` is what ``ssh HOST COMMAND`` would be, and ``path
+            here PROGRAM WORDS`` is this Python with the words, in the caller's environment and
+            node, as a fork that has torch.
     """
 
     def __init__(self, lab: Lab, folder: Path) -> None:
@@ -80,7 +80,7 @@ class RemoteShell:
             words, environment, name = json.loads(raw)
             host, *command = words
             if host == "here":
-                host, command = name, [sys.executable, *command]
+                host, command = name, [sys.executable, "-u", *command]
             else:
                 command, environment = ["sh", "-c", " ".join(command)], {}
             # As after a login: only what the launcher passes on.
