@@ -128,6 +128,39 @@ def test_torchrun(two_nodes, program, rendezvous):
         check(done, "torchrun")
 
 
+# A rank of the second node dies in the first attempt. The first node's agent only sees that another
+# has come again, and does not count that as a restart: its ranks are told of no attempt before.
+DIES = """
+import os, signal, sys, torch, ringcomm
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+comm = ringcomm.Communicator.from_env(timeout=30)
+tensor = torch.full((1000,), 1.0)
+comm.all_reduce(tensor)
+is_first = not os.path.exists(sys.argv[1])
+comm.barrier()
+if is_first:
+    if os.environ["LOCAL_RANK"] == "1" and os.uname().nodename == "node1":
+        with open(sys.argv[1], "w"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+sys.stdout.write(f"rank {comm.rank} after {attempt}: {tensor[999].item():g}\\n")
+comm.barrier()
+"""
+
+
+def test_torchrun_starts_all_ranks_again(two_nodes, tmp_path):
+    path = tmp_path / "dies.py"
+    path.write_text(DIES)
+    words = ["--max-restarts=1", "--monitor-interval=0.05", str(path), str(tmp_path / "died")]
+    first, *options = torchrun(two_nodes, 0, "c10d")
+    options += words
+    done = on_each_node(two_nodes, [[first, *options]] * NODES, [environment()] * NODES)
+    assert done.returncode == 0, done.stdout
+    lines = sorted(re.findall(r"rank (\d) after (\d): 4", done.stdout))
+    assert [rank for rank, _ in lines] == ["0", "1", "2", "3"], done.stdout
+    assert {attempt for _, attempt in lines} == {"0", "1"}, "this test no longer shows the trap"
+
+
 # ---- only RANK, WORLD_SIZE and MASTER_* ---------------------------------------------------------
 
 
