@@ -135,6 +135,20 @@ def machine_identity() -> tuple[str, str, str]:
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
 
 
+def host_and_port(store: Any) -> tuple[str, int] | None:
+    """Returns the address of a torch store's server, or None for a store that has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (str(host), int(port))
+
+
+def store_place(store: Any) -> str:
+    """Returns the place of a torch store for an error, such as " at node0:29500", or ""."""
+    found = host_and_port(store)
+    return f" at {found[0]}:{found[1]}" if found else ""
+
+
 def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
     text = json.dumps({"version": FORMAT_VERSION, **record})
     meeting.store.set(f"{prefix}/{meeting.rank}", text)
@@ -146,7 +160,7 @@ def _look_up(meeting: Meeting, key: str) -> bytes | None:
         return meeting.store.get(key) if meeting.store.check([key]) else None
     except RuntimeError as error:
         raise RendezvousError(
-            f"{meeting.operation}: the store does not answer any more: "
+            f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more: "
             f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
             "(usually rank 0) has ended"
         ) from error

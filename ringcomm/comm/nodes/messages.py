@@ -25,6 +25,7 @@ from ringcomm.comm.nodes.rails import (
     HEADER_TAG,
     Carrier,
     Connections,
+    begun,
     gloo,
     memory_at,
     tag_of,
@@ -176,12 +177,11 @@ class NodesMessages:
         with self._guard:
             line.number += 1
             header = MessageHeader(line.number, tag, dtype, size_bytes)
+            memory, data_tag = memory_at(ptr, size_bytes), tag_of(header.number, size_bytes)
             works = self._connections.around(
                 lambda: [
-                    self._group.send([header.packed()], peer, HEADER_TAG),
-                    self._group.send(
-                        [memory_at(ptr, size_bytes)], peer, tag_of(header.number, size_bytes)
-                    ),
+                    begun(lambda: self._group.send([header.packed()], peer, HEADER_TAG)),
+                    begun(lambda: self._group.send([memory], peer, data_tag)),
                 ]
             )
         request = RailRequest(peer, header, self._give_up)
@@ -209,13 +209,12 @@ class NodesMessages:
         with self._guard:
             line.number += 1
             mine = MessageHeader(line.number, tag, dtype, size_bytes)
+            memory, data_tag = memory_at(ptr, size_bytes), tag_of(mine.number, size_bytes)
             room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
             header, data = self._connections.around(
                 lambda: [
-                    self._group.recv([room], peer, HEADER_TAG),
-                    self._group.recv(
-                        [memory_at(ptr, size_bytes)], peer, tag_of(mine.number, size_bytes)
-                    ),
+                    begun(lambda: self._group.recv([room], peer, HEADER_TAG)),
+                    begun(lambda: self._group.recv([memory], peer, data_tag)),
                 ]
             )
         request = RailRequest(peer, mine, self._give_up)
