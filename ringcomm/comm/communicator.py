@@ -74,7 +74,7 @@ class Communicator(Collectives, Messages):
         Raises:
             ArgumentError: the variables contradict each other.
             RendezvousError: a rank is missing; named.
-            UnsupportedError: the ranks run on several machines.
+            UnsupportedError: the ranks run on several nodes, and nothing says where they meet.
             HeapError: no room for the heap.
         """
         options = _options(options, timeout)

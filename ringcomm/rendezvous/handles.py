@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,15 @@ def launch_attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
+def attempts_differ() -> bool:
+    """Tells whether ranks of one attempt may be told different numbers of it.
+
+    Each of torchrun's agents counts the restarts that its own ranks caused, not those of others.
+    """
+    nodes = os.environ.get("GROUP_WORLD_SIZE") or "1"
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) and nodes != "1"
+
+
 def named_node() -> str:
     """Returns the node that the user has named for this rank, or ""."""
     return os.environ.get(NODE_ID_VARIABLE, "")[:MOST_NODE_ID_CHARS]
@@ -123,6 +133,20 @@ def machine_identity() -> tuple[str, str, str]:
     """Host name, boot id and PID namespace: equal for ranks that can map each other's heaps."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
+
+
+def host_and_port(store: Any) -> tuple[str, int] | None:
+    """Returns the address of a torch store's server, or None for a store that has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (str(host), int(port))
+
+
+def store_place(store: Any) -> str:
+    """Returns the place of a torch store for an error, such as " at node0:29500", or ""."""
+    found = host_and_port(store)
+    return f" at {found[0]}:{found[1]}" if found else ""
 
 
 def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
@@ -136,7 +160,7 @@ def _look_up(meeting: Meeting, key: str) -> bytes | None:
         return meeting.store.get(key) if meeting.store.check([key]) else None
     except RuntimeError as error:
         raise RendezvousError(
-            f"{meeting.operation}: the store does not answer any more: "
+            f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more: "
             f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
             "(usually rank 0) has ended"
         ) from error
@@ -156,19 +180,64 @@ def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
                 missing.remove(rank)
         if not missing:
             return [texts[rank] for rank in range(meeting.world_size)]
-        if time.monotonic() >= meeting.deadline:
-            raise RendezvousError(
-                f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
-                f"{_ranks(missing)}, which did not come. Were all {meeting.world_size} ranks "
-                "started, and do all build this communicator? If they are only late, raise timeout="
-            )
-        time.sleep(pause_s)
+        _wait_for(meeting, missing, pause_s)
         pause_s = min(pause_s * 2, LAST_POLL_S)
 
 
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+# NOTE [Agreeing on a meeting]
+#
+# Where no number of the attempt is common to all ranks, rank 0 draws one for each meeting. Every
+# rank says hello with a word that it has drawn, rank 0 answers with its number and the words that
+# it has read, and a rank takes the number once its own word is among them. So what an attempt
+# before has left answers nobody: no rank finds its word there. Rank 0 reads again the words of
+# those that have not taken the number, and goes on when all have. torchrun ends all ranks of an
+# attempt before it starts the next.
+
+
+def _agree(meeting: Meeting) -> str:
+    """Returns a word that is common to the ranks of this meeting and to no other meeting."""
+    here, mine = f"ringcomm/{meeting.name}", secrets.token_hex(8)
+    others = list(range(1, meeting.world_size))
+    words: dict[str, str] = {}
+    pause_s = FIRST_POLL_S
+    if meeting.rank != 0:
+        meeting.store.set(f"{here}/hello/{meeting.rank}", mine)
+    while True:
+        if meeting.rank != 0:
+            answer = (_look_up(meeting, f"{here}/answer") or b"").decode(errors="replace").split()
+            if mine in answer[1:]:
+                meeting.store.set(f"{here}/{answer[0]}/taken/{meeting.rank}", "")
+                return answer[0]
+            others = [0]
+        else:
+            others = [
+                rank for rank in others if _look_up(meeting, f"{here}/{mine}/taken/{rank}") is None
+            ]
+            if not others:
+                return mine
+            found = {str(rank): _look_up(meeting, f"{here}/hello/{rank}") for rank in others}
+            heard = {rank: word.decode(errors="replace") for rank, word in found.items() if word}
+            if not heard.items() <= words.items():
+                words |= heard
+                meeting.store.set(f"{here}/answer", " ".join([mine, *words.values()]))
+        _wait_for(meeting, others, pause_s)
+        pause_s = min(pause_s * 2, LAST_POLL_S)
+
+
+def _wait_for(meeting: Meeting, missing: list[int], pause_s: float) -> None:
+    """Sleeps; raises RendezvousError after the deadline."""
+    if time.monotonic() >= meeting.deadline:
+        raise RendezvousError(
+            f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
+            f"{_ranks(missing)}, which did not come. Were all {meeting.world_size} ranks "
+            "started, and do all build this communicator? If they are only late, raise timeout="
+        )
+    time.sleep(pause_s)
 
 
 class Announced(Protocol):
@@ -242,6 +311,9 @@ class Rendezvous:
         # Each rank counts its own arrivals at this name, so that keys of an earlier
         # communicator of the same name on the same store are never read again. The counts of an
         # attempt that failed may differ.
+        if attempts_differ():
+            self._prefix = f"ringcomm/{meeting.name}/{_agree(meeting)}"
+            return
         here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
         arrival = meeting.store.add(f"{here}/arrivals/{meeting.rank}", 1)
         self._prefix = f"{here}/{arrival}"

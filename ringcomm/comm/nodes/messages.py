@@ -23,6 +23,7 @@ from ringcomm import _native
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
     Carrier,
+    begun,
     break_up,
     gloo,
     memory_at,
@@ -174,10 +175,11 @@ class NodesMessages:
         with self._guard:
             line.number += 1
             header = MessageHeader(line.number, tag, dtype, size_bytes)
-            data_tag = tag_of((tag, header.number), size_bytes)
+            memory, data_tag = memory_at(ptr, size_bytes), tag_of((tag, line.number), size_bytes)
+            header_tag = tag_of(tag, HEADER_BYTES)
             works = [
-                self._group.send([header.packed()], peer, tag_of(tag, HEADER_BYTES)),
-                self._group.send([memory_at(ptr, size_bytes)], peer, data_tag),
+                begun(lambda: self._group.send([header.packed()], peer, header_tag)),
+                begun(lambda: self._group.send([memory], peer, data_tag)),
             ]
         request = RailRequest(peer, header, self._give_up)
         line.add(lambda: self._end(request, lambda: self._await(works)))
@@ -204,10 +206,11 @@ class NodesMessages:
         with self._guard:
             line.number += 1
             mine = MessageHeader(line.number, tag, dtype, size_bytes)
+            memory, data_tag = memory_at(ptr, size_bytes), tag_of((tag, line.number), size_bytes)
             room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            header = self._group.recv([room], peer, tag_of(tag, HEADER_BYTES))
-            data_tag = tag_of((tag, mine.number), size_bytes)
-            data = self._group.recv([memory_at(ptr, size_bytes)], peer, data_tag)
+            header_tag = tag_of(tag, HEADER_BYTES)
+            header = begun(lambda: self._group.recv([room], peer, header_tag))
+            data = begun(lambda: self._group.recv([memory], peer, data_tag))
         request = RailRequest(peer, mine, self._give_up)
         line.add(
             lambda: self._end(request, lambda: self._finish(request, mine, room, header, data))

@@ -23,6 +23,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from ringcomm.comm.nodes.places import Places
 from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, start_thread
 from ringcomm.rendezvous.environment import LOOPBACK
+from ringcomm.rendezvous.handles import host_and_port
 
 Tensor = torch.Tensor
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
@@ -102,11 +103,11 @@ def _interface(store: Any) -> dict[str, str]:
         store = store.underlying_store
     if isinstance(store, HashStore):  # of threads of one process
         return {"hostname": LOOPBACK}
-    host: str | None = getattr(store, "host", None)
-    if host is None:
+    found = host_and_port(store)
+    if found is None:
         return {"hostname": socket.gethostname()}
     # A connected datagram socket sends nothing, but has the address that the route would use.
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(found[0], 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return {"hostname": probe.getsockname()[0]}
@@ -150,6 +151,24 @@ class Message:
     work: Any
     rank: int
     memory: Tensor
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands for a message that could not begin, as its connection has broken: its wait raises."""
+
+    error: RuntimeError
+
+    def wait(self, timeout: timedelta) -> None:
+        raise self.error
+
+
+def begun(begin: Callable[[], Any]) -> Any:
+    """Returns the work of a message that ``begin`` starts; why it did not start, its wait says."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        return Refused(error)
 
 
 class Waiter:
@@ -247,12 +266,12 @@ class Rails:
 
     def send(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
         """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""
-        work = self._groups[rail].send([memory], node, tag)
+        work = begun(lambda: self._groups[rail].send([memory], node, tag))
         return Message(work, self.places.rail(rail)[node], memory)
 
     def receive(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
         """Starts to receive from a node's rank on a rail; the sizes must be equal."""
-        work = self._groups[rail].recv([memory], node, tag)
+        work = begun(lambda: self._groups[rail].recv([memory], node, tag))
         return Message(work, self.places.rail(rail)[node], memory)
 
     def wait(self, message: Message, timeout_s: float) -> None:

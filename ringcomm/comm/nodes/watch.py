@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch.distributed import Store
 
@@ -32,8 +32,7 @@ from ringcomm.errors import (
     printable,
     start_thread,
 )
-
-T = TypeVar("T")
+from ringcomm.rendezvous.handles import store_place
 
 LOOK_S = 0.05
 # Of the first rank of each node, so that a store answers as many questions as there are nodes.
@@ -44,6 +43,7 @@ CLAIM_S = 0.25
 GRACE_S = 0.5
 STORE_S = 0.5
 LONGEST_CLAIM = 240
+_SILENT = "The store"
 
 
 _RANK = re.compile(r"\brank (\d{1,9})\b(?! \(node)")
@@ -113,7 +113,6 @@ class Watch:
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._asked_s = 0.0
-        self._store_guard = threading.Lock()
         self._asking: threading.Thread | None = None
         self._thread = threading.Thread(target=self._loop, name=f"{name}-watch", daemon=True)
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
@@ -197,7 +196,10 @@ class Watch:
         """Words a fault of the node, whose ranks are numbered within it."""
         mates = self._places.mates
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
-            return self._read_claim() or told  # the one in the store is not cut
+            answers = self._ask(self._claim_that_stands, STORE_S)
+            return (
+                (answers[0] or told) if answers else self._without_store(told)
+            )  # a claim is whole
         fault = dict(fault)
         for name in ("rank", "peer"):
             if 0 <= fault[name] < len(mates):
@@ -246,56 +248,71 @@ class Watch:
             fault = self._inner.fault()
             if fault is not None:
                 return self._of_node(fault)
-            claim = self._read_claim()
+            claim = self._read_claim(max(deadline - time.monotonic(), LOOK_S))
             if claim is not None:
                 return claim
             if time.monotonic() >= deadline:
                 return None
             time.sleep(LOOK_S)
 
-    def _read_claim(self) -> RingcommError | None:
-        def read() -> RingcommError | None:
-            if not self._store.check(["claim"]):
-                return None
-            return _error_of(self._store.get("claim").decode(errors="replace"))
+    def _read_claim(self, patience_s: float = STORE_S) -> RingcommError | None:
+        answers = self._ask(self._claim_that_stands, patience_s)
+        return answers[0] if answers else None
 
-        return self._asked(read)
+    def _claim_that_stands(self) -> RingcommError | None:
+        if not self._store.check(["claim"]):
+            return None
+        return _error_of(self._store.get("claim").decode(errors="replace"))
 
     def _claim(self, error: RingcommError) -> RingcommError:
         """Claims the cause in the store; returns the claim that stands there."""
 
-        def claim() -> RingcommError:
+        def claim() -> RingcommError | None:
             text = self._store.compare_set("claim", "", _text_of(error))
-            return _error_of(text.decode(errors="replace")) or error
+            return _error_of(text.decode(errors="replace"))
 
-        return self._asked(claim) or type(error)(
-            f"{error}. The store through which the nodes tell each other of faults does not "
-            "answer: see whether the process or the node that holds it (usually rank 0's) has "
-            "ended, and whether the link to it is up"
-        )
+        answers = self._ask(claim, STORE_S)
+        if not answers:
+            return self._without_store(error)
+        return answers[0] or error
 
-    def _asked(self, ask: Callable[[], T]) -> T | None:
-        """Returns what the store answers, or None where it does not for a while.
+    def _ask(
+        self, question: Callable[[], RingcommError | None], patience_s: float
+    ) -> list[RingcommError | None]:
+        """Asks the store; returns its answer, or nothing where none came in time.
 
-        On a thread, since a store that is gone may not answer for minutes.
+        On a thread, since a store whose node is gone does not answer for minutes. Where one waits
+        already, nobody else asks.
         """
-        answers: list[T] = []
+        if self._asking is not None:
+            self._asking.join(patience_s)
+            if self._asking.is_alive():
+                return []
+        answers: list[RingcommError | None] = []
 
-        def run() -> None:
+        def ask() -> None:
             with contextlib.suppress(RuntimeError):
-                answers.append(ask())
+                answers.append(question())
 
-        with self._store_guard:
-            if self._asking is not None and self._asking.is_alive():
-                return None
-            self._asking = threading.Thread(target=run, name="ringcomm-store", daemon=True)
-            try:
-                self._asking.start()
-            except RuntimeError:
-                self._asking = None
-                return None
-            self._asking.join(STORE_S)
-        return answers[0] if answers else None
+        thread = threading.Thread(target=ask, name="ringcomm-ask", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return []
+        self._asking = thread
+        thread.join(patience_s)
+        return answers[:1]
+
+    def _without_store(self, error: RingcommError) -> RingcommError:
+        """Adds that the store does not answer, unless the error says so."""
+        text = str(error).rstrip(" .")
+        if _SILENT in text:
+            return error
+        return type(error)(
+            f"{text}. {_SILENT}{store_place(self._store)}, through which the nodes tell each other "
+            "of faults, does not answer: see whether the process or the node that holds it "
+            "(usually rank 0's) ended"
+        )
 
 
 def _text_of(error: RingcommError) -> str:
