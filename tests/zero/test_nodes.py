@@ -240,13 +240,14 @@ def lose_one(store: Store, rank: int, world_size: int, nodes: Nodes) -> str:
         optimizer.prepare()
         module(torch.ones(2, 13)).backward()
         if rank == 3:
-            update = optimizer.sharded_step().kernels.update_shard
+            kernels: Any = optimizer.sharded_step().kernels
+            update = kernels.update_shard
 
             def leave(*arguments: Any) -> None:
                 update(*arguments)
                 os._exit(1)
 
-            optimizer.sharded_step().kernels.update_shard = leave  # type: ignore[assignment]
+            kernels.update_shard = leave
         try:
             optimizer.step()
         except RingcommError as error:
