@@ -203,6 +203,17 @@ def test_other_calls_are_told_apart():
         assert word in str(raised.value)
 
 
+def test_records_have_the_ranks_of_the_communicator():
+    def body(comm):
+        comm.barrier()
+        return repr(comm), [each.rank for each in comm.recording().ranks]
+
+    with world_of((2, 2)) as world:
+        for rank, (text, recorded) in enumerate(world.run(body)):
+            assert recorded == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert f"rank {rank} of 4 on node {rank // 2} of 2" in text
+
+
 def test_what_is_refused():
     def body(comm):
         with pytest.raises(UnsupportedError, match="expected auto or direct"):
