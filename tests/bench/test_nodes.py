@@ -17,7 +17,8 @@ def test_two_ranks_as_two_nodes_write_rows_that_the_model_reads(tmp_path):
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
     def run(rank):
-        env = {**os.environ, **place, "RANK": str(rank), "PYTHONPATH": str(ROOT)}
+        node = {"RINGCOMM_NODE_ID": f"node{rank}"}
+        env = {**os.environ, **place, **node, "RANK": str(rank), "PYTHONPATH": str(ROOT)}
         return fork_server.run(command, cwd=tmp_path, env=env)
 
     with ThreadPoolExecutor(2) as pool:
@@ -28,4 +29,8 @@ def test_two_ranks_as_two_nodes_write_rows_that_the_model_reads(tmp_path):
         ("exchange", "rail-direct", 2, 4096),
         ("all_gather", "flat-ring", 2, 4096),
         ("all_reduce", "flat-ring", 2, 4096),
+        ("reduce_scatter", "flat-ring", 2, 4096),
+        ("all_gather", "rail-direct", 2, 4096),
+        ("all_reduce", "rail-direct", 2, 4096),
+        ("reduce_scatter", "rail-direct", 2, 4096),
     }
