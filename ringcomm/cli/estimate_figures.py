@@ -384,7 +384,7 @@ def _step_time(request: Request, sent_bytes: int) -> StepTime | None:
 
 
 def network_step(report: Report) -> Step:
-    """What the network's times of a step follow from."""
+    """Returns the facts from which the network's times of a step follow."""
     request = report.request
     times = [row.time for row in report.rows if row.time is not None]
     return Step(

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a network.
+    """A question about a network.
 
     Attributes:
         cluster: the machines.
@@ -183,7 +183,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Step:
-    """What the network's times of a step follow from.
+    """The facts from which the network's times of a step follow.
 
     Attributes:
         model: its elements.

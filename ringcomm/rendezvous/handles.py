@@ -94,7 +94,7 @@ class HeapHandle:
 
     @property
     def machine(self) -> tuple[str, ...]:
-        """What only ranks that may map each other's memory have in common.
+        """The facts that only ranks which may map each other's memory have in common.
 
         Host names are not part of it: they may be cut, and be equal on different machines.
         """

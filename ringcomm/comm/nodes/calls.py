@@ -34,7 +34,7 @@ _HEADER = "<q32sqiii"
 
 
 class Header(NamedTuple):
-    """What a rank says of its call to its rail peers, as the native header does within a node."""
+    """The description of a rank's call for its rail peers, as the native header is in a node."""
 
     sequence: int
     name: str

@@ -41,7 +41,7 @@ _HEADER = "<qqqq"
 
 
 class MessageHeader(NamedTuple):
-    """What a sender says of a message."""
+    """The description that goes before a message's data."""
 
     number: int
     tag: int

@@ -27,7 +27,7 @@ from ringcomm.comm.nodes.rails import Message
 
 
 class _Shard(NamedTuple):
-    """What of an ``AdamWShard`` these calls read; the names are those of adamw.h."""
+    """The fields of an ``AdamWShard`` that these calls read; the names are those of adamw.h."""
 
     params: int
     bucket_elems: int

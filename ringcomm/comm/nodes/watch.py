@@ -73,7 +73,7 @@ class Awaiting:
 
 
 class Breakable(Protocol):
-    """What ends when the communicator does: the rails."""
+    """The messages of a rank, which end when the communicator does."""
 
     def break_up(self) -> None: ...
 

@@ -61,7 +61,7 @@ FP32_TERMS = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """What connects the ranks, each rate in one direction. ``_gbps`` are 1e9 bytes/s.
+    """The connections between the ranks, each rate in one direction. ``_gbps`` are 1e9 bytes/s.
 
     The defaults are an assumption, no measurement: NVLink 4 and HBM3 of an H100; 14 us are what
     NCCL's own model takes for a hop of a ring over the network, about 4 us for one over NVLink
@@ -139,7 +139,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one collective takes.
+    """The cost of one collective.
 
     Attributes:
         algorithm: one of ``ALGORITHMS``.
@@ -176,7 +176,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What a rail does with a segment.
+    """The exchanges of a rail for a segment.
 
     Attributes:
         rounds: of a reduce-scatter, from a segment's bytes and the number of the flow.

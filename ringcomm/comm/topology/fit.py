@@ -79,7 +79,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What the rows say of the machine.
+    """The parameters of a machine that rows lead to.
 
     Attributes:
         alpha_us: of a message between nodes.

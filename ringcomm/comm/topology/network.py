@@ -180,7 +180,7 @@ class Network:
         return sum(size // 2 if span == size else span - 1 for span, size in spans)
 
     def _spans(self, count: int, stride: int) -> list[tuple[int, int]]:
-        """Of each dimension: over how many of its nodes a group reaches, and its size."""
+        """Returns, for each dimension, over how many of its nodes a group reaches, and its size."""
         spans, below = [], 1
         for size in self.sizes:
             reached = min(size, -(-stride * count // below))

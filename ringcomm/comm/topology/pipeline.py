@@ -32,7 +32,7 @@ SETTLED_REPEATS = 3
 
 @dataclass(frozen=True)
 class Stage:
-    """What one segment does on one link.
+    """The work of one segment on one link.
 
     Attributes:
         link: by its name; stages of the same name wait for each other.
