@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def finish(processes: list[Any]) -> subprocess.CompletedProcess[str]:
 
 
 def on_each_node(
-    made: Lab, commands: list[list[str]], variables: list[Mapping[str, str]]
+    made: Lab, commands: list[list[str]], variables: Sequence[Mapping[str, str]]
 ) -> subprocess.CompletedProcess[str]:
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     pairs = enumerate(zip(commands, variables, strict=True))
