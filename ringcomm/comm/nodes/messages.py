@@ -25,7 +25,6 @@ from ringcomm.comm.nodes.rails import (
     Carrier,
     begun,
     break_up,
-    gloo,
     memory_at,
     tag_of,
 )
@@ -114,15 +113,25 @@ class RailRequest:
 
 
 class _Line:
-    """The messages of one tag to or from one peer, ended in order by a thread."""
+    """The messages of one tag to or from one peer, ended in order by a thread.
+
+    Attributes:
+        number: of messages so far.
+        pending: of them, how many have not ended.
+    """
 
     def __init__(self, name: str) -> None:
         self.number = 0
+        self.pending = 0
+        self._guard = threading.Lock()
         self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         start_thread(self._thread, name, "The message was not begun")
 
     def add(self, step: Callable[[], None]) -> None:
+        """Ends a message by ``step`` once those before it have ended."""
+        with self._guard:
+            self.pending += 1
         self._steps.put(step)
 
     def stop(self) -> None:
@@ -132,6 +141,8 @@ class _Line:
         while (step := self._steps.get()) is not None:
             step()
             del step
+            with self._guard:
+                self.pending -= 1
 
 
 class NodesMessages:
@@ -142,7 +153,7 @@ class NodesMessages:
         places: of all ranks.
         store: of these messages alone.
         watch: over all ranks.
-        carrier: makes the group of all ranks; Gloo connects two ranks at their first message.
+        carrier: makes the group of all ranks.
     """
 
     def __init__(
@@ -158,8 +169,8 @@ class NodesMessages:
         self._watch = watch
         world = sum(map(len, places.nodes))
         timeout = timedelta(milliseconds=inner.timeout_ms)
-        more = {"lazy": True} if carrier is gloo else {}
-        self._group: Any = carrier(store, places.rank, world, timeout, **more)
+        # Not a lazy group of Gloo's: there the first receive waits until its sender calls, too.
+        self._group: Any = carrier(store, places.rank, world, timeout)
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
         self._guard = threading.Lock()
@@ -223,8 +234,11 @@ class NodesMessages:
             break_up(self._group, peer)
 
     def close(self) -> None:
-        """Lets the threads end."""
-        for line in (*self._sends.values(), *self._receives.values()):
+        """Lets the threads end, and with them messages that nobody has met."""
+        lines = (*self._sends.values(), *self._receives.values())
+        if any(line.pending for line in lines):
+            self.break_up()
+        for line in lines:
             line.stop()
         self._group = None
 

@@ -67,7 +67,7 @@ def carrier_of(asked: str | Carrier, operation: str) -> Carrier:
     return gloo
 
 
-def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta, lazy: bool = False) -> Any:
+def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
     """Makes a ProcessGroupGloo over the interface that leads to the store's host.
 
     Args:
@@ -75,7 +75,6 @@ def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta, lazy: bool
         node: this rank's number in the group.
         num_nodes: the size of the group.
         timeout: for connecting, and the default of its calls.
-        lazy: connect each pair at its first message.
 
     Raises:
         UnsupportedError: this torch was built without Gloo.
@@ -90,7 +89,7 @@ def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta, lazy: bool
     # torch's own type of the module leaves the class of its options out.
     options = cast(Any, ProcessGroupGloo)._Options()
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(**_interface(store), lazy_init=lazy)]
+    options._devices = [ProcessGroupGloo.create_device(**_interface(store))]
     return ProcessGroupGloo(store, node, num_nodes, options)
 
 
@@ -126,7 +125,7 @@ def break_up(group: Any, peer: int) -> None:
 
     Args:
         group: the process group.
-        peer: any other rank of it; of a lazy one, one that this rank is connected to.
+        peer: any other rank of it.
     """
     try:
         if group.name() != "gloo":

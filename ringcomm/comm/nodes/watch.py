@@ -145,6 +145,7 @@ class Watch:
             self.fail(claim, claimed=True)
             return
         who, awaited = self._me(), self._places.named(peer)
+        said = printable(text.partition("\n")[0][:160])
         if waited_s >= timeout_s:
             self.fail(
                 CollectiveTimeout(
@@ -158,7 +159,7 @@ class Watch:
         self.fail(
             PeerLost(
                 f"{who} in {called} expected {awaited} to take part, but the connection to it "
-                f"broke after {waited_s * 1000:.0f} ms ({printable(text.splitlines()[0][:160])}). "
+                f"broke after {waited_s * 1000:.0f} ms ({said}). "
                 "Its process or its node has ended: see why"
             )
         )
@@ -196,10 +197,9 @@ class Watch:
         """Words a fault of the node, whose ranks are numbered within it."""
         mates = self._places.mates
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
+            # The claim in the store is whole, and the reason may be cut.
             answers = self._ask(self._claim_that_stands, STORE_S)
-            return (
-                (answers[0] or told) if answers else self._without_store(told)
-            )  # a claim is whole
+            return (answers[0] or told) if answers else self._without_store(told)
         fault = dict(fault)
         for name in ("rank", "peer"):
             if 0 <= fault[name] < len(mates):

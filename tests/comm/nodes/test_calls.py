@@ -203,6 +203,18 @@ def test_other_calls_are_told_apart():
         assert word in str(raised.value)
 
 
+def test_a_receive_that_comes_long_before_its_send_holds_nothing_up():
+    def body(comm):
+        work = comm.irecv(torch.empty(3), 1) if comm.rank == 0 else None
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(torch.ones(3), 0)
+        return work is None or work.wait()
+
+    with world_of((1, 1)) as world:
+        assert world.run(body) == [True, True]
+
+
 def test_records_have_the_ranks_of_the_communicator():
     def body(comm):
         comm.barrier()
