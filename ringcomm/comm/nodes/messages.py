@@ -174,6 +174,7 @@ class NodesMessages:
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
         self._guard = threading.Lock()
+        self._closed = False
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
         """Begins a send to any rank; returns its request."""
@@ -235,6 +236,7 @@ class NodesMessages:
 
     def close(self) -> None:
         """Lets the threads end, and with them messages that nobody has met."""
+        self._closed = True
         lines = (*self._sends.values(), *self._receives.values())
         if any(line.pending for line in lines):
             self.break_up()
@@ -275,9 +277,9 @@ class NodesMessages:
         try:
             status = finish()
         except RuntimeError as error:
-            self._watch.on_rail(
-                request.source, "a message", 0.0, FOR_EVER.total_seconds(), str(error)
-            )
+            if not self._closed:
+                for_ever_s = FOR_EVER.total_seconds()
+                self._watch.on_rail(request.source, "a message", 0.0, for_ever_s, str(error))
             status = _native.STATUSES["peer_lost"]
         request.end(status)
 
