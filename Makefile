@@ -15,7 +15,7 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test check lint native tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
+.PHONY: demo test check lint native nodes-check tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
 .PHONY: c10d-conformance clean
 .DELETE_ON_ERROR:
 
@@ -73,6 +73,12 @@ ptx-check: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_PTX_CHECK=all $(BIN)/python -m pytest $(WORKERS) tests/proof/ptx tests/support/ptx
 	RINGCOMM_EMULATED_KERNELS=ptx:7 $(BIN)/python -m pytest $(WORKERS) \
 		tests/comm/device tests/proof/faults/device tests/gpu
+
+# All tests of calls on the host with ranks that are threads of two and three nodes, as far as calls
+# exist over nodes.
+nodes-check: $(VENV)/.native $(VENV)/.tools
+	for nodes in 2 3; do RINGCOMM_TEST_NODES=$$nodes $(BIN)/python -m pytest $(WORKERS) tests/comm/test_*.py \
+		|| exit 1; done
 
 bench: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/ringcomm bench

@@ -134,6 +134,30 @@ MISMATCH: int
 def supports(dtype: int, op: int) -> bool:
     """Tells whether `op` can reduce `dtype`."""
 
+def accumulator(dtype: int) -> int:
+    """Returns the dtype in which reductions of `dtype` accumulate, that of partial results."""
+
+def combine_partials(
+    in_ptrs: list[int],
+    in_dtype: int,
+    out_ptr: int,
+    out_dtype: int,
+    elems: int,
+    op: int,
+    divide_by: int = 0,
+) -> None:
+    """Combines local arrays element by element, in list order, and rounds once to `out_dtype`.
+
+    Its arithmetic is that of the collectives, in the accumulator's type: of `reduce_partial` of
+    blocks of ranks it makes what a communicator with `sum_blocks` makes of all ranks. PREMUL_SUM
+    adds, as its factors are applied already. `divide_by` > 0 divides the sum, whichever op that
+    adds is named. The dtypes are equal, or one is the other's accumulator; with one array this
+    narrows or widens. `out_ptr` may be an input of its own dtype exactly, and else lies apart.
+
+    Raises:
+        ValueError: no array, or the dtypes and the op do not fit.
+    """
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2", or "baseline" (SSE2 or NEON)."""
 
@@ -313,8 +337,10 @@ class Comm:
         records: int = 0,
         name: str = "",
         single_copy: bool = True,
+        sum_blocks: int = 0,
     ) -> None:
-        """`records`: how many calls the flight recorder keeps, under `name`."""
+        """`records`: how many calls the flight recorder keeps, under `name`. `sum_blocks`: ranks
+        of a block in which reductions are made, 0: all in rank order."""
     @property
     def single_copy(self) -> bool:
         """True where all ranks want to copy out of each other's processes, and may."""
@@ -405,6 +431,33 @@ class Comm:
         factor: float,
         /,
     ) -> int: ...
+    def reduce_scatter_partial(
+        self,
+        in_ptrs: list[int],
+        elems: list[int],
+        out_ptr: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        /,
+    ) -> int:
+        """As `reduce_scatter_list`, but results are of type `accumulator(dtype)`, and unfinished.
+
+        PREMUL_SUM has its factors applied, AVG is not divided. `out_ptr` lies apart from the inputs
+        unless both have one dtype.
+        """
+    def reduce_partial(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        root: int,
+        /,
+    ) -> int:
+        """The same for one receiver; other ranks' `out_ptr` is not touched."""
     def reduce_scatter_norm(
         self,
         grads: int,

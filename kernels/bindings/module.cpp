@@ -53,11 +53,16 @@ int host_algorithm(nb::handle name) {
   return -1;
 }
 
+// False for what Python words an error of.
+bool sums_by(const Comm& comm, int algorithm) {
+  return comm.sum_blocks() == 0 || algorithm != int(Algorithm::kRing);
+}
+
 // The calls that most programs make, on tensors: see kNotPlain.
 int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
   PlainTensor t;
   const int code = op_code(op), named = host_algorithm(algorithm);
-  if (code < 0 || named < 0 || !read_plain(tensor, &t) ||
+  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_plain(tensor, &t) ||
       kernels().reduce[int(t.dtype)][code] == nullptr)
     return kNotPlain;
   const Reduction how = reduction(int(t.dtype), code, 1.0, named);
@@ -69,8 +74,9 @@ int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb:
   PlainTensor out, in;
   const int code = op_code(op), named = host_algorithm(algorithm);
   const View& v = n.comm.view();
-  if (code < 0 || named < 0 || !read_plain(output, &out) || !read_plain(input, &in) ||
-      out.dtype != in.dtype || in.elems != out.elems * uint64_t(v.world) ||
+  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_plain(output, &out) ||
+      !read_plain(input, &in) || out.dtype != in.dtype ||
+      in.elems != out.elems * uint64_t(v.world) ||
       kernels().reduce[int(out.dtype)][code] == nullptr || !is_chunk_or_apart(in, out, v.rank))
     return kNotPlain;
   const Reduction how = reduction(int(out.dtype), code, 1.0, named);
@@ -122,6 +128,49 @@ void bind_plain(nb::class_<NativeComm>& c) {
            [](NativeComm& n) { return recorded_in_turn(n, [&] { return n.comm.barrier(); }); });
 }
 
+void combine(const Addresses& in, std::pair<int, int> dtypes, uintptr_t out, uint64_t elems, int op,
+             int divide_by) {
+  const DType results = DType(dtypes.second);
+  const bool streaming = elems * uint64_t(size_of(results)) >= kStreamingMinBytes;
+  std::vector<const void*> sources;
+  for (const uintptr_t ptr : in) sources.push_back(at(ptr));
+  bool known;
+  {
+    const nb::gil_scoped_release nogil;
+    known = !in.empty() &&
+            combine_partials(sources, at(out), elems,
+                             {DType(dtypes.first), results, RedOp(op), divide_by, streaming});
+  }
+  if (!known)
+    throw nb::value_error(
+        "combine_partials: expected one array or more, dtypes that are equal or of which one is "
+        "the accumulator's type of the other, and an op that they have (one that adds, to divide)");
+}
+
+void bind_partials(nb::module_& m, nb::class_<NativeComm>& c) {
+  m.def(
+      "accumulator", [](int dtype) { return int(accumulator_of(DType(dtype))); }, nb::arg("dtype"));
+  m.def(
+      "combine_partials",
+      [](const Addresses& in, int in_dtype, uintptr_t out, int out_dtype, uint64_t elems, int op,
+         int divide_by) { combine(in, {in_dtype, out_dtype}, out, elems, op, divide_by); },
+      nb::arg("in_ptrs"), nb::arg("in_dtype"), nb::arg("out_ptr"), nb::arg("out_dtype"),
+      nb::arg("elems"), nb::arg("op"), nb::arg("divide_by") = 0);
+  c.def("reduce_scatter_partial",
+        [](NativeComm& n, const Addresses& in, Sizes elems, uintptr_t out, int dtype, int op,
+           double factor) {
+          const Reduction r = reduction(dtype, op, factor, 0);
+          for (uint64_t& e : elems) e *= uint64_t(size_of(r.dtype));
+          return recorded(
+              n, [&] { return n.comm.reduce_scatter_partial(spans(in, elems), at(out), r); });
+        })
+      .def("reduce_partial", [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems,
+                                int dtype, int op, double factor, int root) {
+        const Reduction r = reduction(dtype, op, factor, 0);
+        return recorded(n, [&] { return n.comm.reduce_partial(at(in), at(out), elems, r, root); });
+      });
+}
+
 void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
   using Shared = std::shared_ptr<NativeComm>;
   c.def("post_send",
@@ -162,7 +211,7 @@ void bind_comm(nb::module_& m) {
        "__init__",
        [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
           uint32_t segment_bytes, int slots, uint64_t timeout_ms, uint32_t records,
-          const std::string& name, bool single_copy) {
+          const std::string& name, bool single_copy, int sum_blocks) {
          const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
          if (world < 1 || rank < 0 || rank >= world)
            throw nb::value_error("rank must be in [0, world)");
@@ -170,18 +219,19 @@ void bind_comm(nb::module_& m) {
            throw nb::value_error("segment_bytes must be a power of two, at least 64");
          if (slots < 2 || (slots & (slots - 1)) != 0)
            throw nb::value_error("slots must be a power of two, at least 2");
+         if (sum_blocks < 0) throw nb::value_error("sum_blocks must be at least 0");
          if (records > kMaxRecords) throw nb::value_error("records must be at most MAX_RECORDS");
          try {
            new (self)
                NativeComm(heap, CommConfig{rank, world, slots, segment, timeout_ms * 1'000'000,
-                                           records, name, single_copy});
+                                           records, name, single_copy, sum_blocks});
          } catch (const HeapError& e) {
            raise_os_error(e);
          }
        },
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
        nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
-       nb::arg("name") = "", nb::arg("single_copy") = true)
+       nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_blocks") = 0)
       .def_prop_ro("single_copy",
                    [](const NativeComm& n) { return n.comm.waiter().reads_processes(); })
       .def_prop_ro("region_offset_bytes",
@@ -252,6 +302,7 @@ void bind_comm(nb::module_& m) {
   bind_plain(c);
   bind_turn(m, c);
   bind_collectives<HostCalls>(c);
+  bind_partials(m, c);
   bind_messages(m, c);
   bind_optimizer(m, c);
   bind_recorder(m, c);

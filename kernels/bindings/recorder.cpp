@@ -32,8 +32,8 @@ CallId id_of(const CallWords& words) {
 
 void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
   nb::dict codes;
-  codes["collectives"] = names(int(Collective::kReduceScatterAdamWAllGather) + 1,
-                               [](int i) { return name_of(Collective(i)); });
+  codes["collectives"] =
+      names(int(Collective::kReducePartial) + 1, [](int i) { return name_of(Collective(i)); });
   codes["dtypes"] = names(int(DType::kCount), [](int i) { return name_of(DType(i)); });
   codes["ops"] = names(int(RedOp::kCount), [](int i) { return name_of(RedOp(i)); });
   codes["algorithms"] =

@@ -45,15 +45,14 @@ void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress
   if (page->proof != peer.proof) refuse("its proof differs");
 }
 
-ReduceFn reduce_fn(const Reduction& r) { return kernels().reduce[int(r.dtype)][int(r.op)]; }
-
 }  // namespace
 
 Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
     : heap_(std::move(heap)),
       layout_{config.world, 1, config.slots, config.segment_bytes, 0, 0},
       waiter_(pause_policy(config.world)),
-      single_copy_(config.single_copy) {
+      single_copy_(config.single_copy),
+      sum_blocks_(config.sum_blocks) {
   RetiredRegions::instance().reclaim();
   const uint64_t region_bytes = layout_.region_bytes();
   region_ =
@@ -177,15 +176,46 @@ void Comm::close() {
 }
 
 template <class Body>
-Status Comm::run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body) {
-  return run_with(id, total_bytes, factor, ops_for(fn, total_bytes), body);
+Status Comm::run(CallId id, uint64_t total_bytes, Body body) {
+  return run_with(id, total_bytes, 1.0, ops_for(nullptr, total_bytes), body);
+}
+
+void Comm::check_order(Algorithm algorithm) const {
+  if (sum_blocks_ > 0 && algorithm == Algorithm::kRing)
+    throw std::invalid_argument("a ring cannot sum in blocks of ranks (CommOptions.sum_blocks)");
+}
+
+// Fills `blocks`, to which the result points, where sums are taken in blocks.
+HostOps Comm::reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
+                            BlockedSum* blocks) {
+  HostOps ops = ops_for(reduction_loop(r.dtype, results, r.op), total_bytes);
+  ops.result_widths = uint64_t(size_of(results) / size_of(r.dtype));
+  if (sum_blocks_ <= 0 || sum_blocks_ >= view_.world) return ops;
+  *blocks = BlockedSum::of(sum_blocks_, r.dtype, results, r.op);
+  ops.blocks = blocks;
+  return ops;
+}
+
+template <class Body>
+Status Comm::run_reduction(CallId id, const Reduction& r, uint64_t total_bytes, Body body) {
+  check_order(r.algorithm);
+  BlockedSum blocks;
+  const HostOps ops = reduction_ops(r, r.dtype, total_bytes, &blocks);
+  return run_with(id, total_bytes, r.factor, ops, body);
+}
+
+Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root) {
+  BlockedSum blocks;
+  const HostOps ops = reduction_ops(r, accumulator_of(r.dtype), id.match_bytes, &blocks);
+  return run_with(id, id.match_bytes, r.factor, PartialOps{ops, out},
+                  [&](auto& e) { return reduce_scatter_direct(e, in, out, root); });
 }
 
 Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {
   const uint64_t bytes = elems * size_of(r.dtype);
   const CallId id{0, bytes, Collective::kAllReduce, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks = even_chunks(in, bytes, balanced_chunk_bytes(bytes, view_.world));
-  return run(id, r.factor, reduce_fn(r), bytes, [&](E& e) {
+  return run_reduction(id, r, bytes, [&](E& e) {
     if (r.algorithm == Algorithm::kRing) return all_reduce_ring(e, chunks, out);
     e.cut.segment_bytes = std::min<uint64_t>(kAllReducePieceBytes, layout_.segment_bytes);
     return all_reduce_direct(e, chunks, out,
@@ -199,14 +229,14 @@ Status Comm::reduce(const char* in, char* out, uint64_t elems, const Reduction& 
   std::vector<Span> spans(view_.world, Span{const_cast<char*>(in), 0});
   spans[root].bytes = bytes;
   const Chunks chunks{nullptr, 0, 0, spans.data()};
-  return run(id, r.factor, reduce_fn(r), bytes,
-             [&](E& e) { return reduce_scatter_direct(e, chunks, out, root); });
+  return run_reduction(id, r, bytes,
+                       [&](E& e) { return reduce_scatter_direct(e, chunks, out, root); });
 }
 
 Status Comm::reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r) {
   const uint64_t chunk = out_elems * size_of(r.dtype), total = chunk * view_.world;
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
-  return run(id, r.factor, reduce_fn(r), total, [&](E& e) {
+  return run_reduction(id, r, total, [&](E& e) {
     const Chunks chunks = even_chunks(in, total, chunk);
     return r.algorithm == Algorithm::kRing ? reduce_scatter_ring(e, chunks, out)
                                            : reduce_scatter_direct(e, chunks, out);
@@ -217,15 +247,30 @@ Status Comm::reduce_scatter_list(const std::vector<Span>& in, char* out, const R
   const uint64_t total = sum_bytes(in);
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks{nullptr, 0, 0, in.data()};
-  return run(id, r.factor, reduce_fn(r), total,
-             [&](E& e) { return reduce_scatter_direct(e, chunks, out); });
+  return run_reduction(id, r, total, [&](E& e) { return reduce_scatter_direct(e, chunks, out); });
+}
+
+Status Comm::reduce_scatter_partial(const std::vector<Span>& in, char* out, const Reduction& r) {
+  const CallId id{0,  sum_bytes(in),     Collective::kReduceScatterPartial, int(r.dtype), int(r.op),
+                  -1, Algorithm::kDirect};
+  return run_partial(id, r, Chunks{nullptr, 0, 0, in.data()}, out, -1);
+}
+
+Status Comm::reduce_partial(const char* in, char* out, uint64_t elems, const Reduction& r,
+                            int root) {
+  const uint64_t bytes = elems * size_of(r.dtype);
+  const CallId id{0,         bytes, Collective::kReducePartial, int(r.dtype),
+                  int(r.op), root,  Algorithm::kDirect};
+  std::vector<Span> spans(view_.world, Span{const_cast<char*>(in), 0});
+  spans[root].bytes = bytes;
+  return run_partial(id, r, Chunks{nullptr, 0, 0, spans.data()}, out, root);
 }
 
 Status Comm::all_gather(const char* in, char* out, uint64_t in_bytes, DType dtype,
                         Algorithm algorithm) {
   const uint64_t total = in_bytes * view_.world;
   const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, algorithm};
-  return run(id, 1.0, nullptr, total, [&](E& e) {
+  return run(id, total, [&](E& e) {
     const Chunks chunks = even_chunks(out, total, in_bytes);
     const Span input{const_cast<char*>(in), in_bytes};
     return algorithm == Algorithm::kRing ? all_gather_ring(e, input, chunks)
@@ -238,15 +283,14 @@ Status Comm::all_gather_list(const char* in, const std::vector<Span>& out, DType
   const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, Algorithm::kDirect};
   const Chunks chunks{nullptr, 0, 0, out.data()};
   const Span input{const_cast<char*>(in), out[view_.rank].bytes};
-  return run(id, 1.0, nullptr, total, [&](E& e) { return share_direct(e, input, chunks, -1); });
+  return run(id, total, [&](E& e) { return share_direct(e, input, chunks, -1); });
 }
 
 Status Comm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) {
   const CallId id{0, bytes, Collective::kBroadcast, int(dtype), -1, root, Algorithm::kDirect};
   std::vector<Span> out(view_.world, Span{buffer, bytes});
   const Chunks chunks{nullptr, 0, 0, out.data()};
-  return run(id, 1.0, nullptr, bytes,
-             [&](E& e) { return share_direct(e, Span{buffer, bytes}, chunks, root); });
+  return run(id, bytes, [&](E& e) { return share_direct(e, Span{buffer, bytes}, chunks, root); });
 }
 
 Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype,
@@ -254,7 +298,7 @@ Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out
   const CallId id{0, bytes, Collective::kGather, int(dtype), -1, root, Algorithm::kDirect};
   std::vector<Span> send(view_.world, Span{const_cast<char*>(in), bytes});
   const Chunks from{nullptr, 0, 0, send.data()}, to{nullptr, 0, 0, out.data()};
-  return run(id, 1.0, nullptr, bytes,
+  return run(id, bytes,
              [&](E& e) { return exchange_direct(e, from, to, Edges{.only_reader = root}); });
 }
 
@@ -263,7 +307,7 @@ Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DTy
   const CallId id{0, bytes, Collective::kScatter, int(dtype), -1, root, Algorithm::kDirect};
   std::vector<Span> receive(view_.world, Span{out, bytes});
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, receive.data()};
-  return run(id, 1.0, nullptr, bytes,
+  return run(id, bytes,
              [&](E& e) { return exchange_direct(e, from, to, Edges{.only_sender = root}); });
 }
 
@@ -271,15 +315,13 @@ Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& ou
   // Every pair has its own size: each stream checks its own.
   const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kDirect};
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, out.data()};
-  return run(id, 1.0, nullptr, sum_bytes(out),
-             [&](E& e) { return exchange_direct(e, from, to, Edges{}); });
+  return run(id, sum_bytes(out), [&](E& e) { return exchange_direct(e, from, to, Edges{}); });
 }
 
 Status Comm::barrier() {
   const CallId id{0, 0, Collective::kBarrier, -1, -1, -1, Algorithm::kDirect};
   const Chunks nothing{nullptr, 0, 0, nullptr};
-  return run(id, 1.0, nullptr, 0,
-             [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{}); });
+  return run(id, 0, [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{}); });
 }
 
 // The pair slots of one rank take 2 to 4 MiB however many peers it has, within [16 KiB, 256 KiB].

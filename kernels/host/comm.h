@@ -26,6 +26,7 @@ struct CommConfig {
   uint32_t records;  // of the flight recorder; 0: none
   std::string name;
   bool single_copy = true;  // false: ranks do not read each other's processes
+  int sum_blocks = 0;       // ranks of a block in which reductions are made; 0: all in rank order
 };
 
 struct PeerAddress {
@@ -111,6 +112,10 @@ class Comm {
   Status reduce(const char* in, char* out, uint64_t elems, const Reduction& r, int root);
   Status reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r);
   Status reduce_scatter_list(const std::vector<Span>& in, char* out, const Reduction& r);
+  // As reduce_scatter_list and reduce, but results are of the accumulator's type, and unfinished: a
+  // sum that AVG would divide.
+  Status reduce_scatter_partial(const std::vector<Span>& in, char* out, const Reduction& r);
+  Status reduce_partial(const char* in, char* out, uint64_t elems, const Reduction& r, int root);
   Status all_gather(const char* in, char* out, uint64_t in_bytes, DType dtype, Algorithm algorithm);
   Status all_gather_list(const char* in, const std::vector<Span>& out, DType dtype);
   Status broadcast(char* buffer, uint64_t bytes, DType dtype, int root);
@@ -141,13 +146,17 @@ class Comm {
   std::vector<char> recorded(int rank, uint32_t most) const;
 
   const View& view() const { return view_; }
+  int sum_blocks() const { return sum_blocks_; }
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
 
  private:
   using E = Endpoint<SoloTeam, HostOps>;
   template <class Body>
-  Status run(CallId id, double factor, ReduceFn fn, uint64_t total_bytes, Body body);
+  Status run(CallId id, uint64_t total_bytes, Body body);  // of a call that only moves data
+  template <class Body>
+  Status run_reduction(CallId id, const Reduction& r, uint64_t total_bytes, Body body);
+  Status run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root);
   template <class Ops, class Body>
   Status run_with(CallId id, uint64_t bytes, double factor, Ops ops, Body body);
   template <class Body>
@@ -156,6 +165,10 @@ class Comm {
   HostOps ops_for(ReduceFn fn, uint64_t total_bytes) {
     return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   }
+  HostOps reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
+                        BlockedSum* blocks);
+  // Throws std::invalid_argument for a ring of partial sums where sums are taken in blocks.
+  void check_order(Algorithm algorithm) const;
   bool reads_peers() const;
   // Before a call ends with `status`.
   void settle(Status status) const;
@@ -185,6 +198,7 @@ class Comm {
   View view_;
   std::mutex mutex_;
   bool single_copy_, connected_ = false;
+  int sum_blocks_;
 };
 
 template <class Ops, class Body>

@@ -10,8 +10,8 @@
 namespace ringcomm::host {
 namespace {
 
-GradKind kind_of(const GradCall& grads, int world) {
-  return {grads.dtype, grads.op == RedOp::kAvg ? world : 0};
+GradKind kind_of(const GradCall& grads, int world, int sum_blocks) {
+  return {grads.dtype, grads.op == RedOp::kAvg ? world : 0, sum_blocks};
 }
 
 // The ring's partial sums; the mean is taken by the last hop.
@@ -75,13 +75,15 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   const int size = size_of(grads.dtype);
   const Bucket bucket = Bucket::of(grads.ptr, nullptr, bucket_elems, size, 0, view_.world);
   check_segments(view_, grads);
+  check_order(grads.algorithm);
   if (!is_ring(grads)) check_in_heap(view_, "gradients", grads.ptr, bucket_elems * uint64_t(size));
   if (norm.words != nullptr) *norm.words = NormWords{};
   const bool streaming =
       std::max(norm.step_bytes, bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
-  const NormFinish finish{
-      &kernels(), kind_of(grads, view_.world), norm.out, norm.accumulate, norm.kind, norm.words,
-      streaming};
+  const NormFinish finish{&kernels(), kind_of(grads, view_.world, sum_blocks_),
+                          norm.out,   norm.accumulate,
+                          norm.kind,  norm.words,
+                          streaming};
   const OptimizerOps<NormFinish> ops{ops_for(partial_sum(grads), 0), finish, bucket,
                                      bucket.grads().get(view_.rank).ptr};
   const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
@@ -109,7 +111,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
       std::max(step_bytes, shard.bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
   const UpdateFinish finish{&kernels(),
                             &shard,
-                            kind_of(grads, view_.world),
+                            kind_of(grads, view_.world, sum_blocks_),
                             is_ring(grads) ? nullptr : results_.data(),
                             is_ring(grads) ? 0 : view_.world,
                             streaming};
@@ -131,6 +133,7 @@ Status Comm::adamw_all_gather(const AdamWShard& shard, const GradCall& grad, uin
 
 Status Comm::reduce_scatter_adamw_all_gather(const AdamWShard& shard, const GradCall& grads,
                                              uint64_t step_bytes) {
+  check_order(grads.algorithm);
   const CallId id =
       id_of(Collective::kReduceScatterAdamWAllGather, grads, shard.bucket_elems, shard.param_dtype);
   return run_update(id, shard, grads, step_bytes, [&](auto& e, const Bucket& bucket) {

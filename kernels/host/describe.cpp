@@ -47,6 +47,10 @@ const char* name_of(Collective collective) {
       return "adamw_all_gather";
     case Collective::kReduceScatterAdamWAllGather:
       return "reduce_scatter_adamw_all_gather";
+    case Collective::kReduceScatterPartial:
+      return "reduce_scatter_partial";
+    case Collective::kReducePartial:
+      return "reduce_partial";
   }
   return "unknown";
 }

@@ -34,22 +34,20 @@ inline void narrow_result(T* RC_RESTRICT out, const float* RC_RESTRICT src, uint
   for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::store(src[i]);
 }
 
-// The gradient of a turn: in `buffer`, or where it lies already.
+// The sum of sources [first, last) for a turn; there is one or more.
 template <class T>
-inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
+inline void sum_sources(const GradSources& g, int first, int last, uint64_t begin, uint64_t n,
+                        float* buffer) {
   const auto source = [&](int s) { return static_cast<const T*>(g.ptrs[s]) + (begin - g.first); };
-  if constexpr (kSame<T, float>) {
-    if (g.count == 1 && g.divide_by == 0) return source(0);
-  }
-  int first = 1;
-  if (Blockwise<T>::value || g.count == 1) {
-    widen_source(buffer, source(0), n);
+  int rest = first + 1;
+  if (Blockwise<T>::value || last == rest) {
+    widen_source(buffer, source(first), n);
   } else {
-    const T *const a = source(0), *const b = source(1);
+    const T *const a = source(first), *const b = source(first + 1);
     for (uint64_t i = 0; i < n; ++i) buffer[i] = Traits<T>::load(a[i]) + Traits<T>::load(b[i]);
-    first = 2;
+    rest = first + 2;
   }
-  for (int s = first; s < g.count; ++s) {
+  for (int s = rest; s < last; ++s) {
     const T* const next = source(s);
     if constexpr (Blockwise<T>::value) {
       alignas(64) float wide[kBlockElems];
@@ -58,6 +56,23 @@ inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n
     } else {
       for (uint64_t i = 0; i < n; ++i) buffer[i] += Traits<T>::load(next[i]);
     }
+  }
+}
+
+// The gradient of a turn: in `buffer`, or where it lies already.
+template <class T>
+inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n, float* buffer) {
+  if constexpr (kSame<T, float>) {
+    if (g.count == 1 && g.divide_by == 0)
+      return static_cast<const float*>(g.ptrs[0]) + (begin - g.first);
+  }
+  const int block = g.sum_block > 0 && g.sum_block < g.count ? g.sum_block : g.count;
+  sum_sources<T>(g, 0, block, begin, n, buffer);
+  for (int first = block; first < g.count; first += block) {
+    alignas(64) float part[kBlockElems];
+    const int last = first + block < g.count ? first + block : g.count;
+    sum_sources<T>(g, first, last, begin, n, part);
+    for (uint64_t i = 0; i < n; ++i) buffer[i] += part[i];
   }
   if (g.divide_by > 0) {
     const float world = float(g.divide_by);

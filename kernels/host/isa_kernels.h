@@ -168,26 +168,41 @@ inline void reduce_values(Out* out, A* acc, Source source, const double* factors
 }
 
 // One block of at most kBlockBytes / sizeof(Acc) elements.
-template <class T, RedOp op>
-inline void reduce_block(T* dst, const void* const* sources, const double* factors, int count,
+template <class In, class Out, RedOp op>
+inline void reduce_block(Out* dst, const void* const* sources, const double* factors, int count,
                          uint64_t begin, uint64_t n, int finish_world) {
-  using A = typename Traits<T>::Acc;
+  using A = typename Traits<In>::Acc;
+  static_assert(kSame<A, typename Traits<Out>::Acc>);
   constexpr uint64_t block = kBlockBytes / sizeof(A);
   alignas(64) A acc[block];
 #if RC_HAS_F16C
-  if constexpr (Blockwise<T>::value) {
+  if constexpr (Blockwise<In>::value) {
     alignas(64) A wide[2][block];
-    alignas(64) A result[block];
     const auto source = [&](int s) {
-      widen_block(wide[s & 1], static_cast<const T*>(sources[s]) + begin, n);
+      widen_block(wide[s & 1], static_cast<const In*>(sources[s]) + begin, n);
       return Elements<A>{wide[s & 1]};
     };
+    if constexpr (Blockwise<Out>::value) {
+      alignas(64) A result[block];
+      reduce_values<op>(result, acc, source, factors, count, n, finish_world);
+      narrow_block(dst, result, n);
+    } else {
+      reduce_values<op>(dst, acc, source, factors, count, n, finish_world);
+    }
+    return;
+  }
+#endif
+  const auto source = [&](int s) {
+    return Elements<In>{static_cast<const In*>(sources[s]) + begin};
+  };
+#if RC_HAS_F16C
+  if constexpr (Blockwise<Out>::value) {
+    alignas(64) A result[block];
     reduce_values<op>(result, acc, source, factors, count, n, finish_world);
     narrow_block(dst, result, n);
     return;
   }
 #endif
-  const auto source = [&](int s) { return Elements<T>{static_cast<const T*>(sources[s]) + begin}; };
   reduce_values<op>(dst, acc, source, factors, count, n, finish_world);
 }
 
@@ -214,35 +229,35 @@ inline uint64_t stream_sum_of_two(T* dst, const T* a, const T* b, uint64_t elems
 }
 #endif
 
-template <class T, RedOp op>
+template <class In, class Out, RedOp op>
 void reduce_kernel(const ReduceJob& job) {
-  using A = typename Traits<T>::Acc;
+  using A = typename Traits<In>::Acc;
   constexpr uint64_t block = kBlockBytes / sizeof(A);
-  const uint64_t elems = job.bytes / sizeof(T);
-  T* const dst = static_cast<T*>(job.dst);
-  T* const also = static_cast<T*>(job.also);
-  alignas(64) T bounce[block];  // streamed results gather here, in the first-level cache
+  const uint64_t elems = job.bytes / sizeof(In);
+  Out* const dst = static_cast<Out*>(job.dst);
+  Out* const also = static_cast<Out*>(job.also);
+  alignas(64) Out bounce[block];  // streamed results gather here, in the first-level cache
   uint64_t first = 0;
 #if RC_HAS_STREAMING_STORES
-  if constexpr (op == RedOp::kSum && (kSame<T, float> || kSame<T, double>)) {
+  if constexpr (op == RedOp::kSum && kSame<In, Out> && (kSame<In, float> || kSame<In, double>)) {
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % RC_VECTOR_BYTES == 0;
     if (job.streaming && job.count == 2 && also == nullptr && aligned)
-      first = stream_sum_of_two(dst, static_cast<const T*>(job.sources[0]),
-                                static_cast<const T*>(job.sources[1]), elems);
+      first = stream_sum_of_two(dst, static_cast<const In*>(job.sources[0]),
+                                static_cast<const In*>(job.sources[1]), elems);
   }
 #endif
   for (uint64_t begin = first; begin < elems; begin += block) {
     const uint64_t n = elems - begin < block ? elems - begin : block;
-    T* const out = job.streaming ? bounce : dst + begin;
-    reduce_block<T, op>(out, job.sources, job.factors, job.count, begin, n, job.finish_world);
+    Out* const out = job.streaming ? bounce : dst + begin;
+    reduce_block<In, Out, op>(out, job.sources, job.factors, job.count, begin, n, job.finish_world);
     const char* const result = reinterpret_cast<const char*>(out);
-    if (job.streaming) stream_bytes(reinterpret_cast<char*>(dst + begin), result, n * sizeof(T));
+    if (job.streaming) stream_bytes(reinterpret_cast<char*>(dst + begin), result, n * sizeof(Out));
     if (also == nullptr) continue;
     char* const second = reinterpret_cast<char*>(also + begin);
     if (job.also_streaming)
-      stream_bytes(second, result, n * sizeof(T));
+      stream_bytes(second, result, n * sizeof(Out));
     else
-      memcpy(second, result, n * sizeof(T));
+      memcpy(second, result, n * sizeof(Out));
   }
   if (job.streaming || job.also_streaming) stream_fence();
 }

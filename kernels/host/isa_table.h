@@ -7,29 +7,29 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
-template <class T, RedOp op>
+template <class In, class Out, RedOp op>
 constexpr ReduceFn entry() {
-  if constexpr (supports<T>(op))
-    return &reduce_kernel<T, op>;
+  if constexpr (supports<In>(op))
+    return &reduce_kernel<In, Out, op>;
   else
     return nullptr;
 }
 
-template <class T>
+template <class In, class Out = In>
 constexpr void fill_row(ReduceFn (&row)[int(RedOp::kCount)]) {
-  row[int(RedOp::kSum)] = entry<T, RedOp::kSum>();
-  row[int(RedOp::kAvg)] = entry<T, RedOp::kAvg>();
-  row[int(RedOp::kPremulSum)] = entry<T, RedOp::kPremulSum>();
-  row[int(RedOp::kProduct)] = entry<T, RedOp::kProduct>();
-  row[int(RedOp::kMin)] = entry<T, RedOp::kMin>();
-  row[int(RedOp::kMax)] = entry<T, RedOp::kMax>();
-  row[int(RedOp::kBand)] = entry<T, RedOp::kBand>();
-  row[int(RedOp::kBor)] = entry<T, RedOp::kBor>();
-  row[int(RedOp::kBxor)] = entry<T, RedOp::kBxor>();
+  row[int(RedOp::kSum)] = entry<In, Out, RedOp::kSum>();
+  row[int(RedOp::kAvg)] = entry<In, Out, RedOp::kAvg>();
+  row[int(RedOp::kPremulSum)] = entry<In, Out, RedOp::kPremulSum>();
+  row[int(RedOp::kProduct)] = entry<In, Out, RedOp::kProduct>();
+  row[int(RedOp::kMin)] = entry<In, Out, RedOp::kMin>();
+  row[int(RedOp::kMax)] = entry<In, Out, RedOp::kMax>();
+  row[int(RedOp::kBand)] = entry<In, Out, RedOp::kBand>();
+  row[int(RedOp::kBor)] = entry<In, Out, RedOp::kBor>();
+  row[int(RedOp::kBxor)] = entry<In, Out, RedOp::kBxor>();
 }
 
 constexpr KernelTable make_table(const char* isa) {
-  KernelTable t{isa, &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}};
+  KernelTable t{isa, &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}, {}, {}};
   fill_row<uint8_t>(t.reduce[int(DType::kUInt8)]);
   fill_row<int8_t>(t.reduce[int(DType::kInt8)]);
   fill_row<uint16_t>(t.reduce[int(DType::kUInt16)]);
@@ -45,6 +45,10 @@ constexpr KernelTable make_table(const char* isa) {
   fill_row<double>(t.reduce[int(DType::kFloat64)]);
   fill_row<Complex<float>>(t.reduce[int(DType::kComplex64)]);
   fill_row<Complex<double>>(t.reduce[int(DType::kComplex128)]);
+  fill_row<Float16, float>(t.widening[half_index(DType::kFloat16)]);
+  fill_row<BFloat16, float>(t.widening[half_index(DType::kBFloat16)]);
+  fill_row<float, Float16>(t.narrowing[half_index(DType::kFloat16)]);
+  fill_row<float, BFloat16>(t.narrowing[half_index(DType::kBFloat16)]);
   return t;
 }
 

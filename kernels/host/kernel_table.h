@@ -7,18 +7,23 @@
 
 namespace ringcomm {
 
-// dst[i] = also[i] = reduction over s of sources[s][i].
+// dst[i] = also[i] = reduction over s of sources[s][i]. Results may be of another element type than
+// the sources.
 struct ReduceJob {
-  void* dst;                       // may equal a source exactly
+  void* dst;                       // may equal a source of its type exactly
   void* also;                      // a second destination, or null
   bool streaming, also_streaming;  // store past the caches
   const void* const* sources;
   const double* factors;
   int count;
   int finish_world;  // as in finish() of reduce.h; 0: a partial sum
-  uint64_t bytes;
+  uint64_t bytes;    // of a source
 };
 using ReduceFn = void (*)(const ReduceJob& job);
+
+// Places in a table of the types that accumulate in another one.
+constexpr int kHalves = 2;
+constexpr int half_index(DType half) { return half == DType::kBFloat16 ? 1 : 0; }
 
 // The gradient of element i of a chunk: the sum over s of sources[s][i - first], divided by
 // `divide_by` unless that is 0.
@@ -28,6 +33,7 @@ struct GradSources {
   DType dtype;  // kFloat32, kBFloat16 or kFloat16
   int divide_by;
   uint64_t first;
+  int sum_block = 0;  // sources are summed in blocks of so many, and these in order; 0: all in one
 };
 
 // The update of elements [begin, end) of a shard.
@@ -62,6 +68,8 @@ struct KernelTable {
   NormFn reduce_norm;
   ReduceFn reduce[int(DType::kCount)]
                  [int(RedOp::kCount)];  // null where the operator makes no sense
+  // From 16-bit floats to FP32, and from FP32 to 16-bit floats.
+  ReduceFn widening[kHalves][int(RedOp::kCount)], narrowing[kHalves][int(RedOp::kCount)];
 };
 
 extern const KernelTable kBaselineKernels;

@@ -1,7 +1,7 @@
 // The Ops of endpoint.h on the host: a KernelTable's loops, each lane taking its part of the bytes.
 #pragma once
 
-#include "kernels/host/kernel_table.h"
+#include "kernels/host/partial_sums.h"
 #include "kernels/host/store_path.h"
 #include "ringcomm/protocol/endpoint.h"
 
@@ -9,9 +9,11 @@ namespace ringcomm::host {
 
 struct HostOps {
   const KernelTable* table;
-  ReduceFn reduce_fn;  // null for collectives that only move data
-  bool streaming;      // results are too large to stay in the cache: store past it
-  StorePath* path;     // how memory that peers read is written
+  ReduceFn reduce_fn;                  // null for collectives that only move data
+  bool streaming;                      // results are too large to stay in the cache: store past it
+  StorePath* path;                     // how memory that peers read is written
+  const BlockedSum* blocks = nullptr;  // null: sources are reduced one after the other
+  uint64_t result_widths = 1;          // the size of a result, in sizes of a source's element
 
   template <class Team>
   void copy_shared(Team& team, void* dst, const void* src, uint64_t bytes) const {
@@ -42,7 +44,7 @@ struct HostOps {
       for (int s = 0; s < from.count; ++s) mine[s] = at(from.ptrs[s], e);
       sources = mine;
     }
-    ReduceJob job{at(to.dst, e),
+    ReduceJob job{static_cast<char*>(to.dst) + e.begin_bytes * result_widths,
                   to.also == nullptr ? nullptr : at(to.also, e),
                   streaming,
                   streaming,
@@ -52,6 +54,7 @@ struct HostOps {
                   finish_world,
                   e.end_bytes - e.begin_bytes};
     if (to.shared) job.streaming = path->past_caches(bytes);
+    if (blocks != nullptr && from.count > blocks->ranks) return reduce_in_blocks(*blocks, job);
     reduce_fn(job);
   }
 
@@ -60,6 +63,19 @@ struct HostOps {
   static void* at(void* ptr, const Extent& e) { return static_cast<char*>(ptr) + e.begin_bytes; }
   static const void* at(const void* ptr, const Extent& e) {
     return static_cast<const char*>(ptr) + e.begin_bytes;
+  }
+};
+
+// Results stay in the accumulator's type, which may be wider than the element, and unfinished.
+struct PartialOps : HostOps {
+  char* out;  // where results begin
+
+  template <class Team>
+  void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,
+              int) const {
+    const auto begin = uint64_t(static_cast<char*>(to.dst) - out);  // as if none was wider
+    const ReduceTarget wide{out + begin * result_widths, to.shared, nullptr};
+    HostOps::reduce(team, wide, from, bytes, 0);
   }
 };
 

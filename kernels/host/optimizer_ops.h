@@ -35,7 +35,8 @@ struct OptimizerOps : HostOps {
 // others' as one source, so the divisor cannot be their count.
 struct GradKind {
   DType dtype;
-  int divide_by;  // 0: the sum
+  int divide_by;      // 0: the sum
+  int sum_block = 0;  // as in GradSources
 };
 
 struct UpdateFinish {
@@ -47,13 +48,14 @@ struct UpdateFinish {
   bool streaming;
 
   void operator()(Run run, const Gradients& from, uint64_t first) const {
-    table->adamw(AdamWJob{shard,
-                          {from.ptrs, from.count, grads.dtype, grads.divide_by, first},
-                          copies,
-                          copy_count,
-                          run.begin,
-                          run.end,
-                          streaming});
+    table->adamw(
+        AdamWJob{shard,
+                 {from.ptrs, from.count, grads.dtype, grads.divide_by, first, grads.sum_block},
+                 copies,
+                 copy_count,
+                 run.begin,
+                 run.end,
+                 streaming});
   }
 };
 
@@ -68,14 +70,15 @@ struct NormFinish {
 
   void operator()(Run run, const Gradients& from, uint64_t first) const {
     NormWords mine{};
-    table->reduce_norm(NormJob{{from.ptrs, from.count, grads.dtype, grads.divide_by, first},
-                               out,
-                               accumulate,
-                               kind,
-                               words == nullptr ? nullptr : &mine,
-                               run.begin,
-                               run.end,
-                               streaming});
+    table->reduce_norm(
+        NormJob{{from.ptrs, from.count, grads.dtype, grads.divide_by, first, grads.sum_block},
+                out,
+                accumulate,
+                kind,
+                words == nullptr ? nullptr : &mine,
+                run.begin,
+                run.end,
+                streaming});
     if (words != nullptr) merge_norms(*words, mine, kind);
   }
 };

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ringcomm.cli import estimate_network
 from ringcomm.cli.estimate_figures import (
     DTYPES,
     Report,
     as_json,
+    has_model,
+    network_step,
     outside_efficiency,
     parse_count,
     parse_positive,
@@ -240,11 +243,13 @@ def _draw_budget(panel: Any, report: Report) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ringcomm estimate``."""
     parser.description = (
-        "Memory of a rank, bytes that it sends in a step, and time of the step, by ZeRO stage. "
-        "docs/estimate.md has the formulas and where they come from."
+        "Memory of a rank, bytes that it sends in a step, and time of the step, by ZeRO stage; "
+        "with --nodes, of collectives over a network. docs/estimate.md and docs/scaling.md have "
+        "the formulas and where they come from."
     )
     _add_model(parser)
     _add_training(parser)
+    estimate_network.add_arguments(parser)
     add = parser.add_argument
     add(
         "--bandwidth-gbps",
@@ -267,7 +272,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--module", metavar="PACKAGE.MODULE:CALLABLE", help="gives the model; built with no memory"
     )
     add = parser.add_argument
-    add("--world", type=int, required=True, help="ranks that share the state")
+    add("--world", type=int, help="ranks that share the state; with --nodes: all GPUs")
     add("--stage", type=int, choices=STAGES, help="default: all")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default: %(default)s)")
     add(
@@ -319,11 +324,29 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the estimate; returns 2 for options that make no sense."""
     try:
-        report = work_out(read_request(args))
-        if args.plot is not None:
-            draw(report, args.plot)
+        told = _answer(args)
     except ArgumentError as error:
         print(f"ringcomm estimate: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(report), indent=1) if args.json else as_text(report))
+    print(told)
     return 0
+
+
+def _answer(args: argparse.Namespace) -> str:
+    """Works out what was asked, draws it if that was asked too, and words it."""
+    question = estimate_network.read_question(args)
+    if question is not None and question.num_bytes is not None and not has_model(args):
+        prediction = estimate_network.predict(question, None)
+        if args.plot is not None:
+            estimate_network.draw(prediction, args.plot)
+        told = {"network": estimate_network.as_json(prediction)}
+        return json.dumps(told, indent=1) if args.json else estimate_network.as_text(prediction)
+    report = work_out(read_request(args, None if question is None else question.cluster))
+    if args.plot is not None:
+        draw(report, args.plot)
+    text, plain = as_text(report), as_json(report)
+    if question is not None:
+        prediction = estimate_network.predict(question, network_step(report))
+        text += "\n\n" + estimate_network.as_text(prediction)
+        plain["network"] = estimate_network.as_json(prediction)
+    return json.dumps(plain, indent=1) if args.json else text

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ringcomm.cli.estimate_network import Step
+from ringcomm.comm.topology.cost import Cluster
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.estimate import (
     STAGES,
@@ -139,13 +141,24 @@ class Request:
     budget_bytes: int | None
 
 
-def read_request(args: argparse.Namespace) -> Request:
+def has_model(args: argparse.Namespace) -> bool:
+    """True if a model was given, by a count, a module or its shape."""
+    names = ("params", "module", *SHAPE_OPTIONS)
+    return args.untied or any(getattr(args, name) is not None for name in names)
+
+
+def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Request:
     """Reads the options, and builds the module if there is one.
+
+    Args:
+        args: as parsed.
+        cluster: whose ranks are the world, if several nodes were given.
 
     Raises:
         ArgumentError: options do not go together, or the module cannot be built.
     """
     _check_counts(args)
+    world_size = _world_size(args, cluster)
     shape = _shape(args)
     called, model = _model(args, shape)
     dtype = DTYPES[args.dtype]
@@ -153,7 +166,7 @@ def read_request(args: argparse.Namespace) -> Request:
     return Request(
         called=called,
         model=model,
-        world_size=args.world,
+        world_size=world_size,
         stages=STAGES if args.stage is None else (args.stage,),
         precision=_precision(args),
         each=BytesPerElement.of(dtype, reduce, args.master, args.amsgrad),
@@ -164,6 +177,17 @@ def read_request(args: argparse.Namespace) -> Request:
         timing=_timing(args),
         budget_bytes=None if args.budget_gb is None else round(args.budget_gb * 10**9),
     )
+
+
+def _world_size(args: argparse.Namespace, cluster: Cluster | None) -> int:
+    if cluster is None and args.world is None:
+        raise ArgumentError("expected --world, or --nodes with --gpus-per-node")
+    if cluster is not None and args.world not in (None, cluster.world_size):
+        raise ArgumentError(
+            f"--world {args.world}: expected {cluster.nodes} nodes x {cluster.ranks_per_node} "
+            f"GPUs = {cluster.world_size}, or no --world beside --nodes"
+        )
+    return args.world if cluster is None else cluster.world_size
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -357,6 +381,19 @@ def _step_time(request: Request, sent_bytes: int) -> StepTime | None:
         return None
     flops = step_flops(request.model.total, timing.tokens, request.forward.recomputes)
     return step_time(flops, sent_bytes, timing.gbps, timing.peak_tflops)
+
+
+def network_step(report: Report) -> Step:
+    """Returns the facts from which the network's times of a step follow."""
+    request = report.request
+    times = [row.time for row in report.rows if row.time is not None]
+    return Step(
+        model=request.model,
+        each=request.each,
+        bucket_elems=request.options.bucket_elems,
+        compute_s=times[0].compute_s if times else None,
+        stages=request.stages,
+    )
 
 
 def outside_efficiency(request: Request) -> dict[str, float]:

@@ -12,20 +12,30 @@ import torch
 from torch.distributed import Store as TorchStore
 
 from ringcomm import _native
-from ringcomm.comm.arguments import SUM, CallChecks
+from ringcomm.comm.arguments import ALGORITHMS, SUM, CallChecks
 from ringcomm.comm.collectives import Collectives
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.engine import Call
-from ringcomm.comm.meeting import Membership, meet
+from ringcomm.comm.engine import Call, refusal
+from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.messages import Messages
+from ringcomm.comm.nodes.building import Built, build
+from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.options import CommOptions
+from ringcomm.comm.recorder.records import Record, Recording
 from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import (
+    AbortedError,
+    ArgumentError,
+    RingcommError,
+    UnsupportedError,
+    where,
+)
 from ringcomm.rendezvous.environment import read_environment
-from ringcomm.rendezvous.handles import check_name
+from ringcomm.rendezvous.handles import check_name, named_node
 
 Tensor = torch.Tensor
 
@@ -65,7 +75,7 @@ class Communicator(Collectives, Messages):
         Raises:
             ArgumentError: the variables contradict each other.
             RendezvousError: a rank is missing; named.
-            UnsupportedError: the ranks run on several machines.
+            UnsupportedError: the ranks run on several nodes, and nothing says where they meet.
             HeapError: no room for the heap.
         """
         options = _options(options, timeout)
@@ -93,6 +103,7 @@ class Communicator(Collectives, Messages):
         heap_bytes: int | None = None,
         options: CommOptions | None = None,
         device: Device = None,
+        node_id: str | None = None,
     ) -> Communicator:
         """Builds a communicator of ``world_size`` ranks that share ``store``.
 
@@ -106,6 +117,8 @@ class Communicator(Collectives, Messages):
             options: tunables, equal on all ranks; ``timeout`` wins over theirs.
             device: None or "cpu" for CPU tensors; "cuda", "cuda:1" or a torch.device for tensors of
                 that GPU.
+            node_id: names this rank's node, which is else found by mapping memory; None takes
+                RINGCOMM_NODE_ID.
 
         Raises:
             ArgumentError: a bad rank, world size or name.
@@ -119,7 +132,8 @@ class Communicator(Collectives, Messages):
             raise ArgumentError(f"world_size: expected an integer >= 1, got {world_size!r}")
         CallChecks(f"communicator {name!r}", rank, world_size).peer("rank", rank)
         options = _options(options, timeout)
-        membership = Membership(name, rank, tuple(range(world_size)), store, options, ())
+        chosen = named_node() if node_id is None else node_id
+        membership = Membership(name, rank, tuple(range(world_size)), store, options, (), chosen)
         index = find_device(device, f"communicator {name!r}")
         if index is None:
             return cls._meet(membership, heap_bytes)
@@ -138,8 +152,54 @@ class Communicator(Collectives, Messages):
     @classmethod
     def _meet(cls, membership: Membership, heap_bytes: int | None = None) -> Communicator:
         """Builds the communicator once the members have met; fills in ``membership.heaps``."""
-        core, heaps = meet(membership, heap_bytes)
-        return cls(core, replace(membership, heaps=heaps))
+        met = meet(membership, heap_bytes)
+        if isinstance(met, OneNode):
+            return cls(met.core, replace(membership, heaps=met.heaps))
+        return NodesCommunicator._over(membership, met, heap_bytes)
+
+    @property
+    def node(self) -> Communicator:
+        """The communicator of the ranks of this rank's node; where there is one node, this one."""
+        return self
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks that this one meets between nodes, itself included, by node."""
+        return (self._rank,)
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes that the ranks are on."""
+        return 1
+
+    def node_of(self, rank: int) -> int:
+        """Returns the number of the node that a rank is on."""
+        self.checks("node_of").peer("rank", rank)
+        return 0
+
+    # For ringcomm's own packages: see NOTE [Internal API].
+
+    @property
+    def shard_index(self) -> int:
+        """The number of the chunk that this rank owns where state is sharded over all ranks."""
+        return self.shard_index_of(self._rank)
+
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the number of the chunk that a rank owns where state is sharded over all ranks.
+
+        Raises:
+            UnsupportedError: the nodes have different numbers of ranks.
+        """
+        return rank
+
+    def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
+        """Gathers among the ranks of this one's rail alone, in place.
+
+        Args:
+            parts: by node, contiguous; that of this rank's node is sent, the others are written.
+            async_op: return a Work at once instead of waiting.
+        """
+        return None
 
     def new_group(
         self,
@@ -193,6 +253,7 @@ class Communicator(Collectives, Messages):
             self._membership.store,
             _options(self.options, timeout if timeout is not None else self.timeout),
             (),
+            self._membership.node_id,
         )
         return self._rebuild(membership)
 
@@ -353,6 +414,107 @@ class Communicator(Collectives, Messages):
             # Peers may wait for a call that this rank will not make any more.
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+
+class NodesCommunicator(Communicator):
+    """A :class:`Communicator` whose ranks are on several nodes."""
+
+    _core: StepsCore  # type: ignore[assignment]  # which has the methods of the native one
+
+    def __init__(self, built: Built[Communicator], membership: Membership) -> None:
+        super().__init__(built.core, membership)
+        self._watch = built.watch
+        self._node = built.node
+
+    @classmethod
+    def _over(
+        cls, membership: Membership, found: SeveralNodes, heap_bytes: int | None
+    ) -> NodesCommunicator:
+        return cls(build(membership, found, heap_bytes, Communicator._meet), membership)
+
+    @property
+    def node(self) -> Communicator:
+        return self._node
+
+    @property
+    def places(self) -> Places:
+        """Which ranks are of one node, and which rank meets which between nodes."""
+        return self._core.places
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        return self.places.rail(self.places.place)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.places.nodes)
+
+    def node_of(self, rank: int) -> int:
+        self.checks("node_of").peer("rank", rank)
+        return self.places.node_of(rank)
+
+    def shard_index_of(self, rank: int) -> int:
+        if not self.places.even:
+            sizes = ", ".join(str(len(ranks)) for ranks in self.places.nodes)
+            raise UnsupportedError(
+                f"{where('sharding state', self._rank, self._world_size)}: expected nodes with "
+                f"equally many ranks, got {sizes}. Start as many ranks on each node, or shard over "
+                "Communicator.node or a new_group() with equally many ranks of each"
+            )
+        return self.places.shard_index_of(rank)
+
+    def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
+        ptrs = [part.data_ptr() for part in parts]
+        sizes_bytes = [part.nbytes for part in parts]
+
+        def run(core: Any) -> int:
+            status: int = core.all_gather_on_rail(ptrs, sizes_bytes, ALGORITHMS["auto"])
+            return status
+
+        return self.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
+
+    def recording(self) -> Recording:
+        """Returns what this node's ranks did last within the node, under their ranks here."""
+        within, mates = super().recording(), self.places.mates
+
+        def named(place: int) -> int:
+            return mates[place] if 0 <= place < len(mates) else place
+
+        def renamed(records: tuple[Record, ...]) -> tuple[Record, ...]:
+            return tuple(replace(record, peer=named(record.peer)) for record in records)
+
+        ranks = tuple(
+            replace(
+                each,
+                rank=named(each.rank),
+                waits_for=named(each.waits_for),
+                collectives=renamed(each.collectives),
+                messages=renamed(each.messages),
+            )
+            for each in within.ranks
+        )
+        return replace(within, ranks=ranks)
+
+    def __repr__(self) -> str:
+        of = f"on node {self.places.node} of {self.num_nodes}"
+        return f"{super().__repr__().removesuffix('>')} {of}>"
+
+    def _fault(self, name: str) -> RingcommError:
+        error = self._watch.error
+        if error is None and self._refuse is not None:
+            return self._refuse(name)
+        head = where(name, self._rank, self._world_size)
+        told = error or AbortedError("the communicator was closed")
+        worded = type(told)(
+            f"{head}, node {self.places.node}: {told}. The communicator is unusable now: close it "
+            "and build a new one"
+        )
+        self._disable(refusal(self._rank, self._world_size, worded))
+        return worded
+
+    def _close(self, grace_s: float) -> None:
+        super()._close(grace_s)
+        self._node._close(grace_s)
 
 
 class DeviceCommunicator(DeviceMessages, Communicator):

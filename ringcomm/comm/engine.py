@@ -311,6 +311,7 @@ class CallEngine:
         # None selects the native kernels, and lets calls take the quick paths.
         self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
+        self._sum_blocks = membership.options.sum_blocks
         add(self)
 
     @property
@@ -396,15 +397,34 @@ class CallEngine:
         """Returns the function that maps the native end to the end whose kernels a call asks for.
 
         Raises:
-            ArgumentError, UnsupportedError: see :func:`check_kernels`.
+            ArgumentError, UnsupportedError: see :func:`check_kernels`; or the call would not sum
+                in the blocks of ``CommOptions.sum_blocks``.
         """
         kernels = kernels or self._kernels
+        if self._sum_blocks:
+            ring = reduction is not None and algorithm == "ring"
+            self.check_sum_blocks(str(checks), "ring" if ring else "", kernels or "")
         if kernels is None or kernels == NATIVE:
             return _itself
         check_kernels(checks, kernels, algorithm, dtype, reduction)
         if self._triton is None:
             self._triton = self._make_triton(checks)
         return self._in_triton
+
+    def check_sum_blocks(self, operation: str, algorithm: str, kernels: str) -> None:
+        """Checks a call that reduces, if this communicator sums in blocks of ranks.
+
+        Raises:
+            UnsupportedError: the ring, or Triton's kernels, which sum in other orders.
+        """
+        if not self._sum_blocks or (algorithm != "ring" and kernels != "triton"):
+            return
+        asked = 'kernels="triton"' if kernels == "triton" else 'algorithm="ring"'
+        raise UnsupportedError(
+            f"{operation}: {asked} does not sum in blocks of ranks, for which this communicator "
+            f"has CommOptions(sum_blocks={self._sum_blocks}). Use the direct algorithm and the "
+            "native kernels, or sum_blocks=0"
+        )
 
     def _in_triton(self, native: Any) -> Any:
         # An unusable communicator must not become usable through its Triton kernels.

@@ -321,6 +321,7 @@ def local_world(
     heap_bytes: int | None = None,
     options: CommOptions | None = None,
     device: Device | Sequence[Device] = None,
+    nodes: Sequence[int] | None = None,
 ) -> LocalWorld:
     """Builds a world of ``n`` ranks in this process, one thread each; see :meth:`LocalWorld.run`.
 
@@ -333,8 +334,12 @@ def local_world(
             device (at most 8) run in one launch, so each call waits on the host until all of them
             have made it.
 
+        nodes: the ranks of each node, in the order of the ranks: the threads then do as if they
+            were on as many machines, which talk over the loopback interface. None: on one.
+
     Raises:
-        ArgumentError: ``n`` is not a positive integer, or there are not ``n`` devices.
+        ArgumentError: ``n`` is not a positive integer, or there are not ``n`` devices, or ``nodes``
+            does not add up to ``n``.
         HeapError: no room for the heap or the communicators' regions in it.
         RingcommError: a rank's thread cannot be started.
     """
@@ -344,6 +349,14 @@ def local_world(
     devices = [device] * n if isinstance(device, _ONE_DEVICE) else list(device)
     if len(devices) != n:
         raise ArgumentError(f"local_world: expected {n} devices, one per rank, got {len(devices)}")
+
+    node_ids: list[str | None] = [None] * n
+    if nodes is not None:
+        node_ids = [f"node{node}" for node, ranks in enumerate(nodes) for _ in range(ranks)]
+        if len(node_ids) != n:
+            raise ArgumentError(
+                f"local_world: nodes: expected ranks of nodes that add up to {n}, got {nodes}"
+            )
 
     def build(rank: int) -> Communicator:
         return Communicator.from_store(
@@ -355,6 +368,7 @@ def local_world(
             heap_bytes=heap_bytes,
             options=options,
             device=devices[rank],
+            node_id=node_ids[rank],
         )
 
     def leave(rank: int, error: BaseException) -> None:

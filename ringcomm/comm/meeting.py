@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from dataclasses import dataclass
+from itertools import pairwise
+
+from torch.distributed import Store
 
 from ringcomm import _native
+from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.comm.options import CommOptions
-from ringcomm.errors import RendezvousError, where
+from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
 from ringcomm.rendezvous.handles import (
+    NODE_ID_VARIABLE,
     HeapHandle,
     Meeting,
     Rendezvous,
-    Store,
     machine_identity,
     members_of,
 )
@@ -27,7 +32,8 @@ class Membership:
     """The ranks of a communicator, its store and its options.
 
     ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
-    mapped here, held as long as the communicator lives.
+    mapped here, held as long as the communicator lives. ``node_id`` is what this rank's node was
+    named, or "".
     """
 
     name: str
@@ -36,6 +42,7 @@ class Membership:
     store: Store
     options: CommOptions
     heaps: tuple[MappedHeap, ...]
+    node_id: str = ""
 
 
 def rendezvous_of(membership: Membership) -> Meeting:
@@ -51,10 +58,38 @@ def rendezvous_of(membership: Membership) -> Meeting:
     )
 
 
-def meet(
-    membership: Membership, heap_bytes: int | None
-) -> tuple[_native.Comm, tuple[MappedHeap, ...]]:
-    """Builds a connected core, and returns it with the members' heaps as mapped here.
+@dataclass(frozen=True)
+class OneNode:
+    """A connected core, and the members' heaps as mapped here."""
+
+    core: _native.Comm
+    heaps: tuple[MappedHeap, ...]
+
+
+@dataclass(frozen=True)
+class SeveralNodes:
+    """The nodes that the members are on, and the meeting at which they go on."""
+
+    places: Places
+    meeting: Meeting
+    rendezvous: Rendezvous
+
+
+# NOTE [Nodes are found]
+#
+# Ranks are of one node if they can map each other's memory, and that is tried: /proc/<pid>/fd/<fd>
+# is opened, and the token of the heap that was announced must stand there. What a rank says of its
+# machine only spares attempts that cannot succeed: another boot of a kernel and another PID
+# namespace mean another node. Host names say nothing. Where the kernel refuses, the ranks are on
+# different nodes; where something else than the announced heap is found, a handle is forged, or
+# machines are clones of each other, and that is an error. Each rank posts whom of its own machine
+# it could not map, and from that all ranks derive the same nodes. RINGCOMM_NODE_ID, where it is
+# set, takes the place of what a rank says of its machine: ranks of one id must be able to map each
+# other, and ranks of different ids are on different nodes.
+
+
+def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNodes:
+    """Meets the members; if they are on one node, builds a connected core.
 
     Raises:
         RingcommError: as :meth:`Communicator.from_store`; waiting peers have been told.
@@ -66,10 +101,19 @@ def meet(
         heap = process_heap(heap_bytes)
         core = _make_core(heap, membership)
         handles = rendezvous.handles(_handle(heap, core, membership))
-        heaps = tuple(map_heap(handle, heap, meeting.operation) for handle in handles)
-        _connect(core, handles, heaps, meeting.operation)
-        rendezvous.confirm(handles)
-        _activate(core, meeting.operation)
+        heaps, unreached = _map_heaps(handles, heap, meeting)
+        if len(heaps) == len(handles):
+            in_order = tuple(heaps[rank] for rank in range(len(handles)))
+            _connect(core, handles, in_order, meeting.operation)
+        everyone = rendezvous.confirm(handles, unreached)
+        machines = [handle.machine for handle in handles]
+        places = divide(meeting.rank, machines, everyone, meeting.operation)
+        if len(places.nodes) == 1:
+            _activate(core, meeting.operation)
+            return OneNode(core, in_order)
+        _check_ids(places, handles, everyone, meeting)
+        core.close()
+        return SeveralNodes(places, meeting, rendezvous)
     except BaseException as error:
         rendezvous.fail(error)
         if core is not None:
@@ -77,7 +121,57 @@ def meet(
             core.abort(f"rendezvous failed: {error}")
             core.close()
         raise
-    return core, heaps
+
+
+def _map_heaps(
+    handles: list[HeapHandle], own: _native.Heap, meeting: Meeting
+) -> tuple[dict[int, MappedHeap], dict[int, str]]:
+    """Maps the heaps of this rank's machine; returns them, and why others cannot be mapped."""
+    heaps: dict[int, MappedHeap] = {}
+    unreached: dict[int, str] = {}
+    for rank, handle in enumerate(handles):
+        if handle.machine != handles[meeting.rank].machine:
+            continue
+        try:
+            heaps[rank] = map_heap(handle, own, meeting.operation)
+        except UnsupportedError as error:  # the kernel refuses; any other error is one
+            unreached[rank] = str(error).removeprefix(f"{meeting.operation}: ")
+    return heaps, unreached
+
+
+_warned: set[str] = set()
+
+
+def _check_ids(
+    places: Places, handles: list[HeapHandle], unreached: list[dict[int, str]], meeting: Meeting
+) -> None:
+    """Refuses nodes that contradict RINGCOMM_NODE_ID, and warns of a machine that is several."""
+    for rank, reasons in enumerate(unreached):
+        for peer, why in reasons.items():
+            if handles[rank].node_id:
+                raise RendezvousError(
+                    f"{meeting.operation}: ranks {rank} and {peer} have the same "
+                    f"{NODE_ID_VARIABLE}={handles[rank].node_id}, but rank {rank} cannot map the "
+                    f"memory of rank {peer}: {why}. Give only ranks that share memory one id"
+                )
+    if meeting.rank != 0:
+        return
+    for first, second in pairwise(ranks[0] for ranks in places.nodes):
+        a, b = handles[first], handles[second]
+        if a.boot != b.boot or a.node_id or b.node_id:
+            continue
+        why = "they are in different PID namespaces (containers?)"
+        if a.pid_namespace == b.pid_namespace:
+            why = unreached[first].get(second) or unreached[second].get(first) or "see above"
+        if a.boot not in _warned:
+            _warned.add(a.boot)
+            warnings.warn(
+                f"{meeting.operation}: ranks {first} and {second} run on one machine but cannot "
+                f"map each other's memory, so they are on different nodes: {why}. Between nodes "
+                f"calls are slower. If that is meant, set {NODE_ID_VARIABLE}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
@@ -94,6 +188,7 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             records=options.records,
             name=membership.name,
             single_copy=options.single_copy,
+            sum_blocks=options.sum_blocks,
         )
     except OSError as error:
         operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
@@ -108,6 +203,7 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         host=host,
         boot=boot,
         pid_namespace=pid_namespace,
+        node_id=membership.node_id,
         pid=os.getpid(),
         fd=heap.fd,
         capacity_bytes=heap.capacity_bytes,
@@ -117,7 +213,8 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         proof=core.proof,
         layout=(
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
-            f"records={membership.options.records}"
+            f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
+            f"carrier={membership.options.carrier_name}, wire={membership.options.wire}"
         ),
     )
 

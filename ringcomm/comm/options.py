@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError
@@ -56,9 +58,20 @@ class CommOptions:
             128 KiB and more of the other's plain tensors straight out of that process
             (process_vm_readv). It applies if both ranks want it and the kernel lets both.
             Otherwise data are staged in the heap, which is a second copy.
+        carrier: the engine between nodes: "gloo" or "nccl", or a function that returns a process
+            group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is Gloo for
+            tensors of the CPU. It only sends and receives.
+        wire: what travels between nodes in reductions of 16-bit types: "fp32", partial sums as they
+            are, so that a result is rounded once; or "param", partial sums rounded to the type,
+            which halves the bytes and rounds twice.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.
+        sum_blocks: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
+            blocks of L consecutive ranks, the last one perhaps shorter, and then the blocks'
+            results in order, all in the accumulator's type and with one rounding at the end: the
+            bits of nodes of L ranks. It excludes ``algorithm="ring"`` for reductions, and
+            ``kernels="triton"``.
         objects: "plain", or "pickle" to let the object collectives send anything. Unpickling runs
             code that the sender chose, so "pickle" is for ranks that trust each other.
         largest_object_bytes: the largest object that the object collectives send, or accept from
@@ -74,7 +87,10 @@ class CommOptions:
     multicast_bytes: int = 0
     records: int = 256
     single_copy: bool = True
+    carrier: str | Callable[..., Any] = "auto"
+    wire: str = "fp32"
     kernels: str = "native"
+    sum_blocks: int = 0
     objects: str = "plain"
     largest_object_bytes: int = 4 << 30
 
@@ -94,6 +110,19 @@ class CommOptions:
                 )
         if self.kernels not in ("native", "triton"):
             raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
+        if not callable(self.carrier) and self.carrier not in ("auto", "gloo", "nccl"):
+            raise ArgumentError(
+                f"carrier: expected auto, gloo, nccl or a function, got {self.carrier!r}"
+            )
+        if self.wire not in ("fp32", "param"):
+            raise ArgumentError(f"wire: expected fp32 or param, got {self.wire!r}")
+        if self.sum_blocks < 0:
+            raise ArgumentError(f"sum_blocks: expected 0 or more, got {self.sum_blocks}")
+        if self.sum_blocks and self.kernels == "triton":
+            raise ArgumentError(
+                'sum_blocks: expected 0 with kernels="triton", whose kernels sum in rank order, '
+                f"got {self.sum_blocks}"
+            )
         if self.objects not in ("plain", "pickle"):
             raise ArgumentError(f"objects: expected plain or pickle, got {self.objects!r}")
         if self.largest_object_bytes < 1:
@@ -106,6 +135,13 @@ class CommOptions:
             raise ArgumentError(f"records: expected 0 to {_native.MAX_RECORDS}, got {self.records}")
         if self.slots < 2 or self.slots & (self.slots - 1):
             raise ArgumentError(f"slots: expected a power of two >= 2, got {self.slots}")
+
+    @property
+    def carrier_name(self) -> str:
+        """The carrier's name, which ranks compare."""
+        if callable(self.carrier):
+            return str(getattr(self.carrier, "__qualname__", type(self.carrier).__qualname__))
+        return self.carrier
 
     @property
     def timeout_s(self) -> float:

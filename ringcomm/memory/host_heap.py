@@ -255,7 +255,8 @@ def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHe
         except OSError as error:
             raise RendezvousError(
                 f"{operation}: cannot map the heap of rank {handle.rank} (pid {handle.pid}): "
-                f"{error}. Is that process alive, and in the same PID namespace?"
+                f"{error}. Is that process alive? Ranks on machines that are clones of each other "
+                "need a RINGCOMM_NODE_ID for each machine"
             ) from error
         found = _mapped[key] = MappedHeap(mapping, handle.pid)
         return found

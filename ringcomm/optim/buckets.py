@@ -137,6 +137,10 @@ class BucketMemory:
     wide: Tensor | None = None
 
 
+def _has_no_copies() -> None:
+    """Shares parameters of which there is no copy."""
+
+
 class Bucket:
     """One bucket's memory on this rank.
 
@@ -151,6 +155,8 @@ class Bucket:
             second; None until the first such step.
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
             same size, or 0 where there is none.
+        share: where no rank keeps all parameters, but other nodes have a copy of ``own_params``,
+            writes it to their copies, and theirs to this node's; collective.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class Bucket:
         self.state = ShardState.zeros(layout, chunk, master, self._place)
         self.grad_shard: Tensor | None = None
         self.tag: Callable[[], int] = int
+        self.share: Callable[[], object] = _has_no_copies
 
     @property
     def has_all_params(self) -> bool:
@@ -289,16 +296,16 @@ class Buckets(list[Bucket]):
     def make(
         cls,
         layout: ShardLayout,
-        rank: int,
+        shard_index: int,
         world_size: int,
         options: AdamWOptions,
         place: BucketDevice,
     ) -> Buckets:
-        """Makes all buckets of a layout, with new memory."""
+        """Makes all buckets of a layout, with new memory, and state for chunk ``shard_index``."""
         return cls(
             layout,
             [
-                make_bucket(number, bucket, bucket.chunk(rank, world_size), options, place)
+                make_bucket(number, bucket, bucket.chunk(shard_index, world_size), options, place)
                 for number, bucket in enumerate(layout.buckets)
             ],
         )

@@ -1,8 +1,9 @@
 """The layout of parameters in flat buckets, and the chunk of each bucket that a rank owns.
 
-A *bucket* is a flat run of parameters of one dtype. Rank r of W keeps the optimizer's state for its
-chunk r. The place of a parameter does not depend on W, so that state can move between worlds.
-Chunks begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on W either
+A *bucket* is a flat run of parameters of one dtype. Each of W ranks keeps the optimizer's state for
+one of its W chunks: rank r for chunk r, or over several nodes that of ``Communicator.shard_index``.
+The place of a parameter does not depend on W, so that state can move between worlds. Chunks begin
+at multiples of ``BLOCK_ELEMS``, so that norms do not depend on W either
 (``kernels/include/ringcomm/optimizer/grad_norm.h``).
 """
 
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, CheckpointError
 
 Tensor = torch.Tensor
@@ -211,10 +213,19 @@ class BucketLayout:
     elems: int
     segments: tuple[Segment, ...]
 
-    def chunk(self, rank: int, world_size: int) -> Chunk:
-        """Returns the chunk that rank ``rank`` of ``world_size`` keeps state for."""
-        size = _native.chunk_elems(self.elems, world_size)
-        return Chunk(min(rank * size, self.elems), min((rank + 1) * size, self.elems))
+    def chunk(self, number: int, world_size: int) -> Chunk:
+        """Returns chunk ``number`` of ``world_size``, for which one rank keeps state."""
+        return self.chunk_of_size(number, _native.chunk_elems(self.elems, world_size))
+
+    def chunk_of_size(self, number: int, size_elems: int) -> Chunk:
+        """Returns chunk ``number`` where each but the last ones has so many elements."""
+        begin, end = number * size_elems, (number + 1) * size_elems
+        return Chunk(min(begin, self.elems), min(end, self.elems))
+
+    def chunks(self, comm: Communicator) -> list[Chunk]:
+        """Returns by rank of a communicator the chunk that the rank keeps state for."""
+        world = comm.world_size
+        return [self.chunk(comm.shard_index_of(rank), world) for rank in range(world)]
 
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
         """Returns int64 [segments, 3]: begin, end, param; sorted."""
@@ -277,9 +288,9 @@ class ShardLayout:
         )
         return cls(tuple(params), bucket_elems, buckets)
 
-    def chunk(self, bucket: int, rank: int, world_size: int) -> Chunk:
-        """Returns the chunk of bucket number ``bucket`` that a rank keeps state for."""
-        return self.buckets[bucket].chunk(rank, world_size)
+    def chunk(self, bucket: int, number: int, world_size: int) -> Chunk:
+        """Returns chunk ``number`` of ``world_size`` of bucket number ``bucket``."""
+        return self.buckets[bucket].chunk(number, world_size)
 
     @cached_property
     def size_bytes(self) -> int:

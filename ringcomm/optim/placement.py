@@ -130,12 +130,25 @@ def move_parameters(
 
 
 def share_params(comm: Communicator, buckets: Buckets) -> None:
-    """Gathers the parameters' chunks on all ranks, in buckets that ranks keep whole; collective."""
+    """Gives all that keep a copy of a rank's chunk of the parameters its values; collective."""
     for bucket in buckets:
         if bucket.has_all_params:
-            chunks = [bucket.layout.chunk(rank, comm.world_size) for rank in range(comm.world_size)]
             own = bucket.own_params.clone()
-            comm.all_gather([bucket.params[chunk.begin : chunk.end] for chunk in chunks], own)
+            parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(comm)]
+            comm.all_gather(parts, own)
+    end_changes(comm, buckets)
+
+
+def end_changes(comm: Communicator, buckets: Buckets) -> None:
+    """Ends changes of parameters that other ranks read where they lie; collective.
+
+    Every copy of them is brought up to date, and no rank goes on before all are.
+    """
+    split = [bucket for bucket in buckets if not bucket.has_all_params]
+    for bucket in split:
+        bucket.share()
+    if split:
+        comm.barrier()
 
 
 class BucketOwner(Protocol):
@@ -149,7 +162,7 @@ class Placement(ABC):
 
     #: The ranks that share the parameters; None for a world of one on the host.
     comm: Communicator | None
-    #: Rank and world size of this rank's shard of the state.
+    #: Number of the chunk that this rank keeps state for, and how many there are.
     shard_of: tuple[int, int]
 
     @abstractmethod

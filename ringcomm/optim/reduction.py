@@ -156,6 +156,8 @@ class HostReducer(Reducer):
     def __init__(
         self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
     ) -> None:
+        if comm is not None:
+            comm.check_sum_blocks("optimizer", options.algorithm, "native")
         self._comm = comm
         self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]

@@ -3,6 +3,7 @@
 A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout.
+The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket, join_master, split_master
 from ringcomm.optim.kernels import check_hyper
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.placement import end_changes
 from ringcomm.optim.step import ShardedStep
 
 Group = dict[str, Any]
@@ -435,7 +437,7 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
     if comm is None or sharded.shard_of[1] == 1:
         return own
     whole = own.new_empty(bucket.layout.elems)
-    chunks = [bucket.layout.chunk(rank, comm.world_size) for rank in range(comm.world_size)]
+    chunks = bucket.layout.chunks(comm)
     comm.all_gather([whole[chunk.begin : chunk.end] for chunk in chunks], own)
     return whole
 
@@ -471,6 +473,8 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         masters = _check_masters(sharded, given, operation)
         agreement.append(steps)
     _take(sharded, entries, masters, any(amsgrad))
+    if sharded.setting.comm is not None:
+        end_changes(sharded.setting.comm, sharded.buckets)
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # torch counts steps by parameter, and the optimizer has taken at least the largest count.

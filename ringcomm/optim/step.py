@@ -101,6 +101,11 @@ class Setting:
         return 0 if self.comm is None else self.comm.rank
 
     @property
+    def shard_index(self) -> int:
+        """The number of the chunk of each bucket that this rank keeps state for."""
+        return 0 if self.comm is None else self.comm.shard_index
+
+    @property
     def world_size(self) -> int:
         return 1 if self.comm is None else self.comm.world_size
 
@@ -159,8 +164,8 @@ class ShardedStep:
         self.kernels = make_kernels(comm, options, self.table)
         if comm is not None:
             check_ranks(comm, self.layout, groups, options)
-        #: Rank and world size of the shard of the state here.
-        self.shard_of = (setting.rank, setting.world_size)
+        #: Number of the chunk of the state here, and how many there are.
+        self.shard_of = (setting.shard_index, setting.world_size)
         if placement is None:
             self._take_over()
         else:
@@ -174,7 +179,7 @@ class ShardedStep:
         """Moves the parameters into the optimizer's own buckets."""
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
         self.buckets = Buckets.make(
-            self.layout, setting.rank, setting.world_size, options, BucketDevice.of(comm)
+            self.layout, setting.shard_index, setting.world_size, options, BucketDevice.of(comm)
         )
         move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
         self.gradients = (
@@ -389,9 +394,11 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
         table: the table that :meth:`Kernels.begin` will be called with.
 
     Raises:
-        UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too small.
+        UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too small;
+            or the nodes have different numbers of ranks.
     """
     if comm is not None and comm.world_size > 1:
+        check_nodes(comm, "optimizer", options.algorithm, options.kernels)
         _check_segments(comm, ALGORITHMS[options.algorithm])
     native: Kernels
     if comm is not None and comm.launches:
@@ -404,6 +411,29 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
     from ringcomm.optim.triton_kernels import TritonKernels
 
     return TritonKernels(comm, options, table, native)
+
+
+def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str) -> None:
+    """Checks that state can be sharded over a communicator's nodes, where it has several.
+
+    Raises:
+        UnsupportedError: an algorithm or kernels that work within one node, or nodes with different
+            numbers of ranks.
+    """
+    if comm.num_nodes == 1:
+        return
+    comm.shard_index  # noqa: B018 -- raises for nodes of different sizes
+    head = where(operation, comm.rank, comm.world_size)
+    if algorithm == "ring":
+        raise UnsupportedError(
+            f'{head}: algorithm: expected "auto" or "direct" over several nodes, got "ring", which '
+            "exists within one (Communicator.node)"
+        )
+    if kernels != "native":
+        raise UnsupportedError(
+            f'{head}: kernels: expected "native" over several nodes, got {kernels!r}, which '
+            "exist within one (Communicator.node)"
+        )
 
 
 def _check_segments(comm: Communicator, algorithm: int) -> None:

@@ -26,6 +26,14 @@ from ringcomm.errors import (
     start_thread,
     where,
 )
+from ringcomm.rendezvous.addresses import (
+    MasterAddress,
+    integer,
+    meet_at,
+    open_mpi_address,
+    slurm_address,
+    tasks_here,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -194,15 +202,25 @@ LAUNCHERS = (
 )
 
 
-# Beyond, int() may refuse with an error of its own.
-MOST_DIGITS = 20
+# How to set variables on all ranks, by launcher; HOST is rank 0's.
+SETTING = {
+    "Open MPI": "Start them with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+    "MPICH": "Start them with mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+}
 
 
 @dataclass(frozen=True)
 class Placement:
     """This rank as its launcher placed it.
 
-    ``has_master`` when there is a MASTER_ADDR; ``job`` is the launcher's name for the launch.
+    Attributes:
+        launcher: its name.
+        rank: of this process.
+        world_size: how many ranks there are.
+        local_world_size: how many of them are on this node; all, where the launcher does not say.
+        has_master: there are a MASTER_ADDR and a MASTER_PORT.
+        job: the launcher's name for the launch, or "".
+        address: where the ranks of several nodes meet without MASTER_ADDR, if that is known.
     """
 
     launcher: str
@@ -211,62 +229,82 @@ class Placement:
     local_world_size: int
     has_master: bool
     job: str = ""
+    address: MasterAddress | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """All ranks are on this node, as far as the launcher says."""
+        return self.local_world_size == self.world_size
 
     def store(self, timeout_s: float) -> Store:
         """A store that all ranks of the launch reach.
 
         Raises:
             RendezvousError: it cannot be reached in time.
-            UnsupportedError: the ranks are spread over several machines.
+            UnsupportedError: the ranks are spread over several machines, and nothing says where
+                they meet.
         """
-        if self.local_world_size != self.world_size:
-            raise UnsupportedError(
-                f"communicator from {self.launcher} on rank {self.rank} of {self.world_size}: all "
-                f"ranks must run on one machine, but only {self.local_world_size} of them run on "
-                "this one. Start them on one machine"
-            )
         if self.has_master:
             return _master_store(self, timeout_s)
         if self.world_size == 1:
             from torch.distributed import HashStore
 
             return HashStore()
-        return meet_on_node(self.rank, self.world_size, timeout_s, self.job)
-
-
-def _integer(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.strip().isdecimal() or len(text) > MOST_DIGITS:
-        raise ArgumentError(f"{name}: expected an integer >= 0, got {text[:80]!r}")
-    return int(text)
+        if self.is_here:
+            return meet_on_node(self.rank, self.world_size, timeout_s, self.job)
+        if self.address is not None:
+            return meet_at(self.address, self.launcher, self.rank, self.world_size, timeout_s)
+        how = SETTING.get(self.launcher, "Set both on all ranks")
+        raise UnsupportedError(
+            f"communicator from {self.launcher} on rank {self.rank} of {self.world_size}: only "
+            f"{self.local_world_size} of the ranks run on this node, so all ranks need "
+            f"MASTER_ADDR, which names rank 0's host, and MASTER_PORT, a free port there. {how}"
+        )
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
     """Finds rank and world size in the environment; without a launcher it is a world of one.
 
     Raises:
-        ArgumentError: a variable is not a number, or the rank is outside the world.
+        ArgumentError: a variable cannot be read, or the rank is outside the world.
     """
     variables: Mapping[str, str] = os.environ if environment is None else environment
-    has_master = bool(variables.get("MASTER_ADDR")) and bool(variables.get("MASTER_PORT"))
+    masters = [name for name in ("MASTER_ADDR", "MASTER_PORT") if variables.get(name)]
     for launcher, rank_name, size_name, local_name in LAUNCHERS:
         if not (variables.get(rank_name) and variables.get(size_name)):
             continue
-        rank, world_size = _integer(variables, rank_name), _integer(variables, size_name)
+        if launcher == "MPICH" and _is_of_srun(variables):
+            continue
+        rank, world_size = integer(variables, rank_name), integer(variables, size_name)
         if rank >= world_size:
             raise ArgumentError(
                 f"{rank_name}: expected a rank below {size_name}={world_size}, got {rank}"
             )
-        local_size = world_size
+        local_size, job, address = world_size, "", None
         if local_name and variables.get(local_name):
-            local_size = _integer(variables, local_name)
-        elif launcher == "Slurm" and variables.get("SLURM_NNODES", "1") != "1":
-            local_size = 1
-        job = ""
-        if launcher == "Slurm" and variables.get("SLURM_JOB_ID"):
-            job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}"
-        return Placement(launcher, rank, world_size, local_size, has_master, job)
+            local_size = integer(variables, local_name)
+        if launcher == "Slurm":
+            local_size = tasks_here(variables, world_size)
+            address = slurm_address(variables)
+            if variables.get("SLURM_JOB_ID"):
+                job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}"
+        elif launcher == "Open MPI":
+            address = open_mpi_address(variables)
+        if len(masters) == 1 and local_size != world_size:
+            raise ArgumentError(
+                f"{masters[0]}={variables[masters[0]][:80]} is set without the other of "
+                "MASTER_ADDR and MASTER_PORT. Set both on all ranks, or none"
+            )
+        has_master = len(masters) == 2
+        return Placement(launcher, rank, world_size, local_size, has_master, job, address)
     return Placement("no launcher", 0, 1, 1, has_master=False)
+
+
+def _is_of_srun(variables: Mapping[str, str]) -> bool:
+    """Tells whether srun set the variables of PMI, as with --mpi=pmi2: Hydra says more."""
+    return "MPI_LOCALNRANKS" not in variables and variables.get("SLURM_PROCID") == variables.get(
+        "PMI_RANK"
+    )
 
 
 def launched_world() -> str | None:

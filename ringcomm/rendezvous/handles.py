@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ringcomm.errors import (
@@ -22,6 +24,7 @@ from ringcomm.errors import (
     MismatchError,
     RendezvousError,
     UnsupportedError,
+    printable,
     where,
 )
 from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_record, shown
@@ -31,7 +34,10 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
 # In their order; a device's communicators have more than a host's.
-STAGES = ("place", "heap", "multicast", "added", "ready")
+STAGES = ("place", "heap", "multicast", "added", "ready", "rails")
+NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
+MOST_NODE_ID_CHARS = 200
+LONGEST_REASON = 300
 
 
 class Store(Protocol):
@@ -66,8 +72,9 @@ class Meeting:
 class HeapHandle:
     """The place of a rank's heap and of its region, and what all ranks must agree on.
 
-    ``host``, ``boot`` and ``pid_namespace`` say which ranks can map each other. ``proof`` is
-    random in every communicator and stands in the region, which only this user's processes read.
+    ``host``, ``boot`` and ``pid_namespace`` say which ranks may be able to map each other, unless
+    ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and
+    stands in the region, which only this user's processes read.
     """
 
     rank: int
@@ -75,6 +82,7 @@ class HeapHandle:
     host: str
     boot: str
     pid_namespace: str
+    node_id: str
     pid: int
     fd: int
     capacity_bytes: int
@@ -83,6 +91,14 @@ class HeapHandle:
     region_bytes: int
     proof: int
     layout: str
+
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """The facts that only ranks which may map each other's memory have in common.
+
+        Host names are not part of it: they may be cut, and be equal on different machines.
+        """
+        return (self.node_id,) if self.node_id else (self.boot, self.pid_namespace)
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> HeapHandle:
@@ -98,11 +114,39 @@ def launch_attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
+def attempts_differ() -> bool:
+    """Tells whether ranks of one attempt may be told different numbers of it.
+
+    Each of torchrun's agents counts the restarts that its own ranks caused, not those of others.
+    """
+    nodes = os.environ.get("GROUP_WORLD_SIZE") or "1"
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) and nodes != "1"
+
+
+def named_node() -> str:
+    """Returns the node that the user has named for this rank, or ""."""
+    return os.environ.get(NODE_ID_VARIABLE, "")[:MOST_NODE_ID_CHARS]
+
+
 @cache
 def machine_identity() -> tuple[str, str, str]:
     """Host name, boot id and PID namespace: equal for ranks that can map each other's heaps."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
+
+
+def host_and_port(store: Any) -> tuple[str, int] | None:
+    """Returns the address of a torch store's server, or None for a store that has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (str(host), int(port))
+
+
+def store_place(store: Any) -> str:
+    """Returns the place of a torch store for an error, such as " at node0:29500", or ""."""
+    found = host_and_port(store)
+    return f" at {found[0]}:{found[1]}" if found else ""
 
 
 def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
@@ -116,7 +160,7 @@ def _look_up(meeting: Meeting, key: str) -> bytes | None:
         return meeting.store.get(key) if meeting.store.check([key]) else None
     except RuntimeError as error:
         raise RendezvousError(
-            f"{meeting.operation}: the store does not answer any more: "
+            f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more: "
             f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
             "(usually rank 0) has ended"
         ) from error
@@ -136,19 +180,64 @@ def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
                 missing.remove(rank)
         if not missing:
             return [texts[rank] for rank in range(meeting.world_size)]
-        if time.monotonic() >= meeting.deadline:
-            raise RendezvousError(
-                f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
-                f"{_ranks(missing)}, which did not come. Were all {meeting.world_size} ranks "
-                "started, and do all build this communicator? If they are only late, raise timeout="
-            )
-        time.sleep(pause_s)
+        _wait_for(meeting, missing, pause_s)
         pause_s = min(pause_s * 2, LAST_POLL_S)
 
 
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+# NOTE [Agreeing on a meeting]
+#
+# Where no number of the attempt is common to all ranks, rank 0 draws one for each meeting. Every
+# rank says hello with a word that it has drawn, rank 0 answers with its number and the words that
+# it has read, and a rank takes the number once its own word is among them. So what an attempt
+# before has left answers nobody: no rank finds its word there. Rank 0 reads again the words of
+# those that have not taken the number, and goes on when all have. torchrun ends all ranks of an
+# attempt before it starts the next.
+
+
+def _agree(meeting: Meeting) -> str:
+    """Returns a word that is common to the ranks of this meeting and to no other meeting."""
+    here, mine = f"ringcomm/{meeting.name}", secrets.token_hex(8)
+    others = list(range(1, meeting.world_size))
+    words: dict[str, str] = {}
+    pause_s = FIRST_POLL_S
+    if meeting.rank != 0:
+        meeting.store.set(f"{here}/hello/{meeting.rank}", mine)
+    while True:
+        if meeting.rank != 0:
+            answer = (_look_up(meeting, f"{here}/answer") or b"").decode(errors="replace").split()
+            if mine in answer[1:]:
+                meeting.store.set(f"{here}/{answer[0]}/taken/{meeting.rank}", "")
+                return answer[0]
+            others = [0]
+        else:
+            others = [
+                rank for rank in others if _look_up(meeting, f"{here}/{mine}/taken/{rank}") is None
+            ]
+            if not others:
+                return mine
+            found = {str(rank): _look_up(meeting, f"{here}/hello/{rank}") for rank in others}
+            heard = {rank: word.decode(errors="replace") for rank, word in found.items() if word}
+            if not heard.items() <= words.items():
+                words |= heard
+                meeting.store.set(f"{here}/answer", " ".join([mine, *words.values()]))
+        _wait_for(meeting, others, pause_s)
+        pause_s = min(pause_s * 2, LAST_POLL_S)
+
+
+def _wait_for(meeting: Meeting, missing: list[int], pause_s: float) -> None:
+    """Sleeps; raises RendezvousError after the deadline."""
+    if time.monotonic() >= meeting.deadline:
+        raise RendezvousError(
+            f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
+            f"{_ranks(missing)}, which did not come. Were all {meeting.world_size} ranks "
+            "started, and do all build this communicator? If they are only late, raise timeout="
+        )
+    time.sleep(pause_s)
 
 
 class Announced(Protocol):
@@ -173,7 +262,6 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
 
     Raises:
         MismatchError: the ranks disagree on world size or options.
-        UnsupportedError: two ranks cannot share memory; both places are named.
     """
     operation = meeting.operation
     if theirs.rank != rank or theirs.world_size != mine.world_size:
@@ -182,6 +270,20 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
             f"{mine.world_size}, which says it is rank {theirs.rank} of {theirs.world_size}. "
             "Give every rank the same world_size and a rank of its own"
         )
+    if theirs.layout != mine.layout:
+        raise MismatchError(
+            f"{operation}: the ranks were given different options. Rank {mine.rank} has "
+            f"{mine.layout}, rank {rank} has {theirs.layout}. Pass equal CommOptions everywhere"
+        )
+
+
+def check_one_machine(meeting: Meeting, mine: Announced, theirs: Announced) -> None:
+    """Checks that two ranks on devices are on one machine.
+
+    Raises:
+        UnsupportedError: two ranks cannot share memory; both places are named.
+    """
+    operation, rank = meeting.operation, theirs.rank
     if (theirs.host, theirs.boot) != (mine.host, mine.boot):
         raise UnsupportedError(
             f"{operation}: all ranks must run on one machine, but rank {mine.rank} runs on "
@@ -192,11 +294,6 @@ def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
             f"{operation}: ranks {mine.rank} and {rank} run in different PID namespaces of "
             f"{mine.host} (containers?), so they cannot map each other's memory. Run all ranks "
             "in one container, or share the PID namespace"
-        )
-    if theirs.layout != mine.layout:
-        raise MismatchError(
-            f"{operation}: the ranks were given different options. Rank {mine.rank} has "
-            f"{mine.layout}, rank {rank} has {theirs.layout}. Pass equal CommOptions everywhere"
         )
 
 
@@ -214,9 +311,17 @@ class Rendezvous:
         # Each rank counts its own arrivals at this name, so that keys of an earlier
         # communicator of the same name on the same store are never read again. The counts of an
         # attempt that failed may differ.
+        if attempts_differ():
+            self._prefix = f"ringcomm/{meeting.name}/{_agree(meeting)}"
+            return
         here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
         arrival = meeting.store.add(f"{here}/arrivals/{meeting.rank}", 1)
         self._prefix = f"{here}/{arrival}"
+
+    @property
+    def prefix(self) -> str:
+        """Begins the keys of this rendezvous in the store."""
+        return self._prefix
 
     def handles(self, mine: HeapHandle) -> list[HeapHandle]:
         """Posts this rank's handle and returns those of all ranks, by rank.
@@ -224,7 +329,6 @@ class Rendezvous:
         Raises:
             RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
             MismatchError: the ranks disagree on world size or options.
-            UnsupportedError: two ranks cannot share memory; both places are named.
         """
         _post(self._meeting, f"{self._prefix}/heap", asdict(mine))
         texts = _collect(self._meeting, f"{self._prefix}/heap")
@@ -256,20 +360,32 @@ class Rendezvous:
             if text is not None:
                 read_record(text, rank, self._meeting.operation)
 
-    def confirm(self, handles: Sequence[HeapHandle] = ()) -> None:
+    def confirm(
+        self,
+        handles: Sequence[HeapHandle] = (),
+        unreached: Mapping[int, str] = MappingProxyType({}),
+    ) -> list[dict[int, str]]:
         """Says that this rank is ready and returns when all are; raises when one failed.
 
         Args:
             handles: as this rank read them, to be compared; none: nothing is.
+            unreached: the ranks of this machine that this rank cannot map, with the reasons.
+
+        Returns:
+            What each rank could not reach, by rank.
 
         Raises:
             RendezvousError: a rank failed, or read another handle of a rank than this one; named.
         """
         saw = [digest_of(asdict(handle)) for handle in handles]
-        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw})
+        here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}
+        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw, "unreached": here})
         operation = self._meeting.operation
+        everyone = []
         for rank, text in enumerate(_collect(self._meeting, f"{self._prefix}/ready")):
-            theirs = read_record(text, rank, operation).get("saw")
+            record = read_record(text, rank, operation)
+            everyone.append(_unreached_of(record.get("unreached"), rank, self._meeting))
+            theirs = record.get("saw")
             if theirs == saw:
                 continue
             if not isinstance(theirs, list) or len(theirs) != len(saw):
@@ -282,6 +398,7 @@ class Rendezvous:
                 f"more than one process posts as rank {forged}. Give every rank a number of its "
                 "own, and every job a store of its own"
             )
+        return everyone
 
     def fail(self, error: BaseException) -> None:
         """Tells the peers that wait in either round that this rank cannot take part."""
@@ -293,6 +410,22 @@ class Rendezvous:
                 # The store is gone, often with the rank that held it; the error that is
                 # being reported matters more.
                 return
+
+
+def _unreached_of(record: Any, rank: int, meeting: Meeting) -> dict[int, str]:
+    """Reads which ranks ``rank`` could not reach."""
+    found = {}
+    for key, why in record.items() if isinstance(record, dict) else ():
+        if not (key.isdecimal() and len(key) < 10 and int(key) < meeting.world_size):
+            break
+        found[int(key)] = printable(why) if isinstance(why, str) else ""
+    else:
+        if isinstance(record, dict):
+            return found
+    raise RendezvousError(
+        f"{meeting.operation}: expected the ranks that rank {rank} cannot reach, got "
+        f"{shown(record)}"
+    )
 
 
 def check_name(name: str) -> None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.peer_memory import peer_tensors
+from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.agreement import all_or_none
@@ -162,7 +163,7 @@ class ParamBucket(ABC):
         self.params = tuple(params)
         self.trains = trains
         self.comm = comm
-        self.chunk: Chunk = layout.chunk(comm.rank, comm.world_size)
+        self.chunk: Chunk = layout.chunk(comm.shard_index, comm.world_size)
         self.state_chunk = self.chunk
         self.size_elems = layout.chunk(0, comm.world_size).elems
         self.wide: Tensor | None = None
@@ -233,6 +234,9 @@ class ReplicatedBucket(ParamBucket):
 class ShardedBucket(ParamBucket):
     """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
 
+    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk: that
+    of its rail, in which its own lies. See NOTE [A copy on each node].
+
     While it is freed, its parameters keep their shapes and raise when they are used; see
     NOTE [Absent parameters]. One NaN, expanded, stands in for their values.
 
@@ -241,6 +245,12 @@ class ShardedBucket(ParamBucket):
     rank may gather in any order and at any time, or not at all: calls cannot be mismatched, and no
     rank waits. Chunks change only in an optimizer's step, between two barriers: at the first all
     ranks have finished reading, at the second all have finished writing.
+
+    NOTE [A copy on each node]
+    Memory is mapped within a node alone. So with N nodes of L ranks a rank keeps 1/L of the
+    parameters and not 1/(N L), and gathers from its node: no forward or backward waits for the
+    network. A rank owns 1/N of what it keeps, which it updates in the step and sends to its rail
+    peers, and it has the rest from them: P (N-1)/N leave a node in a step, and not in each gather.
 
     NOTE [Storage comes and goes]
     Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
@@ -258,8 +268,17 @@ class ShardedBucket(ParamBucket):
         super().__init__(layout, params, comm, trains)
         self.full_elems = self.size_elems * comm.world_size
         # One size on all ranks, so that peers can read a whole chunk even where it is short.
-        self._shard = zeros(self.size_elems, dtype=layout.dtype, device=comm.heap_device)
-        self.own = self._shard[: self.chunk.elems]
+        self._kept_elems = self.size_elems * comm.num_nodes
+        self._shard = zeros(self._kept_elems, dtype=layout.dtype, device=comm.heap_device)
+        #: The part of the bucket that this rank keeps, and its values.
+        self.kept_chunk = layout.chunk_of_size(comm.node.rank, self._kept_elems)
+        self.kept = self._shard[: self.kept_chunk.elems]
+        self.own = self._kept_part(self.chunk)
+        first = comm.node.rank * comm.num_nodes
+        self._on_rail = [
+            self._kept_part(layout.chunk(first + node, comm.world_size))
+            for node in range(comm.num_nodes)
+        ]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
         self._parameters = [placed.param for placed in self.params]
@@ -276,7 +295,18 @@ class ShardedBucket(ParamBucket):
         self.in_the_open = False
 
     def connect(self) -> None:
-        self._peers = peer_tensors(self.comm, self._shard, "zero.shard")
+        self._peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
+
+    def _kept_part(self, chunk: Chunk) -> Tensor:
+        """Returns the values of a chunk that lies in what this rank keeps."""
+        begin = self.kept_chunk.begin
+        return self.kept[chunk.begin - begin : chunk.end - begin]
+
+    def share(self, async_op: bool = False) -> Work | None:
+        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective."""
+        if self.comm.num_nodes == 1:
+            return None
+        return self.comm.all_gather_on_rail(self._on_rail, async_op)
 
     def _make_absent(self, placed: BucketParam) -> Tensor:
         nan = torch.full((), torch.nan, dtype=self.layout.dtype, device=self.flat.device)
@@ -304,8 +334,12 @@ class ShardedBucket(ParamBucket):
 
     def fill(self) -> None:
         """Reads all chunks, this rank's own included; callable from any thread."""
-        for rank, peer in enumerate(self._peers):
-            self.flat[rank * self.size_elems : (rank + 1) * self.size_elems].copy_(peer)
+        for place, peer in enumerate(self._peers):
+            self._gathered_from(place).copy_(peer)
+
+    def _gathered_from(self, place: int) -> Tensor:
+        """Returns the part of ``flat`` that comes from a rank of this node."""
+        return self.flat[place * self._kept_elems : (place + 1) * self._kept_elems]
 
     def show(self) -> None:
         """Points the parameters at the gathered values."""
@@ -378,12 +412,11 @@ class ShardedBucket(ParamBucket):
         """Finds writes that change no version, through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
-        for rank, peer in enumerate(self._peers):
-            begin = rank * self.size_elems
-            mine = self.flat[begin : begin + self.size_elems]
+        for place, peer in enumerate(self._peers):
+            mine = self._gathered_from(place)
             changed = (mine.view(kind) != peer.view(kind)).nonzero()
             if len(changed):
-                at = begin + int(changed[0])
+                at = place * self._kept_elems + int(changed[0])
                 self.fill()
                 self._forget_changes()
                 raise self._changed(next(p for p in self.params if p.begin <= at < p.end))
@@ -422,8 +455,8 @@ class ShardedBucket(ParamBucket):
         self._drop()
 
     def keep_own(self) -> None:
-        """Copies this rank's chunk from ``flat`` to its shard."""
-        self.own.copy_(self.flat[self.chunk.begin : self.chunk.end])
+        """Copies what this rank keeps from ``flat``."""
+        self.kept.copy_(self.flat[self.kept_chunk.begin : self.kept_chunk.end])
 
     def accept_changes(self) -> None:
         """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them."""

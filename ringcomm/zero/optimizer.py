@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.adamw import ShardedAdam
@@ -25,7 +26,7 @@ from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, by_optimizer
+from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, by_optimizer
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.reduce import Reduction
 
@@ -107,7 +108,7 @@ class ReplicatedKernels(StageKernels):
         return self._sums[bucket.number]
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
-        chunk = bucket.layout.chunk(self._comm.rank, self._comm.world_size)
+        chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
         own = self._sum(bucket)[: chunk.elems]
         exact = own
         if self._dtype is not torch.float32:
@@ -118,10 +119,14 @@ class ReplicatedKernels(StageKernels):
 
     def update(self, bucket: Bucket) -> None:
         own = self._sum(bucket)
-        whole = torch.empty(
-            own.numel() * self._comm.world_size, dtype=self._dtype, device=own.device
-        )
-        self._comm.all_gather_into_tensor(whole, own)
+        world = self._comm.world_size
+        whole = torch.empty(own.numel() * world, dtype=self._dtype, device=own.device)
+        if self._comm.num_nodes == 1:
+            self._comm.all_gather_into_tensor(whole, own)
+        else:
+            parts = whole.chunk(world)
+            indices = map(self._comm.shard_index_of, range(world))
+            self._comm.all_gather([parts[index] for index in indices], own)
         self.update_shard(bucket, whole)
 
     def reduce_update(self, bucket: Bucket) -> None:
@@ -170,23 +175,35 @@ class SplitKernels(ReducedKernels):
         reduction: Reduction,
         comm: Communicator,
         free_all: Callable[[], None],
+        overlap: bool,
     ) -> None:
         super().__init__(native, reduction)
         self._comm = comm
         self._free_all = free_all
+        self._overlap = overlap
+        self._sharing: list[Work] = []
 
     def ready(self) -> None:
         self._free_all()
 
     def begin(self, table: StepTable) -> None:
+        self._sharing.clear()
         self._comm.barrier()
         super().begin(table)
 
     def update(self, bucket: Bucket) -> None:
-        self.update_shard(bucket, self._reduction.buckets[bucket.number].shard)
+        reduced = self._reduction.buckets[bucket.number]
+        self.update_shard(bucket, reduced.shard)
+        assert isinstance(reduced.stored, ShardedBucket)
+        # What is behind computation on a thread of its own is waited for in end().
+        work = reduced.stored.share(async_op=self._overlap)
+        if work is not None:
+            self._sharing.append(work)
 
     def end(self) -> None:
         super().end()
+        while self._sharing:
+            self._sharing.pop(0).wait()
         self._comm.barrier()
 
 
@@ -281,7 +298,7 @@ class ModulePlacement(Placement):
         self._owner: weakref.ref[BucketOwner] | None = None
         comm = engine.comm
         self.comm = comm
-        self.shard_of = (0, 1) if engine.stage == 0 else (comm.rank, comm.world_size)
+        self.shard_of = (0, 1) if engine.stage == 0 else (comm.shard_index, comm.world_size)
 
     def names(self) -> Mapping[int, str]:
         plan = self._engine.plan
@@ -335,6 +352,8 @@ class ModulePlacement(Placement):
             if self._engine.reduction is not None:
                 bucket.grad_shard = self._engine.reduction.buckets[number].shard
                 bucket.tag = partial(self._engine.reduction.tag, number)
+            if isinstance(stored, ShardedBucket):
+                bucket.share = stored.share
             made.append(bucket)
         return Buckets(layout, made)
 
@@ -373,7 +392,8 @@ class ModulePlacement(Placement):
         dtype = precision.reduced_dtype
         if engine.stage == 3:
             assert engine.reduction is not None
-            return SplitKernels(native, engine.reduction, comm, engine.free_for_step)
+            overlap = engine.options.overlap is True
+            return SplitKernels(native, engine.reduction, comm, engine.free_for_step, overlap)
         if engine.stage == 2:
             assert engine.reduction is not None
             return ReducedKernels(native, engine.reduction)

@@ -9,14 +9,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.layout import BLOCK_ELEMS
 
 # Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in
 # one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CHOICES = {"algorithm": ("auto", "direct", "ring"), "reduce": ("avg", "sum")}
+_CHOICES = {
+    "algorithm": ("auto", "direct", "ring"),
+    "reduce": ("avg", "sum"),
+    "params": ("node", "world"),
+    "state": ("node", "world"),
+}
 _SWITCHES = {
     "overlap": (True, False, None),
     "keep_gathered": (True, False),
@@ -89,6 +94,11 @@ class ZeroOptions:
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
         algorithm: algorithm of the collectives: "auto", "direct" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
+        params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,
+            sharded over its ranks, so that gathering crosses no network. "world", a shard of them
+            for each rank of all nodes, is not there yet; on one node both are the same.
+        state: over several nodes: "world" shards gradients and the optimizer's state over all
+            ranks. "node", a copy of them on each node, is not there yet.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -101,6 +111,8 @@ class ZeroOptions:
     reduce: str = "avg"
     algorithm: str = "auto"
     broadcast: bool = True
+    params: str = "node"
+    state: str = "world"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -126,6 +138,19 @@ class ZeroOptions:
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
                 raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
+
+    def check_nodes(self, num_nodes: int) -> None:
+        """Checks the options for so many nodes.
+
+        Raises:
+            UnsupportedError: they ask for what there is on one node only.
+        """
+        for name, only in {"params": "node", "state": "world"}.items():
+            if num_nodes > 1 and getattr(self, name) != only:
+                raise UnsupportedError(
+                    f'shard: {name}: expected "{only}", which is all that there is over several '
+                    f'nodes yet, got "{getattr(self, name)}"'
+                )
 
     def resolved(self, ranks: int, threads: int, cores: int) -> ZeroOptions:
         """Returns these options with ``overlap`` decided for a CPU.

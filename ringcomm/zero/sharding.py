@@ -18,6 +18,7 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import check_memory
+from ringcomm.optim.step import check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
@@ -107,7 +108,7 @@ def shard(
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, distributed already, or a DistributedDataParallel among several ranks; a ``comm``
             that this rank is not in; ranks of a launcher that have no group.
-        UnsupportedError: an embedding with ``max_norm``.
+        UnsupportedError: an embedding with ``max_norm``; nodes with different numbers of ranks.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
 
@@ -124,6 +125,8 @@ def shard(
     check_shardable(module)
     options = ZeroOptions() if options is None else options
     ranks = _communicator(comm, module)
+    check_nodes(ranks, "shard", options.algorithm, "native")
+    options.check_nodes(ranks.num_nodes)
     units = find_units(module, options.units)
     plan = plan_buckets(units, options, trainable=True)
     if not plan.layout.buckets:
@@ -220,7 +223,7 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     if comm.launches:
         # A device overlaps on other streams and with copy engines, which need no core of the host.
         return replace(options, overlap=options.overlap is not False)
-    return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
+    return options.resolved(comm.node.world_size, torch.get_num_threads(), available_cores())
 
 
 def _no_plan(options: ZeroOptions) -> BucketPlan:

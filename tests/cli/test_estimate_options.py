@@ -125,7 +125,6 @@ def test_what_makes_no_sense_is_refused(capsys, modules, arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--params", "1M"), "the following arguments are required: --world"),
         (("--params", "many", "--world", 2), "such as 7.5B, 125M or 1.3e9, got 'many'"),
         (("--params", "1M", "--world", 2, "--stage", 4), "--stage: invalid choice"),
         (("--params", "1M", "--module", "a:b", "--world", 2), "not allowed with argument --params"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,14 @@ SMALL_SEGMENT_BYTES = 256
 Worlds = Callable[..., LocalWorld]
 
 
+def in_nodes(n: int) -> list[int] | None:
+    """Returns how many ranks each node has, as RINGCOMM_TEST_NODES says; None: there is one."""
+    nodes = min(int(os.environ.get("RINGCOMM_TEST_NODES", "1")), n)
+    if nodes < 2:
+        return None
+    return [n // nodes + (node < n % nodes) for node in range(nodes)]
+
+
 @contextmanager
 def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
     """Gives the function behind the fixtures ``worlds``, and closes its worlds at the end."""
@@ -26,7 +36,9 @@ def shared_worlds(usual_segment_bytes: int) -> Iterator[Worlds]:
         world = built.get((n, segment_bytes))
         if world is None or any(each.aborted for each in world):
             options = CommOptions(timeout=TIMEOUT_S, segment_bytes=segment_bytes)
-            world = built[n, segment_bytes] = ringcomm.local_world(n, options=options)
+            world = built[n, segment_bytes] = ringcomm.local_world(
+                n, options=options, nodes=in_nodes(n)
+            )
         return world
 
     yield get
@@ -39,3 +51,21 @@ def worlds() -> Iterator[Worlds]:
     """``worlds(n)`` is a world of n rank threads with small segments."""
     with shared_worlds(SMALL_SEGMENT_BYTES) as get:
         yield get
+
+
+# What exists within a node only, by patterns of the tests' names.
+NOT_OVER_NODES = {
+    r"\[.*\bring\b.*\]|test_large_with_default_segments|test_any_call_is_exact": "rings",
+    r"test_algorithm_and_kernels_are": "rings and Triton's kernels",
+    r"test_partial\.py": "partial results for users",
+    r"any_source|test_batches_of_messages|test_global_and_group_ranks": "receives from any rank",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if in_nodes(2) is None:
+        return
+    for item in items:
+        for pattern, what in NOT_OVER_NODES.items():
+            if re.search(pattern, item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=f"over nodes there are no {what}"))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringcomm
-from ringcomm.errors import AbortedError, ArgumentError, RingcommError
+from ringcomm.errors import AbortedError, ArgumentError
 from ringcomm.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
 from tests.fsdp2 import spy
@@ -162,22 +162,15 @@ def refusals(rank, world_size):
 
 
 def on_several_machines(rank, world_size):
-    """Refused on all ranks, with nothing left behind, and the model trains as before."""
+    """The model trains over nodes as on one."""
     host, boot, namespace = handles.machine_identity()
-    elsewhere = (f"{host}-{rank}", boot, namespace)
+    elsewhere = (host, f"{boot}-{rank}", namespace)
     net = sharded(init_device_mesh("cpu", (world_size,)))
-    before_bytes = used_bytes()
-    with (
-        mock.patch("ringcomm.comm.meeting.machine_identity", lambda: elsewhere),
-        # UnsupportedError, or that of the rank that found out first.
-        pytest.raises(RingcommError, match=rf"on one machine, but rank .* {host}-.* {host}-"),
-    ):
+    with mock.patch("ringcomm.comm.meeting.machine_identity", lambda: elsewhere):
         plug(net)
-    assert used_bytes() == before_bytes
-    with spy.collectives(of_torch=True) as seen:
         train(net, rank)
-    assert seen == []
     assert_trained(net, world_size)
+    unplug(net)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -46,6 +46,14 @@ def test_the_readme_shows_the_recorded_figures():
     assert readme.count("| heap |") == readme.count("| plain |") == 3
 
 
+def test_the_tables_of_scaling_are_what_the_model_and_the_rows_say():
+    """Else run tools/scaling_tables.py."""
+    tool = runpy.run_path(str(ROOT / "tools" / "scaling_tables.py"))
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    assert tool["filled"](text.replace("| switch | 1 |", "| ? | ? |")) == text
+    assert text.count("| predicted |") > 25 and "| exchange | rail-direct |" in text
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from ringcomm import ArgumentError, Communicator, RendezvousError, UnsupportedError
+from ringcomm import ArgumentError, Communicator, RendezvousError
 from ringcomm.rendezvous import environment
 from ringcomm.rendezvous.environment import read_environment
 from tests.support import ROOT
@@ -81,19 +81,6 @@ def test_no_launcher_is_a_world_of_one(monkeypatch):
 def test_contradictory_variables(variables):
     with pytest.raises(ArgumentError, match="RANK: expected"):
         read_environment(variables)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
-        {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"},
-        {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
-    ],
-)
-def test_several_machines_are_refused(variables):
-    with pytest.raises(UnsupportedError, match="rank 1 of 4: all ranks must run on one machine"):
-        read_environment(variables).store(1.0)
 
 
 def test_no_store_at_the_master_address(monkeypatch):

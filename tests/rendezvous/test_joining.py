@@ -24,6 +24,8 @@ NOBODY = 65534
 TIMEOUT_S = 20
 PREFIX = "ringcomm/world/attempt0/1"
 
+LAYOUT = "segment_bytes=262144, slots=4, records=256, sum_blocks=0, carrier=auto, wire=fp32"
+
 
 def _forged(core: _native.Comm | None, rank: int, world: int, **changes: Any) -> HeapHandle:
     heap = process_heap()
@@ -34,6 +36,7 @@ def _forged(core: _native.Comm | None, rank: int, world: int, **changes: Any) ->
         host=host,
         boot=boot,
         pid_namespace=pid_namespace,
+        node_id="",
         pid=os.getpid(),
         fd=heap.fd,
         capacity_bytes=heap.capacity_bytes,
@@ -41,7 +44,7 @@ def _forged(core: _native.Comm | None, rank: int, world: int, **changes: Any) ->
         region_offset_bytes=core.region_offset_bytes if core else 0,
         region_bytes=core.region_bytes if core else 1,
         proof=core.proof if core else 1,
-        layout="segment_bytes=262144, slots=4, records=256",
+        layout=LAYOUT,
     )
     return replace(handle, **changes)
 

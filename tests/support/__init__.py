@@ -1,5 +1,15 @@
 """Helpers of several test directories: spawned ranks, exact inputs, fault injection."""
 
+import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None  # as .ci/run asks
+
+
+def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:
+    """Tells whether a missing tool is a failure: with CI=true, where it could be installed."""
+    return environment.get("CI") == "true" and can_install

@@ -107,7 +107,7 @@ class Devices:
             yield
             return
         device = device_of(comm) if comm is not None else 0
-        with self.emulated.in_stream_order(), self.emulated.assuming(device):
+        with self.emulated.assuming(device), self.emulated.in_stream_order():
             yield
 
     def host_tensors(self) -> AbstractContextManager[None]:

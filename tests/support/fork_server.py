@@ -8,8 +8,9 @@ starts itself with ``subprocess`` is forked in the same way, by a server of its 
 
 A real interpreter starts where a program could tell the difference: with options of Python, with
 another environment that Python or torch reads when it starts, or with other places to find modules
-in. What remains: ``/proc`` shows the command line and environment of the server, and all forks hash
-strings alike. Tests for which that matters use ``subprocess`` itself.
+in. A :class:`Popen` in other namespaces is always a fork, which may become an interpreter or any
+other command. What remains: ``/proc`` shows the command line and environment of the server, and all
+forks hash strings alike. Tests for which that matters use ``subprocess`` itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -53,20 +54,50 @@ MAX_FILES = 64
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_CANNOT_EXECUTE = 127  # as a shell says it
 
 _RealPopen = subprocess.Popen
 _EXECUTE: Any = inspect.signature(_RealPopen._execute_child)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
+class Namespaces:
+    """The namespaces that a program starts in: those of a process, or new ones.
+
+    ``kinds`` are the kernel's flags CLONE_NEW*, ``of`` is the process, or 0 for new ones.
+    """
+
+    kinds: int
+    of: int = 0
+
+    def enter(self) -> None:
+        """Enters them; of a process namespace only the children of this process are members."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if self.of:
+            process = os.pidfd_open(self.of)
+            failed = libc.setns(process, self.kinds)
+            os.close(process)
+        else:
+            failed = libc.unshare(self.kinds)
+        if failed:
+            error = ctypes.get_errno()
+            raise OSError(error, f"{self}: {os.strerror(error)}")
+
+
+@dataclass(frozen=True)
 class Order:
-    """A program to start; ``files`` are the numbers that the files sent beside it shall have."""
+    """A program to start; ``files`` are the numbers that the files sent beside it shall have.
+
+    ``executes`` says that it is not run in the fork, which becomes the command instead.
+    """
 
     command: tuple[str, ...]
     folder: str
     environment: Mapping[str, str]
     files: tuple[int, ...]
     new_session: bool
+    namespaces: Namespaces | None = None
+    executes: bool = False
 
     @property
     def is_unbuffered(self) -> bool:
@@ -156,11 +187,13 @@ class Server:
         with self._lock, _adopting():
             try:
                 _send(self._connection, order, files)
-                pid, _ = _receive(self._connection)
+                answer, _ = _receive(self._connection)
             except BaseException:  # a timeout of a test's, too: the answer would be the next one's
                 self.close()
                 raise
-        return int(pid)
+        if isinstance(answer, OSError):
+            raise answer
+        return int(answer)
 
     def close(self) -> None:
         """Ends it; who asks for a server then gets another."""
@@ -193,10 +226,18 @@ def server() -> Server:
 
 
 class Popen(_RealPopen):
-    """``subprocess.Popen``, of a fork wherever a program could not tell."""
+    """``subprocess.Popen``, of a fork wherever a program could not tell.
+
+    A subclass that sets ``namespaces`` starts any command there. It is a direct child of this
+    process even so, with an id, a status and signals as ever.
+    """
+
+    namespaces: Namespaces | None = None
 
     def _execute_child(self, *arguments: Any, **named: Any) -> None:
         how = _EXECUTE.bind(self, *arguments, **named).arguments
+        if self.namespaces is not None and not _is_plain(how):
+            raise ValueError(f"{how['args']}: a fork in other namespaces cannot do what is asked")
         if not _is_plain(how) or not self._fork(how):
             super()._execute_child(*arguments, **named)  # type: ignore[misc]
 
@@ -209,9 +250,12 @@ class Popen(_RealPopen):
             {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
             (0, 1, 2, *passed),
             how["start_new_session"],
+            self.namespaces,
         )
-        if not server().serves(order):
-            return False
+        if not _is_python(order) or not server().serves(order):
+            if self.namespaces is None:
+                return False
+            order = replace(order, executes=True)
         theirs = [how[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [number if fd == -1 else fd for number, fd in enumerate(theirs)]
         self.pid = server().start(order, [*streams, *passed])
@@ -222,18 +266,21 @@ class Popen(_RealPopen):
 
 
 def _is_plain(how: Mapping[str, Any]) -> bool:
-    """Tells whether nothing is asked for that only a new interpreter can do."""
+    """Tells whether nothing is asked for that only ``subprocess`` can do."""
     unusual = ("executable", "preexec_fn", "gid", "gids", "uid")
     return (
         isinstance(how["args"], list | tuple)
-        and len(how["args"]) > 2
-        and how["args"][0] == sys.executable
         and not how["shell"]
         and how["close_fds"]
         and how["umask"] == -1
         and how.get("process_group", -1) in (-1, None)
         and all(how[name] is None for name in unusual)
     )
+
+
+def _is_python(order: Order) -> bool:
+    """Tells whether it is a program of this interpreter."""
+    return len(order.command) > 2 and order.command[0] == sys.executable
 
 
 def run(
@@ -259,12 +306,25 @@ def run(
 _interrupt: Any = None  # what an interpreter makes of the signal
 
 
-def _fork_for_the_owner() -> int:
-    """A fork whose parent is, from its first step on, what :func:`_adopting` made; 0 inside it."""
+def _fork_for_the_owner(namespaces: Namespaces | None) -> int:
+    """A fork whose parent is, from its first step on, what :func:`_adopting` made; 0 inside it.
+
+    The process between enters the namespaces: its own process namespace, and so the one that its
+    child's parent is looked for in, stays what it was.
+
+    Raises:
+        OSError: the namespaces cannot be entered.
+    """
     pids, begins = os.pipe(), os.pipe()
     between = os.fork()
     if between == 0:
-        pid = os.fork()
+        try:
+            if namespaces is not None:
+                namespaces.enter()
+            pid = os.fork()
+        except OSError as error:
+            os.write(pids[1], _PID.pack(-(error.errno or 1)))
+            os._exit(1)
         if pid:
             os.write(pids[1], _PID.pack(pid))
             os._exit(0)
@@ -275,6 +335,8 @@ def _fork_for_the_owner() -> int:
         os.write(begins[1], b"!")
     for fd in (*pids, *begins):
         os.close(fd)
+    if pid < 0:
+        raise OSError(-pid, f"no process in {namespaces}: {os.strerror(-pid)}")
     return int(pid)
 
 
@@ -285,14 +347,18 @@ def _serve(connection: socket.socket) -> Order:
             order, files = _receive(connection)
         except (EOFError, OSError):
             os._exit(0)
-        pid = _fork_for_the_owner()
-        if pid == 0:
+        answer: int | OSError
+        try:
+            answer = _fork_for_the_owner(order.namespaces)
+        except OSError as error:
+            answer = error
+        if answer == 0:
             connection.close()
             _place(files, order.files)
             return order
         for fd in files:
             os.close(fd)
-        _send(connection, pid)
+        _send(connection, answer)
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
@@ -337,6 +403,20 @@ def _become(order: Order) -> None:
     sys.argv[:] = ["-c", *words[1:]] if what == "-c" else words if what == "-m" else [what, *words]
     sys.orig_argv[:] = order.command
     sys.modules["__main__"] = ModuleType("__main__")
+
+
+def _execute(order: Order) -> NoReturn:
+    """Makes this process, a fork, the command itself."""
+    if order.new_session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.chdir(order.folder)
+        os.execvpe(order.command[0], order.command, order.environment)
+    except OSError as error:
+        os.write(2, f"{order.command[0]}: {error}\n".encode())
+        os._exit(_CANNOT_EXECUTE)
 
 
 def _run(order: Order) -> None:
@@ -398,6 +478,8 @@ def main() -> None:
     order: Order | None = _serve(socket.socket(fileno=int(sys.argv[1])))
     while order is not None:
         latest = order
+        if latest.executes:
+            _execute(latest)
         order = _own_server(latest.environment, latest.files)
     _become(latest)
     _end(_status_of(latest))

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -18,7 +18,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import FileStore
+import torch
+from torch.distributed import FileStore, Store
+
+import ringcomm
 
 # The server has torch loaded and no threads; a rank forked from it starts in milliseconds.
 PRELOADED = ["tests.support.preloaded"]
@@ -27,7 +30,10 @@ POLL_S = 0.01
 
 @dataclass
 class Outcome:
-    """The end of one rank: a value, or an exception with its text, or only an exit code."""
+    """The end of one rank: a value, or an exception with its text, or only an exit code.
+
+    There is no exit code where a rank has answered and stays up.
+    """
 
     rank: int
     exitcode: int | None = None
@@ -37,7 +43,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.error is None and self.exitcode == 0
+        return self.error is None and not self.exitcode
 
     def describe(self) -> str:
         return f"rank {self.rank}: exit code {self.exitcode}\n{self.trace}"
@@ -73,6 +79,22 @@ def _main(
             message = pickle.dumps((None, RuntimeError(repr(error)), trace))
     answer.send_bytes(message)
     answer.close()
+
+
+def join_nodes(
+    store: Store, rank: int, world_size: int, nodes: Sequence[Sequence[int]], **settings: Any
+) -> ringcomm.Communicator:
+    """Builds the communicator of processes that say that they are on several nodes.
+
+    Args:
+        store, rank, world_size: as :func:`run_ranks` gives them.
+        nodes: the ranks of each.
+        settings: of ``Communicator.from_store``.
+    """
+    node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+    os.environ["RINGCOMM_NODE_ID"] = f"node{node}"
+    torch.set_num_threads(1)  # all ranks share the machine
+    return ringcomm.Communicator.from_store(store, rank, world_size, **{"timeout": 60, **settings})
 
 
 class Ranks:

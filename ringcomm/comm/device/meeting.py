@@ -31,7 +31,12 @@ from ringcomm.memory.device_peers import (
     make_handle,
     map_device_heap,
 )
-from ringcomm.rendezvous.handles import Meeting, Rendezvous, check_agreement
+from ringcomm.rendezvous.handles import (
+    Meeting,
+    Rendezvous,
+    check_agreement,
+    check_one_machine,
+)
 
 __all__ = ["Links", "meet_on_device", "prove_links"]
 
@@ -194,7 +199,7 @@ def meet_on_device(
     Raises:
         RendezvousError: a rank is missing or failed; named.
         MismatchError: the ranks disagree.
-        UnsupportedError: too many ranks, or devices that cannot reach each other.
+        UnsupportedError: too many ranks, devices that cannot reach each other, or sums in blocks.
         HeapError: no room for the heap or the communicator's region in it.
     """
     world_size = len(membership.ranks)
@@ -203,6 +208,11 @@ def meet_on_device(
         raise UnsupportedError(
             f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
             f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
+        )
+    if membership.options.sum_blocks:
+        raise UnsupportedError(
+            f"{meeting.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
+            "but devices sum in rank order alone. Use sum_blocks=0, or a communicator on the host"
         )
     rendezvous = Rendezvous(meeting)
     core: DeviceCore | None = None
@@ -370,6 +380,7 @@ def _handles(
     try:
         for rank, theirs in enumerate(handles):
             check_agreement(meeting, mine, theirs, rank)
+            check_one_machine(meeting, mine, theirs)
     except RingcommError:
         core.announce(None)  # all ranks compare all handles, so none goes on
         raise

@@ -31,7 +31,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class _Ability:
-    """What a rank says of its device, and where it receives the object's descriptor (hex)."""
+    """A rank's word on its device, and where it receives the object's descriptor (hex)."""
 
     refusal: str
     granularity_bytes: int

@@ -297,7 +297,7 @@ def joined_ranks(backend: str) -> Iterator[World]:
 
     Raises:
         RendezvousError: the ranks did not find each other.
-        UnsupportedError: mpirun or Slurm spread them over several machines.
+        UnsupportedError: they are on several nodes, and nothing says where they meet.
     """
     placement = read_environment()
     register()  # torch does this itself for an installed ringcomm, not for a bare source tree
@@ -308,8 +308,9 @@ def joined_ranks(backend: str) -> Iterator[World]:
     elif placement.launcher == "torchrun":
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
-        # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if placement.is_here:
+            # Gloo need not resolve the host's name then, which may lead nowhere.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         _join(backend, placement, placement.store(TIMEOUT.total_seconds()))
     try:
         yield World(placement.rank, placement.world_size, threads)

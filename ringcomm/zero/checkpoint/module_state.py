@@ -25,7 +25,7 @@ from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
 from ringcomm.optim.state import check_groups, pack_groups, take_groups
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket
+from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
 from ringcomm.zero.engine import ShardEngine
 
@@ -80,14 +80,16 @@ def bucket_parts(
 
 
 def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
-    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it has."""
+    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps."""
     for stored in (*engine.stored, *engine.parts.stored_frozen):
         if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
             wanted = held if whole else stored.chunk
             yield from bucket_parts(stored, stored.flat, held, wanted, "model.")
         else:
-            yield from bucket_parts(stored, stored.own, stored.chunk, stored.chunk, "model.")
+            assert isinstance(stored, ShardedBucket)
+            wanted = stored.kept_chunk if whole else stored.chunk
+            yield from bucket_parts(stored, stored.kept, stored.kept_chunk, wanted, "model.")
 
 
 def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:

@@ -47,6 +47,7 @@ def handle(core: _native.Comm) -> dict[str, Any]:
         "host": HOST,
         "boot": BOOT,
         "pid_namespace": PID_NAMESPACE,
+        "node_id": "",
         "pid": 1,
         "fd": heap.fd,
         "capacity_bytes": heap.capacity_bytes,

@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.proof.model.bounds import LARGE, MUTANTS, PACKETS, PAIR, RIGHT, RING, SLEEP, model
-from tests.proof.model.spin import (
-    CAN_INSTALL,
-    FOLDER,
-    INCLUDE,
-    LACKING,
-    Checker,
-    Model,
-    must_not_skip,
-)
-from tests.support import ROOT
+from tests.proof.model.spin import FOLDER, INCLUDE, LACKING, Checker, Model
+from tests.support import CAN_INSTALL, ROOT, must_not_skip
 
 pytestmark = pytest.mark.compiles
 

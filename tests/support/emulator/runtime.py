@@ -241,7 +241,11 @@ class EmulatedRuntime(EmulatedMemory):
         self.run_on_stream(device, stream, function)
 
     def in_stream_order(self) -> InStreamOrder:
-        """Inside, torch's operations of this thread wait for its current streams, as on a GPU."""
+        """Inside, torch's operations of this thread wait for its current streams, as on a GPU.
+
+        A thread that assumes a device of its tensors waits for the stream of that one alone: what
+        the other ranks of this process have in the queues of theirs may wait for this thread.
+        """
         return InStreamOrder(self._await_current_streams, self._keeps_itself)
 
     def _keeps_itself(self, tensor: torch.Tensor) -> bool:
@@ -255,7 +259,9 @@ class EmulatedRuntime(EmulatedMemory):
         return False
 
     def _await_current_streams(self) -> None:
-        for device in range(self.devices):
+        assumed = self._thread.assumed
+        all_of_them = assumed is None or assumed < 0
+        for device in range(self.devices) if all_of_them else (assumed,):
             self.record_event(device, self.current_stream(device)).synchronize()
 
     # ---- graphs and kernels -----------------------------------------------------------------

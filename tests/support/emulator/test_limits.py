@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.handles import EmulatedStream
@@ -239,6 +240,30 @@ def test_a_copy_on_the_legacy_stream_waits_for_blocking_streams():
         assert device.words[1].clone() == 2  # and waits for the other
     device.open(0)
     runtime.synchronize(0)
+
+
+def test_an_operation_on_one_device_s_tensors_waits_for_no_other_device():
+    """Of two ranks that are threads, one would wait for a call that the other has to join."""
+    device = Device(devices=2, hardware_queues=1)
+    runtime, streams = device.runtime, _stalled(device)
+    passed = threading.Event()
+
+    def rank(of: int) -> None:
+        with runtime.assuming(of), runtime.in_stream_order():
+            torch.zeros(1).add_(1)
+            passed.set()
+
+    threads = [threading.Thread(target=rank, args=(of,)) for of in (1, 0)]
+    threads[0].start()
+    threads[0].join()
+    assert passed.is_set()
+    passed.clear()
+    threads[1].start()
+    assert not passed.wait(GRACE_S)
+    device.open(0)
+    threads[1].join()
+    runtime.synchronize(0)
+    assert device.words[0] == len(streams) + 1
 
 
 def _map(store, rank, world):

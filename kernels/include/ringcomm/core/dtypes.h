@@ -54,6 +54,11 @@ RC_FN constexpr int size_of(DType t) {
   }
 }
 
+// The type of Traits<T>::Acc, as elements in memory.
+RC_FN constexpr DType accumulator_of(DType t) {
+  return t == DType::kFloat16 || t == DType::kBFloat16 ? DType::kFloat32 : t;
+}
+
 struct BFloat16 {
   uint16_t bits;
 };

@@ -21,7 +21,9 @@ enum class Collective : uint32_t {
   kReceive,
   kReduceScatterNorm,
   kAdamWAllGather,
-  kReduceScatterAdamWAllGather
+  kReduceScatterAdamWAllGather,
+  kReduceScatterPartial,
+  kReducePartial
 };
 enum class Algorithm : uint32_t {
   kAuto = 0,

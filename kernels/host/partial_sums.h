@@ -1,0 +1,102 @@
+// Reductions in parts: partial sums in the accumulator's type, and what is made of them. Sums in
+// blocks of ranks (CommOptions.sum_blocks) are made of the same two steps as a reduction in each
+// node whose results are then combined between the nodes, so both have the same bits.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/host/kernel_table.h"
+
+namespace ringcomm::host {
+
+// The loop from sources of one element type to results of another; null where there is none. The
+// two are equal, or one is the accumulator's type of the other.
+inline ReduceFn reduction_loop(DType sources, DType results, RedOp op) {
+  const KernelTable& table = kernels();
+  if (sources == results) return table.reduce[int(sources)][int(op)];
+  if (accumulator_of(sources) == results) return table.widening[half_index(sources)][int(op)];
+  if (accumulator_of(results) == sources) return table.narrowing[half_index(results)][int(op)];
+  return nullptr;
+}
+
+// The operator that combines what reductions by `op` left unfinished: factors are applied already.
+inline RedOp combining_op(RedOp op) { return op == RedOp::kPremulSum ? RedOp::kSum : op; }
+
+// ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: a reduction of sources in blocks of L.
+struct BlockedSum {
+  int ranks;          // of a block: L
+  ReduceFn of_block;  // from sources to the accumulator's type
+  ReduceFn of_two;    // of two partial sums
+  ReduceFn of_last;   // the same, with the results' rounding and division
+  uint64_t source_bytes, acc_bytes, result_bytes;  // of an element
+
+  static BlockedSum of(int ranks, DType dtype, DType results, RedOp op) {
+    const DType acc = accumulator_of(dtype);
+    const RedOp combine = combining_op(op);
+    return {ranks,
+            reduction_loop(dtype, acc, op),
+            reduction_loop(acc, acc, combine),
+            reduction_loop(acc, results, combine),
+            uint64_t(size_of(dtype)),
+            uint64_t(size_of(acc)),
+            uint64_t(size_of(results))};
+  }
+};
+
+// `job` in blocks, of which there are two or more. Partial sums stay in the first-level cache.
+inline void reduce_in_blocks(const BlockedSum& blocks, const ReduceJob& job) {
+  alignas(64) char total[4096], next[4096];
+  const uint64_t elems = job.bytes / blocks.source_bytes, most = sizeof(total) / blocks.acc_bytes;
+  std::vector<const void*> sources(size_t(job.count));
+  const double ones[] = {1.0, 1.0};
+  const void* const pair[] = {total, next};
+  for (uint64_t begin = 0; begin < elems; begin += most) {
+    const uint64_t n = std::min(most, elems - begin);
+    for (int s = 0; s < job.count; ++s)
+      sources[size_t(s)] = static_cast<const char*>(job.sources[s]) + begin * blocks.source_bytes;
+    const auto sum_block = [&](int first, char* to) {
+      blocks.of_block(ReduceJob{to, nullptr, false, false, sources.data() + first,
+                                job.factors + first, std::min(blocks.ranks, job.count - first), 0,
+                                n * blocks.source_bytes});
+    };
+    sum_block(0, total);
+    int first = blocks.ranks;
+    for (; first + blocks.ranks < job.count; first += blocks.ranks) {
+      sum_block(first, next);
+      blocks.of_two(
+          ReduceJob{total, nullptr, false, false, pair, ones, 2, 0, n * blocks.acc_bytes});
+    }
+    sum_block(first, next);
+    const auto place = [&](void* to) {
+      return to == nullptr ? nullptr : static_cast<char*>(to) + begin * blocks.result_bytes;
+    };
+    blocks.of_last(ReduceJob{place(job.dst), place(job.also), job.streaming, job.also_streaming,
+                             pair, ones, 2, job.finish_world, n * blocks.acc_bytes});
+  }
+}
+
+// The way in which local arrays are combined.
+struct PartialSums {
+  DType sources, results;
+  RedOp op;
+  int divide_by;  // 0: no division; else op adds
+  bool streaming;
+};
+
+// Combines arrays element by element, in list order and in the accumulator's type, divides by
+// `divide_by` unless that is 0, and rounds once. False: not defined for these types and operator.
+inline bool combine_partials(const std::vector<const void*>& in, void* out, uint64_t elems,
+                             const PartialSums& how) {
+  const bool adds = how.op == RedOp::kSum || how.op == RedOp::kAvg || how.op == RedOp::kPremulSum;
+  if (how.divide_by > 0 && !adds) return false;
+  const RedOp op = how.divide_by > 0 ? RedOp::kAvg : combining_op(how.op);
+  const ReduceFn loop = reduction_loop(how.sources, how.results, op);
+  if (loop == nullptr) return false;
+  const std::vector<double> ones(in.size(), 1.0);
+  loop(ReduceJob{out, nullptr, how.streaming, false, in.data(), ones.data(), int(in.size()),
+                 how.divide_by, elems * uint64_t(size_of(how.sources))});
+  return true;
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,135 @@
+"""How the ranks of several nodes build what connects them, once they know their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch.distributed import PrefixStore
+
+from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
+from ringcomm.comm.nodes.messages import NodesMessages
+from ringcomm.comm.nodes.rails import Rails, carrier_of
+from ringcomm.comm.nodes.steps import StepsCore
+from ringcomm.comm.nodes.watch import Awaiting, Watch
+from ringcomm.errors import RendezvousError
+from ringcomm.json_reader import read_record, shown
+from ringcomm.memory import empty
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closable)
+
+
+@dataclass(frozen=True)
+class Built(Generic[C]):
+    """One rank's end over several nodes.
+
+    Attributes:
+        core: of the communicator.
+        node: the communicator of this rank's node, for users.
+        watch: over all ranks.
+    """
+
+    core: StepsCore
+    node: C
+    watch: Watch
+
+
+def build(
+    membership: Membership,
+    found: SeveralNodes,
+    heap_bytes: int | None,
+    make_node: Callable[[Membership], C],
+) -> Built[C]:
+    """Builds the node's communicators and the rails.
+
+    Args:
+        membership: of all ranks.
+        found: their nodes.
+        heap_bytes: as for :func:`ringcomm.comm.meeting.meet`.
+        make_node: builds a node's communicator for users.
+
+    Raises:
+        RingcommError: a rank failed or cannot be reached; waiting peers have been told.
+    """
+    closing: list[_Closable] = []
+    try:
+        return _built(membership, found, heap_bytes, make_node, closing)
+    except BaseException as error:
+        found.rendezvous.fail(error)
+        for each in reversed(closing):
+            each.close()
+        raise
+
+
+def _built(
+    membership: Membership,
+    found: SeveralNodes,
+    heap_bytes: int | None,
+    make_node: Callable[[Membership], C],
+    closing: list[_Closable],
+) -> Built[C]:
+    places, options, operation = found.places, membership.options, found.meeting.operation
+    of_node = replace(
+        membership,
+        name=f"{membership.name}/node{places.node}",
+        rank=places.place,
+        ranks=tuple(membership.ranks[rank] for rank in places.mates),
+    )
+    node = make_node(of_node)
+    closing.append(node)
+    met = _inner(replace(of_node, name=f"{of_node.name}.calls"), heap_bytes, operation)
+    inner = met.core
+    closing.append(inner)
+    store = PrefixStore(found.rendezvous.prefix, membership.store)
+    carrier = carrier_of(options.carrier, operation)
+    rails = Rails(places, PrefixStore("rails", store), carrier, options.timeout_s, operation)
+    awaiting = _awaiting(found, met)
+    watch = Watch(inner, places, awaiting, PrefixStore("faults", store), rails, membership.name)
+    closing.append(watch)
+    messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, carrier)
+    watch.breakable.append(messages)
+    core = StepsCore(inner, places, rails, watch, messages, options.wire)
+    return Built(core, node, watch)
+
+
+def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNode:
+    """Builds the core that calls over nodes use within the node, and users do not."""
+    met = meet(of_node, heap_bytes)
+    if not isinstance(met, OneNode):
+        raise RendezvousError(
+            f"{operation}: the ranks of a node could map each other's memory, and a moment later "
+            "could not. See whether a process has changed its user or its dumpable flag"
+        )
+    return met
+
+
+def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
+    """Waits until the rails of all ranks stand, and maps the words of this node's ranks."""
+    word = empty(1, dtype=torch.int32).fill_(-1)
+    places, operation = found.places, found.meeting.operation
+    offset_bytes = word.data_ptr() - met.heaps[places.place].base_ptr
+    offsets = []
+    for rank, text in enumerate(found.rendezvous.everyone("rails", {"word": offset_bytes})):
+        theirs = read_record(text, rank, operation).get("word")
+        if type(theirs) is not int or theirs < 0 or theirs % word.itemsize:
+            raise RendezvousError(
+                f"{operation}: expected the place of a word of rank {rank}, got {shown(theirs)}"
+            )
+        offsets.append(theirs)
+    ptrs = []
+    for place, rank in enumerate(places.mates):
+        heap = met.heaps[place]
+        if offsets[rank] + word.itemsize > heap.mapping.capacity_bytes:
+            raise RendezvousError(
+                f"{operation}: expected the place of a word in the heap of rank {rank}, which has "
+                f"{heap.mapping.capacity_bytes} bytes, got {offsets[rank]}"
+            )
+        ptrs.append(heap.base_ptr + offsets[rank])
+    return Awaiting(ptrs, (word, met.heaps))

@@ -1,0 +1,308 @@
+"""Calls over several nodes: their order, headers, and messages on the rails."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.nodes.messages import NodesMessages
+from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.rails import HEADER_TAG, Message, Rails, memory_at, tag_of
+from ringcomm.comm.nodes.watch import GRACE_S, Watch
+from ringcomm.errors import AbortedError, MismatchError, UnsupportedError
+
+Tensor = torch.Tensor
+
+AUTO, DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
+_DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
+_OP_NAMES = {code: name for name, code in _native.OPS.items()}
+
+
+class _Failed(Exception):
+    """A call has failed, and the watch knows why."""
+
+
+# The collectives of an optimizer's step, whose headers have a tag in place of a root.
+_TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather")
+_HEADER = "<q32sqiii"
+
+
+class Header(NamedTuple):
+    """The description of a rank's call for its rail peers, as the native header is in a node."""
+
+    sequence: int
+    name: str
+    match_bytes: int
+    dtype: int
+    op: int
+    root: int
+
+    def packed(self) -> Tensor:
+        raw = struct.pack(_HEADER, self[0], self.name.encode(), *self[2:])
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, memory: Tensor) -> Header:
+        sequence, name, *rest = struct.unpack(_HEADER, bytes(memory.tolist()))
+        return cls(sequence, name.rstrip(b"\0").decode(errors="replace"), *map(int, rest))
+
+    def __str__(self) -> str:
+        parts = [f"{self.match_bytes} bytes"] if self.match_bytes else []
+        parts += [_DTYPE_NAMES[self.dtype]] if self.dtype in _DTYPE_NAMES else []
+        parts += [f"op {_OP_NAMES[self.op]}"] if self.op in _OP_NAMES else []
+        if self.root >= 0:
+            tagged = self.name in _TAGGED
+            parts += [_native.describe_tag(self.root) if tagged else f"root {self.root}"]
+        return f"{self.name} (call {self.sequence}; {', '.join(parts)})"
+
+
+HEADER_BYTES = struct.calcsize(_HEADER)
+
+
+class Scratch:
+    """Memory of this rank for partial sums and what arrives, kept for the next call."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Returns uint8 of at least ``size_bytes``."""
+        size = 1 << max(size_bytes - 1, 4095).bit_length()
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Takes memory back that :meth:`take` gave."""
+        for tensor in tensors:
+            self._free.setdefault(tensor.numel(), []).append(tensor)
+
+
+class CallsOverNodes:
+    """The calls of one rank, without the collectives themselves.
+
+    Methods return 0, or a nonzero status after which :attr:`Watch.error` says what happened.
+
+    Args:
+        inner: the core of this rank's node, used by nothing else.
+        places: of all ranks.
+        rails: this rank's.
+        watch: over all of them.
+        messages: this rank's.
+        wire: "fp32" or "param".
+    """
+
+    def __init__(
+        self,
+        inner: _native.Comm,
+        places: Places,
+        rails: Rails,
+        watch: Watch,
+        messages: NodesMessages,
+        wire: str,
+    ) -> None:
+        self._inner = inner
+        self.places = places
+        self._rails = rails
+        self._watch = watch
+        self._messages = messages
+        self._narrow = wire == "param"
+        self._world = sum(map(len, places.nodes))
+        self._scratch = Scratch()
+        self._sequence = 0
+        self._called = Header(0, "", 0, -1, -1, -1)
+        self._headers: list[Message] = []
+        self._sent: list[Message] = []
+        self._closed = False
+
+    # ---- what is asked of a core ----------------------------------------------------------------
+
+    @property
+    def turn(self) -> None:
+        """Calls are made by whoever holds the queue's own lock."""
+        return None
+
+    @property
+    def geometry(self) -> dict[str, int]:
+        return self._inner.geometry
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._inner.segment_bytes
+
+    @property
+    def timeout_ms(self) -> int:
+        return self._inner.timeout_ms
+
+    @timeout_ms.setter
+    def timeout_ms(self, timeout_ms: int) -> None:
+        self._inner.timeout_ms = timeout_ms
+
+    @property
+    def aborted(self) -> bool:
+        return self._closed or self._watch.error is not None or self._inner.aborted
+
+    def chosen(self, algorithm: int) -> int:
+        """Returns the code of "direct", which is what "auto" means."""
+        return DIRECT if algorithm == AUTO else algorithm
+
+    def fault(self) -> None:
+        """Returns nothing: :attr:`Watch.error` has the words."""
+        return None
+
+    def recorded(self, rank: int, most: int = 0) -> bytes:
+        """Returns the records of a rank of this node, which are those of calls within the node."""
+        if rank not in self.places.mates:
+            return b""
+        place = self.places.place_of(rank)
+        return self._inner.recorded(place, *([most] if most else []))
+
+    def abort(self, reason: str) -> None:
+        who = self.places.named(self.places.rank)
+        text = f": {reason}" if reason else ""
+        self._watch.fail(AbortedError(f"{who} aborted the communicator{text}"))
+
+    def close(self) -> None:
+        self._closed = True
+        self._watch.close()
+        self._messages.close()
+        self._rails.close()
+        self._inner.close()
+
+    def all_reduce_plain(self, *_: object) -> int:
+        """Says that this core takes calls with all checks only."""
+        not_plain: int = _native.NOT_PLAIN
+        return not_plain
+
+    reduce_scatter_plain = all_gather_plain = all_reduce_plain
+
+    def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
+        return self._messages.post_send(ptr, size_bytes, peer, tag, dtype)
+
+    def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
+        return self._messages.post_recv(ptr, size_bytes, peer, tag, dtype)
+
+    def drive_in_background(self) -> None:
+        self._inner.drive_in_background()
+
+    # ---- a call ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        name: str,
+        head: tuple[int, int, int, int],
+        algorithm: int,
+        body: Callable[[], None],
+        *,
+        headers: bool = True,
+    ) -> int:
+        """Makes a call; ``head``: bytes, dtype, op and root, which all ranks must have alike."""
+        if algorithm not in (AUTO, DIRECT):
+            who = self.places.named(self.places.rank)
+            raise UnsupportedError(
+                f"{name} on {who}: algorithm: expected auto or direct over several nodes; the "
+                "others exist within one (Communicator.node)"
+            )
+        if self.aborted:
+            return 1
+        self._sequence += 1
+        self._called = Header(self._sequence, name, *head)
+        try:
+            if headers:
+                self._send_headers()
+            body()
+            self._check_headers()
+            self._settle(self._sent)
+        except _Failed:
+            return self._forget()
+        except BaseException as error:
+            who, what = self.places.named(self.places.rank), type(error).__name__
+            if isinstance(error, KeyboardInterrupt):
+                what = "Ctrl-C"
+            self._watch.fail(AbortedError(f"{who} was interrupted ({what}) in {self._called}"))
+            self._forget()
+            raise
+        return 0
+
+    def _forget(self) -> int:
+        """Drops the messages of a call that failed, and with them their memory."""
+        self._headers, self._sent = [], []
+        self._scratch = Scratch()
+        return 1
+
+    def _inside(self, status: int) -> None:
+        """Ends the call if one within the node failed."""
+        if status:
+            self._watch.in_node()
+            raise _Failed
+
+    def _send_headers(self) -> None:
+        mine = self._called.packed()
+        for rail in self.places.rails_of(self.places.rank):
+            for node in self.places.others():
+                theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                with self._meeting_on_rail(self.places.rail(rail)[node]):
+                    self._headers.append(self._rails.receive(rail, node, theirs, HEADER_TAG))
+                    self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
+
+    def _check_headers(self) -> None:
+        """Waits for the rail peers to make this call, too."""
+        headers, self._headers = self._headers, []
+        for message in headers:
+            self._wait(message)
+            theirs = Header.unpacked(message.memory)
+            if theirs != self._called:
+                me, peer = (self.places.named(r) for r in (self.places.rank, message.rank))
+                self._watch.fail(
+                    MismatchError(
+                        f"the ranks made different calls. {me.capitalize()} called "
+                        f"{self._called}; {peer} called {theirs}. All ranks must call the same "
+                        "collectives in the same order, with equal sizes, dtypes, ops and roots"
+                    )
+                )
+                raise _Failed
+
+    def _wait(self, message: Message) -> None:
+        timeout_s = self.timeout_ms / 1000
+        with self._meeting_on_rail(message.rank):
+            self._rails.wait(message, timeout_s + GRACE_S)
+
+    @contextmanager
+    def _meeting_on_rail(self, peer: int) -> Iterator[None]:
+        """Ends the call if what is done inside, which needs a rank of another node, fails."""
+        begin = time.monotonic()
+        self._watch.awaits(peer)
+        try:
+            yield
+        except RuntimeError as error:
+            waited_s, timeout_s = time.monotonic() - begin, self.timeout_ms / 1000
+            self._watch.on_rail(peer, str(self._called), waited_s, timeout_s, str(error))
+            raise _Failed from error
+        finally:
+            self._watch.awaits(-1)
+
+    def _arrived(self, message: Message) -> None:
+        """Waits for data, and for the header before it."""
+        self._check_headers()
+        self._wait(message)
+
+    def _settle(self, sent: list[Message]) -> None:
+        """Waits until messages have left, and their memory is this rank's again."""
+        for message in sent:
+            self._wait(message)
+        sent.clear()
+
+    def _send(self, rail: int, node: int, ptr: int, size_bytes: int) -> Message:
+        memory = memory_at(ptr, size_bytes)
+        with self._meeting_on_rail(self.places.rail(rail)[node]):
+            return self._rails.send(rail, node, memory, tag_of(self._called, size_bytes))
+
+    def _receive(self, rail: int, node: int, ptr: int, size_bytes: int) -> Message:
+        memory = memory_at(ptr, size_bytes)
+        with self._meeting_on_rail(self.places.rail(rail)[node]):
+            return self._rails.receive(rail, node, memory, tag_of(self._called, size_bytes))

@@ -1,0 +1,293 @@
+"""The rails of one rank: messages to the ranks of other nodes, carried by an engine that exists.
+
+A *carrier* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or what the user's
+function returns. ringcomm has it send and receive, and nothing else: reductions are its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
+
+from ringcomm.comm.nodes.places import Places
+from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, start_thread
+from ringcomm.rendezvous.environment import LOOPBACK
+from ringcomm.rendezvous.handles import host_and_port
+
+Tensor = torch.Tensor
+#: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
+Carrier = Callable[[Store, int, int, timedelta], Any]
+
+# How long the ranks of a rail, all of which are there, try to connect; a choice.
+CONNECT_S = 60.0
+INTERFACE_VARIABLES = ("RINGCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+# Gloo ends the process when more arrives than a receive has room for. So the tag of data stands for
+# what they are and for their size: what does not fit meets no receive, and headers tell why.
+HEADER_TAG = 1
+
+
+def tag_of(what: object, size_bytes: int) -> int:
+    """Returns the tag of data; ``what`` is equal at both ends, as far as its text goes."""
+    return zlib.crc32(f"{what} {size_bytes}".encode()) & 0x3FFFFFFF | 0x40000000
+
+
+def memory_at(ptr: int, size_bytes: int) -> Tensor:
+    """Returns uint8 [size_bytes] over memory that the caller keeps alive."""
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(ptr), dtype=torch.uint8)
+
+
+def carrier_of(asked: str | Carrier, operation: str) -> Carrier:
+    """Returns the carrier that ``CommOptions.carrier`` names, for tensors of the CPU.
+
+    Raises:
+        UnsupportedError: it is NCCL, which moves no memory of the CPU; or Gloo is missing.
+    """
+    if callable(asked):
+        return asked
+    if asked == "nccl":
+        raise UnsupportedError(
+            f'{operation}: carrier: expected "gloo" or a function for tensors of the CPU, got '
+            '"nccl", which moves memory of GPUs only. Leave carrier="auto"'
+        )
+    return gloo
+
+
+def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
+    """Makes a ProcessGroupGloo over the interface that leads to the store's host.
+
+    Args:
+        store: of this group alone.
+        node: this rank's number in the group.
+        num_nodes: the size of the group.
+        timeout: for connecting, and the default of its calls.
+
+    Raises:
+        UnsupportedError: this torch was built without Gloo.
+    """
+    try:
+        from torch.distributed import ProcessGroupGloo
+    except ImportError as error:
+        raise UnsupportedError(
+            "carrier: this torch has no Gloo; pass CommOptions(carrier=FUNCTION) with another "
+            "torch.distributed process group"
+        ) from error
+    # torch's own type of the module leaves the class of its options out.
+    options = cast(Any, ProcessGroupGloo)._Options()
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(**_interface(store))]
+    return ProcessGroupGloo(store, node, num_nodes, options)
+
+
+def _interface(store: Any) -> dict[str, str]:
+    """Returns the interface or address that Gloo's connections use here."""
+    for variable in INTERFACE_VARIABLES:
+        if os.environ.get(variable):
+            return {"interface": os.environ[variable].split(",")[0]}
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, HashStore):  # of threads of one process
+        return {"hostname": LOOPBACK}
+    found = host_and_port(store)
+    if found is None:
+        return {"hostname": socket.gethostname()}
+    # A connected datagram socket sends nothing, but has the address that the route would use.
+    family, kind, protocol, _, address = socket.getaddrinfo(found[0], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return {"hostname": probe.getsockname()[0]}
+
+
+# NOTE [Ending a wait of Gloo's]
+#
+# ProcessGroupGloo.abort() ends no wait for a message, and Python cannot reach the message's own
+# abort (torch 2.13). But a wait whose time is over breaks all of its group's connections, and with
+# them every other wait, here and on the peers. So break_up() waits a moment for what nobody sends.
+NOBODYS_TAG = 2
+
+
+def break_up(group: Any, peer: int) -> None:
+    """Ends all that waits in a carrier's group, here and on the peers; the group is dead then.
+
+    Args:
+        group: the process group.
+        peer: any other rank of it.
+    """
+    try:
+        if group.name() != "gloo":
+            group.abort()
+            return
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:  # as is meant; or the group was dead already
+        return
+
+
+@dataclass
+class Message:
+    """A send or a receive under way on a rail.
+
+    Attributes:
+        work: of the process group.
+        rank: the peer.
+        memory: kept alive until the message is done.
+    """
+
+    work: Any
+    rank: int
+    memory: Tensor
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands for a message that could not begin, as its connection has broken: its wait raises."""
+
+    error: RuntimeError
+
+    def wait(self, timeout: timedelta) -> None:
+        raise self.error
+
+
+def begun(begin: Callable[[], Any]) -> Any:
+    """Returns the work of a message that ``begin`` starts; why it did not start, its wait says."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        return Refused(error)
+
+
+class Waiter:
+    """Waits for messages in a way that Ctrl-C can end.
+
+    The wait of a process group holds the thread until it ends. The main thread, which runs the
+    handlers of signals, therefore has another thread wait for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asked: queue.SimpleQueue[tuple[Any, timedelta] | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Any, timeout: timedelta) -> None:
+        """Waits for a message; raises what the process group raised."""
+        if threading.current_thread() is not threading.main_thread():
+            work.wait(timeout)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            start_thread(self._thread, self._name, "Make calls with async_op=True instead")
+        self._asked.put((work, timeout))
+        error = self._told.get()
+        if error is not None:
+            raise error
+
+    def _loop(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            error: BaseException | None = None
+            try:
+                asked[0].wait(asked[1])
+            except BaseException as raised:
+                error = raised
+            del asked
+            self._told.put(error)
+
+    def stop(self) -> None:
+        """Lets the thread end once it waits for nothing."""
+        self._asked.put(None)
+
+
+class Rails:
+    """The rails that this rank is on, each with a process group of the carrier's.
+
+    Args:
+        places: of all ranks.
+        store: of this communicator alone.
+        carrier: makes the groups.
+        timeout_s: of the communicator, in seconds.
+        operation: named in errors.
+
+    Raises:
+        RendezvousError: a rank of a rail cannot be reached; says from which address.
+    """
+
+    def __init__(
+        self, places: Places, store: Store, carrier: Carrier, timeout_s: float, operation: str
+    ) -> None:
+        self.places = places
+        self._waiter = Waiter("ringcomm-rail")
+        self._groups: dict[int, Any] = {
+            number: self._made(number, store, carrier, timeout_s, operation)
+            for number in places.rails_of(places.rank)
+        }
+
+    def _made(
+        self, number: int, store: Store, carrier: Carrier, timeout_s: float, operation: str
+    ) -> Any:
+        own = PrefixStore(f"rail{number}", store)
+        timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
+        places = self.places
+        try:
+            group = carrier(own, places.node, len(places.nodes), timeout)
+        except (RuntimeError, OSError) as error:
+            peers = ", ".join(
+                places.named(rank) for rank in places.rail(number) if rank != places.rank
+            )
+            try:
+                here = " ".join(_interface(own).values())
+            except OSError as unknown:
+                here = f"no address ({unknown})"
+            raise RendezvousError(
+                f"{operation}: expected to connect from {here} on {socket.gethostname()} to "
+                f"{peers}, got: {str(error).splitlines()[0]}. Name the interface that all nodes "
+                "share in GLOO_SOCKET_IFNAME, and let no firewall close its ports"
+            ) from error
+        if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):
+            raise ArgumentError(
+                f"{operation}: carrier: expected a function that returns a process group of "
+                f"torch.distributed, got one that returned {group!r}"
+            )
+        return group
+
+    def send(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
+        """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""
+        work = begun(lambda: self._groups[rail].send([memory], node, tag))
+        return Message(work, self.places.rail(rail)[node], memory)
+
+    def receive(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
+        """Starts to receive from a node's rank on a rail; the sizes must be equal."""
+        work = begun(lambda: self._groups[rail].recv([memory], node, tag))
+        return Message(work, self.places.rail(rail)[node], memory)
+
+    def wait(self, message: Message, timeout_s: float) -> None:
+        """Waits for a message; raises RuntimeError when it did not come, and the rails are broken.
+
+        Raises:
+            RuntimeError: the connection broke, or the time is over.
+        """
+        self._waiter.wait(message.work, timedelta(seconds=max(timeout_s, 0.001)))
+
+    def break_up(self) -> None:
+        """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
+        peer = next(self.places.others())
+        for group in self._groups.values():
+            break_up(group, peer)
+
+    def close(self) -> None:
+        """Gives up the groups, once no message is under way."""
+        self._waiter.stop()
+        self._groups.clear()

@@ -1,0 +1,333 @@
+"""The watch over a communicator of several nodes: who failed, and who is told.
+
+A rank that fails shows in different ways: to the ranks of its node in the node's abort words, to
+its rail peers by a connection that breaks, to all others by nothing. And whoever gives up breaks
+its own rails, so that a fault goes through all connections while only one rank knows its cause.
+So the first who knows a cause *claims* it in the store, where one claim is all that is kept;
+whoever notices something later takes over that claim. Then the rank aborts its node, whose ranks
+read the claim's words there, and breaks its rails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch.distributed import Store
+
+from ringcomm import _native, errors
+from ringcomm.comm.nodes.places import Places
+from ringcomm.errors import (
+    AbortedError,
+    CollectiveTimeout,
+    PeerLost,
+    RingcommError,
+    from_fault,
+    printable,
+    start_thread,
+)
+from ringcomm.rendezvous.handles import store_place
+
+LOOK_S = 0.05
+# Of the first rank of each node, so that a store answers as many questions as there are nodes.
+ASK_STORE_S = 0.15
+# A broken connection may be the echo of a claim that is about to be made.
+CLAIM_S = 0.25
+# A rank that waits on a rail gives those of a node that wait for the culprit itself this lead.
+GRACE_S = 0.5
+STORE_S = 0.5
+LONGEST_CLAIM = 240
+_SILENT = "The store"
+
+
+_RANK = re.compile(r"\brank (\d{1,9})\b(?! \(node)")
+
+
+class Awaiting:
+    """Words in the heaps of a node's ranks: whom each of them waits for on a rail, or -1.
+
+    A rank that waits in vain for a mate finds there that the mate waits for somebody else.
+
+    Args:
+        ptrs: by place, where the word of the rank lies, as mapped here.
+        keep: what the addresses need.
+    """
+
+    def __init__(self, ptrs: Sequence[int], keep: object) -> None:
+        self._words = [ctypes.c_int32.from_address(ptr) for ptr in ptrs]
+        self._keep = keep
+
+    def of(self, place: int) -> int:
+        """Returns whom the rank at a place waits for."""
+        return self._words[place].value
+
+    def note(self, place: int, rank: int) -> None:
+        """Writes the word of this rank, which is at ``place``."""
+        self._words[place].value = rank
+
+
+class Breakable(Protocol):
+    """The messages of a rank, which end when the communicator does."""
+
+    def break_up(self) -> None: ...
+
+
+class Watch:
+    """One rank's watch.
+
+    Args:
+        inner: the communicator of this rank's node.
+        places: of all ranks.
+        awaiting: the words of this node.
+        store: of this communicator alone.
+        rails: broken up at a fault, as is all that is added to ``breakable``.
+        name: of the communicator.
+
+    Attributes:
+        error: what ended the communicator, or None; without the head of the operation.
+        awaiting: the words of this node.
+        breakable: what is broken up at a fault.
+    """
+
+    def __init__(
+        self,
+        inner: _native.Comm,
+        places: Places,
+        awaiting: Awaiting,
+        store: Store,
+        rails: Breakable,
+        name: str,
+    ) -> None:
+        self.error: RingcommError | None = None
+        self.awaiting = awaiting
+        self._inner = inner
+        self._places = places
+        self._store = store
+        self.breakable = [rails]
+        self._guard = threading.Lock()
+        self._ended = threading.Event()
+        self._asked_s = 0.0
+        self._asking: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._loop, name=f"{name}-watch", daemon=True)
+        start_thread(self._thread, f"communicator {name!r}", "It was not built")
+
+    def awaits(self, rank: int) -> None:
+        """Notes whom this rank waits for on a rail; -1: nobody."""
+        self.awaiting.note(self._places.place, rank)
+
+    # ---- what can have happened ------------------------------------------------------------------
+
+    def in_node(self) -> RingcommError:
+        """Returns the error of a call that the node's communicator gave up."""
+        fault = self._inner.fault()
+        if fault is None:
+            return self.fail(AbortedError(f"{self._me()} found its node's communicator closed"))
+        return self.fail(self._of_node(fault))
+
+    def on_rail(self, peer: int, called: str, waited_s: float, timeout_s: float, text: str) -> None:
+        """Notes that a wait for a rank of another node ended badly.
+
+        Args:
+            peer: the rank that was awaited.
+            called: the call, in words.
+            waited_s: how long, in seconds.
+            timeout_s: of the communicator.
+            text: what the carrier said.
+        """
+        claim = self._claim_of_others(CLAIM_S)
+        if claim is not None:
+            self.fail(claim, claimed=True)
+            return
+        who, awaited = self._me(), self._places.named(peer)
+        said = printable(text.partition("\n")[0][:160])
+        if waited_s >= timeout_s:
+            self.fail(
+                CollectiveTimeout(
+                    f"{who} in {called} waited {waited_s * 1000:.0f} ms, until its timeout ended, "
+                    f"for {awaited}, which did not come. It is stopped, late, or never made this "
+                    f"call, or the link between the nodes is down: look at what {awaited} does, or "
+                    "raise timeout="
+                )
+            )
+            return
+        self.fail(
+            PeerLost(
+                f"{who} in {called} expected {awaited} to take part, but the connection to it "
+                f"broke after {waited_s * 1000:.0f} ms ({said}). "
+                "Its process or its node has ended: see why"
+            )
+        )
+
+    # ---- what is done about it -------------------------------------------------------------------
+
+    def fail(self, error: RingcommError, *, claimed: bool = False) -> RingcommError:
+        """Ends the communicator with an error, unless it has ended; returns the error that counts.
+
+        Args:
+            error: without the head of the operation.
+            claimed: it is the claim that stands in the store.
+        """
+        with self._guard:
+            if self.error is not None:
+                return self.error
+            if not claimed:
+                error = self._claim(error)
+            self.error = error
+        self._inner.abort(_text_of(error)[:LONGEST_CLAIM])
+        for each in self.breakable:
+            each.break_up()
+        return error
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._ended.set()
+
+    # ---- implementation --------------------------------------------------------------------------
+
+    def _me(self) -> str:
+        return self._places.named(self._places.rank)
+
+    def _of_node(self, fault: dict[str, Any]) -> RingcommError:
+        """Words a fault of the node, whose ranks are numbered within it."""
+        mates = self._places.mates
+        if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
+            # The claim in the store is whole, and the reason may be cut.
+            answers = self._ask(self._claim_that_stands, STORE_S)
+            return (answers[0] or told) if answers else self._without_store(told)
+        fault = dict(fault)
+        for name in ("rank", "peer"):
+            if 0 <= fault[name] < len(mates):
+                fault[name] = mates[fault[name]]
+        error = from_fault("", fault)
+        text = str(error).removeprefix(": ").partition(" The communicator is unusable now")[0]
+        text = _RANK.sub(lambda found: self._places.named(int(found[1])), text).rstrip(" .")
+        if fault["kind"] == "timeout" and fault["peer"] in mates:
+            beyond = self.awaiting.of(self._places.place_of(fault["peer"]))
+            if beyond >= 0:
+                text += (
+                    f". It waits itself for {self._places.named(beyond)}: look at what that rank "
+                    "does, and at the link between the nodes"
+                )
+        return type(error)(text)
+
+    def _loop(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            if self.error is not None:
+                return
+            self._look()
+
+    def _look(self) -> None:
+        fault = self._inner.fault()
+        if fault is not None:
+            self.fail(self._of_node(fault))
+            return
+        if self.awaiting.of(self._places.place) >= 0:
+            for place, rank in enumerate(self._places.mates):
+                if rank != self._places.rank and self._inner.health(place):
+                    named = self._places.named(rank)
+                    self.fail(PeerLost(f"the process of {named} has ended. See why it ended"))
+                    return
+        if self._places.place == 0 and time.monotonic() >= self._asked_s + ASK_STORE_S:
+            self._asked_s = time.monotonic()
+            claim = self._read_claim()
+            if claim is not None:
+                self.fail(claim, claimed=True)
+
+    def _claim_of_others(self, patience_s: float) -> RingcommError | None:
+        """Returns the claim in the store, waiting for one that is about to be made."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            if self.error is not None:
+                return self.error
+            fault = self._inner.fault()
+            if fault is not None:
+                return self._of_node(fault)
+            claim = self._read_claim(max(deadline - time.monotonic(), LOOK_S))
+            if claim is not None:
+                return claim
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(LOOK_S)
+
+    def _read_claim(self, patience_s: float = STORE_S) -> RingcommError | None:
+        answers = self._ask(self._claim_that_stands, patience_s)
+        return answers[0] if answers else None
+
+    def _claim_that_stands(self) -> RingcommError | None:
+        if not self._store.check(["claim"]):
+            return None
+        return _error_of(self._store.get("claim").decode(errors="replace"))
+
+    def _claim(self, error: RingcommError) -> RingcommError:
+        """Claims the cause in the store; returns the claim that stands there."""
+
+        def claim() -> RingcommError | None:
+            text = self._store.compare_set("claim", "", _text_of(error))
+            return _error_of(text.decode(errors="replace"))
+
+        answers = self._ask(claim, STORE_S)
+        if not answers:
+            return self._without_store(error)
+        return answers[0] or error
+
+    def _ask(
+        self, question: Callable[[], RingcommError | None], patience_s: float
+    ) -> list[RingcommError | None]:
+        """Asks the store; returns its answer, or nothing where none came in time.
+
+        On a thread, since a store whose node is gone does not answer for minutes. Where one waits
+        already, nobody else asks.
+        """
+        if self._asking is not None:
+            self._asking.join(patience_s)
+            if self._asking.is_alive():
+                return []
+        answers: list[RingcommError | None] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, name="ringcomm-ask", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return []
+        self._asking = thread
+        thread.join(patience_s)
+        return answers[:1]
+
+    def _without_store(self, error: RingcommError) -> RingcommError:
+        """Adds that the store does not answer, unless the error says so."""
+        text = str(error).rstrip(" .")
+        if _SILENT in text:
+            return error
+        return type(error)(
+            f"{text}. {_SILENT}{store_place(self._store)}, through which the nodes tell each other "
+            "of faults, does not answer: see whether the process or the node that holds it "
+            "(usually rank 0's) ended"
+        )
+
+
+def _text_of(error: RingcommError) -> str:
+    return json.dumps([type(error).__name__, str(error)])
+
+
+def _error_of(text: str) -> RingcommError | None:
+    """Undoes :func:`_text_of`, also of a text that was cut; None for any other text."""
+    kind, _, rest = text.partition('", "')
+    found = getattr(errors, kind.removeprefix('["'), None)
+    if not rest or not (isinstance(found, type) and issubclass(found, RingcommError)):
+        return None
+    try:
+        words = json.loads(text)[1]
+    except (ValueError, IndexError, TypeError):
+        words = rest
+    error: RingcommError = found(printable(str(words)))
+    return error

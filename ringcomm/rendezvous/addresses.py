@@ -1,0 +1,240 @@
+"""Where the ranks of several nodes meet when a launcher knows it, and no MASTER_ADDR says so.
+
+The address follows from variables that the launcher sets on every rank: those of Slurm, and of
+Open MPI up to version 4. The store is rank 0's, which checks that it is on the host that all others
+call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from ringcomm.errors import ArgumentError, RendezvousError, where
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PORT_VARIABLE = "RINGCOMM_MASTER_PORT"
+# Below the ports that Linux gives to connections by itself (from 32768).
+FIRST_PORT, PORTS = 20000, 10000
+# Jobs that share a host mostly have ids close to each other, and few steps.
+PORTS_PER_JOB = 31
+# Beyond, int() may refuse with an error of its own.
+MOST_DIGITS = 20
+MOST_HOSTS = 1 << 16
+SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True)
+class MasterAddress:
+    """The host and port at which rank 0 serves the store.
+
+    Attributes:
+        host: a name or an IPv4 address.
+        port: of TCP.
+        source: the variable that says so, in words.
+        is_here: this rank runs on that host.
+    """
+
+    host: str
+    port: int
+    source: str
+    is_here: bool
+
+
+def integer(variables: Mapping[str, str], name: str) -> int:
+    """Reads a variable; raises ArgumentError unless it is an integer >= 0."""
+    text = variables[name]
+    if not text.strip().isdecimal() or len(text) > MOST_DIGITS:
+        raise ArgumentError(f"{name}: expected an integer >= 0, got {text[:80]!r}")
+    return int(text)
+
+
+def port_of(job: int, step: int, variables: Mapping[str, str]) -> int:
+    """Returns the port of a step of a job: 20000 to 29999, or RINGCOMM_MASTER_PORT.
+
+    Raises:
+        ArgumentError: RINGCOMM_MASTER_PORT is no port.
+    """
+    if not variables.get(PORT_VARIABLE):
+        return FIRST_PORT + (PORTS_PER_JOB * job + step) % PORTS
+    port = integer(variables, PORT_VARIABLE)
+    if not 1 <= port <= 65535:
+        raise ArgumentError(f"{PORT_VARIABLE}: expected a port, 1 to 65535, got {port}")
+    return port
+
+
+# ---- Slurm --------------------------------------------------------------------------------------
+
+
+def hosts_of(text: str) -> list[str]:
+    """Expands a host list of Slurm's, such as ``node[01-03,7],gpu5``, in its order.
+
+    Raises:
+        ArgumentError: it is no such list.
+    """
+    hosts: list[str] = []
+    # A comma inside brackets meets their end before another beginning.
+    for part in re.split(r",(?![^\[]*\])", text):
+        if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", part, re.ASCII):
+            raise _no_list(text, f"{part[:SHOWN_CHARS]!r} is no name")
+        pieces = re.findall(r"\[([^\]]*)\]|([^\[\]]+)", part)
+        choices = [[plain] if plain else _numbers(ranges, text) for ranges, plain in pieces]
+        if len(hosts) + prod(map(len, choices)) > MOST_HOSTS:
+            raise _no_list(text, f"there are more than {MOST_HOSTS} hosts")
+        hosts += map("".join, product(*choices))
+    return hosts
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """Expands what stands in brackets; numbers keep the width of the first of their range."""
+    numbers: list[str] = []
+    for each in ranges.split(","):
+        found = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", each, re.ASCII)
+        if found is None:
+            raise _no_list(text, f"[{each[:SHOWN_CHARS]}] is no range of numbers")
+        first, last = found[1], found[2] or found[1]
+        if not int(first) <= int(last) < int(first) + MOST_HOSTS:
+            raise _no_list(text, f"[{each}] has no numbers, or more than {MOST_HOSTS}")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _no_list(text: str, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"expected a list of hosts as Slurm writes it, such as node[01-03,7],gpu5, got "
+        f"{text[:SHOWN_CHARS]!r}: {why}"
+    )
+
+
+def tasks_on(text: str, node: int) -> int:
+    """Reads the tasks of a node from a list of Slurm's such as ``2(x3),1``: 2 on nodes 0 to 2.
+
+    Raises:
+        ArgumentError: it is no such list, or has no such node.
+    """
+    begin = 0
+    for each in text.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", each, re.ASCII)
+        if found is None:
+            break
+        begin += int(found[2] or 1)
+        if node < begin:
+            return int(found[1])
+    raise ArgumentError(
+        f"expected tasks of node {node} as Slurm writes them, such as 2(x3),1, got "
+        f"{text[:SHOWN_CHARS]!r}"
+    )
+
+
+def tasks_here(variables: Mapping[str, str], tasks: int) -> int:
+    """Returns how many of a step's tasks run on this node of Slurm's.
+
+    Raises:
+        ArgumentError: a variable cannot be read.
+    """
+    if variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", "1")) == "1":
+        return tasks
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if variables.get(name) and variables.get("SLURM_NODEID"):
+            return tasks_on(variables[name], integer(variables, "SLURM_NODEID"))
+    return 1
+
+
+def slurm_address(variables: Mapping[str, str]) -> MasterAddress | None:
+    """Returns the first host of the step's list, or None without such a list.
+
+    Raises:
+        ArgumentError: a variable cannot be read.
+    """
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if variables.get(name) and variables.get("SLURM_JOB_ID"):
+            break
+    else:
+        return None
+    text = variables[name]
+    try:
+        host = hosts_of(text)[0]
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: {error}") from error
+    step = integer(variables, "SLURM_STEP_ID") if variables.get("SLURM_STEP_ID") else 0
+    port = port_of(integer(variables, "SLURM_JOB_ID"), step, variables)
+    source = f"the first host of {name}={text[:SHOWN_CHARS]}"
+    return MasterAddress(host, port, source, variables.get("SLURMD_NODENAME", host) == host)
+
+
+# ---- Open MPI -----------------------------------------------------------------------------------
+
+_LAUNCHER_URI, _DAEMON_URI = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"
+_JOB = "OMPI_MCA_ess_base_jobid"
+
+
+def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
+    """Returns the host of an mpirun that says its address, which is one address and IPv4; or None.
+
+    Of several addresses one may lead nowhere (a bridge of containers), and none says so.
+    """
+    uri = re.fullmatch(
+        r"\d+\.0;tcp://(\d+\.\d+\.\d+\.\d+):\d+", variables.get(_LAUNCHER_URI, ""), re.ASCII
+    )
+    if uri is None or not variables.get(_JOB) or not variables.get(_DAEMON_URI):
+        return None
+    # The lower half numbers the programs that one mpirun starts.
+    family, number = divmod(integer(variables, _JOB), 1 << 16)
+    port = port_of(family, number, variables)
+    source = f"the host of mpirun by {_LAUNCHER_URI}={uri[0]}"
+    is_here = variables[_DAEMON_URI] == variables[_LAUNCHER_URI]
+    return MasterAddress(uri[1], port, source, is_here)
+
+
+# ---- meeting there ------------------------------------------------------------------------------
+
+# A server that has started stays: another rank may be about to call it for its next communicator.
+_stores: dict[tuple[str, int], Store] = {}
+
+
+def meet_at(
+    address: MasterAddress, launcher: str, rank: int, world_size: int, timeout_s: float
+) -> Store:
+    """A store at an address that was derived; rank 0 serves it.
+
+    Raises:
+        RendezvousError: rank 0 is on another host, or nobody answers there in time.
+    """
+    key = (address.host, address.port)
+    if key in _stores:
+        return _stores[key]
+    operation = where(f"communicator from {launcher}", rank, world_size)
+    place = f"{address.host}:{address.port}"
+    if rank == 0 and not address.is_here:
+        raise RendezvousError(
+            f"{operation}: the other ranks call rank 0 at {place} ({address.source}), and rank 0 "
+            "runs on another host. Have the launcher place it there, or set MASTER_ADDR to rank "
+            "0's host and MASTER_PORT to a free port on all ranks"
+        )
+    from torch.distributed import TCPStore
+
+    try:
+        _stores[key] = TCPStore(
+            *key,
+            world_size,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        what = "the store of rank 0 does not answer"
+        if rank == 0:
+            what = "rank 0 cannot serve a store"
+        raise RendezvousError(
+            f"{operation}: {what} at {place} ({address.source}; {PORT_VARIABLE} takes the place "
+            f"of the port) within {timeout_s:g} s: {str(error).partition(chr(10))[0]}. MASTER_ADDR "
+            "and MASTER_PORT, which are not set on this rank, take its place: set both on all ranks"
+        ) from error
+    return _stores[key]

@@ -1,0 +1,150 @@
+"""``ringcomm estimate --nodes``: collectives over a network, beside a model or alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ringcomm.cli import main
+from ringcomm.comm.topology.cost import Cluster, best_cost, collective_cost
+from ringcomm.comm.topology.network import Network, torus_network
+
+NODES = ("--nodes", 4, "--nic-gbps", 50)
+MIB = 1 << 20
+BUCKET = 4 << 20
+
+
+@pytest.fixture
+def estimate(capsys):
+    """Runs the command to its end; exit code, output and errors."""
+
+    def call(*arguments):
+        code = main(["estimate", *map(str, arguments)])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return call
+
+
+def test_a_number_of_bytes_alone(estimate):
+    code, out, err = estimate(*NODES, "--gpus-per-node", 2, "--bytes", MIB)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "network: 4 nodes of 2 ranks, switch; NICs of a node: 2 of 50 GB/s"
+    assert "bisection 200 GB/s one way" in lines[1]
+    assert lines[2] == "predicted by docs/scaling.md's model, not measured"
+    rows = {line.split()[0]: line.split() for line in lines if line.lstrip().startswith("rail-")}
+    cluster = Cluster(Network("switch", 4), 2)
+    direct = collective_cost(cluster, "all_reduce", MIB, "rail-direct")
+    assert rows["rail-direct"][3] == f"{direct.time_us / 1e3:.3g}"
+    assert rows["rail-direct"][4:] == ["1.57", "3", "-"]
+    assert rows["rail-levels"][-1] == "2x2"
+    assert f"all_reduce {best_cost(cluster, 'all_reduce', MIB).algorithm}" in lines[-1]
+    assert "memory of a rank" not in out
+
+
+def test_as_json(estimate):
+    machine = ("--torus", "4x2", "--nodes", 8, "--nic-gbps", 25, "--gpus-per-node", 4)
+    options = ("--nics-per-node", 2, "--nic-alpha-us", 3, "--segment-bytes", MIB, "--json")
+    _, out, _ = estimate(*machine, *options, "--bytes", 8 * MIB)
+    told = json.loads(out)["network"]
+    cluster = Cluster(torus_network(4, 2), 4, 2, 25.0, 3.0)
+    assert told["predicted"] is True
+    assert told["cluster"]["network"]["dims"] == told["sizes"] == [4, 2]
+    assert (told["most_links"], told["bisection_gbps"]) == (3, cluster.bisection_gbps)
+    scatter = told["calls"][0]
+    assert (scatter["collective"], scatter["bytes"]) == ("reduce_scatter", 8 * MIB)
+    times = {cost["algorithm"]: cost["time_us"] for cost in scatter["costs"]}
+    expected = collective_cost(cluster, "reduce_scatter", 8 * MIB, "torus", MIB)
+    assert times["torus"] == expected.time_us
+    assert scatter["fastest"] == min(times, key=lambda name: times[name])
+    assert told["stages"] == []
+
+
+def test_a_model_moves_bucket_after_bucket(estimate):
+    model = ("--params", 5 * BUCKET // 2, "--bucket-elems", BUCKET, "--gpus-per-node", 1)
+    code, out, _ = estimate(*NODES, *model, "--json")
+    told = json.loads(out)
+    assert (code, told["world"]) == (0, 4)
+    cluster = Cluster(Network("switch", 4), 1)
+
+    def time_s(collective, elems, elem_bytes):
+        return best_cost(cluster, collective, elems * elem_bytes).time_us / 1e6
+
+    # Two buckets and half a one; node sums travel in FP32, parameters in 16 bits.
+    scattered, sums, params = (
+        2 * time_s(collective, BUCKET, size) + time_s(collective, BUCKET // 2, size)
+        for collective, size in (("reduce_scatter", 4), ("all_gather", 4), ("all_gather", 2))
+    )
+    rows = told["network"]["stages"]
+    assert [row["stage"] for row in rows] == [0, 1, 2, 3]
+    assert [row["reduce_scatter_s"] for row in rows] == [pytest.approx(scattered)] * 4
+    gathered = [row["all_gather_s"] for row in rows]
+    assert gathered == [pytest.approx(each) for each in (sums, params, params, 2 * params)]
+    assert all(row["exposed_s"] is None for row in rows)
+    calls = told["network"]["calls"]
+    assert [call["bytes"] for call in calls] == [4 * BUCKET, 2 * BUCKET, 4 * BUCKET]
+    assert "exposed" not in out.replace("exposed_s", "")
+
+
+def test_what_computing_cannot_hide(estimate):
+    machine = ("--context", 1024, "--bandwidth-gbps", 50, "--peak-tflops", 400)
+    _, out, _ = estimate(*NODES, "--params", "1B", *machine, "--stage", 1, "--json")
+    told = json.loads(out)
+    (row,) = told["network"]["stages"]
+    compute_s = told["stages"][0]["time"]["compute_s"]
+    assert row["exposed_s"] == pytest.approx(row["communication_s"] - compute_s)
+    _, out, _ = estimate(*NODES, "--params", "1B", *machine, "--stage", 1)
+    assert "communication of a step over the network, bucket after bucket" in out
+    assert f"{1e3 * row['exposed_s']:.3g}" in out.split("exposed ms")[1]
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_wide_numbers_fit_100_columns(estimate):
+    options = ("--nodes", 16384, "--nic-gbps", 0.01, "--network", "ring", "--bytes", 10**12)
+    code, out, _ = estimate(*options)
+    assert code == 0 and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--nodes", 4, "--bytes", 1), "--nodes 4: expected --nic-gbps with it"),
+        (("--bytes", 1), "--bytes: expected --nodes with it"),
+        (("--params", "1M", "--world", 4, "--taper", 2), "--taper: expected --nodes with it"),
+        (("--params", "1M"), "expected --world, or --nodes with --gpus-per-node"),
+        ((*NODES, "--params", "1M", "--world", 8), "--world 8: expected 4 nodes x 8 GPUs = 32"),
+        (NODES, "no model: give --params COUNT"),
+        ((*NODES, "--bytes", 0), "--bytes: expected at least 1, got 0"),
+        ((*NODES, "--bytes", 1, "--segment-bytes", 0), "--segment-bytes: expected at least 1"),
+        (("--nodes", 1, "--nic-gbps", 1, "--bytes", 1), "at least 2 nodes, got 1"),
+        ((*NODES, "--bytes", 1, "--torus", "3x2"), "a torus of 4 nodes, got 3 x 2"),
+        ((*NODES, "--bytes", 1, "--torus", "4", "--network", "ring"), "of a torus only, got ring"),
+        ((*NODES, "--bytes", 1, "--nics-per-node", 3), "NICs that divide 8 ranks, got 3"),
+        (("--nodes", 4, "--nic-gbps", 0, "--bytes", 1), "nic_gbps above 0 and finite, got 0.0"),
+    ],
+)
+def test_what_is_refused(estimate, arguments, says):
+    code, out, err = estimate(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("ringcomm estimate: ") and says in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["8x", "x", "8xb", "0x4", "-2x2", ""])
+def test_dimensions_that_are_none(estimate, capsys, text):
+    with pytest.raises(SystemExit):
+        estimate(*NODES, "--bytes", 1, f"--torus={text}")
+    assert "expected dimensions such as 8x8x4" in capsys.readouterr().err
+
+
+def test_the_picture(estimate, tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    path = tmp_path / "scaling.svg"
+    code, _, err = estimate(*NODES, "--gpus-per-node", 2, "--bytes", MIB, "--plot", path)
+    assert (code, err) == (0, "")
+    drawn = path.read_text()
+    for words in ("predicted", "rail-direct", "3D torus", "nodes", "all-to-all"):
+        assert words in drawn
+    assert "GB/s" in drawn

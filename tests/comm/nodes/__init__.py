@@ -1,0 +1,1 @@
+"""Tests of communicators over several nodes."""

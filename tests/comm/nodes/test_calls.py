@@ -1,0 +1,255 @@
+"""Calls over nodes are exact; threads of one process stand for the nodes.
+
+``make nodes-check`` runs all tests of calls in that way.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
+from ringcomm.comm.nodes import core
+from ringcomm.comm.nodes.places import Places, divide
+from ringcomm.errors import RendezvousError
+from tests.support.exact import equal, op_of, operand, ops_for, reduced, same
+
+SHAPES = [(2, 2), (1, 2), (2, 1, 2), (1, 1, 1)]
+# Nothing, one element, less than a vector, several segments.
+COUNTS = (0, 1, 7, 3001)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def world_of(shape: tuple[int, ...], **options) -> LocalWorld:
+    return ringcomm.local_world(sum(shape), nodes=shape, options=CommOptions(timeout=60, **options))
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def world(request) -> Iterator[LocalWorld]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Small, so that calls of some kilobytes take all paths.
+        patch.setattr(core, "ONE_HOP_BYTES", 64)
+        patch.setattr(core, "SEGMENT_BYTES", 1024)
+        with world_of(request.param) as made:
+            yield made
+
+
+def test_places(world):
+    def body(comm):
+        return comm.num_nodes, comm.node.world_size, comm.node.ranks, comm.rail
+
+    seen = world.run(body)
+    for rank, (nodes, size, mates, rail) in enumerate(seen):
+        assert rank in mates and rank in rail
+        assert size == len(mates) and nodes == len(rail)
+    in_order = list(dict.fromkeys(mates for _, _, mates, _ in seen))
+    assert sorted(rank for mates in in_order for rank in mates) == list(range(len(seen)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_movements(world, count):
+    def pattern(rank):
+        return torch.arange(count) * 7 + rank
+
+    def body(comm):
+        rank, size = comm.rank, comm.world_size
+        everyone = torch.empty(count * size, dtype=torch.int64)
+        comm.all_gather_into_tensor(everyone, pattern(rank))
+        assert torch.equal(everyone, torch.cat([pattern(r) for r in range(size)]))
+        exchanged = torch.empty_like(everyone)
+        comm.all_to_all_single(exchanged, torch.cat([pattern(rank * 10 + r) for r in range(size)]))
+        assert torch.equal(exchanged, torch.cat([pattern(r * 10 + rank) for r in range(size)]))
+        for root in range(size):
+            tensor = pattern(rank)
+            comm.broadcast(tensor, root)
+            assert torch.equal(tensor, pattern(root))
+            gathered = [torch.empty(count, dtype=torch.int64) for _ in range(size)]
+            comm.gather(pattern(rank), gathered if rank == root else None, root)
+            if rank == root:
+                assert torch.equal(torch.cat(gathered), torch.cat([*map(pattern, range(size))]))
+            comm.scatter(tensor, [*map(pattern, range(size))] if rank == root else None, root)
+            assert torch.equal(tensor, pattern(rank))
+
+    world.run(body)
+
+
+def test_uneven_parts(world):
+    def body(comm):
+        rank, size = comm.rank, comm.world_size
+        outputs = [torch.empty(r * 5, dtype=torch.int16) for r in range(size)]
+        comm.all_gather(outputs, torch.full((rank * 5,), rank, dtype=torch.int16))
+        assert all(torch.equal(out, torch.full_like(out, r)) for r, out in enumerate(outputs))
+        received = [torch.empty((r * 3 + rank) % 5) for r in range(size)]
+        comm.all_to_all(
+            received, [torch.full(((rank * 3 + r) % 5,), rank * 10.0 + r) for r in range(size)]
+        )
+        assert all(
+            torch.equal(x, torch.full_like(x, r * 10.0 + rank)) for r, x in enumerate(received)
+        )
+        mine = torch.empty(rank * 7)
+        comm.reduce_scatter(mine, [torch.full((r * 7,), float(rank + r)) for r in range(size)])
+        assert torch.equal(mine, torch.full_like(mine, float(sum(range(size)) + size * rank)))
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int32, torch.uint8, torch.bool])
+def test_reductions(world, dtype):
+    def body(comm):
+        rank, size = comm.rank, comm.world_size
+        for op in ops_for(dtype):
+            for count in COUNTS:
+                operands = [operand(count * size, r, size, dtype, op) for r in range(size)]
+                want = reduced(operands, op)
+                tensor = operands[rank].clone()
+                comm.all_reduce(tensor, op_of(op))
+                assert equal(tensor, want), (op, count)
+                part = torch.empty(count, dtype=dtype)
+                comm.reduce_scatter_tensor(part, operands[rank], op_of(op))
+                assert equal(part, want[count * rank : count * (rank + 1)]), (op, count)
+                root = count % size
+                comm.reduce(tensor.copy_(operands[rank]), root, op_of(op))
+                assert equal(tensor, want if rank == root else operands[rank]), (op, count)
+
+    world.run(body)
+
+
+def test_messages_and_groups(world):
+    def body(comm):
+        rank, size = comm.rank, comm.world_size
+        after, before = (rank + 1) % size, (rank - 1) % size
+        for count in COUNTS:
+            got = [torch.empty(count) for _ in range(2)]
+            # The tags are received in another order than they are sent in.
+            works = [comm.irecv(got[tag], before, tag) for tag in (1, 0)]
+            works += [
+                comm.isend(torch.full((count,), rank + tag * 0.5), after, tag) for tag in (0, 1)
+            ]
+            assert all(work.wait() for work in works)
+            assert all((tensor == before + tag * 0.5).all() for tag, tensor in enumerate(got))
+        if comm.rank == 1:
+            comm.send(torch.ones(3), 0)
+        if comm.rank == 0:
+            with pytest.raises(MismatchError, match="12 bytes"):
+                comm.recv(torch.empty(2), 1)
+        group = comm.new_group([0, size - 1])
+        if group is not None:
+            assert group.num_nodes == len({comm.node_of(0), comm.node_of(size - 1)})
+            tensor = torch.ones(1)
+            group.all_reduce(tensor)
+            assert tensor.item() == 2
+            group.close()
+
+    world.run(body)
+
+
+def drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Operands of which those of ranks 0 and 2 cancel, so that the order of the sums shows."""
+    made = torch.Generator().manual_seed(rank % 2 and rank)
+    tensor = torch.randn(5003, generator=made)
+    return (tensor if rank % 2 else tensor * (1 - rank) * 2.0**13).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_are_those_of_one_node_that_sums_in_blocks(dtype):
+    def body(comm):
+        found = []
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ringcomm.premul_sum(0.3)):
+            tensor = drawn(comm.rank, dtype)
+            comm.all_reduce(tensor, op)
+            found.append(tensor)
+            part = torch.empty(1250, dtype=dtype)
+            comm.reduce_scatter_tensor(part, drawn(comm.rank, dtype)[:5000], op)
+            found.append(part)
+        return found
+
+    with world_of((2, 2)) as over_nodes, ringcomm.local_world(4) as plain:
+        of_nodes, in_rank_order = over_nodes.run(body), plain.run(body)
+    options = CommOptions(timeout=60, sum_blocks=2)
+    with ringcomm.local_world(4, options=options) as in_blocks:
+        of_blocks = in_blocks.run(body)
+    for ours, blocks in zip(of_nodes, of_blocks, strict=True):
+        assert all(same(x, y) for x, y in zip(ours, blocks, strict=True))
+    assert not all(same(x, y) for x, y in zip(of_nodes[0], in_rank_order[0], strict=True))
+
+
+def test_partial_sums_rounded_for_the_wire():
+    """|x - exact| <= 2 u sum|x_i|, u = 2^-8: one rounding per node and one of the result."""
+
+    def body(comm):
+        tensor = drawn(comm.rank, torch.bfloat16)
+        comm.all_reduce(tensor)
+        return tensor
+
+    with world_of((2, 2), wire="param") as world:
+        got = world.run(body)
+    operands = torch.stack([drawn(rank, torch.bfloat16).double() for rank in range(4)])
+    bound = 2 * 2.0**-8 * operands.abs().sum(0)
+    assert all(same(each, got[0]) for each in got)
+    assert bool(((got[0].double() - operands.sum(0)).abs() <= bound).all())
+
+
+def test_other_calls_are_told_apart():
+    def body(comm):
+        if comm.rank < 2:
+            comm.all_reduce(torch.ones(1000))
+        else:
+            comm.all_gather_into_tensor(torch.ones(1000), torch.ones(250))
+
+    with world_of((2, 2)) as world, pytest.raises(MismatchError) as raised:
+        world.run(body)
+    for word in ("all_reduce", "all_gather", "node 0", "node 1"):
+        assert word in str(raised.value)
+
+
+def test_a_receive_that_comes_long_before_its_send_holds_nothing_up():
+    def body(comm):
+        work = comm.irecv(torch.empty(3), 1) if comm.rank == 0 else None
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(torch.ones(3), 0)
+        return work is None or work.wait()
+
+    with world_of((1, 1)) as world:
+        assert world.run(body) == [True, True]
+
+
+def test_records_have_the_ranks_of_the_communicator():
+    def body(comm):
+        comm.barrier()
+        return repr(comm), [each.rank for each in comm.recording().ranks]
+
+    with world_of((2, 2)) as world:
+        for rank, (text, recorded) in enumerate(world.run(body)):
+            assert recorded == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert f"rank {rank} of 4 on node {rank // 2} of 2" in text
+
+
+def test_what_is_refused():
+    def body(comm):
+        with pytest.raises(UnsupportedError, match="expected auto or direct"):
+            comm.all_reduce(torch.ones(3), algorithm="ring")
+        with pytest.raises(UnsupportedError, match="names its sender"):
+            comm.recv(torch.ones(3))
+        comm.barrier()
+
+    with world_of((1, 1)) as world:
+        world.run(body)
+    with pytest.raises(UnsupportedError, match="nccl"):
+        world_of((1, 1), carrier="nccl")
+
+
+def test_division_into_nodes():
+    machines = ["a", "b", "a", "b", "c"]
+    none: list[dict[int, str]] = [{} for _ in machines]
+    places = divide(2, machines, none, "here")
+    assert places.nodes == ((0, 2), (1, 3), (4,))
+    assert (places.node, places.place, places.num_rails) == (0, 1, 2)
+    assert (places.rail(0), places.rail(1)) == ((0, 1, 4), (2, 3, 4))
+    assert places.rails_of(4) == [0, 1]
+    assert divide(0, ["a", "a"], [{}, {0: "why"}], "here").nodes == ((0,), (1,))
+    # 0 reaches 1 and 2, which do not reach each other.
+    with pytest.raises(RendezvousError, match=r"ranks 1 and 2 cannot map.*why"):
+        divide(0, ["a"] * 3, [{}, {2: "why"}, {}], "here")
+    assert Places(((0,), (1, 2)), 0).even is False

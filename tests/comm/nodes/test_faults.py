@@ -1,0 +1,209 @@
+"""Faults over nodes: every rank of every node hears of them, and which rank and node they began at.
+
+The nodes are network namespaces (tests/support/lab.py). No test waits for a deadline of the
+communicator where another end is expected: TIMEOUT_S is longer than the lab's patience.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import CommOptions, Communicator
+from ringcomm.errors import (
+    AbortedError,
+    CollectiveTimeout,
+    MismatchError,
+    PeerLost,
+    RendezvousError,
+    RingcommError,
+)
+from tests.support import lab
+
+SHAPE = (2, 2)
+TIMEOUT_S, PATIENCE_S = 600.0, 60.0
+LARGE_ELEMS = 1 << 20
+_comms: list[Communicator] = []
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[lab.Lab]:
+    lab.require()
+    with lab.Lab(2) as made:
+        yield made
+
+
+def connect(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
+    """Builds this rank's communicator for the checks below."""
+    os.environ["RINGCOMM_TRACE_DIR"] = "off"
+    _comms[:] = [Communicator.from_env(options=CommOptions(timeout=timeout_s, **options))]
+    return _comms[0].num_nodes
+
+
+def fault(calls: int) -> tuple[str, str, float]:
+    """Makes calls until one fails; returns the kind and the words of the error, and the seconds."""
+    (comm,) = _comms
+    tensor = torch.ones(LARGE_ELEMS)
+    begin = time.monotonic()
+    try:
+        for _ in range(calls):
+            begin = time.monotonic()
+            comm.all_reduce(tensor)
+    except RingcommError as error:
+        found = type(error).__name__, str(error), time.monotonic() - begin
+        with pytest.raises(AbortedError, match="unusable"):
+            comm.barrier()
+        comm.close()
+        return found
+    raise AssertionError("no call failed")
+
+
+def abort() -> tuple[str, str, float]:
+    (comm,) = _comms
+    if comm.rank == 3:
+        comm.abort("on purpose")
+    return fault(1)
+
+
+def other_call() -> tuple[str, str, float]:
+    (comm,) = _comms
+    try:
+        if comm.rank < 2:
+            comm.broadcast(torch.ones(100), 1)
+        else:
+            comm.all_reduce(torch.ones(100))
+    except RingcommError as error:
+        comm.close()
+        return type(error).__name__, str(error), 0.0
+    raise AssertionError("it was not noticed")
+
+
+def again(world_size: int) -> float:
+    """A new communicator, over whatever ranks there are now."""
+    comm = Communicator.from_env(timeout=TIMEOUT_S)
+    tensor = torch.ones(LARGE_ELEMS)
+    comm.all_reduce(tensor)
+    comm.close()
+    assert comm.world_size == world_size
+    return float(tensor[-1])
+
+
+def _survivors(outcomes: list[Any]) -> list[tuple[str, str, float]]:
+    return [outcome.value for outcome in outcomes if outcome.ok]
+
+
+def test_a_killed_rank_is_named_everywhere(two_nodes: lab.Lab) -> None:
+    ranks = two_nodes.ranks(SHAPE)
+    assert ranks.run(connect, timeout_s=PATIENCE_S) == [2] * 4
+    ranks.start(fault, 1 << 20)
+    time.sleep(0.3)
+    two_nodes.kill(1, 1)
+    found = _survivors(ranks.outcomes(PATIENCE_S))
+    assert len(found) == 3
+    for kind, text, _ in found:
+        assert kind == PeerLost.__name__, text
+        assert "rank 3 (node 1)" in text
+    assert two_nodes.run(again, 3, ranks_per_node=(2, 1)) == [3.0] * 3
+
+
+def test_a_killed_node_is_named(two_nodes: lab.Lab) -> None:
+    ranks = two_nodes.ranks(SHAPE)
+    ranks.run(connect, timeout_s=PATIENCE_S)
+    ranks.start(fault, 1 << 20)
+    time.sleep(0.3)
+    two_nodes.kill(1)
+    found = _survivors(ranks.outcomes(PATIENCE_S))
+    assert len(found) == 2
+    for kind, text, _ in found:
+        assert kind == PeerLost.__name__, text
+        assert "(node 1)" in text
+
+
+def test_a_cut_link_ends_calls_at_their_timeout(two_nodes: lab.Lab) -> None:
+    ranks = two_nodes.ranks(SHAPE)
+    ranks.run(connect, 1.0, timeout_s=PATIENCE_S)
+    ranks.start(fault, 1 << 20)
+    time.sleep(0.3)
+    two_nodes.cut(1)
+    found = _survivors(ranks.outcomes(PATIENCE_S))
+    two_nodes.mend(1)
+    assert len(found) == 4
+    for rank, (kind, text, _) in enumerate(found):
+        assert kind in (CollectiveTimeout.__name__, AbortedError.__name__), text
+        assert f"(node {1 - rank // 2})" in text
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "words"),
+    [
+        (abort, AbortedError, ("rank 3", "on purpose")),
+        (other_call, MismatchError, ("broadcast", "all_reduce", "node 0", "node 1")),
+    ],
+    ids=["abort", "mismatch"],
+)
+def test_everyone_hears(two_nodes: lab.Lab, check: Any, kind: Any, words: tuple[str, ...]) -> None:
+    ranks = two_nodes.ranks(SHAPE)
+    ranks.run(connect, timeout_s=PATIENCE_S)
+    for name, text, _ in ranks.run(check, timeout_s=PATIENCE_S):
+        assert name == kind.__name__, text
+        assert all(word in text for word in words), text
+
+
+def refused(interface: str) -> str:
+    os.environ["RINGCOMM_SOCKET_IFNAME"] = interface
+    try:
+        with pytest.raises((RendezvousError, RingcommError)) as raised:
+            connect(5.0)
+        return str(raised.value)
+    finally:
+        del os.environ["RINGCOMM_SOCKET_IFNAME"]
+
+
+def test_a_peer_that_cannot_be_reached_is_named(two_nodes: lab.Lab) -> None:
+    for text in two_nodes.run(refused, "lo", ranks_per_node=(1, 1), timeout_s=PATIENCE_S):
+        assert "rank 0 (node 0)" in text or "rank 1 (node 1)" in text
+        assert "GLOO_SOCKET_IFNAME" in text
+
+
+def options_differ() -> str:
+    with pytest.raises(RingcommError, match="options") as raised:
+        connect(wire="param" if os.environ["RANK"] == "1" else "fp32")
+    return str(raised.value)
+
+
+def test_options_that_differ_are_named(two_nodes: lab.Lab) -> None:
+    for text in two_nodes.run(options_differ, ranks_per_node=(1, 1), timeout_s=PATIENCE_S):
+        assert "wire=param" in text and "wire=fp32" in text
+
+
+def calls_of(name: str, buffer_bytes: int) -> None:
+    (comm,) = _comms
+    full = ringcomm.empty(buffer_bytes // 4).fill_(comm.rank)
+    part = ringcomm.empty(buffer_bytes // 4 // comm.world_size).fill_(comm.rank)
+    if name == "all_reduce":
+        comm.all_reduce(full)
+    elif name == "reduce_scatter":
+        comm.reduce_scatter_tensor(part, full)
+    else:
+        comm.all_gather_into_tensor(full, part)
+
+
+# Headers of Ethernet, IP and TCP take 66 of 1514 bytes, or of more where the device cuts segments;
+# acknowledgements as much of every second packet at most.
+LARGEST_SHARE = 1.0 + 2 * 66 / 1448 + 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("all_reduce", 1.0), ("reduce_scatter", 0.5), ("all_gather", 0.5)]
+)
+def test_what_leaves_a_node(two_nodes: lab.Lab, name: str, share: float) -> None:
+    ranks, size = two_nodes.ranks(SHAPE), 8 << 20
+    ranks.run(connect, timeout_s=PATIENCE_S)
+    two_nodes.mark()
+    ranks.run(calls_of, name, size, timeout_s=PATIENCE_S)
+    for sent in two_nodes.wire_bytes():
+        assert share * size <= sent <= share * size * LARGEST_SHARE
