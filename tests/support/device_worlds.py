@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -200,6 +201,13 @@ def set_epochs(comm: Communicator, epoch: int) -> None:
     for link in range(links):
         _write(comm, _PAGE_BYTES + link * _LINE_BYTES, epoch, epoch)
         _write(comm, _PAGE_BYTES + (2 * links + link) * _LINE_BYTES, epoch, epoch)
+
+
+def items_read(comm: Communicator, peer: int) -> int:
+    """How many items for ``peer`` alone it has read of the first channel; of an emulated device."""
+    core = cast(DeviceCommunicator, comm)._device_core
+    word = core._block.ptr + _PAGE_BYTES + peer * _LINE_BYTES + 4
+    return ctypes.c_uint32.from_address(word).value
 
 
 def set_packet_epoch(comm: Communicator, epoch: int) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -38,6 +39,7 @@ from tests.support.device_worlds import (
     OPTIONS,
     Devices,
     device_of,
+    items_read,
     on_host,
     put,
     room,
@@ -218,6 +220,23 @@ def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communi
     return body
 
 
+def _found_free(comm: Communicator) -> None:
+    """Slots that were read before the call that writes them again began: it only finds them so.
+
+    No wait tells it, nor does the host, which only looks at the words of the one who sends.
+    """
+    values = new_values(0, comm.world_size, FEW_ELEMS)
+    tensors = [put(comm, values[comm.rank], "plain") for _ in range(QUICK.slots + 1)]
+    comm.barrier()
+    for turn, tensor in enumerate(tensors):
+        comm.reduce(tensor, 0)
+        while comm.rank != 0 and items_read(comm, 0) <= turn:
+            time.sleep(0.001)
+    if comm.rank == 0:
+        for tensor in tensors:
+            assert torch.equal(on_host(tensor), torch.stack(values).sum(0))
+
+
 def _come_around(comm: Communicator) -> None:
     """Packets whose flags are about to come around, so that their places are cleared."""
     set_packet_epoch(comm, CALLS_PER_CLEARING - 4)
@@ -322,6 +341,7 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
     "one hop": _job(_all_reduce, "direct", FEW),
     "movements": _job(_movements, "", _THIRDS),
     "to a root": _job(_to_root, "", MANY),
+    "found free": _found_free,
     "norm alone": _norm_alone,
     "packets come around": _come_around,
     "absent": _absent,

@@ -39,7 +39,7 @@ pytestmark = [
 SAMPLE = {
     "acquire of arrive (1)": "direct",
     "acquire of arrive (2)": "direct",
-    "acquire of find_link": "to a root",
+    "acquire of find_link": "found free",
     "acquire of await_slowly (1)": "ring",
     "acquire of slot_is_free": "to a root",
     "release of send": "direct",
