@@ -32,6 +32,7 @@ float sum_at(int world, uint64_t i, int round) {
 
 struct World {
   int world, channels, lanes, rounds;
+  uint64_t timeout_ns = 120'000'000'000;
   Layout layout;
   std::vector<char> arena;  // every rank's heap: its region, then its tensors
   std::vector<char*> regions, heaps;
@@ -76,7 +77,7 @@ struct World {
            regions.data(),
            heaps.data(),
            heap_bytes.data(),
-           120'000'000'000,
+           timeout_ns,
            in[r].data(),
            sources[r].data(),
            factors[r].data(),
@@ -97,11 +98,13 @@ struct World {
   std::_Exit(1);
 }
 
-// main() of a race test: a world of its arguments, a thread for each lane, and their barrier.
+// main() of a race test: a world of its arguments, a thread for each lane, and their barrier. A
+// fifth argument is how many milliseconds a wait lasts, in place of two minutes.
 template <class W>
 int run_lanes(int argc, char** argv, void (*run)(W&, int, int, int, pthread_barrier_t*)) {
-  if (argc != 5) return 2;
+  if (argc != 5 && argc != 6) return 2;
   W w(std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
+  if (argc == 6) w.timeout_ns = std::strtoull(argv[5], nullptr, 10) * 1'000'000;
   pthread_barrier_t all;
   pthread_barrier_init(&all, nullptr, unsigned(w.world * w.channels * w.lanes));
   std::vector<std::thread> lanes;

@@ -88,7 +88,9 @@ def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProce
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
         VARIABLE: str(mutant),
     }
-    arguments = [*LOW_PRIORITY, str(program), *map(str, team)]
+    # A mutant may wait for what never comes.
+    timeout_ms = ["3000"] if mutant > 0 else []
+    arguments = [*LOW_PRIORITY, str(program), *map(str, team), *timeout_ms]
     return subprocess.run(
         arguments, capture_output=True, text=True, timeout=200, env=environment, check=False
     )
