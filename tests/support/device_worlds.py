@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, TypeVar, cast
 
 import torch
@@ -184,6 +185,13 @@ _PAGE_BYTES, _LINE_BYTES, _STREAMS = 4096, 64, 3
 _SEQUENCE_BYTES = 8
 
 
+class Stream(IntEnum):
+    """Of collectives; as in layout.h."""
+
+    PAIR = 0
+    SHARED = 1
+
+
 def _write(comm: Communicator, offset: int, *words: int) -> None:
     core = cast(DeviceCommunicator, comm)._device_core
     data = b"".join(word.to_bytes(4, "little") for word in words)
@@ -203,11 +211,20 @@ def set_epochs(comm: Communicator, epoch: int) -> None:
         _write(comm, _PAGE_BYTES + (2 * links + link) * _LINE_BYTES, epoch, epoch)
 
 
-def items_read(comm: Communicator, peer: int) -> int:
-    """How many items for ``peer`` alone it has read of the first channel; of an emulated device."""
+def ready_word(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> int:
+    """The address of the word with which ``peer`` publishes on the first channel."""
     core = cast(DeviceCommunicator, comm)._device_core
-    word = core._block.ptr + _PAGE_BYTES + peer * _LINE_BYTES + 4
-    return ctypes.c_uint32.from_address(word).value
+    link = int(stream) * core.native.channels * comm.world_size + peer
+    address: int = core._block.ptr + _PAGE_BYTES + link * _LINE_BYTES
+    return address
+
+
+def items_read(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> int:
+    """How many items ``peer`` has read of the first channel, on an emulated device.
+
+    The look tells no kernel anything, as one through the runtime would.
+    """
+    return ctypes.c_uint32.from_address(ready_word(comm, peer, stream) + 4).value
 
 
 def set_packet_epoch(comm: Communicator, epoch: int) -> None:

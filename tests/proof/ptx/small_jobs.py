@@ -15,8 +15,10 @@ import os
 import re
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -38,10 +40,12 @@ from tests.proof.ptx.orderings import LINE_INFO, without
 from tests.support.device_worlds import (
     OPTIONS,
     Devices,
+    Stream,
     device_of,
     items_read,
     on_host,
     put,
+    ready_word,
     room,
     set_packet_epoch,
 )
@@ -220,21 +224,112 @@ def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communi
     return body
 
 
-def _found_free(comm: Communicator) -> None:
-    """Slots that were read before the call that writes them again began: it only finds them so.
+def _await(true: Callable[[], bool]) -> None:
+    """Waits with looks that tell no kernel anything."""
+    ends = time.monotonic() + QUICK.timeout
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
-    No wait tells it, nor does the host, which only looks at the words of the one who sends.
+
+# Set when the rank of which such a job is has done its part.
+_DONE = threading.Event()
+
+
+@contextmanager
+def _while_it_reads(comm: Communicator, reader: int) -> Iterator[Callable[[], bool]]:
+    """Inside, the kernel in which ``reader`` reads the next item of this rank does not end.
+
+    Its end would tell what it has read to whatever begins later, wherever the host waits for it.
+    Gives what tells whether the item has been read. All ranks have made one barrier before.
     """
+    on_host(room(comm, 1, torch.float32, "plain"))  # the barrier's own item has been published
+
+    def is_read() -> bool:
+        return items_read(comm, reader) > 1
+
+    def hold() -> None:
+        if is_read():
+            _DONE.wait(QUICK.timeout)
+
+    with ptx.watching(ready_word(comm, reader) + 4, hold):
+        try:
+            yield is_read
+        finally:
+            _DONE.set()
+
+
+def _found_free(comm: Communicator) -> None:
+    """A slot that was read before the call that writes it again began, which only finds it so."""
     values = new_values(0, comm.world_size, FEW_ELEMS)
     tensors = [put(comm, values[comm.rank], "plain") for _ in range(QUICK.slots + 1)]
     comm.barrier()
-    for turn, tensor in enumerate(tensors):
+    if comm.rank == comm.world_size - 1:
+        with _while_it_reads(comm, 0) as is_read:
+            for tensor in tensors[:-1]:
+                comm.reduce(tensor, 0)
+            _await(is_read)
+            comm.reduce(tensors[-1], 0)
+            on_host(tensors[-1])
+        return
+    for tensor in tensors:
         comm.reduce(tensor, 0)
-        while comm.rank != 0 and items_read(comm, 0) <= turn:
-            time.sleep(0.001)
     if comm.rank == 0:
         for tensor in tensors:
             assert torch.equal(on_host(tensor), torch.stack(values).sum(0))
+
+
+_READY_WORDS: dict[int, int] = {}  # of the ranks, which are threads
+
+
+def _found_read(comm: Communicator) -> None:
+    """What a rank has lent was read when it looks for that first: no poll tells it.
+
+    It is held up at the word that tells a peer of another device where the data lie.
+    """
+    root = comm.world_size - 1
+    values = new_values(0, comm.world_size, MANY_ELEMS)
+    parts = [put(comm, each, "heap") for each in values]
+    back = room(comm, MANY_ELEMS, torch.float32, "plain")
+    _READY_WORDS[comm.rank] = ready_word(comm, root)
+    comm.barrier()
+    if comm.rank == root:
+        with (
+            _while_it_reads(comm, 0) as is_read,
+            ptx.watching(_READY_WORDS[0], lambda: _await(is_read)),
+        ):
+            comm.scatter(back, parts, root)
+            _write_over(comm, parts[0])
+            on_host(back)
+    else:
+        comm.scatter(back, None, root)
+    assert torch.equal(on_host(back), values[comm.rank])
+
+
+def _shared_again(comm: Communicator) -> None:
+    """The slot of an all-reduce is written again before the call after it has told anything.
+
+    The rank on a device of its own shares by turns in both slots, without a word from the others,
+    who join only when that is done.
+    """
+    root, others = comm.world_size - 1, range(comm.world_size - 1)
+    values = new_values(0, comm.world_size, FEW_ELEMS)
+    tensors = [put(comm, values[comm.rank], "plain") for _ in range(QUICK.slots + 1)]
+    comm.barrier()
+    comm.all_reduce(tensors[0], algorithm="direct")
+    if comm.rank == root:
+        _await(lambda: all(items_read(comm, peer, Stream.SHARED) > 0 for peer in others))
+    else:
+        _DONE.wait(QUICK.timeout)
+    try:
+        for tensor in tensors[1:]:
+            comm.broadcast(tensor, root)
+        on_host(tensors[-1])
+    finally:
+        if comm.rank == root:
+            _DONE.set()
+    assert torch.equal(on_host(tensors[0]), torch.stack(values).sum(0))
+    assert all(torch.equal(on_host(each), values[root]) for each in tensors[1:])
 
 
 def _come_around(comm: Communicator) -> None:
@@ -342,6 +437,8 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
     "movements": _job(_movements, "", _THIRDS),
     "to a root": _job(_to_root, "", MANY),
     "found free": _found_free,
+    "found read": _found_read,
+    "shared again": _shared_again,
     "norm alone": _norm_alone,
     "packets come around": _come_around,
     "absent": _absent,

@@ -40,6 +40,7 @@ SAMPLE = {
     "acquire of arrive (1)": "direct",
     "acquire of arrive (2)": "direct",
     "acquire of find_link": "found free",
+    "acquire of drained": "found read",
     "acquire of await_slowly (1)": "ring",
     "acquire of slot_is_free": "to a root",
     "release of send": "direct",
@@ -53,6 +54,7 @@ SAMPLE = {
     "barrier of take_piece (2)": "to a root",
     "barrier of receive_sources": "direct halves",
     "barrier of publish_item": "ring",
+    "barrier of all_reduce_one_hop (2)": "shared again",
     "barrier of end_norm": "norm alone",
 }
 SLIPS_SEEN_BY = {
@@ -80,20 +82,13 @@ SURVIVORS = {
     r"fence of verify_peer_buffers$": _FAULTS,
     r"acquire of await_slowly \(2\)$": "the last look of a wait that fails: the peer had not come",
     r"acquire of farewell_seen$": "of a word that stays 0 here",
-    r"(acquire of drained|barrier of (drain_chunks|finish_exchange|finish_sharing \(1\)|"
-    r"return_offers \(2\)))$": (
-        "for what the caller does with its buffer after the call. Most calls fence behind their "
-        "last read of a peer, which the interpreter takes for one that shows all; that a lent "
-        "buffer is free is of tests/proof/model/lend.pml"
+    r"barrier of (drain_chunks|finish_exchange|finish_sharing \(1\)|return_offers \(2\))$": (
+        "for what the caller does with its buffer after the call, which knows what all lanes knew"
     ),
-    r"barrier of (finish_sharing \(2\)|commit_ring|all_reduce_one_hop \(4\))$": _LAST,
-    r"barrier of all_reduce_one_hop \(3\)$": (
-        "a slot is written again when each rank has heard of a later call of each: see "
-        "tests/proof/model/direct.pml"
-    ),
-    r"barrier of (all_gather_ring \([12]\)|all_reduce_one_hop \(1\)|all_reduce_two_hops|"
-    r"reduce_scatter_(ring \(2\)|direct|adamw_all_gather_ring)|gather_parameters_ring|"
-    r"exchange_direct|share_direct|accept \(1\))$": _ONE_OF_SEVERAL,
+    r"barrier of (finish_sharing \(2\)|commit_ring|all_reduce_one_hop \(3\))$": _LAST,
+    r"barrier of (all_gather_ring \([12]\)|all_reduce_one_hop \(1\)|"
+    r"reduce_scatter_(ring \(2\)|adamw_all_gather_ring)|gather_parameters_ring|"
+    r"accept \(1\))$": _ONE_OF_SEVERAL,
     r"barrier of offer$": "each lane writes the header that it publishes",
     r"barrier of verify_(streams|peer_buffers)$": "all lanes bring the same when all is well",
     r"barrier of (check_headers|reduce_packets|all_gather_packet)$": (
@@ -108,7 +103,7 @@ SURVIVORS = {
 # And those that only some waits come to, or that are mostly behind another order, so that jobs may
 # see them or not.
 LONG_WAITS = {
-    r"acquire of other_call_seen$": "of a header that is looked at when a call ahead is there",
+    r"acquire of other_call_in$": "of a header that is looked at when a call ahead is there",
 }
 
 

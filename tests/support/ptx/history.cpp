@@ -28,6 +28,7 @@ struct Known {
   int running = 0;  // kernels
   View ended;       // what the blocks that have ended knew and did
   View host;        // what of that the host has waited for
+  View fence_sc;    // what all threads knew at theirs
 };
 Known& known() {
   static auto* const made = new Known;
@@ -82,6 +83,12 @@ Change& LockedLine::change(uint64_t block) {
   return made;
 }
 
+View pass_fence_sc(const View& view) {
+  const std::lock_guard lock(known().mutex);
+  known().fence_sc.join(view);
+  return known().fence_sc;
+}
+
 Time now() { return clock_.load(); }
 Time tick() { return ++clock_; }
 uint64_t new_block() { return ++blocks_; }
@@ -123,6 +130,7 @@ void ptx_host_waited() {
     for (uint64_t shard = 0; shard < ptx::kShards; ++shard) ptx::shard_of(shard).lines.clear();
     ptx::known().ended = ptx::View();
     ptx::known().ended.learn_all(ptx::now());
+    ptx::known().fence_sc = ptx::View();
   }
   ptx::known().host = ptx::known().ended;
 }

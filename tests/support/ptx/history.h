@@ -90,6 +90,9 @@ class LockedLine {
   std::unique_lock<std::mutex> lock_;
 };
 
+// A fence.sc of a thread with this view: what those know that are behind it.
+View pass_fence_sc(const View& view);
+
 Time now();
 Time tick();  // a new time
 uint64_t new_block();

@@ -948,6 +948,10 @@ void fence(Warp& w, const Instruction&, Mask mask) {
   each(mask, [&](int lane) { w.block().memory().fence(w.thread(lane)); });
 }
 
+void fence_sc(Warp& w, const Instruction&, Mask mask) {
+  each(mask, [&](int lane) { w.block().memory().fence_sc(w.thread(lane)); });
+}
+
 void fence_alias(Warp& w, const Instruction&, Mask mask) {
   each(mask, [&](int lane) { w.block().memory().fence_alias(w.thread(lane)); });
 }

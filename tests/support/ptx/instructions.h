@@ -18,6 +18,7 @@ void update(Warp& warp, const Instruction& i,
             Mask mask);  // dst[0], src[0] + offset, src[1], src[2]
 void load_matrices(Warp& warp, const Instruction& i, Mask mask);  // dst[4], src[0] + offset
 void fence(Warp& warp, const Instruction& i, Mask mask);
+void fence_sc(Warp& warp, const Instruction& i, Mask mask);
 void fence_alias(Warp& warp, const Instruction& i, Mask mask);
 // The handler of an access to a multicast address, or nullptr: of a load dst[4], src[0] + offset,
 // of a store src[0] + offset, src[1..4].

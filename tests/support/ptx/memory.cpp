@@ -385,10 +385,13 @@ uint64_t BlockMemory::load_strong(int thread, uint64_t address, uint32_t bytes, 
   check(address, bytes);
   release_range(thread, address, bytes);
   ++strong_loads_;
-  if (order != Order::kAcquire) return load_at_once(address, bytes);
   LockedLine locked(address / kLineBytes);
   const uint64_t value = load_at_once(address, bytes);
-  acquire(thread, stamp_at(locked, address));
+  const View told = stamp_at(locked, address);
+  if (order == Order::kAcquire)
+    acquire(thread, told);
+  else
+    heard_[thread].join(told);
   return value;
 }
 
@@ -440,8 +443,11 @@ uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, Order
     else
       exchange(reinterpret_cast<uint64_t*>(address));
     // What the word told before it still tells: a release sequence.
+    const View told = stamp_at(locked, address);
     if (order == Order::kAcquire || order == Order::kAcqRel)
-      acquire(thread, stamp_at(locked, address));
+      acquire(thread, told);
+    else
+      heard_[thread].join(told);
     locked.make().stamps[at].join(stamp(thread, order, time));
   }
   note_strong(thread, address, &after, bytes, time);
@@ -449,14 +455,18 @@ uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, Order
   return before;
 }
 
-// It is taken for one that acquires whatever anyone has released, which is more than it does.
 void BlockMemory::fence(int thread) {
   release(thread);
-  View everything;
-  everything.learn_all(now());
-  acquire(thread, everything);
+  if (const auto heard = heard_.find(thread); heard != heard_.end())
+    acquire(thread, heard->second);
   View& told = fenced_[thread] = view(thread);
   told.learn(id_, now());
+}
+
+void BlockMemory::fence_sc(int thread) {
+  fence(thread);
+  acquire(thread, pass_fence_sc(fenced_.at(thread)));
+  fenced_.at(thread).join(view(thread));
 }
 
 void BlockMemory::fence_alias(int thread) {

@@ -7,6 +7,10 @@
 // since, and the writer's view holds that release. So an acquire, a release or a barrier that lacks
 // is an error every time, not only when a cache happens to be stale.
 //
+// A fence shows a thread what was told by the words that it has loaded before, strongly, and what it
+// knows then is told by the words that it stores behind it. A fence.sc shows what all fence.sc knew
+// that were before it.
+//
 // A multicast address is another way to memory, which multimem instructions take: one access to
 // each place that is bound there. What was stored by one of the two ways is seen by the other only
 // behind a fence.proxy.alias: of the thread itself, or of another one behind a barrier, made when
@@ -71,6 +75,7 @@ class BlockMemory {
   uint64_t update(int thread, uint64_t address, uint32_t bytes, Order order,
                   const std::function<uint64_t(uint64_t)>& change);
   void fence(int thread);
+  void fence_sc(int thread);
   void fence_alias(int thread);
   void barrier();  // of all threads
 
@@ -122,6 +127,7 @@ class BlockMemory {
   View common_view_;
   std::map<int, View> views_;   // of the threads that have acquired since the last barrier
   std::map<int, View> fenced_;  // of those that have passed a fence since: what they knew then
+  std::map<int, View> heard_;   // what the words told that threads loaded: theirs behind a fence
   // What all threads, and those that have passed a fence.proxy.alias since, knew there.
   View common_alias_view_;
   std::map<int, View> alias_views_;

@@ -509,7 +509,7 @@ class Parser {
     expect(";");
     i.text = std::string_view(tokens_[begin].text.data(),
                               size_t(last.data() + last.size() - tokens_[begin].text.data()));
-    if (i.control == Control::kBarrier || i.run == fence || i.run == fence_alias ||
+    if (i.control == Control::kBarrier || i.run == fence || i.run == fence_sc || i.run == fence_alias ||
         i.order >= Order::kAcquire) {
       i.site = &module_.sites_.emplace_back();
       i.site->line = i.line;
@@ -519,9 +519,8 @@ class Parser {
 
   Handler fence_named(std::string_view opcode) const {
     if (opcode == "fence.proxy.alias") return fence_alias;
-    if (opcode != "fence.sc.sys" && opcode != "fence.acq_rel.sys" && opcode != "fence.sc.gpu" &&
-        opcode != "fence.acq_rel.gpu")
-      unknown(opcode);
+    if (opcode == "fence.sc.sys" || opcode == "fence.sc.gpu") return fence_sc;
+    if (opcode != "fence.acq_rel.sys" && opcode != "fence.acq_rel.gpu") unknown(opcode);
     return fence;
   }
 

@@ -43,13 +43,18 @@ def forget() -> Iterator[None]:
 
 
 def run(
-    body: str, memory: torch.Tensor, threads: int = 32, schedule: PtxSchedule | None = None
+    body: str,
+    memory: torch.Tensor,
+    threads: int = 32,
+    schedule: PtxSchedule | None = None,
+    blocks: int = 1,
 ) -> str | None:
-    """Runs a kernel of one block on the memory; returns what it did wrong, or None."""
+    """Runs a kernel on the memory; returns what it did wrong, or None."""
     ptx.allow(memory)
     module = ptx.load(KERNEL.format(body=body))
     given = struct.pack("<Q", memory.data_ptr())
-    return ptx.run(module, "kernel", given, threads=threads, schedule=schedule)
+    grid = (blocks, 1)
+    return ptx.run(module, "kernel", given, grid=grid, threads=threads, schedule=schedule)
 
 
 def each(operation: str, *values: torch.Tensor, result: torch.dtype) -> torch.Tensor:
@@ -225,6 +230,66 @@ def test_what_is_wrong_is_found(what: str) -> None:
     body, told = WRONG[what]
     found = run(body, words(), threads=64)
     assert found is not None and told in found, found
+
+
+# Block 0 stores the first word and tells of it in word 32; block 1 stores what it saw in word 64.
+TELLS = """
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, 1;
+  setp.ne.u32 %p1, %r2, 0;
+  @%p1 bra reader;
+  st.global.u32 [%rd1], %r3;
+  {written}
+  st.relaxed.sys.global.u32 [%rd1+128], %r3;
+  bra done;
+reader:
+  {before}
+poll:
+  ld.relaxed.sys.global.u32 %r4, [%rd1+128];
+  setp.eq.u32 %p2, %r4, 0;
+  @%p2 bra poll;
+  {heard}
+  ld.global.u32 %r5, [%rd1];
+  st.global.u32 [%rd1+256], %r5;
+done:
+"""
+
+
+@pytest.mark.parametrize("kind", ["acq_rel", "sc"])
+@pytest.mark.parametrize("left_out", ["nothing", "the writer's", "the reader's", "its order"])
+def test_a_fence_shows_what_the_words_before_it_told(kind: str, left_out: str) -> None:
+    fence, memory = f"fence.{kind}.sys;", words(96)
+    body = TELLS.format(
+        written="" if left_out == "the writer's" else fence,
+        before=fence if left_out == "its order" else "",
+        heard="" if left_out in ("the reader's", "its order") else fence,
+    )
+    assert run(body, memory, threads=1, blocks=2) is None
+    assert memory[64] == (left_out == "nothing")
+
+
+# Each block stores its word, and reads the other's behind a fence.
+STORE_THEN_LOAD = """
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, 1;
+  shl.b32 %r4, %r2, 7;
+  cvt.u64.u32 %rd2, %r4;
+  add.s64 %rd3, %rd1, %rd2;
+  sub.s64 %rd4, %rd1, %rd2;
+  st.global.u32 [%rd3], %r3;
+  {fence}
+  ld.global.u32 %r5, [%rd4+128];
+  st.global.u32 [%rd3+256], %r5;
+"""
+
+
+@pytest.mark.parametrize(
+    ("fence", "sees"), [("fence.sc.sys;", True), ("fence.acq_rel.sys;", False)]
+)
+def test_of_two_that_store_and_fence_one_sees_the_other(fence: str, sees: bool) -> None:
+    memory = words(128)
+    assert run(STORE_THEN_LOAD.format(fence=fence), memory, threads=1, blocks=2) is None
+    assert bool(memory[64] + memory[96]) == sees
 
 
 @pytest.mark.parametrize("progress", [True, False])
