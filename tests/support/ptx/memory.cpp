@@ -457,8 +457,7 @@ uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, Order
 
 void BlockMemory::fence(int thread) {
   release(thread);
-  if (const auto heard = heard_.find(thread); heard != heard_.end())
-    acquire(thread, heard->second);
+  if (const auto heard = heard_.find(thread); heard != heard_.end()) acquire(thread, heard->second);
   View& told = fenced_[thread] = view(thread);
   told.learn(id_, now());
 }

@@ -509,8 +509,8 @@ class Parser {
     expect(";");
     i.text = std::string_view(tokens_[begin].text.data(),
                               size_t(last.data() + last.size() - tokens_[begin].text.data()));
-    if (i.control == Control::kBarrier || i.run == fence || i.run == fence_sc || i.run == fence_alias ||
-        i.order >= Order::kAcquire) {
+    if (i.control == Control::kBarrier || i.run == fence || i.run == fence_sc ||
+        i.run == fence_alias || i.order >= Order::kAcquire) {
       i.site = &module_.sites_.emplace_back();
       i.site->line = i.line;
     }
