@@ -55,7 +55,8 @@ from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 # Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has
 # two of them per peer: each is written several times. What waits in vain says so soon.
-QUICK = replace(OPTIONS, timeout=20.0, segment_bytes=2048, slots=2)
+TIMEOUT_S = 20.0
+QUICK = replace(OPTIONS, timeout=TIMEOUT_S, segment_bytes=2048, slots=2)
 # What goes through slots is short; what is read where it lies must not be (kZeroCopyMinBytes).
 FEW_ELEMS, SOME_ELEMS, MANY_ELEMS = 131, 7_011, 26_011
 FEW = dict.fromkeys(("plain", "heap", "mixed"), FEW_ELEMS)
@@ -226,7 +227,7 @@ def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communi
 
 def _await(true: Callable[[], bool]) -> None:
     """Waits with looks that tell no kernel anything."""
-    ends = time.monotonic() + QUICK.timeout
+    ends = time.monotonic() + TIMEOUT_S
     while not true():
         assert time.monotonic() < ends
         time.sleep(0.001)
@@ -250,7 +251,7 @@ def _while_it_reads(comm: Communicator, reader: int) -> Iterator[Callable[[], bo
 
     def hold() -> None:
         if is_read():
-            _DONE.wait(QUICK.timeout)
+            _DONE.wait(TIMEOUT_S)
 
     with ptx.watching(ready_word(comm, reader) + 4, hold):
         try:
@@ -320,7 +321,7 @@ def _shared_again(comm: Communicator) -> None:
     if comm.rank == root:
         _await(lambda: all(items_read(comm, peer, Stream.SHARED) > 0 for peer in others))
     else:
-        _DONE.wait(QUICK.timeout)
+        _DONE.wait(TIMEOUT_S)
     try:
         for tensor in tensors[1:]:
             comm.broadcast(tensor, root)

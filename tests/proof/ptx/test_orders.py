@@ -98,6 +98,13 @@ SURVIVORS = {
     r"(barrier|fence) of begin_packets$": (
         "the interpreter keeps strong stores in order; see tests/proof/model/packet.pml"
     ),
+    r"adamw_float32/float32: acquire of drained$": (
+        "a step reads what its peers have lent, too, so that a fence stands behind the wait"
+    ),
+    r"adamw_float32/float32: acquire of find_link$": (
+        "the host waits between the steps of a job, which tells their kernels what others read; of "
+        "calls between which it does not, the reductions' kernels show the same place"
+    ),
     r"barrier of prepare_kernel$": "what is changed behind it no other lane reads",
 }
 # And those that only some waits come to, or that are mostly behind another order, so that jobs may

@@ -7,8 +7,8 @@
 // since, and the writer's view holds that release. So an acquire, a release or a barrier that lacks
 // is an error every time, not only when a cache happens to be stale.
 //
-// A fence shows a thread what was told by the words that it has loaded before, strongly, and what it
-// knows then is told by the words that it stores behind it. A fence.sc shows what all fence.sc knew
+// A fence shows a thread what was told by the words that it has loaded before, strongly, and what
+// it knows then is told by the words that it stores behind it. A fence.sc shows what all those knew
 // that were before it.
 //
 // A multicast address is another way to memory, which multimem instructions take: one access to
