@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -144,29 +146,38 @@ class ParamBucket(ABC):
 
     Attributes:
         layout: layout of the bucket.
-        chunk: the part that this rank owns.
-        state_chunk: the part that an optimizer on this rank keeps state for.
-        size_elems: elements of a rank's chunk; those of the last ranks may be shorter.
+        chunk: the part that this rank has for its own: it saves it, and sums it for the norm.
+        state_chunk: the part that an optimizer on this rank keeps state for. ``chunk`` lies in it,
+            and is all of it unless other ranks have copies of the state.
         params: the parameters, in the order of the bucket.
         trains: True if an optimizer steps the bucket.
-        own: [chunk elements], the parameters of the chunk, in the heap.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
             they were not, or when an optimizer has taken them over.
     """
 
-    own: Tensor
-
     def __init__(
-        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
         self.trains = trains
         self.comm = comm
-        self.chunk: Chunk = layout.chunk(comm.shard_index, comm.world_size)
-        self.state_chunk = self.chunk
-        self.size_elems = layout.chunk(0, comm.world_size).elems
+        if state == "node":
+            self.chunk = layout.part_of_copy(comm)
+            self.state_chunk = layout.chunk(comm.node.rank, comm.node.world_size)
+        else:
+            self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
         self.wide: Tensor | None = None
+
+    def own_part(self, state: Tensor) -> Tensor:
+        """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
+        begin = self.state_chunk.begin
+        return state[self.chunk.begin - begin : self.chunk.end - begin]
 
     def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
         """Maps the peers' chunks, if this kind of bucket reads them; collective."""
@@ -213,11 +224,15 @@ class ReplicatedBucket(ParamBucket):
     """A bucket whose parameters every rank keeps, as views into the heap."""
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
     ) -> None:
-        super().__init__(layout, params, comm, trains)
+        super().__init__(layout, params, comm, trains, state)
         self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
-        self.own = self.flat[self.chunk.begin : self.chunk.end]
         self._addresses = [placed.view(self.flat).data_ptr() for placed in self.params]
 
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
@@ -234,8 +249,14 @@ class ReplicatedBucket(ParamBucket):
 class ShardedBucket(ParamBucket):
     """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
 
-    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk: that
-    of its rail, in which its own lies. See NOTE [A copy on each node].
+    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk. If the
+    state is sharded over all ranks that is the chunk of its rail, in which its own lies; see
+    NOTE [A copy on each node].
+
+    Attributes:
+        own: [state chunk elements], the parameters that an optimizer on this rank updates.
+        kept_chunk: the part of the bucket that this rank keeps.
+        kept: [kept chunk elements], its values, in the heap.
 
     While it is freed, its parameters keep their shapes and raise when they are used; see
     NOTE [Absent parameters]. One NaN, expanded, stands in for their values.
@@ -263,22 +284,21 @@ class ShardedBucket(ParamBucket):
     """
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
     ) -> None:
-        super().__init__(layout, params, comm, trains)
-        self.full_elems = self.size_elems * comm.world_size
+        super().__init__(layout, params, comm, trains, state)
+        number, self._kept_elems = self._keeping(state)
         # One size on all ranks, so that peers can read a whole chunk even where it is short.
-        self._kept_elems = self.size_elems * comm.num_nodes
         self._shard = zeros(self._kept_elems, dtype=layout.dtype, device=comm.heap_device)
-        #: The part of the bucket that this rank keeps, and its values.
-        self.kept_chunk = layout.chunk_of_size(comm.node.rank, self._kept_elems)
+        self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
         self.kept = self._shard[: self.kept_chunk.elems]
-        self.own = self._kept_part(self.chunk)
-        first = comm.node.rank * comm.num_nodes
-        self._on_rail = [
-            self._kept_part(layout.chunk(first + node, comm.world_size))
-            for node in range(comm.num_nodes)
-        ]
+        self.own = self._kept_part(self.state_chunk)
+        self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
         self._parameters = [placed.param for placed in self.params]
@@ -291,8 +311,29 @@ class ShardedBucket(ParamBucket):
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_here = False
-        #: True while code outside of the module sees it, and may write to it through ``.data``.
-        self.in_the_open = False
+        # True while code outside of the module sees it, and may write to it through ``.data``.
+        self._in_the_open = False
+
+    def _keeping(self, state: str) -> tuple[int, int]:
+        """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
+        node = self.comm.node
+        if state == "node":
+            return node.rank, self.layout.chunk(0, node.world_size).elems
+        each = self.layout.chunk(0, self.comm.world_size).elems
+        return node.rank, each * self.comm.num_nodes
+
+    def _chunks_on_rail(self, state: str) -> list[Chunk]:
+        """Returns by node the chunks of what this rank keeps that the ranks of its rail update."""
+        comm = self.comm
+        if comm.num_nodes == 1 or state == "node":
+            return []
+        first = comm.node.rank * comm.num_nodes
+        return [self.layout.chunk(first + node, comm.world_size) for node in range(comm.num_nodes)]
+
+    @property
+    def full_elems(self) -> int:
+        """The elements of all chunks, which are at least those of the bucket."""
+        return self._kept_elems * self.comm.node.world_size
 
     def connect(self) -> None:
         self._peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
@@ -303,8 +344,11 @@ class ShardedBucket(ParamBucket):
         return self.kept[chunk.begin - begin : chunk.end - begin]
 
     def share(self, async_op: bool = False) -> Work | None:
-        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective."""
-        if self.comm.num_nodes == 1:
+        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective.
+
+        Where no other rank has a copy of it, or each node has updated its own, there is nothing.
+        """
+        if not self._on_rail:
             return None
         return self.comm.all_gather_on_rail(self._on_rail, async_op)
 
@@ -396,7 +440,7 @@ class ShardedBucket(ParamBucket):
         with plainly():
             for param, absent in zip(self._parameters, self._absent, strict=True):
                 param.data = absent
-        self.in_the_open = False
+        self._in_the_open = False
         self._addresses = self._absent_addresses
         self._versions = make_absent(self._parameters, self._names)
         self.is_here = False
@@ -404,8 +448,12 @@ class ShardedBucket(ParamBucket):
     def check(self) -> None:
         with plainly():
             self._check()
-            if self.is_here and self.in_the_open:
+            if self.is_here and self._in_the_open:
                 self._check_values()
+
+    def open(self) -> None:
+        """Marks the bucket as open to writes from outside the module, until it is freed."""
+        self._in_the_open = True
 
     @torch.no_grad()
     def _check_values(self) -> None:
@@ -440,7 +488,7 @@ class ShardedBucket(ParamBucket):
                 raise self._changed(placed)
 
     def _forget_changes(self) -> None:
-        self.in_the_open = False
+        self._in_the_open = False
         if not self.is_here:
             for absent in self._absent:
                 absent.fill_(torch.nan)
@@ -462,6 +510,74 @@ class ShardedBucket(ParamBucket):
         """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them."""
         with plainly():
             self._versions = [param._version for param in self._parameters]
+
+
+class WorldBucket(ShardedBucket):
+    """A sharded bucket of which each rank of several nodes keeps its own chunk, and no node a copy.
+
+    Other nodes' memory cannot be mapped, so gathering is a collective of all ranks, which are told
+    from each other's gatherings by a tag.
+
+    Args:
+        layout, params, comm, trains: as for every bucket.
+        tag: tells the bucket from others of its size, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        tag: int,
+    ) -> None:
+        self._tag = tag
+        super().__init__(layout, params, comm, trains, "world")
+        # By parameter, the checksum of its values, while the bucket is open.
+        self._checksums: list[int] = []
+
+    def _keeping(self, state: str) -> tuple[int, int]:
+        return self.comm.shard_index, self.layout.chunk(0, self.comm.world_size).elems
+
+    def _chunks_on_rail(self, state: str) -> list[Chunk]:
+        return []
+
+    @property
+    def full_elems(self) -> int:
+        return self.layout.elems
+
+    def connect(self) -> None:
+        return
+
+    def fill(self) -> None:
+        self.comm.all_gather_bucket(self.kept, self.flat, self._tag)
+
+    def open(self) -> None:
+        super().open()
+        self._checksums = self._sum_up()
+
+    def _sum_up(self) -> list[int]:
+        return [_checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
+
+    def _check_values(self) -> None:
+        sums = zip(self.params, self._checksums, self._sum_up(), strict=True)
+        for placed, expected, found in sums:
+            if found != expected:
+                self._forget_changes()
+                raise self._changed(placed)
+
+    def accept_changes(self) -> None:
+        super().accept_changes()
+        if self._in_the_open:
+            self._checksums = self._sum_up()
+
+
+def _checksum(flat: Tensor) -> int:
+    """Returns the CRC-32 of a contiguous tensor's memory."""
+    here = flat.cpu()
+    # NumPy would keep the memory of the storage, which comes and goes.
+    memory = (ctypes.c_uint8 * here.nbytes).from_address(here.data_ptr())
+    return zlib.crc32(memory)
 
 
 class _Slot(NamedTuple):

@@ -28,8 +28,8 @@ class _Failed(Exception):
     """A call has failed, and the watch knows why."""
 
 
-# The collectives of an optimizer's step, whose headers have a tag in place of a root.
-_TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather")
+# The collectives of sharded training whose headers have a tag in place of a root.
+_TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32sqiii"
 
 
