@@ -209,7 +209,9 @@ def make_bucket(parts: EngineParts, plan: BucketPlan, number: int) -> ParamBucke
         for s in layout.segments
     ]
     if options.params == "world":
-        tag = _native.grad_tag(parts.number, 0, 2 * number + trains)
+        # A backward of 0 stands for none: reductions count theirs from 1 on.
+        among_all = number if trains else number + len(parts.plan.layout.buckets)
+        tag = _native.grad_tag(parts.number, 0, among_all)
         return WorldBucket(layout, params, comm, trains, tag)
     if parts.stage == 3:
         return ShardedBucket(layout, params, comm, trains, options.state)
