@@ -105,7 +105,7 @@ BOOK = (zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16), Bytes(2, 2,
 
 
 def measure(
-    comm, base: nn.Module, stage: int, precision: zero.Precision, **shared: str
+    comm, base: nn.Module, stage: int, precision: zero.Precision, **shared: Any
 ) -> tuple[int, int]:
     """Bytes after a step, when nothing is under way; and the most seen while gradients come."""
     module = deepcopy(base)

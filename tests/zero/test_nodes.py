@@ -31,7 +31,8 @@ from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_
 Nodes = Sequence[Sequence[int]]
 Choice = tuple[int, dict[str, Any]]
 TWO_BY_TWO = ((0, 1), (2, 3))
-BY_NODE, BY_WORLD = {"state": "node"}, {"params": "world"}
+BY_NODE: dict[str, Any] = {"state": "node"}
+BY_WORLD: dict[str, Any] = {"params": "world"}
 DEFAULTS: tuple[Choice, ...] = tuple((stage, {}) for stage in range(4))
 CHOICES = (*DEFAULTS, (1, BY_NODE), (2, BY_NODE), (3, BY_NODE), (3, BY_WORLD))
 CLIPPED = Run("mlp", 0, steps=3, backwards=2, clip=0.3)
@@ -98,6 +99,25 @@ def test_the_bits_are_not_those_of_one_node_that_sums_in_one_go():
     wanted, _ = train_on_one_node(4, 2, ADDING)
     other, _ = train_on_one_node(4, 0, ADDING)
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
+
+
+def norms_of(comm: Communicator, base: Any, choice: Choice) -> list[float]:
+    """Returns norms of gradients that were reduced without one, so that they are summed later."""
+    stage, options = choice
+    module: Any = zero.shard(
+        deepcopy(base), stage, comm=comm, options=options_of(Run("mlp", stage, options=options))
+    )
+    optimizer = AdamW(module.parameters())
+    module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
+    norms = [optimizer.clip_grad_norm_(1e9, kind).item() for kind in (1.0, 2.0, float("inf"))]
+    zero.unshard(module)
+    return norms
+
+
+def test_norms_count_each_element_once_where_nodes_have_copies(two_by_two):
+    base = new_model("mlp")
+    wanted, *others = [two_by_two.run(norms_of, base, choice) for choice in (CHOICES[1], *CHOICES[4:])]
+    assert all(norms == wanted for norms in others)
 
 
 def test_nodes_of_one_rank_end_with_the_bits_of_one_node():
