@@ -116,7 +116,9 @@ def norms_of(comm: Communicator, base: Any, choice: Choice) -> list[float]:
 
 def test_norms_count_each_element_once_where_nodes_have_copies(two_by_two):
     base = new_model("mlp")
-    wanted, *others = [two_by_two.run(norms_of, base, choice) for choice in (CHOICES[1], *CHOICES[4:])]
+    wanted, *others = [
+        two_by_two.run(norms_of, base, choice) for choice in (CHOICES[1], *CHOICES[4:])
+    ]
     assert all(norms == wanted for norms in others)
 
 
@@ -304,6 +306,30 @@ def test_ranks_that_gather_differently_are_told(work, model, text):
     with ringcomm.local_world(4, nodes=[2, 2], timeout=20) as world:
         for told in world.run(work, new_model(model)):
             assert re.search(text, told), told
+
+
+def overlaps(comm: Communicator, base: Any, shared: dict[str, str]) -> bool | None:
+    module = shard_by_world(comm, base, overlap=None, **shared)
+    found: bool | None = zero.sharding.engine_of(module, "test").options.overlap
+    zero.unshard(module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared", "expected"),
+    [
+        ([64, 64, 64, 1], {}, [False] * 4),
+        ([64] * 4, {}, [True] * 4),
+        # One rank gathers without the others, so each does as its machine lets it.
+        ([64, 64, 64, 1], {"params": "node"}, [False, True, True, True]),
+    ],
+)
+def test_ranks_that_gather_together_overlap_alike(two_by_two, monkeypatch, cores, shared, expected):
+    """One of the machines has too few cores for it."""
+    left = iter(cores)
+    monkeypatch.setattr(zero.sharding, "available_cores", lambda: next(left))
+    found = two_by_two.run(overlaps, new_model("mlp"), shared)
+    assert sorted(map(bool, found)) == expected
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
