@@ -185,7 +185,11 @@ class Communicator(Collectives, Messages):
         return self.shard_index_of(self._rank)
 
     def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns of what is sharded over all ranks."""
+        """Returns the number of the chunk that a rank owns of what is sharded over all ranks.
+
+        Raises:
+            UnsupportedError: this kind of communicator shards no state.
+        """
         return rank
 
     def calls_of_steps(self, state: str) -> Use:

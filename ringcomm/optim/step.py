@@ -427,10 +427,12 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
     """Checks that state can be sharded over a communicator's nodes, where it has several.
 
     Raises:
-        UnsupportedError: an algorithm or kernels that work within one node.
+        UnsupportedError: an algorithm or kernels that work within one node, or a communicator over
+            which no state can be sharded.
     """
     if comm.num_nodes == 1:
         return
+    comm.shard_index  # noqa: B018 -- a communicator that shards no state raises here
     head = where(operation, comm.rank, comm.world_size)
     if algorithm == "ring":
         raise UnsupportedError(
