@@ -24,7 +24,7 @@ from ringcomm.cli.estimate_figures import (
 )
 from ringcomm.errors import ArgumentError
 from ringcomm.output import new_figure, write_figure
-from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES
+from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES, World
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 
 # The tables that ``ringcomm estimate`` prints.
@@ -78,11 +78,20 @@ def _headline(report: Report) -> list[str]:
     if len(name) > LONGEST_NAME:
         name = f"...{name[3 - LONGEST_NAME :]}"
     return [
-        f"{name}: {count(request.model.total)} parameters{frozen}; world {request.world_size}",
+        f"{name}: {count(request.model.total)} parameters{frozen}; world {request.world.ranks}",
+        *_sharing(request.world),
         request.precision,
         f"bytes per element: parameter {each.param}, gradient {each.grad}, reduced gradient "
         f"{each.reduced}, state {each.state}",
     ]
+
+
+def _sharing(world: World) -> list[str]:
+    if world.nodes == 1:
+        return []
+    over = {"node": f"a node's {world.mates} ranks", "world": "all ranks"}
+    params, state = over[world.params], over[world.state]
+    return [f"{world.nodes} nodes: parameters (stage 3) sharded over {params}, state over {state}"]
 
 
 def _memory_table(report: Report) -> list[str]:
@@ -109,13 +118,16 @@ def _memory_table(report: Report) -> list[str]:
 
 
 def _traffic_table(report: Report) -> list[str]:
-    world, trainable = report.request.world_size, report.request.model.trainable
+    world, trainable = report.request.world.ranks, report.request.model.trainable
+    several = report.request.world.nodes > 1
     rows = [["stage", "volume", "elements", "sent by a rank", "GB"]]
+    rows[0] += ["leaves a node, GB"] if several else []
     for row in report.rows:
         volume = row.moved.volume_elems
         times = f"{volume / trainable:.3g} P" if trainable else "-"
         sent, sent_bytes = row.moved.sent_elems(world), row.moved.sent_bytes(world)
         rows.append([str(row.stage), times, count(volume), count(sent), _gb(sent_bytes)])
+        rows[-1] += [_gb(row.leaving_node_bytes)] if several else []
     what = "communication of a step; P: trained parameters; sent: (world - 1) / world of the volume"
     return [what, *_aligned(rows)]
 
@@ -209,11 +221,11 @@ def _draw_bars(panel: Any, report: Report) -> None:
     panel.use_sticky_edges = False
     panel.set_ylim(bottom=0.0)
     panel.set_ylabel("memory of a rank (GB = 1e9 bytes)")
-    panel.set_title(f"world {report.request.world_size}", fontsize=10)
+    panel.set_title(f"world {report.request.world.ranks}", fontsize=10)
 
 
 def _draw_lines(panel: Any, report: Report) -> None:
-    last = max(_LEAST_SHOWN_WORLD, report.request.world_size)
+    last = max(_LEAST_SHOWN_WORLD, report.request.world.ranks)
     worlds = [1 << power for power in range(last.bit_length()) if 1 << power <= last]
     shown: list[float] = []
     for stage in report.request.stages:
@@ -273,6 +285,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--world", type=int, help="ranks that share the state; with --nodes: all GPUs")
+    for what, default in (("params", "node"), ("state", "world")):
+        meaning = f"ranks that share them, with --nodes: ZeroOptions.{what} (default: {default})"
+        add(f"--shard-{what}", choices=("node", "world"), help=meaning)
     add("--stage", type=int, choices=STAGES, help="default: all")
     add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default: %(default)s)")
     add(

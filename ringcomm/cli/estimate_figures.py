@@ -27,6 +27,7 @@ from ringcomm.zero.estimate import (
     StateBytes,
     Transformer,
     WorkingBytes,
+    World,
     activations,
     largest_model,
     model_state,
@@ -37,6 +38,7 @@ from ringcomm.zero.estimate_time import (
     Traffic,
     checkpoint_intensity,
     efficiency,
+    leaving_node_bytes,
     params_intensity,
     state_intensity,
     step_flops,
@@ -129,7 +131,7 @@ class Request:
 
     called: str
     model: ModelElems
-    world_size: int
+    world: World
     stages: tuple[int, ...]
     precision: str
     each: BytesPerElement
@@ -158,7 +160,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         ArgumentError: options do not go together, or the module cannot be built.
     """
     _check_counts(args)
-    world_size = _world_size(args, cluster)
+    world = _world(args, cluster)
     shape = _shape(args)
     called, model = _model(args, shape)
     dtype = DTYPES[args.dtype]
@@ -166,7 +168,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
     return Request(
         called=called,
         model=model,
-        world_size=world_size,
+        world=world,
         stages=STAGES if args.stage is None else (args.stage,),
         precision=_precision(args),
         each=BytesPerElement.of(dtype, reduce, args.master, args.amsgrad),
@@ -179,7 +181,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
     )
 
 
-def _world_size(args: argparse.Namespace, cluster: Cluster | None) -> int:
+def _world(args: argparse.Namespace, cluster: Cluster | None) -> World:
     if cluster is None and args.world is None:
         raise ArgumentError("expected --world, or --nodes with --gpus-per-node")
     if cluster is not None and args.world not in (None, cluster.world_size):
@@ -187,7 +189,13 @@ def _world_size(args: argparse.Namespace, cluster: Cluster | None) -> int:
             f"--world {args.world}: expected {cluster.nodes} nodes x {cluster.ranks_per_node} "
             f"GPUs = {cluster.world_size}, or no --world beside --nodes"
         )
-    return args.world if cluster is None else cluster.world_size
+    if cluster is None:
+        for name in ("shard_params", "shard_state"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--{name.replace('_', '-')}: expected --nodes with it")
+        return World(args.world)
+    params, state = args.shard_params or "node", args.shard_state or "world"
+    return World(cluster.world_size, cluster.ranks_per_node, params, state)
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -295,6 +303,7 @@ class Row:
 
     Attributes:
         activation_bytes: 0 where they are not known.
+        leaving_node_bytes: what of gradients and parameters leaves each node.
         time: None where the machine is not known.
         largest_elems: the largest model that fits beside buffers and activations; None without a
             budget.
@@ -305,6 +314,7 @@ class Row:
     working: WorkingBytes
     activation_bytes: int
     moved: Traffic
+    leaving_node_bytes: int
     time: StepTime | None
     largest_elems: int | None
 
@@ -344,33 +354,35 @@ def work_out(request: Request) -> Report:
 def total_bytes(report: Report, stage: int, world_size: int) -> int:
     """Returns the memory that a rank would need in another world."""
     request = report.request
-    state = model_state(request.model, stage, world_size, request.each)
-    working = _working(request, stage, world_size)
+    world = replace(request.world, ranks=world_size)
+    state = model_state(request.model, stage, world, request.each)
+    working = _working(request, stage, world)
     held = report.activations
     return state.total + working.total + (held.total if held else 0)
 
 
-def _working(request: Request, stage: int, world_size: int) -> WorkingBytes:
+def _working(request: Request, stage: int, world: World) -> WorkingBytes:
     return working_buffers(
-        request.model, stage, world_size, request.each, request.options, request.two_passes
+        request.model, stage, world, request.each, request.options, request.two_passes
     )
 
 
 def _row(request: Request, stage: int, activation_bytes: int) -> Row:
-    model, world_size, each = request.model, request.world_size, request.each
-    working = _working(request, stage, world_size)
+    model, world, each = request.model, request.world, request.each
+    working = _working(request, stage, world)
     moved = traffic(model, stage, each)
     largest = None
     if request.budget_bytes is not None:
         other_bytes = working.total + activation_bytes
-        largest = largest_model(request.budget_bytes, stage, world_size, each, other_bytes)
+        largest = largest_model(request.budget_bytes, stage, world, each, other_bytes)
     return Row(
         stage,
-        model_state(model, stage, world_size, each),
+        model_state(model, stage, world, each),
         working,
         activation_bytes,
         moved,
-        _step_time(request, moved.sent_bytes(world_size)),
+        leaving_node_bytes(model, stage, world, each),
+        _step_time(request, moved.sent_bytes(world.ranks)),
         largest,
     )
 
@@ -409,7 +421,7 @@ def outside_efficiency(request: Request) -> dict[str, float]:
     state = state_intensity(timing.tokens, forward.recomputes)
     shares = {
         "parameters": efficiency(params_intensity(timing.tokens), gbps, peak),
-        "state": efficiency(state, gbps * request.world_size, peak),
+        "state": efficiency(state, gbps * request.world.ranks, peak),
     }
     if forward.shape is not None and forward.recomputes:
         intensity = checkpoint_intensity(forward.shape.width, forward.every)
@@ -422,12 +434,15 @@ def as_json(report: Report) -> dict[str, Any]:
     request = report.request
     return {
         "model": {"called": request.called, **asdict(request.model)},
-        "world": request.world_size,
+        "world": request.world.ranks,
+        "nodes": request.world.nodes,
+        "shard_params": request.world.params,
+        "shard_state": request.world.state,
         "bytes_per_element": asdict(request.each),
         "activations": None if report.activations is None else asdict(report.activations),
         "budget_bytes": request.budget_bytes,
         "outside_efficiency": outside_efficiency(request),
-        "stages": [_row_json(row, request.world_size) for row in report.rows],
+        "stages": [_row_json(row, request.world.ranks) for row in report.rows],
     }
 
 
@@ -442,6 +457,7 @@ def _row_json(row: Row, world_size: int) -> dict[str, Any]:
         "volume_bytes": row.moved.volume_bytes,
         "sent_elems": row.moved.sent_elems(world_size),
         "sent_bytes": row.moved.sent_bytes(world_size),
+        "leaving_node_bytes": row.leaving_node_bytes,
         "time": None if row.time is None else _time_json(row.time),
         "largest_model_elems": row.largest_elems,
     }

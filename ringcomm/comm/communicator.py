@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ from ringcomm.comm.arguments import ALGORITHMS, SUM, CallChecks
 from ringcomm.comm.collectives import Collectives
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.engine import Call, refusal
+from ringcomm.comm.engine import Call, Use, itself, refusal
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.nodes.building import Built, build
@@ -31,7 +32,6 @@ from ringcomm.errors import (
     AbortedError,
     ArgumentError,
     RingcommError,
-    UnsupportedError,
     where,
 )
 from ringcomm.rendezvous.environment import read_environment
@@ -181,16 +181,34 @@ class Communicator(Collectives, Messages):
 
     @property
     def shard_index(self) -> int:
-        """The number of the chunk that this rank owns where state is sharded over all ranks."""
+        """The number of the chunk that this rank owns of what is sharded over all ranks."""
         return self.shard_index_of(self._rank)
 
     def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns where state is sharded over all ranks.
+        """Returns the number of the chunk that a rank owns of what is sharded over all ranks.
 
         Raises:
-            UnsupportedError: the nodes have different numbers of ranks.
+            UnsupportedError: this kind of communicator shards no state.
         """
         return rank
+
+    def calls_of_steps(self, state: str) -> Use:
+        """Returns the function that maps the core to the one whose calls an optimizer makes.
+
+        Args:
+            state: "world" where state is sharded over all ranks, "node" where each node has a copy.
+        """
+        return itself
+
+    def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
+        """Gathers a bucket of which each rank owns chunk :attr:`shard_index`, over several nodes.
+
+        Args:
+            own: [chunk elements], this rank's chunk.
+            bucket: [bucket elements], written.
+            tag: number that tells the bucket from others of its size, equal on all ranks.
+        """
+        raise AssertionError("on one node a bucket's chunks are read where they lie")
 
     def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
         """Gathers among the ranks of this one's rail alone, in place.
@@ -454,14 +472,19 @@ class NodesCommunicator(Communicator):
         return self.places.node_of(rank)
 
     def shard_index_of(self, rank: int) -> int:
-        if not self.places.even:
-            sizes = ", ".join(str(len(ranks)) for ranks in self.places.nodes)
-            raise UnsupportedError(
-                f"{where('sharding state', self._rank, self._world_size)}: expected nodes with "
-                f"equally many ranks, got {sizes}. Start as many ranks on each node, or shard over "
-                "Communicator.node or a new_group() with equally many ranks of each"
-            )
         return self.places.shard_index_of(rank)
+
+    def calls_of_steps(self, state: str) -> Use:
+        return attrgetter("per_node") if state == "node" else itself
+
+    def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
+        arguments = (own.data_ptr(), bucket.data_ptr(), bucket.numel(), bucket.element_size(), tag)
+
+        def run(core: Any) -> int:
+            status: int = core.all_gather_bucket(*arguments)
+            return status
+
+        self.start_call(Call("all_gather_bucket", run, [bucket]))
 
     def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
         ptrs = [part.data_ptr() for part in parts]

@@ -90,7 +90,7 @@ def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommErr
 Use = Callable[[Any], Any]
 
 
-def _itself(native: Any) -> Any:
+def itself(native: Any) -> Any:
     """Returns the native end, whose own kernels run."""
     return native
 
@@ -405,7 +405,7 @@ class CallEngine:
             ring = reduction is not None and algorithm == "ring"
             self.check_sum_blocks(str(checks), "ring" if ring else "", kernels or "")
         if kernels is None or kernels == NATIVE:
-            return _itself
+            return itself
         check_kernels(checks, kernels, algorithm, dtype, reduction)
         if self._triton is None:
             self._triton = self._make_triton(checks)

@@ -14,7 +14,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import Call
+from ringcomm.comm.engine import Call, Use, itself
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import ShardLayout
@@ -276,6 +276,7 @@ class HostKernels(Kernels):
         self._step_bytes = table.layout.size_bytes
         super().__init__(comm is None, HostReducer(comm, options, self._step_bytes))
         self._comm = comm
+        self._calls: Use = itself if comm is None else comm.calls_of_steps(options.state)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
@@ -325,7 +326,7 @@ class HostKernels(Kernels):
 
     def _call(self, name: str, run: Callable[[_native.Comm], int]) -> None:
         if self._comm is not None:
-            self._comm.start_call(Call(name, run, []))
+            self._comm.start_call(Call(name, lambda core: run(self._calls(core)), []))
 
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.number)
@@ -356,6 +357,7 @@ class DeviceKernels(Kernels):
     def __init__(self, comm: Communicator, options: AdamWOptions, table: StepTable) -> None:
         super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
         self._comm = comm
+        self._calls = comm.calls_of_steps(options.state)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
@@ -395,7 +397,7 @@ class DeviceKernels(Kernels):
         shard = self._shard(bucket)
         self._call(
             "adamw_all_gather",
-            lambda native: native.adamw_all_gather(
+            lambda native: self._calls(native).adamw_all_gather(
                 shard.native,
                 shard.copy.data_ptr(),
                 grad.data_ptr(),
@@ -408,7 +410,7 @@ class DeviceKernels(Kernels):
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
-            lambda native: native.reduce_scatter_adamw_all_gather(
+            lambda native: self._calls(native).reduce_scatter_adamw_all_gather(
                 shard.native,
                 shard.copy.data_ptr(),
                 grads.data_ptr(),

@@ -222,10 +222,22 @@ class BucketLayout:
         begin, end = number * size_elems, (number + 1) * size_elems
         return Chunk(min(begin, self.elems), min(end, self.elems))
 
-    def chunks(self, comm: Communicator) -> list[Chunk]:
-        """Returns by rank of a communicator the chunk that the rank keeps state for."""
-        world = comm.world_size
-        return [self.chunk(comm.shard_index_of(rank), world) for rank in range(world)]
+    def chunks(self, sharers: Communicator) -> list[Chunk]:
+        """Returns by rank of those that share state the chunk that the rank keeps state for."""
+        count = sharers.world_size
+        return [self.chunk(sharers.shard_index_of(rank), count) for rank in range(count)]
+
+    def part_of_copy(self, comm: Communicator) -> Chunk:
+        """Returns the part that a rank has for its own where each node has a copy of the state.
+
+        It lies in the rank's chunk of the copy, which the ranks of its rail divide.
+        """
+        node = comm.node
+        each = _native.chunk_elems(self.elems, node.world_size)
+        part = _native.chunk_elems(each, comm.num_nodes)
+        chunk, number = self.chunk_of_size(node.rank, each), comm.node_of(comm.rank)
+        begin, end = (chunk.begin + at * part for at in (number, number + 1))
+        return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
         """Returns int64 [segments, 3]: begin, end, param; sorted."""

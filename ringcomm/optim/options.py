@@ -17,6 +17,7 @@ _CHOICES = {
     "master": ("fp32", "remainder", "none"),
     "rounding": ("nearest", "stochastic"),
     "unused": ("skip", "zero"),
+    "state": ("world", "node"),
 }
 
 
@@ -43,6 +44,10 @@ class AdamWOptions:
         check_finite: skip a step whose gradient is not finite, even without loss scaling; makes
             the step two passes.
         broadcast_parameters: give all ranks the parameters of rank 0 at preparation, as DDP does.
+        state: over several nodes: "world" shards the state over all ranks, and updated parameters
+            cross between nodes. "node" shards it over the ranks of each node, so that each node
+            has a copy, which takes more memory: the sums of the gradients cross instead. On one
+            node both are the same.
     """
 
     algorithm: str = "auto"
@@ -56,6 +61,7 @@ class AdamWOptions:
     unused: str = "skip"
     check_finite: bool = False
     broadcast_parameters: bool = True
+    state: str = "world"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

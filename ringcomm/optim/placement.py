@@ -129,13 +129,24 @@ def move_parameters(
         bucket.refresh_master()
 
 
-def share_params(comm: Communicator, buckets: Buckets) -> None:
-    """Gives all that keep a copy of a rank's chunk of the parameters its values; collective."""
+def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
+    """Returns the ranks that share a copy of the state: all, or with "node" this rank's node."""
+    return comm.node if comm is not None and state == "node" else comm
+
+
+def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) -> None:
+    """Gives all that keep a copy of a rank's chunk of the parameters its values; collective.
+
+    Args:
+        comm: all ranks.
+        sharers: those that share the state.
+        buckets: of the parameters.
+    """
     for bucket in buckets:
         if bucket.has_all_params:
             own = bucket.own_params.clone()
-            parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(comm)]
-            comm.all_gather(parts, own)
+            parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(sharers)]
+            sharers.all_gather(parts, own)
     end_changes(comm, buckets)
 
 

@@ -13,7 +13,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import Call
+from ringcomm.comm.engine import Call, Use, itself
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 
@@ -100,6 +100,8 @@ class ReduceOptions(Protocol):
     def reduce(self) -> str: ...
     @property
     def algorithm(self) -> str: ...
+    @property
+    def state(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class Into:
     Attributes:
         out: float32 [chunk elements].
         kind: "l2", "l1" or "inf".
-        words: int64 [24], overwritten with the norm words of ``out``; None, only on a CPU, computes
-            none.
+        words: int64 [24], overwritten with the norm words of ``out``, or of this rank's part of it
+            where each node has a copy of the state; None, only on a CPU, computes none.
         accumulate: add to ``out``.
         tag: number that tells this reduction from others of the same size, equal on all ranks; 0
             where there is none.
@@ -159,6 +161,7 @@ class HostReducer(Reducer):
         if comm is not None:
             comm.check_sum_blocks("optimizer", options.algorithm, "native")
         self._comm = comm
+        self._calls: Use = itself if comm is None else comm.calls_of_steps(options.state)
         self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
@@ -176,7 +179,10 @@ class HostReducer(Reducer):
         arguments = self._arguments(grads, into)
 
         def run(native: _native.Comm) -> int:
-            return native.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
+            status: int = self._calls(native).reduce_scatter_norm(
+                *arguments, self._step_bytes, into.tag
+            )
+            return status
 
         return self._start(run, into, async_op)
 
@@ -231,7 +237,8 @@ class DeviceReducer(HostReducer):
         arguments = self._arguments(grads, into)
 
         def run(native: _native.DeviceComm) -> int:
-            return native.reduce_scatter_norm(*arguments, into.tag)
+            status: int = self._calls(native).reduce_scatter_norm(*arguments, into.tag)
+            return status
 
         return self._start(cast(Any, run), into, async_op)
 

@@ -3,7 +3,8 @@
 A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout.
-The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``.
+The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``. With
+``AdamWOptions(state="node")`` rank and world are those of the node, and nodes have equal shards.
 """
 
 from __future__ import annotations
@@ -433,12 +434,12 @@ def _has(name: str, amsgrad: list[bool], sharded: ShardedStep, index: int) -> bo
 
 def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
     """Gathers all ranks' chunks of one tensor: float32 [bucket elements]; collective."""
-    comm = sharded.setting.comm
-    if comm is None or sharded.shard_of[1] == 1:
+    sharers = sharded.setting.sharers
+    if sharers is None or sharded.shard_of[1] == 1:
         return own
     whole = own.new_empty(bucket.layout.elems)
-    chunks = bucket.layout.chunks(comm)
-    comm.all_gather([whole[chunk.begin : chunk.end] for chunk in chunks], own)
+    chunks = bucket.layout.chunks(sharers)
+    sharers.all_gather([whole[chunk.begin : chunk.end] for chunk in chunks], own)
     return whole
 
 

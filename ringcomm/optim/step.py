@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from ringcomm.optim.placement import (
     find_placement,
     move_parameters,
     share_params,
+    sharers_of,
     specs_of,
 )
 from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, norm_of
@@ -101,9 +103,15 @@ class Setting:
         return 0 if self.comm is None else self.comm.rank
 
     @property
-    def shard_index(self) -> int:
-        """The number of the chunk of each bucket that this rank keeps state for."""
-        return 0 if self.comm is None else self.comm.shard_index
+    def sharers(self) -> Communicator | None:
+        """The ranks that share the state: all, or those of this rank's node."""
+        return sharers_of(self.comm, self.options.state)
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """The number of the chunk of each bucket that this rank keeps state for, of how many."""
+        sharers = self.sharers
+        return (0, 1) if sharers is None else (sharers.shard_index, sharers.world_size)
 
     @property
     def world_size(self) -> int:
@@ -165,7 +173,7 @@ class ShardedStep:
         if comm is not None:
             check_ranks(comm, self.layout, groups, options)
         #: Number of the chunk of the state here, and how many there are.
-        self.shard_of = (setting.shard_index, setting.world_size)
+        self.shard_of = setting.shard_of
         if placement is None:
             self._take_over()
         else:
@@ -178,9 +186,7 @@ class ShardedStep:
     def _take_over(self) -> None:
         """Moves the parameters into the optimizer's own buckets."""
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
-        self.buckets = Buckets.make(
-            self.layout, setting.shard_index, setting.world_size, options, BucketDevice.of(comm)
-        )
+        self.buckets = Buckets.make(self.layout, *setting.shard_of, options, BucketDevice.of(comm))
         move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
         self.gradients = (
             Gradients(self.params, self.layout, self.buckets)
@@ -197,8 +203,10 @@ class ShardedStep:
         self.buckets = placement.buckets(self.layout, setting.options)
         for bucket in self.buckets:
             bucket.take_wide()
-        if setting.options.master == "remainder" and setting.comm and self.shard_of[1] > 1:
-            share_params(setting.comm, self.buckets)
+        sharers = setting.sharers
+        if setting.options.master == "remainder" and sharers and self.shard_of[1] > 1:
+            assert setting.comm is not None
+            share_params(setting.comm, sharers, self.buckets)
         self.gradients = placement.gradients(
             self.params, self.layout, self.buckets, setting.accumulator
         )
@@ -395,10 +403,12 @@ def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTa
 
     Raises:
         UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too small;
-            or the nodes have different numbers of ranks.
+            or each node shall have a copy of the state, and they have different numbers of ranks.
     """
     if comm is not None and comm.world_size > 1:
         check_nodes(comm, "optimizer", options.algorithm, options.kernels)
+        if options.state == "node":
+            check_even(comm, "optimizer", 'state="node"', 'state="world"')
         _check_segments(comm, ALGORITHMS[options.algorithm])
     native: Kernels
     if comm is not None and comm.launches:
@@ -417,12 +427,12 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
     """Checks that state can be sharded over a communicator's nodes, where it has several.
 
     Raises:
-        UnsupportedError: an algorithm or kernels that work within one node, or nodes with different
-            numbers of ranks.
+        UnsupportedError: an algorithm or kernels that work within one node, or a communicator over
+            which no state can be sharded.
     """
     if comm.num_nodes == 1:
         return
-    comm.shard_index  # noqa: B018 -- raises for nodes of different sizes
+    comm.shard_index  # noqa: B018 -- a communicator that shards no state raises here
     head = where(operation, comm.rank, comm.world_size)
     if algorithm == "ring":
         raise UnsupportedError(
@@ -433,6 +443,23 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
         raise UnsupportedError(
             f'{head}: kernels: expected "native" over several nodes, got {kernels!r}, which '
             "exist within one (Communicator.node)"
+        )
+
+
+def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> None:
+    """Checks that a communicator's nodes have equally many ranks, as copies on nodes need it.
+
+    The ranks of a rail update and exchange the same chunk, so that a copy is cut alike everywhere.
+
+    Raises:
+        UnsupportedError: they have not.
+    """
+    sizes = list(Counter(map(comm.node_of, range(comm.world_size))).values())
+    if len(set(sizes)) > 1:
+        raise UnsupportedError(
+            f"{where(operation, comm.rank, comm.world_size)}: {asked}: expected nodes with equally "
+            f"many ranks, got {', '.join(map(str, sizes))}. Pass {instead}, start as many ranks on "
+            "each node, or shard over a new_group() with equally many ranks of each"
         )
 
 

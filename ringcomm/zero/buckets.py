@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
-from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
 from ringcomm.zero.absent import make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
@@ -144,29 +143,38 @@ class ParamBucket(ABC):
 
     Attributes:
         layout: layout of the bucket.
-        chunk: the part that this rank owns.
-        state_chunk: the part that an optimizer on this rank keeps state for.
-        size_elems: elements of a rank's chunk; those of the last ranks may be shorter.
+        chunk: the part that this rank has for its own: it saves it, and sums it for the norm.
+        state_chunk: the part that an optimizer on this rank keeps state for. ``chunk`` lies in it,
+            and is all of it unless other ranks have copies of the state.
         params: the parameters, in the order of the bucket.
         trains: True if an optimizer steps the bucket.
-        own: [chunk elements], the parameters of the chunk, in the heap.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
             they were not, or when an optimizer has taken them over.
     """
 
-    own: Tensor
-
     def __init__(
-        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
         self.trains = trains
         self.comm = comm
-        self.chunk: Chunk = layout.chunk(comm.shard_index, comm.world_size)
-        self.state_chunk = self.chunk
-        self.size_elems = layout.chunk(0, comm.world_size).elems
+        if state == "node":
+            self.chunk = layout.part_of_copy(comm)
+            self.state_chunk = layout.chunk(comm.node.rank, comm.node.world_size)
+        else:
+            self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
         self.wide: Tensor | None = None
+
+    def own_part(self, state: Tensor) -> Tensor:
+        """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
+        begin = self.state_chunk.begin
+        return state[self.chunk.begin - begin : self.chunk.end - begin]
 
     def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
         """Maps the peers' chunks, if this kind of bucket reads them; collective."""
@@ -213,11 +221,15 @@ class ReplicatedBucket(ParamBucket):
     """A bucket whose parameters every rank keeps, as views into the heap."""
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
     ) -> None:
-        super().__init__(layout, params, comm, trains)
+        super().__init__(layout, params, comm, trains, state)
         self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
-        self.own = self.flat[self.chunk.begin : self.chunk.end]
         self._addresses = [placed.view(self.flat).data_ptr() for placed in self.params]
 
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
@@ -234,8 +246,14 @@ class ReplicatedBucket(ParamBucket):
 class ShardedBucket(ParamBucket):
     """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
 
-    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk: that
-    of its rail, in which its own lies. See NOTE [A copy on each node].
+    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk. If the
+    state is sharded over all ranks that is the chunk of its rail, in which its own lies; see
+    NOTE [A copy on each node].
+
+    Attributes:
+        own: [state chunk elements], the parameters that an optimizer on this rank updates.
+        kept_chunk: the part of the bucket that this rank keeps.
+        kept: [kept chunk elements], its values, in the heap.
 
     While it is freed, its parameters keep their shapes and raise when they are used; see
     NOTE [Absent parameters]. One NaN, expanded, stands in for their values.
@@ -263,22 +281,21 @@ class ShardedBucket(ParamBucket):
     """
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[BucketParam], comm: Communicator, trains: bool
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
     ) -> None:
-        super().__init__(layout, params, comm, trains)
-        self.full_elems = self.size_elems * comm.world_size
+        super().__init__(layout, params, comm, trains, state)
+        number, self._kept_elems = self._keeping(state)
         # One size on all ranks, so that peers can read a whole chunk even where it is short.
-        self._kept_elems = self.size_elems * comm.num_nodes
         self._shard = zeros(self._kept_elems, dtype=layout.dtype, device=comm.heap_device)
-        #: The part of the bucket that this rank keeps, and its values.
-        self.kept_chunk = layout.chunk_of_size(comm.node.rank, self._kept_elems)
+        self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
         self.kept = self._shard[: self.kept_chunk.elems]
-        self.own = self._kept_part(self.chunk)
-        first = comm.node.rank * comm.num_nodes
-        self._on_rail = [
-            self._kept_part(layout.chunk(first + node, comm.world_size))
-            for node in range(comm.num_nodes)
-        ]
+        self.own = self._kept_part(self.state_chunk)
+        self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
         self._parameters = [placed.param for placed in self.params]
@@ -291,8 +308,29 @@ class ShardedBucket(ParamBucket):
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
         self.is_here = False
-        #: True while code outside of the module sees it, and may write to it through ``.data``.
-        self.in_the_open = False
+        # True while code outside of the module sees it, and may write to it through ``.data``.
+        self._in_the_open = False
+
+    def _keeping(self, state: str) -> tuple[int, int]:
+        """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
+        node = self.comm.node
+        if state == "node":
+            return node.rank, self.layout.chunk(0, node.world_size).elems
+        each = self.layout.chunk(0, self.comm.world_size).elems
+        return node.rank, each * self.comm.num_nodes
+
+    def _chunks_on_rail(self, state: str) -> list[Chunk]:
+        """Returns by node the chunks of what this rank keeps that the ranks of its rail update."""
+        comm = self.comm
+        if comm.num_nodes == 1 or state == "node":
+            return []
+        first = comm.node.rank * comm.num_nodes
+        return [self.layout.chunk(first + node, comm.world_size) for node in range(comm.num_nodes)]
+
+    @property
+    def full_elems(self) -> int:
+        """The elements of all chunks, which are at least those of the bucket."""
+        return self._kept_elems * self.comm.node.world_size
 
     def connect(self) -> None:
         self._peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
@@ -303,8 +341,11 @@ class ShardedBucket(ParamBucket):
         return self.kept[chunk.begin - begin : chunk.end - begin]
 
     def share(self, async_op: bool = False) -> Work | None:
-        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective."""
-        if self.comm.num_nodes == 1:
+        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective.
+
+        Where no other rank has a copy of it, or each node has updated its own, there is nothing.
+        """
+        if not self._on_rail:
             return None
         return self.comm.all_gather_on_rail(self._on_rail, async_op)
 
@@ -396,7 +437,7 @@ class ShardedBucket(ParamBucket):
         with plainly():
             for param, absent in zip(self._parameters, self._absent, strict=True):
                 param.data = absent
-        self.in_the_open = False
+        self._in_the_open = False
         self._addresses = self._absent_addresses
         self._versions = make_absent(self._parameters, self._names)
         self.is_here = False
@@ -404,8 +445,12 @@ class ShardedBucket(ParamBucket):
     def check(self) -> None:
         with plainly():
             self._check()
-            if self.is_here and self.in_the_open:
+            if self.is_here and self._in_the_open:
                 self._check_values()
+
+    def open(self) -> None:
+        """Marks the bucket as open to writes from outside the module, until it is freed."""
+        self._in_the_open = True
 
     @torch.no_grad()
     def _check_values(self) -> None:
@@ -440,7 +485,7 @@ class ShardedBucket(ParamBucket):
                 raise self._changed(placed)
 
     def _forget_changes(self) -> None:
-        self.in_the_open = False
+        self._in_the_open = False
         if not self.is_here:
             for absent in self._absent:
                 absent.fill_(torch.nan)
@@ -464,108 +509,69 @@ class ShardedBucket(ParamBucket):
             self._versions = [param._version for param in self._parameters]
 
 
-class _Slot(NamedTuple):
-    """The place of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
+class WorldBucket(ShardedBucket):
+    """A sharded bucket of which each rank of several nodes keeps its own chunk, and no node a copy.
 
-    name: str
-    module: nn.Module
-    key: str
-    param: nn.Parameter
+    Other nodes' memory cannot be mapped, so gathering is a collective of all ranks, which are told
+    from each other's gatherings by a tag.
 
-
-class Slots:
-    """The places of a module's parameters that lie in buckets.
-
-    NOTE [Replaced parameters]
-    A parameter that replaces one that ``shard()`` has seen would never be trained: hooks, buckets
-    and the optimizer hold the old one, which the module does not use any more. A parameter that
-    ``load_state_dict(assign=True)`` puts there is copied into the old one, as a load without
-    ``assign`` does. Any other replacement is refused at the step. A parameter that only moves to
-    another name, as pruning and most parametrizations move it, goes on being trained.
+    Args:
+        layout, params, comm, trains: as for every bucket.
+        tag: tells the bucket from others of its size, equal on all ranks.
     """
 
-    def __init__(self, root: nn.Module, placed: Iterable[BucketParam], head: str) -> None:
-        self._root = root
-        self._head = head
-        known = {id(each.param) for each in placed}
-        self._slots = [
-            _Slot(f"{prefix}.{key}" if prefix else key, module, key, param)
-            for prefix, module in root.named_modules(remove_duplicate=False)
-            for key, param in module._parameters.items()
-            if id(param) in known and param is not None
-        ]
-        # From the last look. The tables themselves may change; see NOTE [Plain while here].
-        self._entries: list[tuple[nn.Module, str, str, object]] | None = None
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        tag: int,
+    ) -> None:
+        self._tag = tag
+        super().__init__(layout, params, comm, trains, "world")
+        # By parameter, the checksum of its values, while the bucket is open.
+        self._checksums: list[int] = []
 
-    def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
-        """Yields the table entries of all modules; while they are unchanged, no look is needed."""
-        known = {id(slot.param) for slot in self._slots}
-        for module in self._root.modules():
-            for key, child in module._modules.items():
-                yield module, "_modules", key, child
-            for key, param in module._parameters.items():
-                if id(param) in known:
-                    yield module, "_parameters", key, param
+    def _keeping(self, state: str) -> tuple[int, int]:
+        return self.comm.shard_index, self.layout.chunk(0, self.comm.world_size).elems
 
-    def check(self) -> None:
-        """Raises ArgumentError when the module has another tensor in a parameter's place."""
-        if self._entries is None:
-            return self._look()
-        for module, table, key, thing in self._entries:
-            if module.__dict__[table].get(key) is not thing:
-                return self._look()
-        return None
+    def _chunks_on_rail(self, state: str) -> list[Chunk]:
+        return []
 
-    def check_all(self, comm: Communicator, operation: str) -> None:
-        """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
-        with all_or_none(comm, operation):
-            self.check()
+    @property
+    def full_elems(self) -> int:
+        return self.layout.elems
 
-    def _look(self) -> None:
-        there = {id(param) for param in self._root.parameters()}
-        for slot in self._slots:
-            if self._is_replaced(slot, there):
-                raise ArgumentError(
-                    f"{self._head}: parameter {slot.name}: another tensor has its place in the "
-                    "module since shard(), and would never be trained. Keep the parameter and "
-                    "change its values in place, with copy_(), at stage 3 inside "
-                    "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "
-                    "parameters before shard(), or unshard() the module first"
-                )
-        self._entries = list(self._read())
+    def connect(self) -> None:
+        return
 
-    def _is_replaced(self, slot: _Slot, there: set[int]) -> bool:
-        owner: Any = self._root
-        for part in slot.name.split(".")[:-1]:
-            owner = vars(owner)["_modules"].get(part)
-            if owner is None:
-                return False  # deleted, so nothing uses it
-        now = owner._parameters.get(slot.key)
-        if now is not None or id(slot.param) in there:
-            return now is not None and now is not slot.param
-        # The value itself is not read, since a property may compute it from parameters.
-        computed = isinstance(getattr(type(owner), slot.key, None), property)
-        return computed or isinstance(vars(owner).get(slot.key), Tensor)
+    def fill(self) -> None:
+        self.comm.all_gather_bucket(self.kept, self.flat, self._tag)
 
-    def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
-        """Has ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""
-        of: dict[nn.Module, list[_Slot]] = {}
-        for slot in self._slots:
-            of.setdefault(slot.module, []).append(slot)
-        for module, slots in of.items():
-            keep(module.register_load_state_dict_post_hook(_TakeOver(slots)))  # type: ignore[no-untyped-call]
+    def open(self) -> None:
+        super().open()
+        self._checksums = self._sum_up()
+
+    def _sum_up(self) -> list[int]:
+        return [_checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
+
+    def _check_values(self) -> None:
+        sums = zip(self.params, self._checksums, self._sum_up(), strict=True)
+        for placed, expected, found in sums:
+            if found != expected:
+                self._forget_changes()
+                raise self._changed(placed)
+
+    def accept_changes(self) -> None:
+        super().accept_changes()
+        if self._in_the_open:
+            self._checksums = self._sum_up()
 
 
-class _TakeOver:
-    """A load hook that copies assigned tensors into one module's parameters, and restores these."""
-
-    def __init__(self, slots: list[_Slot]) -> None:
-        self._slots = slots
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        for slot in self._slots:
-            now = module._parameters.get(slot.key)
-            if now is not None and now is not slot.param:
-                slot.param.copy_(now)
-                module._parameters[slot.key] = slot.param
+def _checksum(flat: Tensor) -> int:
+    """Returns the CRC-32 of a contiguous tensor's memory."""
+    here = flat.cpu()
+    # NumPy would keep the memory of the storage, which comes and goes.
+    memory = (ctypes.c_uint8 * here.nbytes).from_address(here.data_ptr())
+    return zlib.crc32(memory)

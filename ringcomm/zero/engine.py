@@ -18,12 +18,13 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket, Slots
+from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.reduce import Reduction
+from ringcomm.zero.slots import Slots
 from ringcomm.zero.units import Unit
 
 Tensor = torch.Tensor

@@ -284,27 +284,83 @@ def shard_elems(elems: int, world_size: int) -> int:
     return -(-elems // world_size)
 
 
-def check_world(stage: int, world_size: int) -> None:
-    """Raise ArgumentError unless both make sense."""
+@dataclass(frozen=True)
+class World:
+    """The ranks that share the model, on one node or several.
+
+    Attributes:
+        ranks: of all nodes.
+        ranks_per_node: None where all are on one node.
+        params: "node" or "world", as in :class:`ringcomm.zero.options.ZeroOptions`.
+        state: the same.
+    """
+
+    ranks: int
+    ranks_per_node: int | None = None
+    params: str = "node"
+    state: str = "world"
+
+    def __post_init__(self) -> None:
+        require_at_least("estimate", 1, world_size=self.ranks)
+        if self.ranks_per_node is not None:
+            require_at_least("estimate", 1, ranks_per_node=self.ranks_per_node)
+        ZeroOptions(params=self.params, state=self.state)  # refuses what there is not
+
+    @classmethod
+    def of(cls, world: int | World) -> World:
+        """Returns a world, or that of so many ranks on one node."""
+        return world if isinstance(world, World) else cls(world)
+
+    @property
+    def mates(self) -> int:
+        """The ranks of a node."""
+        return min(self.ranks, self.ranks_per_node or self.ranks)
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return -(-self.ranks // self.mates)
+
+    @property
+    def param_shares(self) -> int:
+        """The ranks over which stage 3 shards the parameters."""
+        return self.ranks if self.params == "world" else self.mates
+
+    @property
+    def state_shares(self) -> int:
+        """The ranks over which stages 1 to 3 shard reduced gradients and state."""
+        return self.ranks if self.state == "world" else self.mates
+
+
+def check_stage(stage: int) -> None:
+    """Raise ArgumentError unless there is such a stage."""
     if stage not in STAGES:
         raise ArgumentError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
-    require_at_least("estimate", 1, world_size=world_size)
 
 
 def model_state(
-    model: ModelElems, stage: int, world_size: int, each: BytesPerElement
+    model: ModelElems, stage: int, world: int | World, each: BytesPerElement
 ) -> StateBytes:
     """Model state of the rank that has most of it.
 
     Frozen parameters have neither gradient nor state; stages 0 to 2 hold them whole. The layout's
     padding is not counted: less than 64 elements per parameter, and 512 per chunk of a bucket.
 
+    Args:
+        model: sizes of the model.
+        stage: 0 to 3.
+        world: the ranks, or how many there are on one node.
+        each: bytes of an element.
+
     Raises:
         ArgumentError: there is no such stage or world.
     """
-    check_world(stage, world_size)
-    shard = shard_elems(model.trainable, world_size)
-    params = shard + shard_elems(model.frozen, world_size) if stage == 3 else model.total
+    check_stage(stage)
+    world = World.of(world)
+    shard, params = shard_elems(model.trainable, world.state_shares), model.total
+    if stage == 3:
+        shares = world.param_shares
+        params = shard_elems(model.trainable, shares) + shard_elems(model.frozen, shares)
     return StateBytes(
         params=each.param * params,
         grads=each.reduced * shard if stage >= 2 else each.grad * model.trainable,
@@ -315,7 +371,7 @@ def model_state(
 def working_buffers(
     model: ModelElems,
     stage: int,
-    world_size: int,
+    world: int | World,
     each: BytesPerElement,
     options: ZeroOptions,
     two_passes: bool = False,
@@ -328,19 +384,25 @@ def working_buffers(
     ``overlap=False`` only the former.
 
     Args:
+        model: sizes of the model.
+        stage: 0 to 3.
+        world: the ranks, or how many there are on one node.
+        each: bytes of an element.
+        options: of the training; ``world`` says what is sharded over which ranks.
         two_passes: whether steps are clipped, scaled or checked, so that stage 1 stores its reduced
             gradient between the two passes; the others have it anyway.
 
     Raises:
         ArgumentError: there is no such stage or world.
     """
-    check_world(stage, world_size)
-    shard = shard_elems(model.trainable, world_size)
+    check_stage(stage)
+    world = World.of(world)
     if stage == 0:
-        bucket = _largest_bucket(model, options)
-        return WorkingBytes(each.reduced * bucket, 0, each.reduced * shard)
+        bucket, own = _largest_bucket(model, options), shard_elems(model.trainable, world.ranks)
+        return WorkingBytes(each.reduced * bucket, 0, each.reduced * own)
     if stage == 1:
-        stored = two_passes and world_size > 1
+        stored = two_passes and world.ranks > 1
+        shard = shard_elems(model.trainable, world.state_shares)
         return WorkingBytes(0, 0, each.reduced * shard if stored else 0)
     bucket = _largest_bucket(model, options)
     buckets = min(options.in_flight, -(-model.trainable // bucket)) if bucket else 0
@@ -363,7 +425,7 @@ def _largest_bucket(model: ModelElems, options: ZeroOptions) -> int:
 def largest_model(
     budget_bytes: int,
     stage: int,
-    world_size: int,
+    world: int | World,
     each: BytesPerElement,
     other_bytes: int = 0,
 ) -> int:
@@ -371,21 +433,25 @@ def largest_model(
 
     Args:
         budget_bytes: memory of a rank.
+        stage: 0 to 3.
+        world: the ranks, or how many there are on one node.
+        each: bytes of an element.
         other_bytes: of it, what is not for model state: working buffers, activations.
 
     Raises:
         ArgumentError: there is no such stage or world, a size is negative, or parameters take no
             memory at all.
     """
-    check_world(stage, world_size)
+    check_stage(stage)
+    world = World.of(world)
     require_at_least("largest model", 0, budget_bytes=budget_bytes, other_bytes=other_bytes)
     require_at_least("largest model", 1, param_bytes=each.param)
     room = budget_bytes - other_bytes
     # model_state() grows with the elements, and a parameter takes a byte or more on some rank.
-    fits, too_many = 0, max(room, 0) * world_size + 1
+    fits, too_many = 0, max(room, 0) * world.ranks + 1
     while too_many - fits > 1:
         tried = (fits + too_many) // 2
-        if model_state(ModelElems(tried), stage, world_size, each).total <= room:
+        if model_state(ModelElems(tried), stage, world, each).total <= room:
             fits = tried
         else:
             too_many = tried

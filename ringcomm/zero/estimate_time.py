@@ -10,7 +10,13 @@ import math
 from dataclasses import dataclass
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import BytesPerElement, ModelElems, check_world, require_at_least
+from ringcomm.zero.estimate import (
+    BytesPerElement,
+    ModelElems,
+    World,
+    check_stage,
+    require_at_least,
+)
 
 GIGA = 1e9
 TERA = 1e12
@@ -67,7 +73,7 @@ def traffic(model: ModelElems, stage: int, each: BytesPerElement) -> Traffic:
     Raises:
         ArgumentError: there is no such stage.
     """
-    check_world(stage, 1)
+    check_stage(stage)
     grads = Moved(model.trainable, each.grad)
     if stage == 0:
         return Traffic((grads, Moved(model.trainable, each.reduced)))
@@ -75,6 +81,40 @@ def traffic(model: ModelElems, stage: int, each: BytesPerElement) -> Traffic:
         return Traffic((grads, Moved(model.trainable, each.param)))
     trained, frozen = Moved(model.trainable, each.param), Moved(model.frozen, each.param)
     return Traffic((grads, trained, frozen, trained, frozen))
+
+
+def leaving_node_bytes(
+    model: ModelElems, stage: int, world: World, each: BytesPerElement, wire: str = "fp32"
+) -> int:
+    """Bytes of gradients and parameters that leave each node in a step of one backward.
+
+    (N - 1) / N of what crosses, on N nodes: the gradients once, and either the parameters, which
+    the nodes have updated parts of, or the sums of the gradients where each node updates all of
+    its copy (``state="node"``, stage 0). With ``params="world"`` the parameters are gathered over
+    the network in forward and in backward instead, less those that stay in between: ``model.root``.
+
+    Args:
+        model: sizes of the model.
+        stage: 0 to 3.
+        world: the ranks, equally many on each node.
+        each: bytes of an element.
+        wire: as in ``CommOptions``: "fp32", or "param" for gradients in their own dtype.
+
+    Raises:
+        ArgumentError: there is no such stage or wire.
+    """
+    check_stage(stage)
+    if wire not in ("fp32", "param"):
+        raise ArgumentError(f"wire: expected fp32 or param, got {wire!r}")
+    grads = model.trainable * (each.grad if wire == "param" else 4)
+    back = model.trainable * each.param
+    if stage == 0:
+        back = model.trainable * each.reduced
+    elif world.state == "node":
+        back = model.trainable * 4
+    elif stage == 3 and world.params == "world":
+        back = (2 * model.total - model.root) * each.param
+    return (grads + back) * (world.nodes - 1) // world.nodes
 
 
 def step_flops(param_elems: int, tokens: int, recompute: bool) -> int:

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.work import Work
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, no_thread
 from ringcomm.zero.buckets import ShardedBucket
@@ -84,6 +86,37 @@ class HereCopier(Copier):
         return
 
 
+class WorldCopier(Copier):
+    """A copier whose buckets all ranks fill together, in the communicator's order of calls."""
+
+    def __init__(self, comm: Communicator, options: ZeroOptions, profile: StepProfile) -> None:
+        self._comm = comm
+        self._ahead = options.overlap is True
+        self._profile = profile
+        self._works: dict[ShardedBucket, Work] = {}
+
+    def begin(self, bucket: ShardedBucket) -> None:
+        if self._ahead:
+            fill = partial(self._fill, bucket)
+            self._works[bucket] = self._comm.submit(fill, "all_gather_bucket")
+
+    def _fill(self, bucket: ShardedBucket) -> list[torch.Tensor]:
+        with self._profile.span("gather", bucket.flat.nbytes):
+            bucket.fill()
+        return []
+
+    def end(self, bucket: ShardedBucket) -> None:
+        work = self._works.pop(bucket, None)
+        with self._profile.waiting("gather"):
+            if work is None:
+                self._fill(bucket)
+            else:
+                work.wait()
+
+    def close(self) -> None:
+        self._works.clear()
+
+
 class DeviceCopier(Copier):
     """A copier that fills buckets by the copy engines, on a stream of its own.
 
@@ -134,12 +167,15 @@ class Gatherer:
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
         self._prefetch = options.prefetch if options.overlap else 0
         self._copier: Copier
-        if isinstance(comm, DeviceCallEngine):
+        if options.params == "world":
+            self._copier = WorldCopier(comm, options, profile)
+        elif isinstance(comm, DeviceCallEngine):
             self._copier = DeviceCopier(comm)
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
-        self._coming: set[ShardedBucket] = set()
-        # A dict for its order of arrival: of several errors, the same one is raised each time.
+        # Dicts for their order: of several errors, the same one is raised each time, and ranks that
+        # gather together do so alike.
+        self._coming: dict[ShardedBucket, None] = {}
         self._here: dict[ShardedBucket, None] = {}
         self._pins = 0
         # Buckets that a forward with gradients has used in gathered().
@@ -183,10 +219,10 @@ class Gatherer:
     def open(self, unit: Unit | None = None) -> None:
         """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
         for bucket in self._here if unit is None else self._buckets[id(unit)]:
-            bucket.in_the_open = True
+            bucket.open()
 
     def _show(self, bucket: ShardedBucket) -> None:
-        self._coming.discard(bucket)
+        self._coming.pop(bucket, None)
         bucket.show()
         self._here[bucket] = None
         self._settle(bucket)
@@ -198,7 +234,7 @@ class Gatherer:
     def _start(self, bucket: ShardedBucket) -> None:
         if not bucket.is_here and bucket not in self._coming:
             bucket.allocate()
-            self._coming.add(bucket)
+            self._coming[bucket] = None
             self._copier.begin(bucket)
 
     def _expected(self) -> list[int]:

@@ -23,7 +23,7 @@ from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradient
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place
+from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place, sharers_of
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, by_optimizer
@@ -212,7 +212,7 @@ def _new_words(bucket: Bucket) -> Tensor:
 
 
 # Options that shard() decides, in place of the optimizer.
-_DECIDED = ("algorithm", "bucket_elems", "reduce", "broadcast_parameters")
+_DECIDED = ("algorithm", "bucket_elems", "reduce", "broadcast_parameters", "state")
 
 
 class ReducedGradients(Gradients):
@@ -296,9 +296,11 @@ class ModulePlacement(Placement):
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         self._owner: weakref.ref[BucketOwner] | None = None
-        comm = engine.comm
-        self.comm = comm
-        self.shard_of = (0, 1) if engine.stage == 0 else (comm.shard_index, comm.world_size)
+        self.comm = engine.comm
+        sharers = sharers_of(engine.comm, engine.options.state)
+        assert sharers is not None
+        whole = engine.stage == 0
+        self.shard_of = (0, 1) if whole else (sharers.shard_index, sharers.world_size)
 
     def names(self) -> Mapping[int, str]:
         plan = self._engine.plan
@@ -314,6 +316,7 @@ class ModulePlacement(Placement):
             "bucket_elems": chosen.bucket_elems,
             "reduce": chosen.reduce,
             "broadcast_parameters": chosen.broadcast,
+            "state": chosen.state,
         }
         for name in _DECIDED:
             if getattr(options, name) not in (getattr(default, name), mine[name]):
@@ -359,8 +362,9 @@ class ModulePlacement(Placement):
 
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide, stored.wide = stored.wide, None
-        if not isinstance(stored, ReplicatedBucket):
+        if isinstance(stored, ShardedBucket):
             return BucketMemory(stored.own, wide=wide)
+        assert isinstance(stored, ReplicatedBucket)
         flat = stored.flat
         grads = None
         if self._engine.reduction is None:

@@ -9,8 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.step import check_even
 
 # Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in
 # one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
@@ -95,10 +97,16 @@ class ZeroOptions:
         algorithm: algorithm of the collectives: "auto", "direct" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
         params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,
-            sharded over its ranks, so that gathering crosses no network. "world", a shard of them
-            for each rank of all nodes, is not there yet; on one node both are the same.
-        state: over several nodes: "world" shards gradients and the optimizer's state over all
-            ranks. "node", a copy of them on each node, is not there yet.
+            sharded over its ranks, so that gathering crosses no network and needs no other rank.
+            "world" shards them over all ranks: a rank keeps the least, but gathering crosses the
+            network in forward and in backward, and all ranks must gather the same units in the
+            same order. On one node both are the same, as each rank reads its peers' shards.
+        state: stages 1 to 3, over several nodes: "world" shards reduced gradients and the
+            optimizer's state over all ranks, and updated parameters cross between nodes in the
+            step. "node" shards them over the ranks of each node, so that each node has a copy and
+            does the whole update: sums of gradients cross instead. Not with ``params="world"``.
+
+    All choices of ``params`` and ``state`` end with the same bits.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -138,19 +146,30 @@ class ZeroOptions:
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
                 raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
+        if self.params == "world" and self.state == "node":
+            raise ArgumentError(
+                'params: expected "node" with state="node", got "world": a rank updates what it '
+                "keeps state for, a share of its node's parameters, of which it would keep only "
+                "its share of all ranks'"
+            )
 
-    def check_nodes(self, num_nodes: int) -> None:
-        """Checks the options for so many nodes.
+    def for_nodes(self, stage: int, comm: Communicator) -> ZeroOptions:
+        """Returns these options with ``params`` and ``state`` as they count at a stage.
+
+        Where a choice makes no difference, since there is one node or all ranks have everything,
+        it is the default.
 
         Raises:
-            UnsupportedError: they ask for what there is on one node only.
+            UnsupportedError: nodes with different numbers of ranks cannot have copies.
         """
-        for name, only in {"params": "node", "state": "world"}.items():
-            if num_nodes > 1 and getattr(self, name) != only:
-                raise UnsupportedError(
-                    f'shard: {name}: expected "{only}", which is all that there is over several '
-                    f'nodes yet, got "{getattr(self, name)}"'
-                )
+        several = comm.num_nodes > 1
+        params = self.params if several and stage == 3 else "node"
+        state = self.state if several and stage > 0 else "world"
+        if several and state == "node":
+            check_even(comm, "shard", 'state="node"', 'ZeroOptions(params="world")')
+        if several and stage == 3 and params == "node":
+            check_even(comm, "shard", 'params="node" at stage 3', 'ZeroOptions(params="world")')
+        return replace(self, params=params, state=state)
 
     def resolved(self, ranks: int, threads: int, cores: int) -> ZeroOptions:
         """Returns these options with ``overlap`` decided for a CPU.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ringcomm.comm.communicator import Communicator
+from ringcomm import _native
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.layout import DTYPE_NAMES, is_distributed
 from ringcomm.zero.absent import make_present
@@ -21,6 +21,7 @@ from ringcomm.zero.buckets import (
     ParamBucket,
     ReplicatedBucket,
     ShardedBucket,
+    WorldBucket,
 )
 from ringcomm.zero.engine import EngineParts
 from ringcomm.zero.units import Unit
@@ -190,22 +191,32 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
     return found
 
 
-def make_bucket(
-    comm: Communicator, stage: int, plan: BucketPlan, number: int, trains: bool
-) -> ParamBucket:
+def make_bucket(parts: EngineParts, plan: BucketPlan, number: int) -> ParamBucket:
     """Makes an empty bucket of a plan; no other rank takes part, and no parameter changes.
+
+    Args:
+        parts: the engine's parts, of which ``plan`` is one.
+        plan: of the trainable parameters, or of the frozen ones.
+        number: of the bucket.
 
     Raises:
         HeapError: the heap has no room.
     """
+    comm, options, trains = parts.comm, parts.options, plan is parts.plan
     layout = plan.layout.buckets[number]
     params = [
         BucketParam(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
         for s in layout.segments
     ]
-    kind = ShardedBucket if stage == 3 else ReplicatedBucket
-    bucket = kind(layout, params, comm, trains)
-    if stage == 0:
+    if options.params == "world":
+        # A backward of 0 stands for none: reductions count theirs from 1 on.
+        among_all = number if trains else number + len(parts.plan.layout.buckets)
+        tag = _native.grad_tag(parts.number, 0, among_all)
+        return WorldBucket(layout, params, comm, trains, tag)
+    if parts.stage == 3:
+        return ShardedBucket(layout, params, comm, trains, options.state)
+    bucket = ReplicatedBucket(layout, params, comm, trains, options.state)
+    if parts.stage == 0:
         bucket.state_chunk = layout.chunk(0, 1)
     return bucket
 

@@ -45,7 +45,7 @@ class GradientBucket:
 
     Attributes:
         stored: the bucket of the parameters.
-        shard: [chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
+        shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
         holds: True if anything was reduced into the shard.
         active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
@@ -188,7 +188,7 @@ class Reduction:
         self.buckets = [
             GradientBucket(
                 each,
-                empty_for_streams(each.chunk.elems, dtype, comm.device),
+                empty_for_streams(each.state_chunk.elems, dtype, comm.device),
                 torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
             )
             for each in stored
@@ -415,7 +415,7 @@ class Reduction:
         if kind == "l2" and known:
             words.copy_(bucket.words)
         else:
-            self.reducer.norm(bucket.shard, kind, words)
+            self.reducer.norm(bucket.stored.own_part(bucket.shard), kind, words)
 
     def drop(self) -> None:
         """Forgets all gradients."""

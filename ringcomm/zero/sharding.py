@@ -32,7 +32,7 @@ from ringcomm.zero.engine import EngineParts, ShardEngine
 from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
-from ringcomm.zero.order import module_order
+from ringcomm.zero.order import any_of, module_order
 from ringcomm.zero.prepare import (
     Initialize,
     Rollback,
@@ -108,7 +108,8 @@ def shard(
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, distributed already, or a DistributedDataParallel among several ranks; a ``comm``
             that this rank is not in; ranks of a launcher that have no group.
-        UnsupportedError: an embedding with ``max_norm``; nodes with different numbers of ranks.
+        UnsupportedError: an embedding with ``max_norm``; nodes with different numbers of ranks,
+            where each shall have a copy.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
 
@@ -126,7 +127,7 @@ def shard(
     options = ZeroOptions() if options is None else options
     ranks = _communicator(comm, module)
     check_nodes(ranks, "shard", options.algorithm, "native")
-    options.check_nodes(ranks.num_nodes)
+    options = options.for_nodes(stage, ranks)
     units = find_units(module, options.units)
     plan = plan_buckets(units, options, trainable=True)
     if not plan.layout.buckets:
@@ -150,7 +151,7 @@ def shard(
             check_memory(plan.params, plan.layout)
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
                 for number in range(len(kind.unit_of)):
-                    buckets.append(make_bucket(ranks, stage, kind, number, kind is plan))
+                    buckets.append(make_bucket(parts, kind, number))
                     rollback.call(buckets[-1].give_back)
         move_in(parts, init, rollback)
         settle_rest(parts, rollback)
@@ -223,7 +224,11 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     if comm.launches:
         # A device overlaps on other streams and with copy engines, which need no core of the host.
         return replace(options, overlap=options.overlap is not False)
-    return options.resolved(comm.node.world_size, torch.get_num_threads(), available_cores())
+    mine = options.resolved(comm.node.world_size, torch.get_num_threads(), available_cores())
+    if options.params == "node" or options.overlap is not None:
+        return mine
+    # Ranks that gather together must do so in one order, but machines may have different cores.
+    return replace(mine, overlap=not any_of(comm, [0], [not mine.overlap]))
 
 
 def _no_plan(options: ZeroOptions) -> BucketPlan:
@@ -268,7 +273,8 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]:
     """Makes the module's parameters whole and readable inside the context, at any stage.
 
-    Reading needs no other rank: one rank may do it alone, while no rank steps.
+    Reading needs no other rank: one rank may do it alone, while no rank steps. With
+    ``params="world"`` over several nodes it is collective.
 
     Args:
         module: the module that ``shard()`` returned.
@@ -316,7 +322,8 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns ``module.state_dict()`` at any stage, with copies of all tensors and extra state.
 
-    It needs no other rank: one rank may call it alone, while no rank steps.
+    It needs no other rank: one rank may call it alone, while no rank steps. With
+    ``params="world"`` over several nodes it is collective.
 
     Raises:
         ArgumentError: the module is not sharded.

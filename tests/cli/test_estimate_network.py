@@ -108,8 +108,34 @@ def test_wide_numbers_fit_100_columns(estimate):
 
 
 @pytest.mark.parametrize(
+    ("shared", "params", "state", "leaves"),
+    [
+        # 16 elements on 4 nodes of 8: 2 bytes a parameter, 12 of state, 4 a gradient on the wire.
+        ((), 2 * 2, 12, (4 + 2) * 16 * 3 // 4),
+        (("--shard-params", "world"), 2, 12, (4 + 2 * 2) * 16 * 3 // 4),
+        (("--shard-state", "node"), 2 * 2, 2 * 12, (4 + 4) * 16 * 3 // 4),
+    ],
+)
+def test_memory_is_that_of_what_nodes_share(estimate, shared, params, state, leaves):
+    code, out, _ = estimate(*NODES, "--params", 16, *shared, "--stage", 3, "--json")
+    assert code == 0
+    told = json.loads(out)["stages"][0]
+    held = told["model_state_bytes"]
+    assert (held["params"], held["state"], told["leaving_node_bytes"]) == (params, state, leaves)
+    assert "4 nodes: parameters (stage 3) sharded over" in estimate(*NODES, "--params", 16)[1]
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (
+            ("--params", "1M", "--world", 4, "--shard-state", "node"),
+            "--shard-state: expected --nodes with it",
+        ),
+        (
+            (*NODES, "--params", "1M", "--shard-state", "node", "--shard-params", "world"),
+            'params: expected "node" with state="node"',
+        ),
         (("--nodes", 4, "--bytes", 1), "--nodes 4: expected --nic-gbps with it"),
         (("--bytes", 1), "--bytes: expected --nodes with it"),
         (("--params", "1M", "--world", 4, "--taper", 2), "--taper: expected --nodes with it"),

@@ -1,17 +1,18 @@
-"""AdamW over several nodes, which here are processes that say that they are on some."""
+"""AdamW over several nodes, which here are threads that say that they are on some."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from torch.distributed import Store
 
 import ringcomm
 from ringcomm import CommOptions, Communicator
 from ringcomm.optim import AdamWOptions
+from ringcomm.optim.state import reshard
 from tests.optim.problems import Problem, assert_same_state, values
-from tests.support.ranks import join_nodes, run_ranks
 
 
 def gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> torch.Tensor:
@@ -63,17 +64,43 @@ def step(comm: Communicator, problem: Problem, options: AdamWOptions) -> Any:
     return [param.detach().clone() for param in params], norms, optimizer.full_state_dict()
 
 
-def step_on_nodes(store: Store, rank: int, world_size: int, nodes: Any) -> list[Any]:
-    with join_nodes(store, rank, world_size, nodes) as comm:
-        return [step(comm, *each) for each in PROBLEMS]
+@pytest.mark.parametrize(
+    ("nodes", "sum_blocks", "states"),
+    [
+        ([2, 2], 2, ("world", "node")),
+        ([1, 1, 1], 0, ("world", "node")),
+        # (r0 + r1) + r2 as on one node.
+        ([2, 1], 0, ("world",)),
+    ],
+)
+def test_steps_have_the_bits_of_one_node_that_sums_in_blocks(nodes, sum_blocks, states):
+    world_size = sum(nodes)
+    with ringcomm.local_world(world_size, options=CommOptions(sum_blocks=sum_blocks)) as world:
+        wanted = [world.run(step, *each)[0] for each in PROBLEMS]
+    with ringcomm.local_world(world_size, nodes=nodes, timeout=60) as world:
+        for (problem, options), (params, norms, state) in zip(PROBLEMS, wanted, strict=True):
+            for shared in states:
+                chosen = replace(options, state=shared)
+                for theirs, their_norms, their_state in world.run(step, problem, chosen):
+                    assert their_norms == norms
+                    assert all(map(torch.equal, theirs, params))
+                    assert_same_state(their_state, state)
 
 
-def test_steps_have_the_bits_of_one_node_that_sums_in_blocks():
-    by_rank = run_ranks(step_on_nodes, 4, ((0, 1), (2, 3)), timeout_s=120)
-    with ringcomm.local_world(4, options=CommOptions(sum_blocks=2)) as world:
-        for number, each in enumerate(PROBLEMS):
-            wanted, norms, state = world.run(step, *each)[0]
-            for params, their_norms, their_state in (results[number] for results in by_rank):
-                assert their_norms == norms
-                assert all(map(torch.equal, params, wanted))
-                assert_same_state(their_state, state)
+def take_shards(comm: Communicator, options: AdamWOptions) -> Any:
+    problem = PROBLEMS[0][0]
+    optimizer = problem.ours(problem.params(), comm, options)
+    optimizer.prepare()
+    return optimizer.state_dict()
+
+
+def test_each_node_has_all_shards_of_the_state_that_it_has_a_copy_of():
+    options = AdamWOptions(bucket_elems=1024, state="node")
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        shards = world.run(take_shards, options)
+    assert [(each["shard"]["rank"], each["shard"]["world_size"]) for each in shards] == [
+        *((0, 2), (1, 2)),
+        *((0, 2), (1, 2)),
+    ]
+    # Those of one node are a world's.
+    assert len(reshard(shards[2:], 3)) == 3

@@ -21,6 +21,7 @@ class Job:
         options = zero.ZeroOptions(
             bucket_elems=settings.pop("bucket_elems", SMALL_BUCKET_ELEMS),
             precision=precision or zero.Precision(),
+            **settings.pop("zero_options", {}),
         )
         self.comm = comm
         self.module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)

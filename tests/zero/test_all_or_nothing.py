@@ -88,7 +88,7 @@ FAILURES: dict[str, tuple[list[Any], str, Callable[..., bool], bool, Exception]]
     "no room on rank 1": (
         [sharding],
         "make_bucket",
-        lambda comm, stage, plan, number, trains: comm.rank == 1 and number == 2,
+        lambda parts, plan, number: parts.comm.rank == 1 and number == 2,
         False,
         HeapError("no room"),
     ),

@@ -16,12 +16,14 @@ from __future__ import annotations
 import gc
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import ringcomm
 from ringcomm import zero
 from ringcomm.bench.training_systems import Shape
 from ringcomm.optim import AdamW
@@ -102,10 +104,12 @@ PLAIN = (zero.Precision(), Bytes(4, 4, 8))
 BOOK = (zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16), Bytes(2, 2, 12))
 
 
-def measure(comm, base: nn.Module, stage: int, precision: zero.Precision) -> tuple[int, int]:
+def measure(
+    comm, base: nn.Module, stage: int, precision: zero.Precision, **shared: Any
+) -> tuple[int, int]:
     """Bytes after a step, when nothing is under way; and the most seen while gradients come."""
     module = deepcopy(base)
-    options = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, precision=precision)
+    options = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, precision=precision, **shared)
     zero.shard(module, stage, comm=comm, options=options)
     optimizer = AdamW(module.parameters(), lr=1e-3)
     x = torch.ones(2, WIDTH)
@@ -143,6 +147,25 @@ def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
         # One layer's gradient is with autograd; stage 3 has two gathered ones.
         moving = bucket + (2 * BUCKET_ELEMS * per_param.params if stage == 3 else 0)
         assert most <= wanted + in_flight + moving + (1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shared", "closed_form"),
+    [
+        (2, {"state": "node"}, 4 + (4 + 8) / 2),
+        (3, {}, 4 / 2 + (4 + 8) / 4),
+        (3, {"params": "world"}, (4 + 4 + 8) / 4),
+        (3, {"state": "node"}, (4 + 4 + 8) / 2),
+    ],
+)
+def test_a_rank_of_two_nodes_of_two_holds_its_share(stage, shared, closed_form):
+    wanted, in_flight = closed_form * PARAMS, 2 * BUCKET_ELEMS * 4
+    base = Deep()
+    with ringcomm.local_world(4, nodes=[2, 2]) as world:
+        work = partial(measure, base=base, stage=stage, precision=PLAIN[0], **shared)
+        for rest, most in world.run(work):
+            assert wanted <= rest <= wanted + in_flight + (1 << 16)
+            assert most <= wanted + in_flight + 3 * BUCKET_ELEMS * 4 + (1 << 16)
 
 
 def test_frozen_parameters_are_split_and_freed_in_backward(worlds):

@@ -1,12 +1,14 @@
-"""Sharded training over several nodes, which here are processes that say that they are on some."""
+"""Sharded training over several nodes, which here are threads, or processes, that say so."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +19,44 @@ from torch.distributed import Store
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
-from ringcomm.comm.nodes.rails import HEADER_TAG
-from ringcomm.errors import RingcommError, UnsupportedError
+from ringcomm.comm.nodes.rails import HEADER_TAG, gloo
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.zero.estimate import BytesPerElement, ModelElems, World
+from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.support.ranks import Ranks, join_nodes, run_ranks
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of, train
 
 Nodes = Sequence[Sequence[int]]
+Choice = tuple[int, dict[str, Any]]
 TWO_BY_TWO = ((0, 1), (2, 3))
-ONE_EACH = ((0,), (1,), (2,))
-RUNS = (
-    Run("mlp", 0, steps=3, backwards=2, clip=0.3),
-    Run("gpt", 0, steps=2, precision=BF16, adamw=AdamWOptions(master="remainder")),
-    Run("partial", 0, steps=2, precision=replace(BF16, reduce=torch.bfloat16)),
-)
+BY_NODE: dict[str, Any] = {"state": "node"}
+BY_WORLD: dict[str, Any] = {"params": "world"}
+DEFAULTS: tuple[Choice, ...] = tuple((stage, {}) for stage in range(4))
+CHOICES = (*DEFAULTS, (1, BY_NODE), (2, BY_NODE), (3, BY_NODE), (3, BY_WORLD))
+CLIPPED = Run("mlp", 0, steps=3, backwards=2, clip=0.3)
+REMAINDER = Run("gpt", 0, steps=2, precision=BF16, adamw=AdamWOptions(master="remainder"))
+ROUNDED = Run("partial", 0, steps=2, precision=replace(BF16, reduce=torch.bfloat16))
 # Stages 2 and 3 add in another order than 0 and 1 here, on one node, too.
-ADDING = Run("mlp", 2, steps=2, backwards=2, quiet=False)
+ADDING = Run("mlp", 2, steps=2, backwards=2, quiet=False, clip=0.3)
+
+
+@pytest.fixture(scope="module")
+def two_by_two():
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        yield world
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_each_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # ---- bits --------------------------------------------------------------------------------------
-
-
-def train_on_nodes(
-    store: Store, rank: int, world_size: int, nodes: Nodes, runs: Sequence[Run]
-) -> list[Any]:
-    with join_nodes(store, rank, world_size, nodes) as comm:
-        assert comm.num_nodes == len(nodes)
-        return [train(comm, new_model(run.model), run) for run in runs]
 
 
 def train_on_one_node(
@@ -52,181 +64,361 @@ def train_on_one_node(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     base = new_model(run.model)
     with ringcomm.local_world(world_size, options=CommOptions(sum_blocks=sum_blocks)) as world:
-        return world.run(train, base, run)[0]
+        return world.run(train, base, replace(run, stage=max(run.stage, 1)))[0]
 
 
-def all_stages(run: Run) -> list[Run]:
-    return [replace(run, stage=stage, options={"overlap": stage != 2}) for stage in range(4)]
+def assert_ends_alike(
+    world: ringcomm.LocalWorld, run: Run, choices: Sequence[Choice], wanted: Any
+) -> None:
+    base, (wanted_state, wanted_norms) = new_model(run.model), wanted
+    for number, (stage, options) in enumerate(choices):
+        chosen = replace(run, stage=stage, options={"overlap": number % 2 == 0, **options})
+        for state, norms in world.run(train, base, chosen):
+            assert norms == wanted_norms, (stage, options)
+            assert_same_bits(state, wanted_state)
 
 
-def test_all_stages_end_with_the_bits_of_one_node():
-    """Those of one node that sums in blocks of ranks, and not those of one that does not."""
-    runs = [each for run in RUNS for each in all_stages(run)] + all_stages(ADDING)[2:]
-    by_rank = run_ranks(train_on_nodes, 4, TWO_BY_TWO, runs, timeout_s=240)
-    for number, run in enumerate((*RUNS, ADDING)):
-        wanted, norms = train_on_one_node(4, 2, replace(run, stage=max(run.stage, 1)))
-        for results in by_rank:
-            for state, their_norms in results[4 * number : 4 * number + 4]:
-                assert their_norms == norms
-                assert_same_bits(state, wanted)
+@pytest.mark.parametrize(
+    ("run", "choices"),
+    [
+        (CLIPPED, CHOICES),
+        (REMAINDER, [DEFAULTS[1], DEFAULTS[3], *CHOICES[4:]]),
+        (ROUNDED, [*DEFAULTS[:3], *CHOICES[4:]]),
+        (ADDING, [*DEFAULTS[2:], *CHOICES[5:]]),
+        # Look-ups of parameters elsewhere, and layers in another order at each step.
+        (Run("reaching", 3, steps=2), [(3, BY_WORLD), (3, {**BY_WORLD, "overlap": True})]),
+        (Run("wandering", 3, steps=3), [(3, {**BY_WORLD, "overlap": True}), (3, BY_WORLD)]),
+    ],
+    ids=["clipped", "remainder", "rounded", "adding", "reaching", "wandering"],
+)
+def test_all_choices_end_with_the_bits_of_one_node_that_sums_in_blocks(two_by_two, run, choices):
+    assert_ends_alike(two_by_two, run, choices, train_on_one_node(4, 2, run))
+
+
+def test_the_bits_are_not_those_of_one_node_that_sums_in_one_go():
+    wanted, _ = train_on_one_node(4, 2, ADDING)
     other, _ = train_on_one_node(4, 0, ADDING)
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
 
 
+def norms_of(comm: Communicator, base: Any, choice: Choice) -> list[float]:
+    """Returns norms of gradients that were reduced without one, so that they are summed later."""
+    stage, options = choice
+    module: Any = zero.shard(
+        deepcopy(base), stage, comm=comm, options=options_of(Run("mlp", stage, options=options))
+    )
+    optimizer = AdamW(module.parameters())
+    module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
+    norms = [optimizer.clip_grad_norm_(1e9, kind).item() for kind in (1.0, 2.0, float("inf"))]
+    zero.unshard(module)
+    return norms
+
+
+def test_norms_count_each_element_once_where_nodes_have_copies(two_by_two):
+    base = new_model("mlp")
+    wanted, *others = [
+        two_by_two.run(norms_of, base, choice) for choice in (CHOICES[1], *CHOICES[4:])
+    ]
+    assert all(norms == wanted for norms in others)
+
+
 def test_nodes_of_one_rank_end_with_the_bits_of_one_node():
-    by_rank = run_ranks(train_on_nodes, 3, ONE_EACH, all_stages(RUNS[0]), timeout_s=120)
-    wanted, norms = train_on_one_node(3, 0, replace(RUNS[0], stage=1))
-    for results in by_rank:
-        for state, their_norms in results:
-            assert their_norms == norms
-            assert_same_bits(state, wanted)
+    with ringcomm.local_world(3, nodes=[1, 1, 1], timeout=60) as world:
+        wanted = train_on_one_node(3, 0, CLIPPED)
+        assert_ends_alike(world, CLIPPED, [DEFAULTS[0], *CHOICES[3:]], wanted)
+
+
+def test_nodes_of_unequal_sizes_end_with_the_bits_of_one_node():
+    """Sums are (r0 + r1) + r2 on both."""
+    with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
+        choices = [*DEFAULTS[:3], (3, BY_WORLD)]
+        for run, chosen in ((CLIPPED, choices), (REMAINDER, choices[2:])):
+            assert_ends_alike(world, run, chosen, train_on_one_node(3, 0, run))
 
 
 # ---- what leaves a node ------------------------------------------------------------------------
 
 
-@contextmanager
-def counted(comm: Communicator) -> Iterator[Counter[str]]:
-    """Counts what this rank sends on rails: bytes of data by call, and the messages."""
-    core: Any = comm._core
-    rails = core._rails
-    sent: Counter[str] = Counter()
-    send = rails.send
+@dataclass(frozen=True)
+class CountingGroup:
+    """Gloo's group of a rail, which counts the bytes of data that this node's rank sends."""
 
-    def counting(rail: int, node: int, memory: torch.Tensor, tag: int) -> Any:
-        sent["messages"] += 1
+    group: Any
+    sent: list[int] = field(default_factory=list)
+
+    def send(self, memory: list[torch.Tensor], node: int, tag: int) -> Any:
         if tag != HEADER_TAG:
-            sent[core._called.name] += memory.numel()
-        return send(rail, node, memory, tag)
+            self.sent.append(memory[0].nbytes)
+        return self.group.send(memory, node, tag)
 
-    rails.send = counting
-    try:
-        yield sent
-    finally:
-        rails.send = send
+    def recv(self, memory: list[torch.Tensor], node: int, tag: int) -> Any:
+        return self.group.recv(memory, node, tag)
 
-
-def send_in_a_step(
-    store: Store, rank: int, world_size: int, nodes: Nodes, wire: str
-) -> tuple[int, list[Counter[str]]]:
-    found = []
-    with join_nodes(store, rank, world_size, nodes, options=CommOptions(wire=wire)) as comm:
-        for stage in (1, 3):
-            run = Run("gpt", stage, precision=BF16, options={"overlap": False})
-            module: Any = zero.shard(new_model("gpt"), stage, comm=comm, options=options_of(run))
-            optimizer = AdamW(module.parameters())
-            generator = torch.Generator().manual_seed(rank)
-            for _ in range(2):  # the first one also agrees on the order of the buckets
-                batch = MODELS["gpt"][1](generator, 0)
-                with counted(comm) as quiet, zero.no_sync(module):
-                    module(*batch).backward()
-                assert not quiet
-                with counted(comm) as sent:
-                    module(*batch).backward()
-                    optimizer.step()
-                optimizer.zero_grad()
-            found.append(sent)
-            engine = zero.sharding.engine_of(module, "test")
-            elems = sum(bucket.layout.elems for bucket in engine.stored)
-            zero.unshard(module)
-        return elems, found
+    def name(self) -> str:
+        return "gloo"
 
 
-@pytest.mark.parametrize(("wire", "grad_bytes"), [("fp32", 4), ("param", 2)])
-def test_a_step_sends_each_gradient_and_parameter_once(wire, grad_bytes):
-    """P (g + p) (N - 1)/N bytes leave each of N nodes, P with the padding; P (g + p) both of two.
+@dataclass
+class Carrier:
+    """A carrier whose groups count what leaves each node."""
 
-    Forwards and backwards before the last send nothing at all.
+    groups: list[tuple[int, CountingGroup]] = field(default_factory=list)
+
+    def __call__(self, store: Store, node: int, num_nodes: int, timeout: Any) -> CountingGroup:
+        made = CountingGroup(gloo(store, node, num_nodes, timeout))
+        self.groups.append((node, made))
+        return made
+
+    def read(self) -> Counter[int]:
+        """Returns by node what has left it since the last look."""
+        found: Counter[int] = Counter()
+        for node, group in self.groups:
+            found[node] += sum(group.sent)
+            group.sent.clear()
+        return found
+
+
+def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choice) -> Any:
+    """Returns by phase of a step what leaves each node, and the elements that are reduced."""
+    stage, options = choice
+    run = Run("gpt", stage, precision=BF16, options={"overlap": False, **options})
+    module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters())
+    batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
+    phases: list[Counter[int]] = []
+
+    def ended() -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            phases.append(carrier.read())
+        comm.barrier()
+
+    for _ in range(2):  # the first one also agrees on the order of the buckets
+        phases.clear()
+        ended()
+        with zero.no_sync(module):
+            module(*batch).backward()
+        ended()
+        module(*batch).backward()
+        ended()
+        optimizer.step()
+        ended()
+        optimizer.zero_grad()
+    engine = zero.sharding.engine_of(module, "test")
+    roots = zip(engine.plan.unit_of, engine.stored, strict=True)
+    elems = ModelElems(
+        sum(bucket.layout.elems for bucket in engine.stored),
+        root=sum(bucket.layout.elems for unit, bucket in roots if unit == 0),
+    )
+    flags = optimizer.sharded_step().table.told.nbytes
+    zero.unshard(module)
+    return phases[1:], elems, flags
+
+
+@pytest.mark.parametrize("wire", ["fp32", "param"])
+def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire):
+    """To the byte, with the padding: P (g + p) (N - 1)/N, and what docs/zero.md has by choice.
+
+    Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
-    outcomes = run_ranks(send_in_a_step, 4, TWO_BY_TWO, wire, timeout_s=120)
-    elems = outcomes[0][0]
-    none: Counter[str] = Counter()
-    stage1, stage3 = (sum((found[i] for _, found in outcomes), none) for i in range(2))
-    assert stage1["reduce_scatter_adamw_all_gather"] == elems * (grad_bytes + 2)
-    assert stage3["reduce_scatter_norm"] == elems * grad_bytes
-    assert stage3["all_gather_on_rail"] == elems * 2
-    # The rest is which parameters take the step, 8 bytes each.
-    for sent in (stage1, stage3):
-        data = {name: size for name, size in sent.items() if name != "messages"}
-        assert set(data) <= {
-            *("reduce_scatter_adamw_all_gather", "reduce_scatter_norm", "all_gather_on_rail"),
-            "all_reduce",
-        }
-        assert data["all_reduce"] < 0.02 * sum(data.values())
+    carrier, base = Carrier(), new_model("gpt")
+    each, per_node = BytesPerElement(), World(4, 2)
+    with ringcomm.local_world(
+        4, nodes=[2, 2], options=CommOptions(carrier=carrier, wire=wire), timeout=60
+    ) as world:
+        choices = (*DEFAULTS[:2], *CHOICES[5:]) if wire == "fp32" else (DEFAULTS[3], CHOICES[4])
+        for choice in choices:
+            stage, options = choice
+            phases, elems, flags = world.run(send_in_a_step, carrier, base, choice)[0]
+            quiet, backward, step = phases
+            gathered = replace(per_node, **options)
+            wanted = leaving_node_bytes(elems, stage, gathered, each, wire)
+            for node in range(2):
+                # Which parameters take the step: both ranks send what they have to their peers.
+                assert backward[node] + step[node] - 2 * flags == wanted, choice
+                if choice == (3, BY_WORLD):
+                    assert quiet[node] == (2 * elems.trainable - elems.root) * 2 // 2
+                    assert step[node] == 2 * flags
+                else:
+                    assert quiet[node] == 0
+                if choice == (3, BY_NODE):
+                    assert step[node] == 2 * flags
+
+
+# ---- gathering that all ranks take part in -----------------------------------------------------
+
+
+def shard_by_world(comm: Communicator, base: Any, **options: Any) -> Any:
+    chosen = zero.ZeroOptions(**{**BY_WORLD, "overlap": True, **options})
+    return zero.shard(deepcopy(base), 3, comm=comm, options=chosen)
+
+
+def write_in_the_open(comm: Communicator, base: Any) -> None:
+    module = shard_by_world(comm, base)
+    name, param = next(iter(module.named_parameters()))
+    # No version changes, and every part of the parameter counts, whoever keeps it.
+    with (
+        pytest.raises(ArgumentError, match=f"parameter {name} was changed"),
+        zero.gathered(module),
+    ):
+        param.data.view(-1)[-1] += 1.0
+    before = zero.full_state_dict(module)[name]
+    assert torch.equal(before, dict(base.named_parameters())[name])
+    with zero.gathered(module, write_from=2):
+        param.data.view(-1)[-1] += 1.0 + comm.rank
+    after = zero.full_state_dict(module)[name]
+    before.view(-1)[-1] += 3.0
+    assert torch.equal(after, before)
+    zero.unshard(module)
+
+
+def test_writes_outside_of_the_module_are_found_and_shared(two_by_two):
+    two_by_two.run(write_in_the_open, new_model("mlp"))
+
+
+def gather_apart(comm: Communicator, base: Any) -> str:
+    module = shard_by_world(comm, base)
+    with pytest.raises(RingcommError) as raised:
+        if comm.rank == 1:
+            zero.full_state_dict(module)
+        comm.barrier()
+    return str(raised.value)
+
+
+def gather_another(comm: Communicator, base: Any) -> str:
+    """Ranks of one node look at units of one size, in another order than each other's."""
+    module = shard_by_world(comm, base, overlap=False)
+    layers = [module.layers[0], module.layers[1]]
+    with pytest.raises(MismatchError) as raised:
+        for layer in layers if comm.rank % 2 else reversed(layers):
+            assert layer.weight.sum()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("work", "model", "text"),
+    [
+        (gather_apart, "mlp", "the ranks made different calls"),
+        (gather_another, "wandering", r"bucket \d of module.*bucket \d of module"),
+    ],
+)
+def test_ranks_that_gather_differently_are_told(work, model, text):
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=20) as world:
+        for told in world.run(work, new_model(model)):
+            assert re.search(text, told), told
+
+
+def overlaps(comm: Communicator, base: Any, shared: dict[str, str]) -> bool | None:
+    module = shard_by_world(comm, base, overlap=None, **shared)
+    found: bool | None = zero.sharding.engine_of(module, "test").options.overlap
+    zero.unshard(module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared", "expected"),
+    [
+        ([64, 64, 64, 1], {}, [False] * 4),
+        ([64] * 4, {}, [True] * 4),
+        # One rank gathers without the others, so each does as its machine lets it.
+        ([64, 64, 64, 1], {"params": "node"}, [False, True, True, True]),
+    ],
+)
+def test_ranks_that_gather_together_overlap_alike(two_by_two, monkeypatch, cores, shared, expected):
+    """One of the machines has too few cores for it."""
+    left = iter(cores)
+    monkeypatch.setattr(zero.sharding, "available_cores", lambda: next(left))
+    found = two_by_two.run(overlaps, new_model("mlp"), shared)
+    assert sorted(map(bool, found)) == expected
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
 
-JOB = {"precision": BF16, "adamw": AdamWOptions(master="remainder"), "scaled": True}
+JOB: dict[str, Any] = {
+    "precision": BF16,
+    "adamw": AdamWOptions(master="remainder"),
+    "scaled": True,
+}
 
 
-def save_and_go_on(
-    store: Store, rank: int, world_size: int, nodes: Nodes, root: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Saves after two steps in all ways, loads what was saved, and takes two more steps."""
+def load_and_save(
+    comm: Communicator, base: Any, choice: Choice, source: Path, target: Path
+) -> dict[str, Any]:
+    stage, options = choice
+    job = Job(comm, base, stage, **JOB, zero_options=options)
+    job.load(source)
+    job.save(target)
+    return job.state()
+
+
+def go_on(comm: Communicator, base: Any, choice: Choice, root: Path) -> dict[str, Any]:
+    stage, options = choice
+    job = Job(comm, base, stage, **JOB, zero_options=options)
+    assert job.load(root).exact
+    job.train("mlp", 1)
+    return job.state()
+
+
+def begin(comm: Communicator, base: Any, root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Saves after two steps, and takes another one."""
+    job = Job(comm, base, 3, **JOB)
+    job.train("mlp", 2)
+    job.save(root)
+    saved, full = job.state(), job.optimizer.full_state_dict()
+    job.train("mlp", 1)
+    # With remainders torch's format brings parameters, too, which other nodes have copies of.
+    for options in ({}, BY_NODE, BY_WORLD):
+        other = Job(comm, base, 3, **JOB, zero_options=options)
+        other.optimizer.load_torch_state_dict(full)
+        assert_same_bits(
+            {name: saved[name] for name in dict(base.named_parameters())},
+            {name: zero.full_state_dict(other.module)[name] for name, _ in base.named_parameters()},
+        )
+    return saved, job.state()
+
+
+def test_a_checkpoint_loads_into_any_nodes_and_choice(two_by_two, tmp_path):
+    base, source = new_model("mlp"), tmp_path / "begun"
+    saved, wanted = two_by_two.run(begin, base, source)[0]
+    for choice in (DEFAULTS[3], *CHOICES[6:]):
+        for state in two_by_two.run(go_on, base, choice, source):
+            assert_same_bits(state, wanted)
+    hops: list[tuple[list[int], Choice]] = [
+        ([2], (1, {})),
+        ([1, 1], (3, BY_WORLD)),
+        ([2, 2], (3, BY_NODE)),
+        ([2, 1], (3, BY_WORLD)),
+    ]
+    for number, (nodes, choice) in enumerate(hops):
+        target = tmp_path / str(number)
+        with ringcomm.local_world(sum(nodes), nodes=nodes, timeout=60) as world:
+            for state in world.run(load_and_save, base, choice, source, target):
+                assert_same_bits(state, saved)
+        source = target
+
+
+def save_by_torch(store: Store, rank: int, world_size: int, nodes: Nodes, root: Path) -> None:
+    """Saves and loads by torch's checkpoints; ranks of a node do not follow each other."""
     import torch.distributed.checkpoint as dcp
 
     from ringcomm.zero.checkpoint import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
     with join_nodes(store, rank, world_size, nodes) as comm:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        job = Job(comm, new_model("gpt"), 3, **JOB)
-        job.train("gpt", 2)
-        job.save(root / "own")
+        job = Job(comm, new_model("mlp"), 3, **JOB)
+        job.train("mlp", 1)
         saved = job.state()
         entry = {"train": zero.TrainState(job.module, job.optimizer)}
-        dcp.save(entry, storage_writer=StorageWriter(root / "dcp"), planner=SavePlanner())
-        full, model = job.optimizer.full_state_dict(), zero.full_state_dict(job.module)
-        job.train("gpt", 2)
-        wanted = job.state()
-
-        again = Job(comm, new_model("gpt"), 3, **JOB)
-        assert again.load(root / "own").exact
-        again.train("gpt", 2)
-        assert_same_bits(again.state(), wanted)
-
-        other = Job(comm, new_model("gpt"), 3, **JOB)
+        dcp.save(entry, storage_writer=StorageWriter(root), planner=SavePlanner())
+        other = Job(comm, new_model("mlp"), 3, **JOB, zero_options=BY_WORLD)
         entry = {"train": zero.TrainState(other.module, other.optimizer)}
-        dcp.load(entry, storage_reader=StorageReader(root / "dcp"), planner=LoadPlanner())
-        assert_same_bits(zero.full_state_dict(other.module), model)
-
-        # With remainders torch's format brings parameters, too, which other nodes have copies of.
-        third = Job(comm, new_model("gpt"), 3, **JOB)
-        third.optimizer.load_torch_state_dict(full)
-        assert_same_bits(zero.full_state_dict(third.module), model)
+        dcp.load(entry, storage_reader=StorageReader(root), planner=LoadPlanner())
+        assert_same_bits(other.state(), saved)
         dist.destroy_process_group()
-        return saved, wanted
 
 
-def load_on_nodes(
-    store: Store, rank: int, world_size: int, nodes: Nodes, root: Path
-) -> dict[str, Any]:
-    with join_nodes(store, rank, world_size, nodes) as comm:
-        job = Job(comm, new_model("gpt"), 3, **JOB)
-        job.load(root)
-        return job.state()
-
-
-def test_a_checkpoint_loads_into_any_nodes_and_stage(tmp_path):
-    saved, _ = run_ranks(save_and_go_on, 4, TWO_BY_TWO, tmp_path, timeout_s=240)[0]
-    base = new_model("gpt")
-
-    def load_and_save(comm: Communicator, stage: int, source: Path, target: Path) -> Any:
-        job = Job(comm, base, stage, **JOB)
-        job.load(source)
-        job.save(target)
-        return job.state()
-
-    source = tmp_path / "own"
-    for world_size, stage in ((2, 1), (3, 3)):
-        target = tmp_path / f"world{world_size}"
-        with ringcomm.local_world(world_size) as world:
-            for state in world.run(load_and_save, stage, source, target):
-                assert_same_bits(state, saved)
-        source = target
-    # The ranks of a node need not follow each other.
-    for state in run_ranks(load_on_nodes, 4, ((0, 3), (1, 2)), source, timeout_s=120):
-        assert_same_bits(state, saved)
+def test_torch_checkpoints_load_into_another_choice(tmp_path):
+    run_ranks(save_by_torch, 4, ((0, 3), (1, 2)), tmp_path / "saved", timeout_s=120)
 
 
 # ---- faults ------------------------------------------------------------------------------------
@@ -267,33 +459,36 @@ def test_a_rank_that_is_lost_in_a_step_ends_it_on_all_nodes():
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-def refuse(store: Store, rank: int, world_size: int, nodes: Nodes) -> None:
-    with join_nodes(store, rank, world_size, nodes) as comm:
-        params = [torch.nn.Parameter(torch.ones(3))]
-        for attempt in (
-            lambda: zero.shard(new_model("mlp"), 1, comm=comm),
-            lambda: AdamW(params, comm=comm).prepare(),
-        ):
-            with pytest.raises(UnsupportedError, match=r"equally many ranks, got 2, 1\. Start"):
-                attempt()
-        even = comm.new_group([0, 2])
-        if even is None:
-            return
-        for options, text in (
-            (zero.ZeroOptions(params="world"), 'params: expected "node"'),
-            (zero.ZeroOptions(state="node"), 'state: expected "world"'),
-            (zero.ZeroOptions(algorithm="ring"), 'algorithm: expected "auto" or "direct"'),
-        ):
-            with pytest.raises(UnsupportedError, match=text):
-                zero.shard(new_model("mlp"), 3, comm=even, options=options)
-        for adamw, text in (
-            (AdamWOptions(kernels="triton"), 'kernels: expected "native" over several nodes'),
-            (AdamWOptions(algorithm="ring"), 'algorithm: expected "auto" or "direct"'),
-        ):
-            with pytest.raises(UnsupportedError, match=text):
-                AdamW(params, comm=even, options=adamw).prepare()
-        even.close()
+def refuse(comm: Communicator, base: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(3))]
+    by_node = AdamWOptions(state="node")
+    equally = r"expected nodes with equally many ranks, got 2, 1\. Pass "
+    for attempt, text in (
+        (partial(zero.shard, base, 3, comm=comm), rf'params="node" at stage 3: {equally}'),
+        (
+            partial(zero.shard, base, 1, comm=comm, options=zero.ZeroOptions(**BY_NODE)),
+            rf'state="node": {equally}',
+        ),
+        (AdamW(params, comm=comm, options=by_node).prepare, rf'state="node": {equally}state='),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            attempt()
+    for options, text in (
+        (AdamWOptions(kernels="triton"), 'kernels: expected "native" over several nodes'),
+        (AdamWOptions(algorithm="ring"), 'algorithm: expected "auto" or "direct"'),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            AdamW(params, comm=comm, options=options).prepare()
+    with pytest.raises(UnsupportedError, match='algorithm: expected "auto" or "direct"'):
+        zero.shard(base, 1, comm=comm, options=zero.ZeroOptions(algorithm="ring"))
 
 
 def test_what_there_is_not_over_nodes_is_refused():
-    run_ranks(refuse, 3, ((0, 1), (2,)))
+    base = new_model("mlp")
+    with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
+        world.run(lambda comm: refuse(comm, deepcopy(base)))
+
+
+def test_parameters_by_world_with_state_by_node_are_refused():
+    with pytest.raises(ArgumentError, match='params: expected "node" with state="node"'):
+        zero.ZeroOptions(params="world", state="node")

@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -28,8 +28,8 @@ class _Failed(Exception):
     """A call has failed, and the watch knows why."""
 
 
-# The collectives of an optimizer's step, whose headers have a tag in place of a root.
-_TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather")
+# The collectives of sharded training whose headers have a tag in place of a root.
+_TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32sqiii"
 
 
@@ -215,6 +215,8 @@ class CallsOverNodes:
         try:
             if headers:
                 self._send_headers()
+            if name in _TAGGED and self._called.root >= 0:
+                self._compare_tags()
             body()
             self._check_headers()
             self._settle(self._sent)
@@ -257,15 +259,29 @@ class CallsOverNodes:
             self._wait(message)
             theirs = Header.unpacked(message.memory)
             if theirs != self._called:
-                me, peer = (self.places.named(r) for r in (self.places.rank, message.rank))
-                self._watch.fail(
-                    MismatchError(
-                        f"the ranks made different calls. {me.capitalize()} called "
-                        f"{self._called}; {peer} called {theirs}. All ranks must call the same "
-                        "collectives in the same order, with equal sizes, dtypes, ops and roots"
-                    )
-                )
-                raise _Failed
+                self._differs(message.rank, theirs)
+
+    def _compare_tags(self) -> None:
+        """Compares tags within the node, whose own calls have sizes alone."""
+        mine = torch.tensor([self._called.root], dtype=torch.int64, device="cpu")
+        tags = mine.new_empty(len(self.places.mates))
+        byte = _native.DTYPES["uint8"]
+        self._inside(self._inner.all_gather(mine.data_ptr(), tags.data_ptr(), 8, byte, DIRECT))
+        for mate, tag in zip(self.places.mates, tags.tolist(), strict=True):
+            if tag != self._called.root:
+                self._differs(mate, self._called._replace(root=tag))
+
+    def _differs(self, peer: int, theirs: Header) -> NoReturn:
+        """Ends the call, since another rank makes another one."""
+        me, other = (self.places.named(rank) for rank in (self.places.rank, peer))
+        self._watch.fail(
+            MismatchError(
+                f"the ranks made different calls. {me.capitalize()} called {self._called}; "
+                f"{other} called {theirs}. All ranks must call the same collectives in the same "
+                "order, with equal sizes, dtypes, ops and roots"
+            )
+        )
+        raise _Failed
 
     def _wait(self, message: Message) -> None:
         timeout_s = self.timeout_ms / 1000

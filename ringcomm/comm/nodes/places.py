@@ -77,13 +77,18 @@ class Places:
         node, place = self._found[rank]
         return list(range(place, self.num_rails, len(self.nodes[node])))
 
-    def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns of state; for nodes of equal sizes.
+    @cached_property
+    def _shard_indices(self) -> dict[int, int]:
+        in_order = sorted(self._found, key=lambda rank: self._found[rank][::-1])
+        return {rank: index for index, rank in enumerate(in_order)}
 
-        The chunks of one rail lie side by side, so that together they are a chunk of a node's.
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the number of the chunk that a rank owns of state: by place, and then by node.
+
+        Where nodes have equal sizes the chunks of one rail lie side by side, so that together they
+        are a chunk of a node's.
         """
-        node, place = self._found[rank]
-        return place * len(self.nodes) + node
+        return self._shard_indices[rank]
 
     def others(self) -> Iterator[int]:
         """Yields the other nodes' numbers, from the one after this rank's node on."""

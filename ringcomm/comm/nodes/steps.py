@@ -1,4 +1,4 @@
-"""The calls of an optimizer's step over several nodes, and what stage 3 of ZeRO sends on rails.
+"""The calls of an optimizer's step over several nodes, and what stage 3 of ZeRO gathers.
 
 A bucket has W = N L chunks, for N nodes of L ranks. The rank at place l of node n owns chunk
 l N + n: so the chunks of one rail lie side by side, and make up chunk l of L, which in each node is
@@ -6,16 +6,23 @@ that of the rank at place l. Each node reduces its gradients into partial sums i
 chunk, which travel on the rail of the chunk's owner and are added there in the order of the nodes.
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
 G bytes (of the wire's type) and parameters of P bytes (G + P) (N-1)/N leave a node.
+
+Where each node has a copy of the state (``StepsCore.per_node``) a bucket has L chunks, and the rank
+at place l of every node keeps state for chunk l. The chunk has a part for each rank of its rail,
+which adds the partial sums of that part. The sums return on the rails, in FP32, instead of the
+parameters: with S bytes of them (G + S) (N-1)/N leave a node.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringcomm import _native
+from ringcomm.comm.nodes.calls import AUTO
 from ringcomm.comm.nodes.core import (
+    BYTE,
     ELEM_BYTES,
     FLOAT32,
     SUM,
@@ -55,82 +62,109 @@ class _Shard(NamedTuple):
         return self.bucket_elems * ELEM_BYTES[self.param_dtype]
 
 
-class StepsCore(NodesCore):
-    """One rank's core over several nodes, with the calls of optimizers; nodes have equal sizes."""
+class _Reduce(NamedTuple):
+    """The arguments of ``reduce_scatter_norm``, as the native method has them."""
 
-    # The parameters are those of the native methods, which callers pass by position.
-    def reduce_scatter_norm(  # noqa: PLR0913
-        self,
-        grads: int,
-        bucket_elems: int,
-        dtype: int,
-        op: int,
-        out: int,
-        accumulate: bool,
-        kind: int,
-        words: int,
-        algorithm: int,
-        step_bytes: int,
-        tag: int,
-    ) -> int:
-        spans = self._chunks(grads, bucket_elems, ELEM_BYTES[dtype])
-        elems = spans[self.places.rank].elems
-        r = Reducing(dtype, op, 1.0)
+    grads: int
+    bucket_elems: int
+    dtype: int
+    op: int
+    out: int
+    accumulate: bool
+    kind: int
+    words: int
+    algorithm: int
+    step_bytes: int
+    tag: int
+
+
+class _Update(NamedTuple):
+    """The arguments of ``adamw_all_gather``, as the native method has them."""
+
+    shard: _native.AdamWShard
+    grad: int
+    grad_dtype: int
+    algorithm: int
+    step_bytes: int
+
+
+class _ReduceUpdate(NamedTuple):
+    """The arguments of ``reduce_scatter_adamw_all_gather``, as the native method has them."""
+
+    shard: _native.AdamWShard
+    grads: int
+    grad_dtype: int
+    op: int
+    algorithm: int
+    step_bytes: int
+    tag: int
+
+
+class StepsCore(NodesCore):
+    """One rank's core over several nodes, with the calls of sharded training."""
+
+    @property
+    def per_node(self) -> PerNodeSteps:
+        """The calls of a step where each node has a copy of the state; nodes have equal sizes."""
+        return PerNodeSteps(self)
+
+    def reduce_scatter_norm(self, *arguments: Any) -> int:
+        return self.reduce_norm(_Reduce(*arguments), per_node=False)
+
+    def adamw_all_gather(self, *arguments: Any) -> int:
+        return self.update(_Update(*arguments), per_node=False)
+
+    def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
+        return self.reduce_update(_ReduceUpdate(*arguments), per_node=False)
+
+    def reduce_norm(self, call: _Reduce, per_node: bool) -> int:
+        """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
+        bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
 
         def body() -> None:
-            if accumulate:
-                fresh = self._scratch.take(elems * ELEM_BYTES[FLOAT32])
-                self._reduce_spans(spans, fresh.data_ptr(), r, FLOAT32)
-                both = [out, fresh.data_ptr()]
-                _native.combine_partials(both, FLOAT32, out, FLOAT32, elems, SUM)
-                self._scratch.give([fresh])
-            else:
-                self._reduce_spans(spans, out, r, FLOAT32)
-            if words:
-                _native.grad_norm(out, FLOAT32, elems, kind, words)
+            own = self._reduce_bucket(bucket, call.out, r, per_node, call.accumulate)
+            if call.words:
+                _native.grad_norm(own.ptr, FLOAT32, own.elems, call.kind, call.words)
 
-        head = (bucket_elems * ELEM_BYTES[dtype], dtype, op, tag or -1)
-        return self._run("reduce_scatter_norm", head, algorithm, body)
+        size_bytes = call.bucket_elems * ELEM_BYTES[call.dtype]
+        head = (size_bytes, call.dtype, call.op, call.tag or -1)
+        return self._run("reduce_scatter_norm", head, call.algorithm, body)
 
-    def adamw_all_gather(
-        self,
-        shard: _native.AdamWShard,
-        grad: int,
-        grad_dtype: int,
-        algorithm: int,
-        step_bytes: int,
-    ) -> int:
-        read = _Shard.of(shard)
-        head = (read.bucket_bytes, grad_dtype, -1, -1)
-        return self._run(
-            "adamw_all_gather",
-            head,
-            algorithm,
-            lambda: self._update_and_gather(shard, read, grad, grad_dtype),
-        )
+    def update(self, call: _Update, per_node: bool) -> int:
+        """Updates what this rank keeps state for, and gathers the bucket's parameters."""
+        read = _Shard.of(call.shard)
 
-    def reduce_scatter_adamw_all_gather(
-        self,
-        shard: _native.AdamWShard,
-        grads: int,
-        grad_dtype: int,
-        op: int,
-        algorithm: int,
-        step_bytes: int,
-        tag: int,
-    ) -> int:
-        read = _Shard.of(shard)
-        spans = self._chunks(grads, read.bucket_elems, ELEM_BYTES[grad_dtype])
+        def body() -> None:
+            self._update_and_gather(call.shard, call.grad, call.grad_dtype, per_node)
+
+        head = (read.bucket_bytes, call.grad_dtype, -1, -1)
+        return self._run("adamw_all_gather", head, call.algorithm, body)
+
+    def reduce_update(self, call: _ReduceUpdate, per_node: bool) -> int:
+        """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
+        read = _Shard.of(call.shard)
+        bucket, r = Span(call.grads, read.bucket_elems), Reducing(call.grad_dtype, call.op, 1.0)
 
         def body() -> None:
             reduced = self._scratch.take(read.elems * ELEM_BYTES[FLOAT32])
-            r = Reducing(grad_dtype, op, 1.0)
-            self._reduce_spans(spans, reduced.data_ptr(), r, FLOAT32)
-            self._update_and_gather(shard, read, reduced.data_ptr(), FLOAT32)
+            self._reduce_bucket(bucket, reduced.data_ptr(), r, per_node)
+            self._update_and_gather(call.shard, reduced.data_ptr(), FLOAT32, per_node)
             self._scratch.give([reduced])
 
-        head = (read.bucket_bytes, grad_dtype, op, tag or -1)
-        return self._run("reduce_scatter_adamw_all_gather", head, algorithm, body)
+        head = (read.bucket_bytes, call.grad_dtype, call.op, call.tag or -1)
+        return self._run("reduce_scatter_adamw_all_gather", head, call.algorithm, body)
+
+    # The parameters are those that Communicator.all_gather_bucket() passes by position.
+    def all_gather_bucket(
+        self, own_ptr: int, bucket_ptr: int, elems: int, elem_bytes: int, tag: int
+    ) -> int:
+        """Gathers a bucket of which each rank owns a chunk, this one that at ``own_ptr``."""
+        chunks = self._chunks(bucket_ptr, elems, elem_bytes)
+        spans = [Span(ptr, chunk_elems * elem_bytes) for ptr, chunk_elems in chunks]
+        head = (elems * elem_bytes, -1, -1, tag)
+        return self._run(
+            "all_gather_bucket", head, AUTO, lambda: self._gather_spans(own_ptr, spans)
+        )
 
     def all_gather_on_rail(self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algo: int) -> int:
         """Gathers among the ranks of this rank's rail alone, in place.
@@ -150,19 +184,71 @@ class StepsCore(NodesCore):
         indices = map(self.places.shard_index_of, range(self._world))
         return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in indices]
 
+    def _node_chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
+        """Returns by place the chunk of a bucket that a rank of each node keeps state for."""
+        places = range(len(self.places.mates))
+        each, whole = _native.chunk_elems(elems, len(places)), Span(ptr, elems)
+        return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in places]
+
+    def _parts(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
+        """Returns by node the part of a node's chunk whose partial sums a rank there adds."""
+        nodes = range(len(self.places.nodes))
+        each = _native.chunk_elems(bucket_elems, len(self.places.mates))
+        part = _native.chunk_elems(each, len(nodes))
+        return [chunk.part(node * part, (node + 1) * part, elem_bytes) for node in nodes]
+
+    def _reduce_bucket(
+        self, bucket: Span, out_ptr: int, r: Reducing, per_node: bool, accumulate: bool = False
+    ) -> Span:
+        """Reduces a bucket in FP32 to what this rank keeps state for.
+
+        Returns:
+            The part of that whose partial sums this rank has added.
+        """
+        size, places = ELEM_BYTES[r.dtype], self.places
+        if not per_node:
+            spans = self._chunks(*bucket, size)
+            own = Span(out_ptr, spans[places.rank].elems)
+            self._reduce_own(spans, own, r, accumulate)
+            return own
+        chunks = self._node_chunks(*bucket, size)
+        parts = [self._parts(chunk, bucket.elems, size) for chunk in chunks]
+        ranks = range(self._world)
+        spans = [parts[places.place_of(rank)][places.node_of(rank)] for rank in ranks]
+        out = Span(out_ptr, chunks[places.place].elems)
+        outs = self._parts(out, bucket.elems, ELEM_BYTES[FLOAT32])
+        self._reduce_own(spans, outs[places.node], r, accumulate)
+        self._gather_on_rail(_in_bytes(outs, FLOAT32))
+        return outs[places.node]
+
+    def _reduce_own(self, spans: list[Span], own: Span, r: Reducing, accumulate: bool) -> None:
+        """Reduces spans, one for each rank, of which this rank's sum goes to ``own``, in FP32."""
+        if not accumulate:
+            self._reduce_spans(spans, own.ptr, r, FLOAT32)
+            return
+        fresh = self._scratch.take(own.elems * ELEM_BYTES[FLOAT32])
+        self._reduce_spans(spans, fresh.data_ptr(), r, FLOAT32)
+        both = [own.ptr, fresh.data_ptr()]
+        _native.combine_partials(both, FLOAT32, own.ptr, FLOAT32, own.elems, SUM)
+        self._scratch.give([fresh])
+
     def _update_and_gather(
-        self, shard: _native.AdamWShard, read: _Shard, grad: int, grad_dtype: int
+        self, shard: _native.AdamWShard, grad: int, grad_dtype: int, per_node: bool
     ) -> None:
         # A peer that makes another call must not find out after this rank has changed parameters.
         self._check_headers()
         _native.adamw_shard(shard, grad, grad_dtype)
-        spans = [
-            Span(ptr, elems * ELEM_BYTES[read.param_dtype])
-            for ptr, elems in self._chunks(
-                read.params, read.bucket_elems, ELEM_BYTES[read.param_dtype]
-            )
-        ]
-        self._gather_spans(spans[self.places.rank].ptr, spans)
+        read, places = _Shard.of(shard), self.places
+        cut = self._node_chunks if per_node else self._chunks
+        spans = _in_bytes(
+            cut(read.params, read.bucket_elems, ELEM_BYTES[read.param_dtype]), read.param_dtype
+        )
+        if not per_node:
+            self._gather_spans(spans[places.rank].ptr, spans)
+            return
+        ptrs, sizes_bytes = zip(*spans, strict=True)
+        own = spans[places.place].ptr
+        self._inside(self._inner.all_gather_list(own, list(ptrs), list(sizes_bytes), BYTE))
 
     def _gather_on_rail(self, spans: list[Span]) -> None:
         places = self.places
@@ -186,3 +272,23 @@ class StepsCore(NodesCore):
             self._settle(messages)
 
         self._in_stages(len(segments), begin, end)
+
+
+def _in_bytes(spans: Sequence[Span], dtype: int) -> list[Span]:
+    return [Span(ptr, elems * ELEM_BYTES[dtype]) for ptr, elems in spans]
+
+
+class PerNodeSteps:
+    """The calls of a step on one rank's core, where each node has a copy of the state."""
+
+    def __init__(self, core: StepsCore) -> None:
+        self._core = core
+
+    def reduce_scatter_norm(self, *arguments: Any) -> int:
+        return self._core.reduce_norm(_Reduce(*arguments), per_node=True)
+
+    def adamw_all_gather(self, *arguments: Any) -> int:
+        return self._core.update(_Update(*arguments), per_node=True)
+
+    def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
+        return self._core.reduce_update(_ReduceUpdate(*arguments), per_node=True)

@@ -9,7 +9,14 @@ from torch import nn
 import ringcomm
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.estimate import STAGES, BytesPerElement, ModelElems, model_state, working_buffers
+from ringcomm.zero.estimate import (
+    STAGES,
+    BytesPerElement,
+    ModelElems,
+    World,
+    model_state,
+    working_buffers,
+)
 from ringcomm.zero.options import Precision, ZeroOptions
 from ringcomm.zero.sharding import engine_of, shard
 
@@ -17,17 +24,20 @@ WORLD_SIZE = 2
 
 
 class Net(nn.Module):
-    """Sizes need no padding: a unit's trained and frozen parts are multiples of 1024 elements."""
+    """Sizes need no padding: a unit's trained and frozen parts are multiples of width^2."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.first = nn.Linear(64, 32, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
-        self.layers.append(nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, False)))
+        wide = 2 * width
+        self.first = nn.Linear(wide, width, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.layers.append(
+            nn.Sequential(nn.Linear(width, wide, False), nn.Linear(wide, width, False))
+        )
         self.layers[1].weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps x [batch, 64] to [batch, 32]."""
+        """Maps x [batch, 2 width] to [batch, width]."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -37,14 +47,14 @@ class Net(nn.Module):
 def storage_bytes(bucket):
     """Returns the bytes that a rank has of a bucket's parameters now, gathered ones included."""
     if isinstance(bucket, ShardedBucket):
-        return bucket.own.nbytes, bucket.flat.untyped_storage().nbytes()
+        return bucket.kept.nbytes, bucket.flat.untyped_storage().nbytes()
     return bucket.flat.nbytes, 0
 
 
-def train(comm, stage, options, master):
+def train(comm, stage, options, master, width=32):
     """Three steps; the parts of the model state, and the most that was gathered at a time."""
     torch.manual_seed(0)
-    net = shard(Net(), stage, comm=comm, options=options)
+    net = shard(Net(width), stage, comm=comm, options=options)
     engine = engine_of(net, "test")
     rounding = "stochastic" if master == "none" else "nearest"
     optimizer = AdamW(net.parameters(), options=AdamWOptions(master=master, rounding=rounding))
@@ -56,7 +66,7 @@ def train(comm, stage, options, master):
         )
     for _ in range(3):
         optimizer.zero_grad()
-        net(torch.ones(2, 64)).float().square().mean().backward()
+        net(torch.ones(2, 2 * width)).float().square().mean().backward()
         optimizer.step()
     whole = [p for p in net.parameters() if not p.requires_grad and stage < 3]
     kept = [bucket.values() for bucket in optimizer.state_dict()["state"]["buckets"]]
@@ -96,3 +106,23 @@ def test_model_state_is_what_training_holds(stage, precision, master, overlap):
             assert (
                 held["gathered"] == working_buffers(model, stage, WORLD_SIZE, each, options).units
             )
+
+
+@pytest.mark.parametrize(
+    ("stage", "shared"),
+    [
+        (1, {"state": "node"}),
+        *((3, shared) for shared in ({}, {"state": "node"}, {"params": "world"})),
+    ],
+)
+def test_over_nodes_it_is_what_their_ranks_share(stage, shared):
+    """Chunks of four ranks are whole blocks of 512 elements with a width of 64."""
+    options = ZeroOptions(Precision(param=torch.bfloat16), bucket_elems=2048, **shared)
+    each, world_of = BytesPerElement.of(torch.bfloat16), World(4, 2, **shared)
+    model = ModelElems.of_module(Net(64))
+    told = model_state(model, stage, world_of, each)
+    with ringcomm.local_world(4, nodes=[2, 2]) as world:
+        for held in world.run(train, stage, options, "fp32", 64):
+            assert (held["params"], held["state"]) == (told.params, told.state)
+            if stage >= 2:
+                assert held["grads"] == told.grads
