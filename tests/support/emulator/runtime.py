@@ -260,8 +260,8 @@ class EmulatedRuntime(EmulatedMemory):
 
     def _await_current_streams(self) -> None:
         assumed = self._thread.assumed
-        all_of_them = assumed is None or assumed < 0
-        for device in range(self.devices) if all_of_them else (assumed,):
+        one_alone = assumed is not None and assumed >= 0
+        for device in [assumed or 0] if one_alone else range(self.devices):
             self.record_event(device, self.current_stream(device)).synchronize()
 
     # ---- graphs and kernels -----------------------------------------------------------------
