@@ -47,7 +47,7 @@ Device = torch.device | str | int | None
 
 
 class Communicator(Collectives, Messages):
-    """A connection of ``world_size`` ranks of one machine, of which this process or thread is one.
+    """A connection of ``world_size`` ranks, of which this process or thread is one.
 
     Ranks in all methods are ranks of this communicator. All ranks must call the same collectives
     in the same order. Sends and receives are not part of that order. As a context manager, a
@@ -127,7 +127,8 @@ class Communicator(Collectives, Messages):
             ArgumentError: a bad rank, world size or name.
             RendezvousError: a rank is missing or failed; named.
             MismatchError: the ranks disagree on world size or options.
-            UnsupportedError: the ranks run on several machines; both are named.
+            UnsupportedError: no carrier for the tensors of the device between several nodes; or
+                devices of one node that cannot reach each other.
             HeapError: no room for the heap or the communicator's region in it.
         """
         check_name(name)

@@ -31,7 +31,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.comm.nodes import core, device_core
+from ringcomm.comm.nodes import core, device_core, device_rails
 from tests.comm.nodes.test_calls import drawn
 from tests.support.device_carrier import emulated_nccl
 from tests.support.device_checks import (
@@ -41,7 +41,7 @@ from tests.support.device_checks import (
     check_all_reduce,
     check_all_to_all,
 )
-from tests.support.device_worlds import Devices, on_host, put, room, with_options
+from tests.support.device_worlds import OPTIONS, Devices, on_host, put, room, with_options
 from tests.support.emulator.in_stream_order import InStreamOrder
 from tests.support.emulator.library import COMPILER
 from tests.support.exact import same
@@ -210,6 +210,28 @@ def test_no_carrier_for_devices(devices: Devices, carrier: str, words: str) -> N
     # Which rank is first to say so is not known; the others repeat it.
     with pytest.raises((UnsupportedError, RendezvousError), match=words):
         world_of((0, 1), with_options(carrier=carrier))
+
+
+def test_auto_is_nccl_without_its_watchdog(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class NCCL:
+        class Options:
+            _timeout: Any = None
+
+        def __new__(cls, store: Any, node: int, num_nodes: int, options: Options) -> Any:
+            made.append((options._timeout, os.environ[device_rails.WATCHDOG_VARIABLE]))
+            return emulated_nccl(store, node, num_nodes, options._timeout)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(device_rails, "is_nccl_available", lambda: True)
+    monkeypatch.setenv(device_rails.WATCHDOG_VARIABLE, "3")
+    with world_of((0, 1), OPTIONS) as world:
+        devices.run(world, check_all_reduce, Case(67))
+    assert made == [(device_rails.FOR_EVER, "0")] * 2
+    assert os.environ[device_rails.WATCHDOG_VARIABLE] == "3"
 
 
 def test_a_carrier_that_is_none(devices: Devices) -> None:
