@@ -111,6 +111,7 @@ class DeviceRails:
         self.runtime, self.device = place
         self._operation = operation
         self._groups: dict[int, Any] = {}
+        self._broken = False
         for rail in places.rails_of(places.rank):
             own = PrefixStore(f"rail{rail}", store)
             try:
@@ -210,6 +211,7 @@ class DeviceRails:
 
     def break_up(self) -> None:
         """Ends all that is under way in the carrier's groups, which are dead then."""
+        self._broken = True
         peer = next(self.places.others())
         for group in tuple(self._groups.values()):
             break_up(group, peer)
@@ -219,5 +221,5 @@ class DeviceRails:
         groups = list(self._groups.values())
         self._groups.clear()
         for group in groups:
-            if group.name() == "nccl":
+            if group.name() == "nccl" and not self._broken:
                 group.shutdown()
