@@ -21,8 +21,10 @@ from ringcomm.comm.engine import Call, Use, itself, refusal
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.nodes.building import Built, build
+from ringcomm.comm.nodes.calls import CallsOverNodes
+from ringcomm.comm.nodes.device_calls import DeviceNodesCalls
+from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.recorder.records import Record, Recording
 from ringcomm.comm.topology.plan import TopologyPlan
@@ -31,6 +33,7 @@ from ringcomm.cuda import find_device
 from ringcomm.errors import (
     AbortedError,
     ArgumentError,
+    RendezvousError,
     RingcommError,
     where,
 )
@@ -44,7 +47,7 @@ Device = torch.device | str | int | None
 
 
 class Communicator(Collectives, Messages):
-    """A connection of ``world_size`` ranks of one machine, of which this process or thread is one.
+    """A connection of ``world_size`` ranks, of which this process or thread is one.
 
     Ranks in all methods are ranks of this communicator. All ranks must call the same collectives
     in the same order. Sends and receives are not part of that order. As a context manager, a
@@ -124,7 +127,8 @@ class Communicator(Collectives, Messages):
             ArgumentError: a bad rank, world size or name.
             RendezvousError: a rank is missing or failed; named.
             MismatchError: the ranks disagree on world size or options.
-            UnsupportedError: the ranks run on several machines; both are named.
+            UnsupportedError: no carrier for the tensors of the device between several nodes; or
+                devices of one node that cannot reach each other.
             HeapError: no room for the heap or the communicator's region in it.
         """
         check_name(name)
@@ -437,7 +441,7 @@ class Communicator(Collectives, Messages):
 class NodesCommunicator(Communicator):
     """A :class:`Communicator` whose ranks are on several nodes."""
 
-    _core: StepsCore  # type: ignore[assignment]  # which has the methods of the native one
+    _core: CallsOverNodes  # type: ignore[assignment]  # which has the methods of the native one
 
     def __init__(self, built: Built[Communicator], membership: Membership) -> None:
         super().__init__(built.core, membership)
@@ -498,7 +502,7 @@ class NodesCommunicator(Communicator):
 
     def recording(self) -> Recording:
         """Returns what this node's ranks did last within the node, under their ranks here."""
-        within, mates = super().recording(), self.places.mates
+        within, mates = self._within_node(), self.places.mates
 
         def named(place: int) -> int:
             return mates[place] if 0 <= place < len(mates) else place
@@ -517,6 +521,9 @@ class NodesCommunicator(Communicator):
             for each in within.ranks
         )
         return replace(within, ranks=ranks)
+
+    def _within_node(self) -> Recording:
+        return super().recording()
 
     def __repr__(self) -> str:
         of = f"on node {self.places.node} of {self.num_nodes}"
@@ -555,11 +562,49 @@ class DeviceCommunicator(DeviceMessages, Communicator):
     @classmethod
     def _meet_on(
         cls, membership: Membership, device: int, heap_bytes: int | None = None
-    ) -> DeviceCommunicator:
-        return meet_on_device(membership, device, heap_bytes, cls)
+    ) -> Communicator:
+        made = meet_on_device(membership, device, heap_bytes, cls)
+        if made is not None:
+            return made
+        return DeviceNodesCommunicator._over_devices(membership, device, heap_bytes)
 
     def _rebuild(self, membership: Membership) -> Communicator:
         return self._meet_on(membership, self._device_core.device)
+
+
+class DeviceNodesCommunicator(DeviceNodesCalls, NodesCommunicator):
+    """A :class:`Communicator` whose tensors are on one device of this rank, over several nodes."""
+
+    _core: DeviceNodesCore
+
+    @classmethod
+    def _over_devices(
+        cls, membership: Membership, device: int, heap_bytes: int | None
+    ) -> DeviceNodesCommunicator:
+        """Builds the communicator of ranks that do not name one machine or node.
+
+        Which of them are of one node is found on the host; the devices of each node then prove
+        their links, or say why they cannot be reached.
+        """
+        met = meet(replace(membership, name=f"{membership.name}.nodes"), None)
+        if isinstance(met, OneNode):
+            met.core.close()
+            raise RendezvousError(
+                f"{where(membership.name, membership.rank, len(membership.ranks))}: the ranks "
+                "named different nodes, and a moment later the same. Give every job a store of "
+                "its own"
+            )
+
+        def make_node(of_node: Membership) -> Communicator:
+            return DeviceCommunicator._meet_on(of_node, device, heap_bytes)
+
+        return cls(build(membership, met, None, make_node, on_device=True), membership)
+
+    def _within_node(self) -> Recording:
+        return self._core.calls.recording()
+
+    def _rebuild(self, membership: Membership) -> Communicator:
+        return DeviceCommunicator._meet_on(membership, self.device_place[1])
 
 
 def _options(options: CommOptions | None, timeout: timedelta | float | None) -> CommOptions:

@@ -196,7 +196,7 @@ class LocalWorld(Sequence[Communicator]):
                 f"{name}: expected tensors of {len(self)} ranks, got those of {len(arguments)}"
             )
         self._check_alike(name, arguments)
-        if not self[0].launches:
+        if not self[0].launches or self[0].num_nodes > 1:
 
             def call(communicator: Communicator) -> None:
                 getattr(communicator, name)(*arguments[communicator.rank], algorithm=algorithm)

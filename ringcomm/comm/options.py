@@ -60,7 +60,8 @@ class CommOptions:
             Otherwise data are staged in the heap, which is a second copy.
         carrier: the engine between nodes: "gloo" or "nccl", or a function that returns a process
             group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is Gloo for
-            tensors of the CPU. It only sends and receives.
+            tensors of the CPU, and NCCL for those of GPUs. It only moves data: it sends and
+            receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
         wire: what travels between nodes in reductions of 16-bit types: "fp32", partial sums as they
             are, so that a result is rounded once; or "param", partial sums rounded to the type,
             which halves the bytes and rounds twice.

@@ -27,7 +27,8 @@ USUAL_CAUSES = (
     "Usual causes: containers that do not share the IPC and PID namespaces; an IOMMU, or PCIe ACS, "
     "that redirects traffic between GPUs; MIG instances, which cannot reach each other; a GPU that "
     "CUDA_VISIBLE_DEVICES hides from one of the two; a driver or GPU without peer access. "
-    "'ringcomm topo' and 'nvidia-smi topo -p2p rw' show what the driver reports"
+    "'ringcomm topo' and 'nvidia-smi topo -p2p rw' show what the driver reports. Ranks with "
+    "different RINGCOMM_NODE_ID are on different nodes, which NCCL joins"
 )
 
 

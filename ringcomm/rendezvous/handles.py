@@ -135,6 +135,16 @@ def machine_identity() -> tuple[str, str, str]:
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
 
 
+def machine_of(node_id: str) -> str:
+    """Returns a word that only ranks which may map each other's memory have in common.
+
+    Args:
+        node_id: the name of this rank's node, or "".
+    """
+    _, boot, pid_namespace = machine_identity()
+    return f"node {node_id}" if node_id else f"boot {boot} {pid_namespace}"
+
+
 def host_and_port(store: Any) -> tuple[str, int] | None:
     """Returns the address of a torch store's server, or None for a store that has none."""
     while hasattr(store, "underlying_store"):

@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 # Files, and functions of files, that cannot run on an emulated device. All others run on a GPU if
 # there is one, and otherwise on an emulated device.
 NEEDS_A_GPU = {
+    "test_nodes.py": "NCCL moves the memory of GPUs, each of one rank alone",
     "test_training.py": "torch's wrappers use streams of their own for tensors of CUDA only",
     "test_arguments.py::test_tensors_of_another_device_are_refused": "needs tensors of two devices",
     "test_optimizer.py::test_a_graph_replays_steps_as_eager_ones": (

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ringcomm import Communicator
-from ringcomm.comm.communicator import DeviceCommunicator
 from tests.support.device_worlds import PACKET_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 
@@ -73,7 +72,7 @@ def _operands(case: Case, count: int, world: int) -> list[torch.Tensor]:
 def _expect(comm: Communicator, case: Case, holds: bool) -> None:
     """Asserts it. A kernel that gave up leaves wrong values, and its fault says more than they."""
     if not holds:
-        cast(DeviceCommunicator, comm)._check_usable("the check")
+        comm.raise_if_unusable("the check")
     assert holds, case
 
 

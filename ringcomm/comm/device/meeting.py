@@ -36,6 +36,7 @@ from ringcomm.rendezvous.handles import (
     Rendezvous,
     check_agreement,
     check_one_machine,
+    machine_of,
 )
 
 __all__ = ["Links", "meet_on_device", "prove_links"]
@@ -169,6 +170,7 @@ class _RankPlace:
     kind: str
     multiprocessors: int
     topology: str
+    machine: str
 
     @classmethod
     def from_json(cls, text: bytes, rank: int, operation: str) -> _RankPlace:
@@ -186,7 +188,7 @@ class _RankPlace:
 
 def meet_on_device(
     membership: Membership, device: int, heap_bytes: int | None, build: Callable[..., C]
-) -> C:
+) -> C | None:
     """Builds this rank's communicator once the members, each with its device, have met.
 
     Args:
@@ -196,6 +198,10 @@ def meet_on_device(
         build: makes the communicator from the core, the membership, the device's order and, if
             ranks share process and device, their joint launch.
 
+    Returns:
+        The communicator; None where the members are on several machines or named nodes, which all
+        of them find alike.
+
     Raises:
         RendezvousError: a rank is missing or failed; named.
         MismatchError: the ranks disagree.
@@ -204,11 +210,6 @@ def meet_on_device(
     """
     world_size = len(membership.ranks)
     meeting = rendezvous_of(membership)
-    if world_size > _native.MAX_DEVICE_WORLD:
-        raise UnsupportedError(
-            f"{meeting.operation}: got {world_size} ranks, but a communicator on devices has "
-            f"at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
-        )
     if membership.options.sum_blocks:
         raise UnsupportedError(
             f"{meeting.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
@@ -220,7 +221,15 @@ def meet_on_device(
     try:
         lifecycle.reclaim()
         heap = device_heap(device, heap_bytes)
-        places = _places(rendezvous, meeting, heap, stay)
+        places = _places(rendezvous, meeting, heap, stay, membership.node_id)
+        if len({place.machine for place in places}) > 1:
+            lifecycle.end_stay(stay)
+            return None
+        if world_size > _native.MAX_DEVICE_WORLD:
+            raise UnsupportedError(
+                f"{meeting.operation}: got {world_size} ranks, but a communicator on devices of "
+                f"one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
+            )
         chosen = plan(_topology(places), [place.uuid for place in places])
         channels = _channels(membership, places)
         _preload(heap)
@@ -303,14 +312,20 @@ def _preload(heap: DeviceHeap) -> None:
 
 
 def _places(
-    rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int
+    rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int, node_id: str
 ) -> list[_RankPlace]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all, because equal plans need equal input and ranks in
     # different containers may see different GPUs.
     topology = _read_topology(heap) if meeting.rank == 0 else ""
     mine = _RankPlace(
-        os.getpid(), stay, identity.uuid, heap.runtime.kind, identity.multiprocessors, topology
+        os.getpid(),
+        stay,
+        identity.uuid,
+        heap.runtime.kind,
+        identity.multiprocessors,
+        topology,
+        machine_of(node_id),
     )
     texts = rendezvous.everyone("place", asdict(mine))
     operation = meeting.operation

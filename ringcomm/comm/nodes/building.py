@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch.distributed import PrefixStore
 
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
+from ringcomm.comm.nodes.calls import CallsOverNodes
+from ringcomm.comm.nodes.device_core import DeviceNodesCore
+from ringcomm.comm.nodes.device_rails import DeviceRails, device_carrier_of
+from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.messages import NodesMessages
+from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails, carrier_of
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.nodes.watch import Awaiting, Watch
@@ -36,7 +42,7 @@ class Built(Generic[C]):
         watch: over all ranks.
     """
 
-    core: StepsCore
+    core: CallsOverNodes
     node: C
     watch: Watch
 
@@ -46,21 +52,25 @@ def build(
     found: SeveralNodes,
     heap_bytes: int | None,
     make_node: Callable[[Membership], C],
+    *,
+    on_device: bool = False,
 ) -> Built[C]:
     """Builds the node's communicators and the rails.
 
     Args:
         membership: of all ranks.
         found: their nodes.
-        heap_bytes: as for :func:`ringcomm.comm.meeting.meet`.
+        heap_bytes: of the host; as for :func:`ringcomm.comm.meeting.meet`.
         make_node: builds a node's communicator for users.
+        on_device: it is one on devices.
 
     Raises:
         RingcommError: a rank failed or cannot be reached; waiting peers have been told.
     """
     closing: list[_Closable] = []
     try:
-        return _built(membership, found, heap_bytes, make_node, closing)
+        built = _built_on_device if on_device else _built
+        return built(membership, found, heap_bytes, make_node, closing)
     except BaseException as error:
         found.rendezvous.fail(error)
         for each in reversed(closing):
@@ -76,12 +86,7 @@ def _built(
     closing: list[_Closable],
 ) -> Built[C]:
     places, options, operation = found.places, membership.options, found.meeting.operation
-    of_node = replace(
-        membership,
-        name=f"{membership.name}/node{places.node}",
-        rank=places.place,
-        ranks=tuple(membership.ranks[rank] for rank in places.mates),
-    )
+    of_node = _of_node(membership, places)
     node = make_node(of_node)
     closing.append(node)
     met = _inner(replace(of_node, name=f"{of_node.name}.calls"), heap_bytes, operation)
@@ -97,6 +102,50 @@ def _built(
     watch.breakable.append(messages)
     core = StepsCore(inner, places, rails, watch, messages, options.wire)
     return Built(core, node, watch)
+
+
+def _built_on_device(
+    membership: Membership,
+    found: SeveralNodes,
+    heap_bytes: int | None,
+    make_node: Callable[[Membership], C],
+    closing: list[_Closable],
+) -> Built[C]:
+    """Builds the node's communicators on devices, the carrier, and what hosts agree on calls by."""
+    places, options, operation = found.places, membership.options, found.meeting.operation
+    carrier = device_carrier_of(options.carrier, operation)
+    of_node = _of_node(membership, places)
+    node = make_node(of_node)
+    closing.append(node)
+    made = make_node(replace(of_node, name=f"{of_node.name}.calls"))
+    closing.append(made)
+    calls = cast(DeviceCallEngine, made)
+    met = _inner(replace(of_node, name=f"{of_node.name}.hosts"), heap_bytes, operation)
+    closing.append(met.core)
+    store = PrefixStore(found.rendezvous.prefix, membership.store)
+    on_host = carrier_of("gloo", operation)
+    rails = Rails(places, PrefixStore("rails", store), on_host, options.timeout_s, operation)
+    own = PrefixStore("carrier", store)
+    carried = DeviceRails(places, own, carrier, calls.device_place, operation)
+    closing.append(carried)
+    awaiting = _awaiting(found, met)
+    carried.prove(options.timeout_s)
+    faults = PrefixStore("faults", store)
+    watch = DeviceWatch(met.core, places, awaiting, faults, rails, membership.name, calls)
+    closing.append(watch)
+    watch.breakable.append(carried)
+    core = DeviceNodesCore(met.core, places, rails, watch, options.wire, calls, carried)
+    return Built(core, node, watch)
+
+
+def _of_node(membership: Membership, places: Places) -> Membership:
+    """Returns the ranks of this rank's node as members of a communicator of their own."""
+    return replace(
+        membership,
+        name=f"{membership.name}/node{places.node}",
+        rank=places.place,
+        ranks=tuple(membership.ranks[rank] for rank in places.mates),
+    )
 
 
 def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNode:

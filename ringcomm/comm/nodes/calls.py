@@ -20,6 +20,7 @@ from ringcomm.errors import AbortedError, MismatchError, UnsupportedError
 Tensor = torch.Tensor
 
 AUTO, DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
+BYTE = _native.DTYPES["uint8"]
 _DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
 _OP_NAMES = {code: name for name, code in _native.OPS.items()}
 
@@ -93,7 +94,7 @@ class CallsOverNodes:
         places: of all ranks.
         rails: this rank's.
         watch: over all of them.
-        messages: this rank's.
+        messages: this rank's; None: it makes none.
         wire: "fp32" or "param".
     """
 
@@ -103,7 +104,7 @@ class CallsOverNodes:
         places: Places,
         rails: Rails,
         watch: Watch,
-        messages: NodesMessages,
+        messages: NodesMessages | None,
         wire: str,
     ) -> None:
         self._inner = inner
@@ -170,7 +171,8 @@ class CallsOverNodes:
     def close(self) -> None:
         self._closed = True
         self._watch.close()
-        self._messages.close()
+        if self._messages is not None:
+            self._messages.close()
         self._rails.close()
         self._inner.close()
 
@@ -182,9 +184,11 @@ class CallsOverNodes:
     reduce_scatter_plain = all_gather_plain = all_reduce_plain
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
+        assert self._messages is not None  # a communicator without messages has refused before
         return self._messages.post_send(ptr, size_bytes, peer, tag, dtype)
 
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
+        assert self._messages is not None
         return self._messages.post_recv(ptr, size_bytes, peer, tag, dtype)
 
     def drive_in_background(self) -> None:
@@ -322,3 +326,13 @@ class CallsOverNodes:
         memory = memory_at(ptr, size_bytes)
         with self._meeting_on_rail(self.places.rail(rail)[node]):
             return self._rails.receive(rail, node, memory, tag_of(self._called, size_bytes))
+
+    def _sizes_of_mates(self, ins_bytes: list[int]) -> list[list[int]]:
+        """Returns, by mate, the bytes that it sends to each rank; ``ins_bytes`` are this rank's."""
+        mine = torch.tensor(ins_bytes, dtype=torch.int64, device="cpu")
+        everyone = mine.new_empty(len(self.places.mates), self._world)
+        self._inside(
+            self._inner.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.nbytes, BYTE, DIRECT)
+        )
+        rows: list[list[int]] = everyone.tolist()
+        return rows

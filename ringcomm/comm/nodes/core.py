@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.nodes.calls import DIRECT, CallsOverNodes
+from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes
 from ringcomm.comm.nodes.rails import Message, memory_at
 
 Tensor = torch.Tensor
 
 SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
 BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "float16", "float32"))
-BYTE = _native.DTYPES["uint8"]
 ELEM_BYTES: dict[int, int] = {
     code: getattr(torch, name).itemsize
     for name, code in _native.DTYPES.items()
@@ -575,7 +574,7 @@ class NodesCore(CallsOverNodes):
         where they belong.
         """
         begun, places = _Reduction(), self.places
-        sizes = self._sizes_of_mates(ins)
+        sizes = self._sizes_of_mates([span.elems for span in ins])
         arriving = [
             self._receive(places.place, node, *outs[rank])
             for node in places.others()
@@ -599,16 +598,6 @@ class NodesCore(CallsOverNodes):
             self._arrived(message)
         self._settle(self._sent)
         self._scratch.give(begun.taken)
-
-    def _sizes_of_mates(self, ins: list[Span]) -> list[list[int]]:
-        """Returns, by mate, the bytes that it sends to each rank."""
-        mine = torch.tensor([span.elems for span in ins], dtype=torch.int64, device="cpu")
-        everyone = mine.new_empty(len(self.places.mates), self._world)
-        self._inside(
-            self._inner.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.nbytes, BYTE, DIRECT)
-        )
-        rows: list[list[int]] = everyone.tolist()
-        return rows
 
     def _collect_for(
         self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: _Reduction

@@ -46,7 +46,7 @@ LONGEST_CLAIM = 240
 _SILENT = "The store"
 
 
-_RANK = re.compile(r"\brank (\d{1,9})\b(?! \(node)")
+RANK = re.compile(r"\brank (\d{1,9})\b(?! \(node)")
 
 
 class Awaiting:
@@ -179,10 +179,14 @@ class Watch:
             if not claimed:
                 error = self._claim(error)
             self.error = error
-        self._inner.abort(_text_of(error)[:LONGEST_CLAIM])
+        self._abort_node(text_of(error)[:LONGEST_CLAIM])
         for each in self.breakable:
             each.break_up()
         return error
+
+    def _abort_node(self, claim: str) -> None:
+        """Makes the calls of this node give up; its ranks read the claim."""
+        self._inner.abort(claim)
 
     def close(self) -> None:
         """Ends the watch."""
@@ -206,7 +210,7 @@ class Watch:
                 fault[name] = mates[fault[name]]
         error = from_fault("", fault)
         text = str(error).removeprefix(": ").partition(" The communicator is unusable now")[0]
-        text = _RANK.sub(lambda found: self._places.named(int(found[1])), text).rstrip(" .")
+        text = RANK.sub(lambda found: self._places.named(int(found[1])), text).rstrip(" .")
         if fault["kind"] == "timeout" and fault["peer"] in mates:
             beyond = self.awaiting.of(self._places.place_of(fault["peer"]))
             if beyond >= 0:
@@ -227,7 +231,7 @@ class Watch:
         if fault is not None:
             self.fail(self._of_node(fault))
             return
-        if self.awaiting.of(self._places.place) >= 0:
+        if self._waits():
             for place, rank in enumerate(self._places.mates):
                 if rank != self._places.rank and self._inner.health(place):
                     named = self._places.named(rank)
@@ -238,6 +242,10 @@ class Watch:
             claim = self._read_claim()
             if claim is not None:
                 self.fail(claim, claimed=True)
+
+    def _waits(self) -> bool:
+        """Tells whether a call of this rank waits for others now."""
+        return self.awaiting.of(self._places.place) >= 0
 
     def _claim_of_others(self, patience_s: float) -> RingcommError | None:
         """Returns the claim in the store, waiting for one that is about to be made."""
@@ -268,7 +276,7 @@ class Watch:
         """Claims the cause in the store; returns the claim that stands there."""
 
         def claim() -> RingcommError | None:
-            text = self._store.compare_set("claim", "", _text_of(error))
+            text = self._store.compare_set("claim", "", text_of(error))
             return _error_of(text.decode(errors="replace"))
 
         answers = self._ask(claim, STORE_S)
@@ -315,12 +323,18 @@ class Watch:
         )
 
 
-def _text_of(error: RingcommError) -> str:
+def text_of(error: RingcommError) -> str:
+    """Returns an error as the text of a claim."""
     return json.dumps([type(error).__name__, str(error)])
 
 
+def is_claim(text: str) -> bool:
+    """Tells whether the reason of an abort is a claim."""
+    return _error_of(text) is not None
+
+
 def _error_of(text: str) -> RingcommError | None:
-    """Undoes :func:`_text_of`, also of a text that was cut; None for any other text."""
+    """Undoes :func:`text_of`, also of a text that was cut; None for any other text."""
     kind, _, rest = text.partition('", "')
     found = getattr(errors, kind.removeprefix('["'), None)
     if not rest or not (isinstance(found, type) and issubclass(found, RingcommError)):

@@ -143,9 +143,8 @@ def test_a_grid_that_could_not_be_co_resident(emulated):
 
 def test_a_world_that_is_too_large(emulated):
     emulated()
-    store = HashStore()
     with pytest.raises(UnsupportedError, match=r"65 ranks.*at most 64"):
-        Communicator.from_store(store, 3, 65, options=OPTIONS, device="cuda:0")
+        ringcomm.local_world(65, options=OPTIONS, device="cuda:0")
 
 
 def test_options_that_differ(emulated):

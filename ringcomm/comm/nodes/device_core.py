@@ -1,0 +1,595 @@
+"""The core of a communicator on devices over several nodes: calls of the node, and of the carrier.
+
+It has the methods of ``_native.Comm`` that collectives use, as :mod:`ringcomm.comm.nodes.core` has
+for the host, and gives the same bits. A call is a series of node's kernels, the carrier's exchanges
+and torch's operations, all on the current stream:
+
+    reduce-scatter   each rank copies its buffer, widened to FP32 if it is of a 16-bit type, by the
+                     mate that each part passes through; one reduce-scatter of the node leaves each
+                     rank the partial sums for its rail peers; one exchange brings it the N partial
+                     sums of its own part, which it adds in node order and rounds once.
+    all-gather       each rank sends its part to its rail peers, and one all-gather of the node
+                     shares what its ranks have.
+    all-reduce       both; or, below ``ONE_HOP_BYTES``, an all-reduce of the node and one exchange.
+
+The bytes on the wire are those of the host's form. In the node 16-bit types cost twice the bytes,
+since they are widened before they are reduced, and each buffer is copied once more. Large calls go
+in segments, one after the other.
+
+Before a call is enqueued the hosts of a rail tell each other which call it is: an exchange of other
+sizes than the peers' would stall on the device, or worse. So a call returns once the rail peers
+have made it, too; their devices may be far behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.engine import Call
+from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
+from ringcomm.comm.nodes.core import (
+    AVG,
+    ELEM_BYTES,
+    LINE_ELEMS,
+    ONE_HOP_BYTES,
+    PREMUL,
+    SUM,
+    Reducing,
+    Span,
+)
+from ringcomm.comm.nodes.device_rails import DeviceRails
+from ringcomm.comm.nodes.device_sums import (
+    TORCH_DTYPES,
+    check_reducible,
+    copy_all,
+    is_plain_type,
+    joined,
+)
+from ringcomm.comm.nodes.device_watch import DeviceWatch
+from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.rails import Rails
+from ringcomm.errors import MismatchError, RingcommError
+
+Tensor = torch.Tensor
+
+# What a rank copies at a time; a choice. A call has a few buffers of that size.
+SCRATCH_BYTES = 64 << 20
+
+
+class DeviceNodesCore(CallsOverNodes):
+    """One rank's core on a device over several nodes.
+
+    Args:
+        control: the core of this rank's node on the host, by which hosts agree on calls.
+        places: of all ranks.
+        rails: on the host, for the same.
+        watch: over all ranks.
+        wire: "fp32" or "param".
+        calls: the node's communicator on devices, used by nothing else.
+        carried: the rails that carry data.
+    """
+
+    def __init__(
+        self,
+        control: _native.Comm,
+        places: Places,
+        rails: Rails,
+        watch: DeviceWatch,
+        wire: str,
+        calls: DeviceCallEngine,
+        carried: DeviceRails,
+    ) -> None:
+        super().__init__(control, places, rails, watch, None, wire)
+        self.device_watch = watch
+        self.calls = calls
+        self._carried = carried
+        self._runtime, self._device = calls.device_place
+
+    @property
+    def geometry(self) -> dict[str, int]:
+        return self.calls._device_core.native.geometry
+
+    @property
+    def segment_bytes(self) -> int:
+        return self.calls.segment_bytes
+
+    @property
+    def timeout_ms(self) -> int:
+        return self._inner.timeout_ms
+
+    @timeout_ms.setter
+    def timeout_ms(self, timeout_ms: int) -> None:
+        self._inner.timeout_ms = timeout_ms
+        self.calls._device_core.timeout_ms = timeout_ms
+
+    @property
+    def aborted(self) -> bool:
+        return super().aborted or self.calls.aborted
+
+    def close(self) -> None:
+        self._closed = True
+        self._watch.close()
+        self._rails.close()
+        self._carried.close()
+        self.calls._close(self.timeout_ms / 1000)
+        self._inner.close()
+
+    # ---- collectives ----------------------------------------------------------------------------
+
+    def all_reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+    ) -> int:
+        r, size = self._reducing("all_reduce", dtype, op, factor), ELEM_BYTES[dtype]
+
+        def body() -> None:
+            if elems * size <= ONE_HOP_BYTES:
+                self._reduce_in_one_hop(Span(in_ptr, elems), Span(out_ptr, elems), r)
+                return
+            each = -(-elems // (self._world * LINE_ELEMS)) * LINE_ELEMS
+            ins, outs = Span(in_ptr, elems), Span(out_ptr, elems)
+            for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
+                self._reduce_parts(
+                    self._cut(ins, each, segment, size),
+                    self._cut(outs, each, segment, size)[self.places.rank],
+                    r,
+                )
+                parts = self._cut(outs, each, segment, size)
+                as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
+                self._gather_parts(as_bytes[self.places.rank], as_bytes)
+
+        return self._enqueue("all_reduce", (elems * size, dtype, op, -1), algo, body)
+
+    def reduce_scatter(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+    ) -> int:
+        size = ELEM_BYTES[dtype] * elems
+        in_ptrs = [in_ptr + rank * size for rank in range(self._world)]
+        return self._reduce_scatter(
+            in_ptrs, [elems] * self._world, out_ptr, (dtype, op, factor), algo
+        )
+
+    def reduce_scatter_list(
+        self,
+        in_ptrs: list[int],
+        elems: list[int],
+        out_ptr: int,
+        dtype: int,
+        op: int,
+        factor: float,
+    ) -> int:
+        return self._reduce_scatter(in_ptrs, elems, out_ptr, (dtype, op, factor), DIRECT)
+
+    def _reduce_scatter(
+        self,
+        in_ptrs: list[int],
+        elems: list[int],
+        out_ptr: int,
+        how: tuple[int, int, float],
+        algo: int,
+    ) -> int:
+        r, size = self._reducing("reduce_scatter", *how), ELEM_BYTES[how[0]]
+        spans = [Span(*span) for span in zip(in_ptrs, elems, strict=True)]
+        mine = Span(out_ptr, elems[self.places.rank])
+
+        def body() -> None:
+            for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
+                parts = [span.part(*segment, size) for span in spans]
+                self._reduce_parts(parts, mine.part(*segment, size), r)
+
+        head = (sum(elems) * size, r.dtype, r.op, -1)
+        return self._enqueue("reduce_scatter", head, algo, body)
+
+    def reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int
+    ) -> int:
+        r, size = self._reducing("reduce", dtype, op, factor), ELEM_BYTES[dtype]
+
+        def body() -> None:
+            for segment in self._segments_of(elems, ELEM_BYTES[r.partial] * self._world):
+                given = Span(in_ptr, elems).part(*segment, size)
+                self._reduce_to(root, given, Span(out_ptr, elems).part(*segment, size), r)
+
+        return self._enqueue("reduce", (elems * size, dtype, op, root), DIRECT, body)
+
+    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
+        out_ptrs = [out_ptr + rank * in_bytes for rank in range(self._world)]
+        return self._all_gather(in_ptr, out_ptrs, [in_bytes] * self._world, dtype, algo)
+
+    def all_gather_list(
+        self, in_ptr: int, out_ptrs: list[int], sizes_bytes: list[int], dtype: int
+    ) -> int:
+        return self._all_gather(in_ptr, out_ptrs, sizes_bytes, dtype, DIRECT)
+
+    def _all_gather(
+        self, in_ptr: int, out_ptrs: list[int], sizes_bytes: list[int], dtype: int, algo: int
+    ) -> int:
+        spans = [Span(*span) for span in zip(out_ptrs, sizes_bytes, strict=True)]
+        mine = Span(in_ptr, sizes_bytes[self.places.rank])
+
+        def body() -> None:
+            for segment in self._segments_of(max(sizes_bytes), 1):
+                parts = [span.part(*segment, 1) for span in spans]
+                self._gather_parts(mine.part(*segment, 1), parts)
+
+        return self._enqueue("all_gather", (sum(sizes_bytes), dtype, -1, -1), algo, body)
+
+    def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int) -> int:
+        rail, node, at = self._way_to(root)
+
+        def body() -> None:
+            if self.places.place == at and size_bytes:
+                whole = self._bytes(Span(ptr, size_bytes))
+                self._carry(rail, lambda: self._carried.broadcast(rail, whole, node))
+            self._within("broadcast", ptr, size_bytes, BYTE, at)
+
+        return self._enqueue("broadcast", (size_bytes, dtype, -1, root), DIRECT, body)
+
+    def gather(
+        self, in_ptr: int, size_bytes: int, out_ptrs: list[int], dtype: int, root: int
+    ) -> int:
+        return self._enqueue(
+            "gather",
+            (size_bytes, dtype, -1, root),
+            DIRECT,
+            lambda: self._gather_to(root, in_ptr, size_bytes, out_ptrs),
+        )
+
+    def scatter(
+        self, in_ptrs: list[int], out_ptr: int, size_bytes: int, dtype: int, root: int
+    ) -> int:
+        return self._enqueue(
+            "scatter",
+            (size_bytes, dtype, -1, root),
+            DIRECT,
+            lambda: self._scatter_from(root, in_ptrs, out_ptr, size_bytes),
+        )
+
+    def all_to_all(
+        self,
+        in_ptrs: list[int],
+        in_sizes_bytes: list[int],
+        out_ptrs: list[int],
+        out_sizes_bytes: list[int],
+        dtype: int,
+    ) -> int:
+        ins = [Span(*span) for span in zip(in_ptrs, in_sizes_bytes, strict=True)]
+        outs = [Span(*span) for span in zip(out_ptrs, out_sizes_bytes, strict=True)]
+        return self._enqueue(
+            "all_to_all", (0, dtype, -1, -1), DIRECT, lambda: self._exchange_all(ins, outs)
+        )
+
+    def barrier(self) -> int:
+        def body() -> None:
+            # Whoever hears of its rail peers, whose nodes have met, knows that all ranks are there.
+            self._within("barrier")
+            ones = [1] * len(self.places.nodes)
+            for rail in self.places.rails_of(self.places.rank):
+                self._exchange(rail, self._room(len(ones)), self._room(len(ones)), ones, ones)
+
+        return self._enqueue("barrier", (0, -1, -1, -1), DIRECT, body)
+
+    # ---- parts of a call ------------------------------------------------------------------------
+
+    def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
+        """Refuses what no kernel reduces, before a peer hears of the call."""
+        check_reducible(f"{name} on {self.places.named(self.places.rank)}", dtype, op)
+        return Reducing(dtype, op, factor)
+
+    def _enqueue(
+        self, name: str, head: tuple[int, int, int, int], algo: int, body: Callable[[], None]
+    ) -> int:
+        """Enqueues a call once the rail peers have made it, too."""
+
+        def agreed() -> None:
+            self._check_headers()
+            body()
+
+        return self._run(name, head, algo, agreed)
+
+    def _within(self, name: str, *args: Any) -> None:
+        """Enqueues a call of the node's communicator."""
+
+        def run(native: Any) -> int:
+            status: int = getattr(native, name)(*args)
+            return status
+
+        try:
+            self.calls.start_call(Call(self._called.name, run, []))
+        except RingcommError as error:
+            self.device_watch.in_calls(error, str(self._called))
+            raise _Failed from error
+
+    def _carry(self, rail: int, enqueue: Callable[[], None]) -> None:
+        ranks = self.places.rail(rail)
+        peer = ranks[next(self.places.others())]
+        with self._meeting_on_rail(peer):
+            enqueue()
+
+    def _exchange(
+        self, rail: int, out: Tensor, given: Tensor, out_elems: list[int], given_elems: list[int]
+    ) -> None:
+        self._carry(rail, lambda: self._carried.exchange(rail, out, given, out_elems, given_elems))
+
+    def _room(self, elems: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        on = self._runtime.torch_device(self._device)
+        return torch.empty(elems, dtype=dtype, device=on)
+
+    def _bytes(self, span: Span) -> Tensor:
+        """Returns uint8 over bytes of the caller's, which keeps them alive."""
+        if not span.elems:
+            return self._room(0)
+        return self._runtime.tensor(self._device, span.ptr, span.elems, None)
+
+    def _tensor(self, span: Span, dtype: int) -> Tensor:
+        whole = self._bytes(Span(span.ptr, span.elems * ELEM_BYTES[dtype]))
+        return whole.view(TORCH_DTYPES[dtype])
+
+    def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
+        """Cuts what each rank has into parts of which those of all ranks fit into scratch."""
+        each = max(SCRATCH_BYTES // (elem_bytes * self._world), LINE_ELEMS)
+        yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
+
+    def _cut(self, whole: Span, each: int, segment: tuple[int, int], elem_bytes: int) -> list[Span]:
+        """Returns by rank a segment of its chunk of ``each`` elements."""
+        chunks = [
+            whole.part(rank * each, (rank + 1) * each, elem_bytes) for rank in range(self._world)
+        ]
+        return [chunk.part(*segment, elem_bytes) for chunk in chunks]
+
+    @cached_property
+    def _passing(self) -> list[list[int]]:
+        """By place in this node, the ranks whose data pass through it, by rail and node.
+
+        On rail k those are the ranks at place k of each node that has so many.
+        """
+        nodes, mates = self.places.nodes, len(self.places.mates)
+        return [
+            [
+                ranks[rail]
+                for rail in range(place, self.places.num_rails, mates)
+                for ranks in nodes
+                if rail < len(ranks)
+            ]
+            for place in range(mates)
+        ]
+
+    def _on_rail(self, rail: int, elems: Sequence[int]) -> list[int]:
+        """Returns by node ``elems`` of the rank at the place of the rail's number, or 0."""
+        return [elems[ranks[rail]] if rail < len(ranks) else 0 for ranks in self.places.nodes]
+
+    def _way_to(self, root: int) -> tuple[int, int, int]:
+        """Returns a root's rail and node, and the place of the rail's rank on this node."""
+        rail = self.places.place_of(root)
+        return rail, self.places.node_of(root), rail % len(self.places.mates)
+
+    # ---- reductions -----------------------------------------------------------------------------
+
+    def _reduce_parts(self, parts: list[Span], mine: Span, r: Reducing) -> None:
+        """Reduces parts by rank, and this rank's into ``mine``."""
+        places, wide = self.places, TORCH_DTYPES[r.partial]
+        order = [rank for passing in self._passing for rank in passing]
+        elems = [sum(parts[rank].elems for rank in passing) for passing in self._passing]
+        packed = self._room(sum(elems), wide)
+        slices = torch.split(packed, [parts[rank].elems for rank in order])
+        copy_all(slices, [self._tensor(parts[rank], r.dtype) for rank in order])
+        sums = self._room(elems[places.place], wide)
+        self._within(
+            "reduce_scatter_list",
+            [chunk.data_ptr() for chunk in torch.split(packed, elems)],
+            elems,
+            sums.data_ptr(),
+            *self._in_node(r),
+        )
+        sums = sums.to(TORCH_DTYPES[r.dtype]) if self._narrow else sums
+        arrived = self._exchange_sums(sums, [part.elems for part in parts])
+        self._finish(arrived, mine, r)
+
+    def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
+        """Sends the partial sums that this rank has for others; returns those of its own part."""
+        places, begin = self.places, 0
+        own = elems[places.rank]
+        arrived = self._room(own * len(places.nodes), sums.dtype)
+        for rail in places.rails_of(places.rank):
+            given = self._on_rail(rail, elems)
+            end = begin + sum(given)
+            if rail == places.place:
+                into, room = [own] * len(places.nodes), arrived
+            else:
+                into, room = [0] * len(places.nodes), arrived[:0]
+            self._exchange(rail, room, sums[begin:end], into, given)
+            begin = end
+        return arrived
+
+    def _in_node(self, r: Reducing) -> tuple[int, int, float]:
+        return r.partial, SUM if r.op == AVG else r.op, r.factor if r.op == PREMUL else 1.0
+
+    def _finish(self, arrived: Tensor, out: Span, r: Reducing) -> None:
+        """Adds up what arrived, by node, with one rounding."""
+        if not out.elems:
+            return
+        partials = arrived.view(len(self.places.nodes), out.elems)
+        total = joined(partials, r, self._world if r.op == AVG else 0)
+        target = self._tensor(out, r.dtype)
+        (target if is_plain_type(target.dtype) else target.view(total.dtype)).copy_(total)
+
+    def _widened(self, given: Span, r: Reducing) -> Tensor:
+        wide = self._room(given.elems, TORCH_DTYPES[r.partial])
+        copy_all([wide], [self._tensor(given, r.dtype)])
+        return wide
+
+    def _reduce_in_one_hop(self, given: Span, out: Span, r: Reducing) -> None:
+        """Reduces the whole in each node, and exchanges that with the rail peers."""
+        if not given.elems:
+            return
+        wide = self._widened(given, r)
+        ptr = wide.data_ptr()
+        self._within("all_reduce", ptr, ptr, given.elems, *self._in_node(r), DIRECT)
+        whole = [given.elems] * self._world
+        copies = sum(
+            rail < len(ranks)
+            for rail in self.places.rails_of(self.places.rank)
+            for ranks in self.places.nodes
+        )
+        self._finish(self._exchange_sums(wide.repeat(copies), whole), out, r)
+
+    def _reduce_to(self, root: int, given: Span, out: Span, r: Reducing) -> None:
+        """Each node reduces at the rail of the root, which adds what arrives."""
+        places = self.places
+        rail, node, at = self._way_to(root)
+        wide = self._widened(given, r)
+        sums = torch.empty_like(wide)
+        self._within("reduce", wide.data_ptr(), sums.data_ptr(), given.elems, *self._in_node(r), at)
+        if places.place != at:
+            return
+        elems = given.elems if places.rank == root else 0
+        arrived = self._room(elems * len(places.nodes), wide.dtype)
+        to_root = [given.elems if each == node else 0 for each in range(len(places.nodes))]
+        self._exchange(rail, arrived, sums, [elems] * len(places.nodes), to_root)
+        if places.rank == root:
+            self._finish(arrived, out, r)
+
+    # ---- all-gather, gather, scatter ------------------------------------------------------------
+
+    def _gather_parts(self, mine: Span, parts: list[Span]) -> None:
+        """Gathers parts of bytes, by rank, of which this rank has ``mine``."""
+        places, begin = self.places, 0
+        sizes = [part.elems for part in parts]
+        totals = [sum(sizes[rank] for rank in passing) for passing in self._passing]
+        passed = self._room(totals[places.place])
+        for rail in places.rails_of(places.rank):
+            into = self._on_rail(rail, sizes)
+            end = begin + sum(into)
+            if rail == places.place:
+                given = self._bytes(mine).repeat(len(places.nodes))
+                leaving = [mine.elems] * len(places.nodes)
+            else:
+                given, leaving = passed[:0], [0] * len(places.nodes)
+            self._exchange(rail, passed[begin:end], given, into, leaving)
+            begin = end
+        packed = self._room(sum(totals))
+        ptrs = [chunk.data_ptr() for chunk in torch.split(packed, totals)]
+        self._within("all_gather_list", passed.data_ptr(), ptrs, totals, BYTE)
+        order = [rank for passing in self._passing for rank in passing]
+        slices = torch.split(packed, [sizes[rank] for rank in order])
+        copy_all([self._bytes(parts[rank]) for rank in order], slices)
+
+    def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: list[int]) -> None:
+        places = self.places
+        rail, node, at = self._way_to(root)
+        collects, mates = places.place == at, len(places.mates)
+        collected = self._room(size_bytes * mates if collects else 0)
+        ptrs = [collected.data_ptr() + place * size_bytes for place in range(mates)]
+        self._within("gather", in_ptr, size_bytes, ptrs if collects else [], BYTE, at)
+        if not collects or not size_bytes:
+            return
+        is_root = places.rank == root
+        into = [len(ranks) * size_bytes if is_root else 0 for ranks in places.nodes]
+        to_root = [collected.numel() if each == node else 0 for each in range(len(into))]
+        arrived = self._room(sum(into))
+        self._exchange(rail, arrived, collected, into, to_root)
+        if is_root:
+            order = [rank for ranks in places.nodes for rank in ranks]
+            outs = [self._bytes(Span(out_ptrs[rank], size_bytes)) for rank in order]
+            copy_all(outs, torch.split(arrived, size_bytes))
+
+    def _scatter_from(self, root: int, in_ptrs: list[int], out_ptr: int, size_bytes: int) -> None:
+        places = self.places
+        rail, node, at = self._way_to(root)
+        has, mates = places.place == at, len(places.mates)
+        arrived = self._room(size_bytes * mates if has else 0)
+        if has and size_bytes:
+            given, leaving = self._room(0), [0] * len(places.nodes)
+            if places.rank == root:
+                order = [rank for ranks in places.nodes for rank in ranks]
+                given = torch.cat([self._bytes(Span(in_ptrs[rank], size_bytes)) for rank in order])
+                leaving = [len(ranks) * size_bytes for ranks in places.nodes]
+            into = [arrived.numel() if each == node else 0 for each in range(len(leaving))]
+            self._exchange(rail, arrived, given, into, leaving)
+        ptrs = [arrived.data_ptr() + place * size_bytes for place in range(mates)]
+        self._within("scatter", ptrs if has else [], out_ptr, size_bytes, BYTE, at)
+
+    # ---- all-to-all -----------------------------------------------------------------------------
+
+    def _exchange_all(self, ins: list[Span], outs: list[Span]) -> None:
+        """Brings data to the mate on the receiver's rail, and from there to the receiver."""
+        places = self.places
+        sizes = self._sizes_of_mates([span.elems for span in ins])
+        self._compare_sizes(sizes, [span.elems for span in outs])
+        passing = self._passing[places.place]
+        order = [rank for each in self._passing for rank in each]
+        packed = self._room(sum(span.elems for span in ins))
+        slices = torch.split(packed, [ins[rank].elems for rank in order])
+        copy_all(slices, [self._bytes(ins[rank]) for rank in order])
+        leaving = [sum(ins[rank].elems for rank in each) for each in self._passing]
+        arriving = [sum(mate[rank] for rank in passing) for mate in sizes]
+        collected = self._room(sum(arriving))
+        self._within(
+            "all_to_all",
+            [chunk.data_ptr() for chunk in torch.split(packed, leaving)],
+            leaving,
+            [chunk.data_ptr() for chunk in torch.split(collected, arriving)],
+            arriving,
+            BYTE,
+        )
+        # By mate and receiver; the exchange wants it by receiver and mate.
+        blocks = [
+            torch.split(mine, [mate[rank] for rank in passing])
+            for mine, mate in zip(torch.split(collected, arriving), sizes, strict=True)
+        ]
+        by_receiver = [of_mate[at] for at in range(len(passing)) for of_mate in blocks]
+        given, begin = torch.cat(by_receiver), 0
+        received = self._room(sum(span.elems for span in outs))
+        to_each = [sum(mate[rank] for mate in sizes) for rank in range(self._world)]
+        for rail in places.rails_of(places.rank):
+            sends = self._on_rail(rail, to_each)
+            end = begin + sum(sends)
+            into, room = [0] * len(places.nodes), received[:0]
+            if rail == places.place:
+                into = [sum(outs[rank].elems for rank in ranks) for ranks in places.nodes]
+                room = received
+            self._exchange(rail, room, given[begin:end], into, sends)
+            begin = end
+        senders = [rank for ranks in places.nodes for rank in ranks]
+        copy_all(
+            [self._bytes(outs[rank]) for rank in senders],
+            torch.split(received, [outs[rank].elems for rank in senders]),
+        )
+
+    def _compare_sizes(self, sizes: list[list[int]], expected: list[int]) -> None:
+        """Has the hosts of each rail tell what is sent, and checks it against the outputs."""
+        places, arriving = self.places, []
+        for node in places.others():
+            told = torch.empty(len(places.nodes[node]), dtype=torch.int64, device="cpu")
+            message = self._receive(places.place, node, told.data_ptr(), told.nbytes)
+            arriving.append((node, told, message))
+        kept = []
+        for rail in places.rails_of(places.rank):
+            for node in places.others():
+                if rail < len(places.nodes[node]):
+                    receiver = places.nodes[node][rail]
+                    mine = torch.tensor(
+                        [mate[receiver] for mate in sizes], dtype=torch.int64, device="cpu"
+                    )
+                    kept.append(mine)
+                    self._sent.append(self._send(rail, node, mine.data_ptr(), mine.nbytes))
+        sent = dict(zip(places.mates, (mate[places.rank] for mate in sizes), strict=True))
+        for node, told, message in arriving:
+            self._wait(message)
+            sent |= dict(zip(places.nodes[node], told.tolist(), strict=True))
+        self._settle(self._sent)
+        for rank in range(self._world):
+            if sent[rank] != expected[rank]:
+                self._watch.fail(
+                    MismatchError(
+                        f"the ranks disagree on an all_to_all. {places.named(places.rank)} expects "
+                        f"{expected[rank]} bytes of {places.named(rank)}, which sends "
+                        f"{sent[rank]}. What a rank sends must be what its receiver expects"
+                    )
+                )
+                raise _Failed

@@ -1,0 +1,87 @@
+"""A carrier for emulated devices: Gloo in the place of NCCL, in the order of streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ringcomm import cuda
+from ringcomm.comm.nodes.rails import break_up, gloo
+from ringcomm.cuda.runtime import Event
+from tests.support.emulator import EmulatedRuntime
+
+# What waits is ended by :meth:`StreamOrderedGloo.abort`, as NCCL's kernels are.
+PATIENCE = timedelta(minutes=1)
+
+
+class _Enqueued:
+    """A Work as NCCL's: its wait makes the current stream wait, and the host goes on."""
+
+    def __init__(self, runtime: EmulatedRuntime, device: int, done: Event) -> None:
+        self._place, self._done = (runtime, device), done
+
+    def wait(self) -> bool:
+        runtime, device = self._place
+        runtime.wait_event(device, runtime.current_stream(device), self._done)
+        return True
+
+
+class StreamOrderedGloo:
+    """A process group that does what it is asked to on a stream of its own, as NCCL does.
+
+    Emulated devices have the host's memory, so Gloo can move it. As with NCCL, the first operation
+    connects, and what fails stalls until an abort, which leaves any bytes behind and raises
+    nothing.
+    """
+
+    def __init__(self, store: Store, node: int, num_nodes: int) -> None:
+        runtime = cuda.current()
+        assert isinstance(runtime, EmulatedRuntime)
+        self._runtime, self._device = runtime, runtime.current_device()
+        self._stream = runtime.make_stream(self._device)
+        self._member = (store, node, num_nodes)
+        self._group: Any = None
+        self._aborted = threading.Event()
+
+    def name(self) -> str:
+        return "emulated"
+
+    def alltoall_base(self, output: Any, input: Any, out: list[int], given: list[int]) -> _Enqueued:
+        return self._enqueue(lambda group: group.alltoall_base(output, input, out, given))
+
+    def broadcast(self, tensors: Any, options: Any) -> _Enqueued:
+        return self._enqueue(lambda group: group.broadcast(tensors, options))
+
+    def abort(self) -> None:
+        self._aborted.set()
+        if self._group is not None:
+            _, node, num_nodes = self._member
+            break_up(self._group, (node + 1) % num_nodes)
+
+    def _enqueue(self, begin: Callable[[Any], Any]) -> _Enqueued:
+        if self._aborted.is_set():
+            raise RuntimeError("the group was aborted")
+        if self._group is None:
+            self._group = gloo(*self._member, PATIENCE)
+        runtime, device, stream = self._runtime, self._device, self._stream.handle
+        before = runtime.record_event(device, runtime.current_stream(device))
+        runtime.wait_event(device, stream, before)
+        runtime.run_on_stream(device, stream, lambda: self._carry(begin))
+        return _Enqueued(runtime, device, runtime.record_event(device, stream))
+
+    def _carry(self, begin: Callable[[Any], Any]) -> None:
+        if self._aborted.is_set():
+            return
+        try:
+            begin(self._group).wait(PATIENCE)
+        except RuntimeError:
+            self._aborted.wait(PATIENCE.total_seconds())
+
+
+def emulated_nccl(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
+    """The carrier, for ``CommOptions(carrier=)``."""
+    return StreamOrderedGloo(store, node, num_nodes)
