@@ -260,8 +260,8 @@ class EmulatedRuntime(EmulatedMemory):
 
     def _await_current_streams(self) -> None:
         assumed = self._thread.assumed
-        all_of_them = assumed is None or assumed < 0
-        for device in range(self.devices) if all_of_them else (assumed,):
+        devices = range(self.devices) if assumed is None or assumed < 0 else (assumed,)
+        for device in devices:
             self.record_event(device, self.current_stream(device)).synchronize()
 
     # ---- graphs and kernels -----------------------------------------------------------------
