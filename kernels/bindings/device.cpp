@@ -2,6 +2,7 @@
 #include <nanobind/stl/function.h>
 
 #include "kernels/bindings/collectives.h"
+#include "kernels/bindings/gil.h"
 #include "kernels/cuda/device_comm.h"
 #include "kernels/host/describe.h"
 
@@ -75,7 +76,7 @@ void bind_calls(nb::class_<DeviceComm>& c) {
           return 0;
         })
       // A full queue of the copy engines makes the driver wait.
-      .def("next", &DeviceComm::next, nb::call_guard<nb::gil_scoped_release>())
+      .def("next", &DeviceComm::next, nb::call_guard<WithoutGil>())
       .def("withdraw", &DeviceComm::withdraw);
 }
 
@@ -187,7 +188,7 @@ void bind_device(nb::module_& m) {
           "has_passed",
           [](const device::Driver& d, uintptr_t event) {
             // Another thread's launch may hold the driver's lock while its queue is full.
-            const nb::gil_scoped_release nogil;
+            const WithoutGil nogil;
             return d.has_passed(reinterpret_cast<void*>(event));
           },
           nb::arg("event"));
@@ -223,7 +224,7 @@ void bind_device(nb::module_& m) {
       [](const std::vector<DeviceComm*>& ranks, uintptr_t stream) {
         // A full queue makes the driver wait, for kernels that may wait for other threads'
         // launches.
-        const nb::gil_scoped_release nogil;
+        const WithoutGil nogil;
         DeviceComm::launch(ranks, reinterpret_cast<void*>(stream));
       },
       nb::arg("ranks"), nb::arg("stream"));

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/bindings/call_site.h"
+#include "kernels/bindings/gil.h"
 #include "kernels/bindings/module.h"
 
 namespace nb = nanobind;
@@ -56,7 +57,7 @@ void DeviceRecorder::unlist() {
 
 void DeviceRecorder::enqueues(const device::Prepared& call, bool captured) {
   {
-    const nb::gil_scoped_acquire gil;  // some calls are made without
+    const WithGil gil;  // some calls are made without
     take_call_site();
   }
   const std::lock_guard lock(mutex_);

@@ -1,6 +1,7 @@
 // Faults on purpose, as tests arm them from Python.
 #include "kernels/host/fault_plan.h"
 
+#include "kernels/bindings/gil.h"
 #include "kernels/bindings/module.h"
 
 namespace nb = nanobind;
@@ -49,8 +50,7 @@ void bind_faults(nb::module_& m) {
   m.def(
       "pass_fault_point",
       [](int point, int rank, uint64_t sequence) { pass_armed(Point(point), rank, sequence); },
-      nb::arg("point"), nb::arg("rank"), nb::arg("sequence"),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("point"), nb::arg("rank"), nb::arg("sequence"), nb::call_guard<WithoutGil>());
   nb::dict points;
   points["publish"] = int(Point::kPublish);
   points["acknowledge"] = int(Point::kAcknowledge);

@@ -1,6 +1,7 @@
 // ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
 // no torch. ringcomm/_native.pyi documents every name.
 #include "kernels/bindings/collectives.h"
+#include "kernels/bindings/gil.h"
 #include "kernels/bindings/native_comm.h"
 #include "kernels/bindings/tensors.h"
 #include "kernels/host/describe.h"
@@ -17,7 +18,7 @@ struct NativeRequest {
 };
 
 int interrupted() {
-  const nb::gil_scoped_acquire gil;
+  const WithGil gil;
   return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
@@ -102,7 +103,7 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
            [](CallLock& turn) {
              bool taken;
              {
-               const nb::gil_scoped_release nogil;
+               const WithoutGil nogil;
                taken = turn.take();
              }
              if (!taken) throw nb::python_error();
@@ -111,7 +112,7 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
       .def(
           "acquire",
           [](CallLock& turn, double timeout) {
-            const nb::gil_scoped_release nogil;
+            const WithoutGil nogil;
             return turn.take_within(timeout);
           },
           nb::arg("timeout"))
@@ -136,7 +137,7 @@ void combine(const Addresses& in, std::pair<int, int> dtypes, uintptr_t out, uin
   for (const uintptr_t ptr : in) sources.push_back(at(ptr));
   bool known;
   {
-    const nb::gil_scoped_release nogil;
+    const WithoutGil nogil;
     known = !in.empty() &&
             combine_partials(sources, at(out), elems,
                              {DType(dtypes.first), results, RedOp(op), divide_by, streaming});
@@ -176,19 +177,19 @@ void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
   c.def("post_send",
         [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
           if (n->comm.recorder().on()) take_call_site();
-          const nb::gil_scoped_release nogil;
+          const WithoutGil nogil;
           return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag, DType(dtype))};
         })
       .def("post_recv",
            [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
              if (n->comm.recorder().on()) take_call_site();
-             const nb::gil_scoped_release nogil;
+             const WithoutGil nogil;
              return NativeRequest{
                  n, n->messenger.post_receive(at(ptr), bytes, peer, tag, DType(dtype))};
            })
       .def(
           "drive_in_background", [](NativeComm& n) { n.messenger.drive_in_background(); },
-          nb::call_guard<nb::gil_scoped_release>());
+          nb::call_guard<WithoutGil>());
   nb::class_<NativeRequest>(m, "Request")
       .def(
           "wait",
@@ -297,7 +298,7 @@ void bind_comm(nb::module_& m) {
           "abort", [](NativeComm& n, const nb::str& reason) { n.comm.abort(utf8_of(reason)); },
           nb::arg("reason"))
       .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
-      .def("close", &NativeComm::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &NativeComm::close, nb::call_guard<WithoutGil>());
   bind_tensors(m);
   bind_plain(c);
   bind_turn(m, c);

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "kernels/bindings/call_site.h"
+#include "kernels/bindings/gil.h"
 #include "kernels/bindings/module.h"
 #include "kernels/host/messenger.h"
 
@@ -71,7 +72,7 @@ template <class Call>
 int blocking(Call call) {
   Status status;
   {
-    const nanobind::gil_scoped_release nogil;
+    const WithoutGil nogil;
     status = call();
   }
   // A signal handler may raise although the call then succeeded: its exception counts all the same.

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include "kernels/bindings/gil.h"
 #include "kernels/bindings/native_comm.h"
 #include "ringcomm/optimizer/buckets.h"
 
@@ -81,14 +82,14 @@ void bind_local(nb::module_& m) {
   m.def(
       "adamw_shard",
       [](const AdamWShard& shard, uintptr_t grad, int grad_dtype) {
-        const nb::gil_scoped_release nogil;
+        const WithoutGil nogil;
         adamw_shard(shard, grad_call(grad, grad_dtype, int(RedOp::kSum), 0));
       },
       nb::arg("shard"), nb::arg("grad"), nb::arg("grad_dtype"));
   m.def(
       "grad_norm",
       [](uintptr_t grad, int dtype, uint64_t elems, int kind, uintptr_t words) {
-        const nb::gil_scoped_release nogil;
+        const WithoutGil nogil;
         grad_norm(grad_call(grad, dtype, int(RedOp::kSum), 0), elems, NormKind(kind),
                   pointer<NormWords>(words));
       },

@@ -51,9 +51,7 @@ def _in_order(operator: Any) -> Callable[..., Any]:
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
-    lower: Callable[..., Any] = fallback_handler(  # type: ignore[no-untyped-call]
-        operator, add_to_fallback_set=False
-    )
+    lower: Callable[..., Any] = fallback_handler(operator, add_to_fallback_set=False)
 
     def lower_in_order(*arguments: Any) -> Any:
         graph = V.graph

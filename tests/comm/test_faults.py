@@ -268,6 +268,29 @@ def test_exit_does_not_wait_for_a_thread_in_a_call():
     assert done.returncode == 0, done.stderr
 
 
+# The thread's call returns while the interpreter ends, in the destructor of what is left.
+LEAVES_A_THREAD_THAT_COMES_LATE = """
+import threading, time
+from ringcomm import _native
+
+class Late:
+    def __del__(self):
+        time.sleep(0.6)
+
+late = Late()
+_native.arm_fault("delay", seconds=0.3)
+threading.Thread(target=_native.pass_fault_point, args=(0, 0, 0), daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+def test_a_thread_that_returns_from_a_call_after_the_end_aborts_nothing():
+    run = [sys.executable, "-W", "ignore", "-c", LEAVES_A_THREAD_THAT_COMES_LATE]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(run, capture_output=True, check=False, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_abort_from_another_thread_wakes_a_waiter():
     world = ringcomm.local_world(2, timeout=LONG_S)
 

@@ -21,13 +21,13 @@ RIGHT: dict[str, Model] = {
         "direct.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=3 LEND FAULTS=1"
     ),
     "two communicators": model(
-        "direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=17 COMMUNICATORS=2"
+        "direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=17 COMMUNICATORS=2"
     ),
     "ring, three ranks": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=3"),
     "ring, four ranks": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2"),
     "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=2 FAULTS=2"),
     "packets": model("packet.pml", 2, "START=0 CALLS=18 FAULTS=1"),
-    "packets, three ranks": model("packet.pml", 3, "START=0 CALLS=8"),
+    "packets, three ranks": model("packet.pml", 3, "START=0 CALLS=4"),
     "sleep": model("sleep.pml", 2, "START=2 ITEMS=5"),
     "sleep, fences for all": model("sleep.pml", 2, "START=2 ITEMS=5 FENCES_FOR_ALL"),
     "lent buffers": model("lend.pml", 2, ""),
@@ -57,11 +57,15 @@ LARGE: dict[str, Model] = {
     "direct, four ranks, every kind": model(
         "direct.pml", 4, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND}"
     ),
+    "two communicators, two segments": model(
+        "direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=17 COMMUNICATORS=2"
+    ),
     "two communicators, every kind": model(
         "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} COMMUNICATORS=2"
     ),
     "ring, four ranks, three calls": model("ring.pml", 4, "START=2 SEGMENTS=3 CALLS=3"),
     "ring, four ranks, faults": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2 FAULTS=1"),
+    "packets, three ranks, eight calls": model("packet.pml", 3, "START=0 CALLS=8"),
     "packets, three ranks, faults": model("packet.pml", 3, "START=0 CALLS=9 FAULTS=1"),
     "packets, four ranks": model("packet.pml", 4, "START=0 CALLS=3"),
     "regions, three communicators": model("retired.pml", 3, "COMMUNICATORS=3 FAULTS=1"),

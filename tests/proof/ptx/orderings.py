@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-LINE_INFO = "-lineinfo"
-
 _KINDS = {
     "acquire": re.compile(r"\bld\.acquire\."),
     "release": re.compile(r"\bst\.release\."),
@@ -58,7 +56,7 @@ class Ordering:
 
 
 def orderings(text: str) -> dict[str, list[Ordering]]:
-    """All of a text that was compiled with ``LINE_INFO``, by what they are in the source.
+    """All of a text with line information, by what they are in the source.
 
     A name such as ``barrier of send`` has a number where the function has several.
     """

@@ -36,7 +36,7 @@ from ringcomm import (
 from ringcomm.comm.communicator import DeviceCommunicator
 from ringcomm.comm.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.proof.ptx.orderings import LINE_INFO, without
+from tests.proof.ptx.orderings import without
 from tests.support.device_worlds import (
     OPTIONS,
     Devices,
@@ -90,8 +90,9 @@ def part_of(unit: str, kernel: str) -> str:
     if unit.startswith("reduce_"):
         return f"{unit}/{kernel.rsplit('_', 1)[1]}"
     if unit.startswith("adamw_"):
-        last = kernel.rsplit("_", 1)[1]
-        return f"{unit}/{last if last in ('bfloat16', 'float16') else 'float32'}"
+        # Those of no dtype of parameters are in every part: the one that is loaded in any case.
+        last, grads = kernel.rsplit("_", 1)[1], unit.removeprefix("adamw_")
+        return f"{unit}/{last if last in ('float32', 'bfloat16', 'float16') else grads}"
     return unit
 
 
@@ -462,7 +463,7 @@ def main() -> None:
     job, changes, *slips = sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:]
 
     def text_of(part: str) -> str:
-        text = without(ptx_of(part, LINE_INFO), changes.get(part, ()))
+        text = without(ptx_of(part), changes.get(part, ()))
         for slip in slips:
             text = re.sub(*SLIPS[slip], text)
         return text

@@ -18,7 +18,7 @@ from tests.proof.ptx.multicast_job import (
     in_a_row,
     multicast_kernels,
 )
-from tests.proof.ptx.orderings import LINE_INFO, orderings, without
+from tests.proof.ptx.orderings import orderings, without
 from tests.support import ROOT, fork_server, nvrtc
 from tests.support.cuda_code import unit_source
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
@@ -191,7 +191,7 @@ def test_the_jobs_of_mutants_pass_without_one(tmp_path):
 
 @pytest.mark.parametrize("name", ORDERINGS)
 def test_an_ordering_that_is_dropped_is_an_error(tmp_path, name):
-    text = ptx_of(UNIT, LINE_INFO)
+    text = ptx_of(UNIT)
     places = orderings(text)
     lines = [each.line for part in name.split(", ") for each in places[part]]
     assert _caught(tmp_path, without(text, lines))

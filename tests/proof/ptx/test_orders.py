@@ -18,7 +18,7 @@ from functools import cache
 
 import pytest
 
-from tests.proof.ptx.orderings import LINE_INFO, orderings
+from tests.proof.ptx.orderings import orderings
 from tests.proof.ptx.small_jobs import JOBS
 from tests.proof.ptx.survivors import RIGHT, Mutant, stale, unexplained
 from tests.support import fork_server, nvrtc
@@ -141,7 +141,7 @@ def places() -> dict[str, dict[str, list[int]]]:
     """The lines of every place that orders memory, by its name and by part."""
     found: dict[str, dict[str, list[int]]] = {}
     for part in PARTS:
-        for name, copies in orderings(ptx_of(part, LINE_INFO)).items():
+        for name, copies in orderings(ptx_of(part)).items():
             found.setdefault(name, {})[part] = [each.line for each in copies]
     return found
 

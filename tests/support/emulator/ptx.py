@@ -36,14 +36,14 @@ def from_environment() -> PtxKernels | None:
     return PtxKernels(PtxSchedule(int(seed or 0)), strict=False) if kind == "ptx" else None
 
 
-def ptx_of(unit: str, *more: str, target: str = TARGET) -> str:
+def ptx_of(unit: str, target: str = TARGET) -> str:
     """Returns the PTX of a unit, or of a part of it: see ``cuda_code.unit_source``.
 
-    ``more`` are options of the compiler's. The text is kept under ``build/`` for whoever asks next,
-    by a digest of all that it is made from.
+    It says of each instruction which line of the source it comes from. It is kept under ``build/``
+    for whoever asks next, by a digest of all that it is made from.
     """
     source, headers, macros = unit_source(unit)
-    options = [*units.OPTIONS, *macros, f"-arch={target}", *more, str(nvrtc.getVersion())]
+    options = [*units.OPTIONS, *macros, f"-arch={target}", "-lineinfo", str(nvrtc.getVersion())]
     digest = hashlib.sha256(repr((source, sorted(headers.items()), options)).encode())
     path = ROOT / "build" / "ptx" / f"{unit.replace('/', '-')}-{digest.hexdigest()[:16]}.ptx"
     if not path.exists():
