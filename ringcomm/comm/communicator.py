@@ -500,9 +500,9 @@ class NodesCommunicator(Communicator):
         return f"{super().__repr__().removesuffix('>')} {of}>"
 
     def _fault(self, name: str) -> RingcommError:
-        error = self._watch.error
-        if error is None and self._refuse is not None:
+        if self._watch.error is None and self._refuse is not None:
             return self._refuse(name)
+        error = self._watch.known()
         head = where(name, self._rank, self._world_size)
         told = error or AbortedError("the communicator was closed")
         worded = type(told)(

@@ -65,6 +65,7 @@ def sharded_between(rank, world_size):
         test_collectives.gathers_and_scatters,
         test_collectives.exchanges,
         test_collectives.asynchronous,
+        test_collectives.messages,
         test_collectives.sparse,
         test_groups.subgroups,
         test_groups.groups_of_their_members_only,
