@@ -545,6 +545,12 @@ class Comm:
     def record_begin(self, words: tuple[int, int, int, int]) -> None:
         """Records a collective of another engine, which it is about to number; see `call_words`."""
     def record_end(self, status: int) -> None: ...
+    def record_around(self, words: tuple[int, int, int, int]) -> int:
+        """Records a call that is made of the next ones here; returns its number.
+
+        All ranks must do so alike, since it counts as a call.
+        """
+    def record_around_end(self, number: int, status: int) -> None: ...
     def recorded(self, rank: int, most: int = ...) -> bytes:
         """The flight recorder of a rank as it is now (ringcomm/comm/recorder/records.py reads it).
 

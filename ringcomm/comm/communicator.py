@@ -23,7 +23,7 @@ from ringcomm.comm.nodes.building import Built, build
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.options import CommOptions
-from ringcomm.comm.recorder.records import Record, Recording
+from ringcomm.comm.recorder.records import Recording, renumbered
 from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
@@ -474,26 +474,11 @@ class NodesCommunicator(Communicator):
         return self.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
 
     def recording(self) -> Recording:
-        """Returns what this node's ranks did last within the node, under their ranks here."""
-        within, mates = super().recording(), self.places.mates
+        """Returns what this node's ranks did last, under their ranks here.
 
-        def named(place: int) -> int:
-            return mates[place] if 0 <= place < len(mates) else place
-
-        def renamed(records: tuple[Record, ...]) -> tuple[Record, ...]:
-            return tuple(replace(record, peer=named(record.peer)) for record in records)
-
-        ranks = tuple(
-            replace(
-                each,
-                rank=named(each.rank),
-                waits_for=named(each.waits_for),
-                collectives=renamed(each.collectives),
-                messages=renamed(each.messages),
-            )
-            for each in within.ranks
-        )
-        return replace(within, ranks=ranks)
+        A call over nodes stands before the calls within the node that it was made of.
+        """
+        return renumbered(super().recording(), self.places.mates)
 
     def __repr__(self) -> str:
         of = f"on node {self.places.node} of {self.num_nodes}"

@@ -14,6 +14,7 @@ from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.rails import Rails, carrier_of
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.nodes.watch import Awaiting, Watch
+from ringcomm.comm.recorder.records import NodeLevel
 from ringcomm.errors import RendezvousError
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
@@ -84,7 +85,8 @@ def _built(
     )
     node = make_node(of_node)
     closing.append(node)
-    met = _inner(replace(of_node, name=f"{of_node.name}.calls"), heap_bytes, operation)
+    level = NodeLevel(membership.name, places.node, places.mates)
+    met = _inner(replace(of_node, name=str(level)), heap_bytes, operation)
     inner = met.core
     closing.append(inner)
     store = PrefixStore(found.rendezvous.prefix, membership.store)

@@ -90,7 +90,8 @@ class StepsCore(NodesCore):
                 _native.grad_norm(out, FLOAT32, elems, kind, words)
 
         head = (bucket_elems * ELEM_BYTES[dtype], dtype, op, tag or -1)
-        return self._run("reduce_scatter_norm", head, algorithm, body)
+        sizes = (bucket_elems, FLOAT32)
+        return self._run("reduce_scatter_norm", head, algorithm, body, optimizer=sizes)
 
     def adamw_all_gather(
         self,
@@ -107,6 +108,7 @@ class StepsCore(NodesCore):
             head,
             algorithm,
             lambda: self._update_and_gather(shard, read, grad, grad_dtype),
+            optimizer=(read.bucket_elems, read.param_dtype),
         )
 
     def reduce_scatter_adamw_all_gather(
@@ -130,7 +132,8 @@ class StepsCore(NodesCore):
             self._scratch.give([reduced])
 
         head = (read.bucket_bytes, grad_dtype, op, tag or -1)
-        return self._run("reduce_scatter_adamw_all_gather", head, algorithm, body)
+        sizes = (read.bucket_elems, read.param_dtype)
+        return self._run("reduce_scatter_adamw_all_gather", head, algorithm, body, optimizer=sizes)
 
     def all_gather_on_rail(self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algo: int) -> int:
         """Gathers among the ranks of this rank's rail alone, in place.
