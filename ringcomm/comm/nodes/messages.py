@@ -28,6 +28,7 @@ from ringcomm.comm.nodes.rails import (
     Carrier,
     begun,
     break_up,
+    join,
     memory_at,
     tag_of,
 )
@@ -39,7 +40,7 @@ from ringcomm.comm.nodes.requests import (
     RailRequest,
 )
 from ringcomm.comm.nodes.watch import Watch
-from ringcomm.errors import CollectiveTimeout, PeerLost, start_thread
+from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
 
 # A message waits for its peer as long as its Work does, which counts the time; this is for ever.
 FOR_EVER = timedelta(days=365)
@@ -70,6 +71,9 @@ class _Line:
 
     def stop(self) -> None:
         self._steps.put(None)
+
+    def join(self) -> None:
+        join(self._thread)
 
     def _loop(self) -> None:
         while (step := self._steps.get()) is not None:
@@ -187,7 +191,7 @@ class NodesMessages:
                 begun(lambda: self._group.send([header.packed()], peer, header_tag)),
                 begun(lambda: self._group.send([memory], peer, data_tag)),
             ]
-            request = RailRequest(peer, ptr, header, self._give_up)
+            request = RailRequest(peer, ptr, header, self._give_up, self._interrupted)
             line.add(lambda: self._end(request, lambda: self._await(works)))
         return request
 
@@ -202,7 +206,7 @@ class NodesMessages:
         with self._guard:
             if peer < 0:
                 return self._post_recv_of_any(ptr, mine)
-            request = RailRequest(peer, ptr, mine, self._give_up)
+            request = RailRequest(peer, ptr, mine, self._give_up, self._interrupted)
             if tag in self._open:
                 if not self._open[tag].add(request):
                     self._end_in_vain(request, "the connection had ended before")
@@ -232,7 +236,9 @@ class NodesMessages:
     def _post_recv_of_any(self, ptr: int, mine: MessageHeader) -> AnyRequest:
         """Begins a receive from any rank, which a message of the node or from another may meet."""
         opened = self._opened(mine.tag)
-        request = AnyRequest(ptr, mine, self._inner, self._places.mates, self._give_up_any)
+        request = AnyRequest(
+            ptr, mine, self._inner, self._places.mates, self._give_up_any, self._interrupted
+        )
         if not opened.add(request):
             self._end_in_vain(request, "")
         return request
@@ -280,6 +286,8 @@ class NodesMessages:
                 request.end(PEER_LOST)
         for line in lines:
             line.stop()
+        for line in lines:
+            line.join()
         self._group = None
 
     def _line(self, lines: dict[tuple[int, int], _Line], peer: int, tag: int) -> _Line:
@@ -348,6 +356,10 @@ class NodesMessages:
         timeout_s = self._inner.timeout_ms / 1000
         if waited_s >= timeout_s:
             self._watch.on_rail(peer, "a message", waited_s, timeout_s, "")
+
+    def _interrupted(self) -> None:
+        who = self._places.named(self._places.rank)
+        self._watch.fail(AbortedError(f"{who} was interrupted (Ctrl-C) in a message"))
 
     def _give_up_any(self, tag: int, waited_s: float) -> None:
         """Ends the communicator when a message of any rank was awaited for too long."""

@@ -71,6 +71,7 @@ class RailRequest:
         expected: what they are; its number is not read.
         give_up: called with the other rank and the seconds so far while somebody waits; ends the
             communicator when that was too long.
+        interrupted: called when a Ctrl-C has ended a wait; ends the communicator.
 
     Attributes:
         source, dtype, size_bytes: as of ``_native.Request``.
@@ -83,6 +84,7 @@ class RailRequest:
         ptr: int,
         expected: MessageHeader,
         give_up: Callable[[int, float], None],
+        interrupted: Callable[[], None],
     ) -> None:
         self.source = source
         self.expected = expected
@@ -90,6 +92,7 @@ class RailRequest:
         self.size_bytes = expected.size_bytes
         self._ptr = ptr
         self._give_up = give_up
+        self._interrupted = interrupted
         self._ended = threading.Event()
         self._status = 0
 
@@ -119,6 +122,13 @@ class RailRequest:
 
     def wait(self, timeout_ms: int = -1) -> int:
         """Waits as ``_native.Request.wait``: negative until the communicator's own timeout."""
+        try:
+            return self._wait(timeout_ms)
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _wait(self, timeout_ms: int) -> int:
         begin = time.monotonic()
         while True:
             waited_s = time.monotonic() - begin
@@ -146,6 +156,7 @@ class AnyRequest(RailRequest):
         inner: the core of the node.
         mates: its ranks.
         give_up: as of :class:`RailRequest`, with the tag in place of a rank.
+        interrupted: as of :class:`RailRequest`.
     """
 
     def __init__(
@@ -155,8 +166,9 @@ class AnyRequest(RailRequest):
         inner: _native.Comm,
         mates: tuple[int, ...],
         give_up: Callable[[int, float], None],
+        interrupted: Callable[[], None],
     ) -> None:
-        super().__init__(-1, ptr, expected, give_up)
+        super().__init__(-1, ptr, expected, give_up, interrupted)
         self._mates = mates
         self._guard = threading.Lock()
         self._elsewhere = False

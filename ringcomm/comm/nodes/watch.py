@@ -23,6 +23,7 @@ from torch.distributed import Store
 
 from ringcomm import _native, errors
 from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.rails import join
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -191,6 +192,8 @@ class Watch:
     def close(self) -> None:
         """Ends the watch."""
         self._ended.set()
+        join(self._thread)
+        join(self._asking)
 
     # ---- implementation --------------------------------------------------------------------------
 
