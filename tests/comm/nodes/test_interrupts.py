@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch.distributed import Store
 
-from ringcomm import AbortedError
+import ringcomm
+from ringcomm import AbortedError, CommOptions
 from ringcomm.comm import engine
+from ringcomm.comm.nodes.rails import gloo
 from tests.support.ranks import Ranks, join_nodes
 
 
@@ -70,3 +73,40 @@ def test_every_rank_ends(tmp_path, what):
         assert ended == "KeyboardInterrupt" or "Ctrl-C" in ended
         assert threads == []
     assert set(os.listdir("/dev/shm")) <= memory
+
+
+class Lingering:
+    """A group or a work of Gloo's, of which a long wait ends somewhat after the message."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def recv(self, *arguments: Any) -> Any:
+        return Lingering(self._inner.recv(*arguments))
+
+    def wait(self, timeout: timedelta) -> Any:
+        try:
+            return self._inner.wait(timeout)
+        finally:
+            time.sleep(0.2 if timeout > timedelta(minutes=1) else 0)
+
+
+def lingering(*arguments: Any) -> Lingering:
+    return Lingering(gloo(*arguments))
+
+
+def test_close_waits_for_threads_that_wait_for_messages():
+    def body(comm):
+        work = comm.irecv(torch.ones(1), 1 - comm.rank)
+        assert not work.is_completed()
+        comm.barrier()
+        comm.close()
+        mine = f"ringcomm-messages-{1 - comm.rank}"
+        return [each.name for each in threading.enumerate() if each.name.startswith(mine)]
+
+    options = CommOptions(timeout=60, carrier=lingering)
+    with ringcomm.local_world(2, nodes=[1, 1], options=options) as world:
+        assert world.run(body) == [[], []]
