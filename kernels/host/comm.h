@@ -141,7 +141,7 @@ class Comm {
   // A call that another engine runs on this region: the rest of its CallId; its number is the next.
   void record_begin(CallId id);
   void record_end(Status status);
-  // A call that is made of the next ones on this region: it takes a number of its own before theirs,
+  // A call that is made of the next ones on this region: it takes a number before them,
   // on all ranks alike. Returns it; 0: the communicator is closed.
   uint64_t record_around(CallId id);
   void record_around_end(uint64_t number, Status status);
