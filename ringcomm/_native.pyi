@@ -239,6 +239,11 @@ class Request:
 
         Negative: until the communicator's own timeout, which is a fault.
         """
+    def withdraw(self) -> bool:
+        """Takes a receive back, unless a message has matched it.
+
+        True: it is done now, without a source, and nothing comes into its buffer.
+        """
     def done(self) -> bool: ...
     def status(self) -> int: ...
     @property
@@ -522,7 +527,10 @@ class Comm:
         self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /
     ) -> Request: ...
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /) -> Request:
-        """`peer` -1 receives from any rank."""
+        """`peer` -1 receives from any rank; -2, too, and goes on when all of them have gone.
+
+        The latter is for a message that may also come by another engine: see `Request.withdraw`.
+        """
     def drive_in_background(self) -> None:
         """From here on a thread drives requests that nobody waits for (isend, irecv)."""
     def fault(self) -> dict[str, Any] | None:
@@ -537,6 +545,12 @@ class Comm:
     def record_begin(self, words: tuple[int, int, int, int]) -> None:
         """Records a collective of another engine, which it is about to number; see `call_words`."""
     def record_end(self, status: int) -> None: ...
+    def record_around(self, words: tuple[int, int, int, int]) -> int:
+        """Records a call that is made of the next ones here; returns its number.
+
+        All ranks must do so alike, since it counts as a call.
+        """
+    def record_around_end(self, number: int, status: int) -> None: ...
     def recorded(self, rank: int, most: int = ...) -> bytes:
         """The flight recorder of a rank as it is now (ringcomm/comm/recorder/records.py reads it).
 

@@ -1,6 +1,8 @@
 """Training that survives a lost rank: torchrun starts all ranks again, and they go on.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 docs/examples/elastic.py runs/a
+
+Over nodes the folder is one that all of them see.
 """
 
 import argparse

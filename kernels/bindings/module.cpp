@@ -198,6 +198,9 @@ void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
             return blocking([&] { return r.comm->messenger.wait(r.request, ns); });
           },
           nb::arg("timeout_ms") = -1)
+      .def(
+          "withdraw", [](NativeRequest& r) { return r.comm->messenger.withdraw(r.request); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("done", [](const NativeRequest& r) { return r.request->done(); })
       .def("status", [](const NativeRequest& r) { return int(r.request->status); })
       .def_prop_ro("source", [](const NativeRequest& r) { return r.request->source; })

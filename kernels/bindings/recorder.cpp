@@ -75,6 +75,19 @@ void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
           "record_end", [](NativeComm& n, int status) { n.comm.record_end(Status(status)); },
           nb::arg("status"))
       .def(
+          "record_around",
+          [](NativeComm& n, const CallWords& words) {
+            take_call_site();
+            return n.comm.record_around(id_of(words));
+          },
+          nb::arg("words"))
+      .def(
+          "record_around_end",
+          [](NativeComm& n, uint64_t number, int status) {
+            n.comm.record_around_end(number, Status(status));
+          },
+          nb::arg("number"), nb::arg("status"))
+      .def(
           "recorded",
           [](const NativeComm& n, int rank, uint32_t most) {
             if (rank < 0 || rank >= n.comm.view().world)

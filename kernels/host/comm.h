@@ -141,6 +141,10 @@ class Comm {
   // A call that another engine runs on this region: the rest of its CallId; its number is the next.
   void record_begin(CallId id);
   void record_end(Status status);
+  // A call that is made of the next ones on this region: it takes a number before them,
+  // on all ranks alike. Returns it; 0: the communicator is closed.
+  uint64_t record_around(CallId id);
+  void record_around_end(uint64_t number, Status status);
   // The records of `rank` (see Recorder::snapshot()) under a header with the layout, the rank and
   // the world as this rank knows them; empty: nothing is recorded, or it is not connected.
   std::vector<char> recorded(int rank, uint32_t most) const;

@@ -30,6 +30,20 @@ void Comm::record_end(Status status) {
   if (connected_) recorder_.end(Track::kCollectives, outside_call_, status, awaited());
 }
 
+uint64_t Comm::record_around(CallId id) {
+  const std::lock_guard lock(mutex_);
+  if (!connected_) return 0;
+  id.kernels = Kernels::kNative;  // those that it is made of
+  id.sequence = ++view_.channel_line(0)->sequence;
+  recorder_.begin(Track::kCollectives, id, id.match_bytes, -1);
+  return id.sequence;
+}
+
+void Comm::record_around_end(uint64_t number, Status status) {
+  const std::lock_guard lock(mutex_);
+  if (connected_ && number != 0) recorder_.end(Track::kCollectives, number, status, -1);
+}
+
 // Without the lock, which a call that hangs holds.
 std::vector<char> Comm::recorded(int rank, uint32_t most) const {
   if (!recorder_.on() || regions_[rank] == nullptr) return {};

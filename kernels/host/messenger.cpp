@@ -59,6 +59,16 @@ RequestPtr Messenger::post_receive(char* ptr, uint64_t bytes, int peer, int tag,
   return r;
 }
 
+bool Messenger::withdraw(const RequestPtr& r) {
+  const std::lock_guard lock(mutex_);
+  const auto it = std::find(posted_.begin(), posted_.end(), r);
+  if (it == posted_.end()) return false;
+  posted_.erase(it);
+  complete(r, Status::kOk);
+  kick();
+  return true;
+}
+
 void Messenger::record(Request& r) {
   r.number = ++messages_;
   comm_.recorder().begin(Track::kMessages, header_of(r, false).id, r.bytes, r.peer);

@@ -23,7 +23,8 @@ struct Request {
   bool is_send;
   char* ptr;
   uint64_t bytes;
-  int peer;  // -1: receive from any rank
+  int peer;        // -1: receive from any rank
+  bool elsewhere;  // the message may also come to another engine, which then calls withdraw()
   int tag;
   DType dtype;
   uint64_t posted_ns = Waiter::now_ns();
@@ -36,7 +37,13 @@ struct Request {
   uint32_t done_word = 0;
 
   Request(bool is_send, char* ptr, uint64_t bytes, int peer, int tag, DType dtype)
-      : is_send(is_send), ptr(ptr), bytes(bytes), peer(peer), tag(tag), dtype(dtype) {}
+      : is_send(is_send),
+        ptr(ptr),
+        bytes(bytes),
+        peer(peer < 0 ? -1 : peer),
+        elsewhere(peer < -1),
+        tag(tag),
+        dtype(dtype) {}
 
   bool done() const { return load_acquire_sys(&done_word) != 0; }  // pairs with set_done()
   void set_done() { store_release_sys(&done_word, 1); }            // pairs with done()
@@ -50,6 +57,8 @@ class Messenger {
 
   RequestPtr post_send(const char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
   RequestPtr post_receive(char* ptr, uint64_t bytes, int peer, int tag, DType dtype);
+  // Takes a receive back unless a message has matched it; true if it is done now, with no source.
+  bool withdraw(const RequestPtr& request);
   // Progress without a waiter from here on.
   void drive_in_background();
   Status wait(const RequestPtr& request, uint64_t give_up_ns);

@@ -67,8 +67,8 @@ std::pair<Status, int> Messenger::reason_to_end(const Request& r, uint64_t waite
     const Status status = reason_to_give_up(team, v, p, 0);
     if (status == Status::kOk) continue;
     const bool gone = status == Status::kPeerLost || status == Status::kPeerClosed;
-    // A receive from any rank goes on while one of them lives.
-    if (r.peer == -1 && gone && ++lost < v.world - 1) continue;
+    // A receive from any rank goes on while one of them lives, here or elsewhere.
+    if (r.peer == -1 && gone && (r.elsewhere || ++lost < v.world - 1)) continue;
     return {status, p};
   }
   return {waited_ns > comm_.timeout_ns() ? Status::kTimeout : Status::kOk, r.peer};

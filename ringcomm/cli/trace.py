@@ -17,6 +17,7 @@ from ringcomm.comm.recorder.records import (
     DONE,
     OPEN,
     RUNNING,
+    NodeLevel,
     RankRecording,
     Record,
     Recording,
@@ -42,11 +43,17 @@ def report(recording: Recording, last: int, ended: Collection[int] = frozenset()
         last: how many collectives, and how many messages, to show of each rank; 0: all.
         ended: ranks whose processes are known to have ended.
     """
-    lines = [
-        f"communicator {recording.communicator}, {recording.world_size} "
-        f"rank{'s' if recording.world_size > 1 else ''}"
-    ]
-    missing = [rank for rank in range(recording.world_size) if recording.rank(rank) is None]
+    level = NodeLevel.of(recording)
+    expected: Sequence[int] = range(recording.world_size) if level is None else level.ranks
+    if level is None:
+        lines = [f"communicator {recording.communicator}, {_count(recording.world_size)}"]
+    else:
+        lines = [
+            f"communicator {level.communicator} over nodes, node {level.node}: {_ranks(expected)}",
+            "calls within the node are indented below the call over nodes that is made of them; "
+            "for other nodes give --pid of a process there",
+        ]
+    missing = [rank for rank in expected if recording.rank(rank) is None]
     if missing:
         lines.append(f"no recorder of rank {', '.join(map(str, missing))} could be read")
     if not recording.ranks:
@@ -56,8 +63,12 @@ def report(recording: Recording, last: int, ended: Collection[int] = frozenset()
     lines += ["", *_verdict(recording, parted)]
     marked = parted or _not_made_by_all(recording)
     for each in recording.ranks:
-        lines += ["", *_table(each, recording.taken_ns, last, marked)]
+        lines += ["", *_table(each, recording.taken_ns, last, marked, nested=level is not None)]
     return lines
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
@@ -142,11 +153,13 @@ def _not_made_by_all(recording: Recording) -> int | None:
     return min(counts) + 1 if len(counts) > 1 else None
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _table(rank: RankRecording, taken_ns: int, last: int, marked: int | None) -> list[str]:
+def _table(
+    rank: RankRecording, taken_ns: int, last: int, marked: int | None, *, nested: bool
+) -> list[str]:
     lines = [f"rank {rank.rank}, pid {rank.pid}:"]
     shown = sorted(
         (*rank.collectives[-last:], *rank.messages[-last:]), key=lambda each: each.begin_ns
@@ -154,7 +167,13 @@ def _table(rank: RankRecording, taken_ns: int, last: int, marked: int | None) ->
     if rank.torn:
         lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
     columns = _DEVICE_COLUMNS if rank.on_device else _COLUMNS
-    rows = [_row(each, taken_ns, marked, rank.on_device) for each in shown]
+    inner = _inner_calls(rank.collectives) if nested else set()
+    rows = [
+        _row(each, taken_ns, marked, rank.on_device, is_inner=each.number in inner)
+        if each.track == "collectives"
+        else _row(each, taken_ns, marked, rank.on_device)
+        for each in shown
+    ]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
     widths = [max(w, len(title)) for w, title in zip(widths, columns, strict=True)]
     for row in [columns, *rows]:
@@ -167,7 +186,25 @@ _COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
 _DEVICE_COLUMNS = (" ", "call", "enqueued", "end seen", "state", "what", "where")
 
 
-def _row(record: Record, taken_ns: int, marked: int | None, on_device: bool) -> tuple[str, ...]:
+def _inner_calls(collectives: Sequence[Record]) -> set[int]:
+    """Returns the numbers of the calls that were made within the one before them."""
+    inner, around = set(), None
+    for record in collectives:
+        if around is not None and (not around.end_ns or record.begin_ns < around.end_ns):
+            inner.add(record.number)
+        else:
+            around = record
+    return inner
+
+
+def _row(
+    record: Record,
+    taken_ns: int,
+    marked: int | None,
+    on_device: bool,
+    *,
+    is_inner: bool = False,
+) -> tuple[str, ...]:
     is_message = record.track == "messages"
     state = record.state if not record.status else record.status
     if record.status and record.peer >= 0 and not is_message:
@@ -182,7 +219,7 @@ def _row(record: Record, taken_ns: int, marked: int | None, on_device: bool) -> 
         f"-{_seconds(taken_ns - record.begin_ns)}",
         second,
         state,
-        describe(record),
+        ("  " if is_inner else "") + describe(record),
         record.site,
     )
 
@@ -218,7 +255,7 @@ def chrome_text(recordings: Sequence[Recording]) -> str:
     base = 0
     for recording in recordings:
         events += _events(recording, base)
-        base += recording.world_size
+        base += max([recording.world_size, *(each.rank + 1 for each in recording.ranks)])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
 
 

@@ -26,7 +26,7 @@ from ringcomm.comm.nodes.device_calls import DeviceNodesCalls
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.options import CommOptions
-from ringcomm.comm.recorder.records import Record, Recording
+from ringcomm.comm.recorder.records import Recording, renumbered
 from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
@@ -501,26 +501,11 @@ class NodesCommunicator(Communicator):
         return self.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
 
     def recording(self) -> Recording:
-        """Returns what this node's ranks did last within the node, under their ranks here."""
-        within, mates = self._within_node(), self.places.mates
+        """Returns what this node's ranks did last, under their ranks here.
 
-        def named(place: int) -> int:
-            return mates[place] if 0 <= place < len(mates) else place
-
-        def renamed(records: tuple[Record, ...]) -> tuple[Record, ...]:
-            return tuple(replace(record, peer=named(record.peer)) for record in records)
-
-        ranks = tuple(
-            replace(
-                each,
-                rank=named(each.rank),
-                waits_for=named(each.waits_for),
-                collectives=renamed(each.collectives),
-                messages=renamed(each.messages),
-            )
-            for each in within.ranks
-        )
-        return replace(within, ranks=ranks)
+        A call over nodes stands before the calls within the node that it was made of.
+        """
+        return renumbered(self._within_node(), self.places.mates)
 
     def _within_node(self) -> Recording:
         return super().recording()
@@ -530,9 +515,9 @@ class NodesCommunicator(Communicator):
         return f"{super().__repr__().removesuffix('>')} {of}>"
 
     def _fault(self, name: str) -> RingcommError:
-        error = self._watch.error
-        if error is None and self._refuse is not None:
+        if self._watch.error is None and self._refuse is not None:
             return self._refuse(name)
+        error = self._watch.known()
         head = where(name, self._rank, self._world_size)
         told = error or AbortedError("the communicator was closed")
         worded = type(told)(

@@ -1,4 +1,4 @@
-"""Runs torch's own c10d tests on ringcomm and on Gloo, and tables where the two differ.
+"""Runs torch's own c10d tests on Gloo and on ringcomm, over nodes too, and tables differences.
 
 ``python -m tests.c10d.conformance`` (``make c10d-conformance``) writes docs/c10d-conformance.md.
 The tests are those in the torch wheel, ``torch.testing._internal.distributed.distributed_test``.
@@ -7,7 +7,9 @@ That module decides by the constant BACKEND, while it is imported, which tests e
 backend, and knows no third-party backend. So it is imported as for Gloo and BACKEND is set to
 the backend under test afterwards: every test that exists for Gloo runs on ringcomm, with the
 same conditions. What is skipped for want of ranks, or for not being MPI (all-to-all), runs again
-with more ranks or with the conditions of MPI, on both backends.
+with more ranks or with the conditions of MPI, on all systems.
+
+Over nodes, the ranks are processes of one machine that say that they are on two.
 """
 
 from __future__ import annotations
@@ -27,6 +29,21 @@ from types import ModuleType
 from typing import Any
 
 BACKENDS = ("gloo", "ringcomm")
+
+
+@dataclass(frozen=True)
+class System:
+    """A backend whose ranks say that they are on so many nodes; on 1 they say nothing."""
+
+    backend: str
+    nodes: int = 1
+
+    def __str__(self) -> str:
+        return self.backend if self.nodes == 1 else f"{self.backend}, {self.nodes} nodes"
+
+
+GLOO = System("gloo")
+SYSTEMS = (GLOO, System("ringcomm"), System("ringcomm", 2))
 REPORT = Path(__file__).parents[2] / "docs" / "c10d-conformance.md"
 SECONDS_PER_TEST = 120
 
@@ -96,10 +113,17 @@ def load_suite(backend: str, conditions: str, world_size: int, folder: str) -> M
     return distributed_test
 
 
-def test_class(suite: Any) -> type[unittest.TestCase]:
+def test_class(suite: Any, nodes: int) -> type[unittest.TestCase]:
     """The test case class; each test forks its ranks from this process, which runs no torch op."""
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
+        @classmethod
+        def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
+            if nodes > 1:
+                node = rank * nodes // int(os.environ["WORLD_SIZE"])
+                os.environ["RINGCOMM_NODE_ID"] = f"node{node}"
+            super()._run(rank, *args, **kwargs)
+
         def setUp(self) -> None:
             super().setUp()
             import torch
@@ -136,23 +160,25 @@ def _last_error_line(text: str) -> str:
     return (lines[-1] if lines else text.strip().splitlines()[-1] if text.strip() else "?")[:300]
 
 
-def run(backend: str, conditions: str, world_size: int, names: list[str]) -> Outcomes:
+def run(system: System, conditions: str, world_size: int, names: list[str]) -> Outcomes:
     """Runs the tests (none: all) in this process, which forks their ranks."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
-        cls = test_class(load_suite(backend, conditions, world_size, folder))
+        suite = load_suite(system.backend, conditions, world_size, folder)
+        cls = test_class(suite, system.nodes)
         for name in names or unittest.defaultTestLoader.getTestCaseNames(cls):
             cls(name).run(recorder)
             outcome, reason = recorder.outcomes[name]
-            print(f"{backend} {name}: {outcome} {reason}", file=sys.__stderr__, flush=True)
+            print(f"{system} {name}: {outcome} {reason}", file=sys.__stderr__, flush=True)
     return recorder.outcomes
 
 
-def run_apart(backend: str, one: Pass, names: list[str], log: Path) -> Outcomes:
+def run_apart(system: System, one: Pass, names: list[str], log: Path) -> Outcomes:
     """Does what :func:`run` does in a process of its own, whose output goes to ``log``."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "outcomes.json"
-        command = [sys.executable, "-m", "tests.c10d.conformance", "--backend", backend]
+        command = [sys.executable, "-m", "tests.c10d.conformance"]
+        command += ["--backend", system.backend, "--nodes", str(system.nodes)]
         command += ["--conditions", one.conditions, "--world-size", str(one.world_size)]
         command += ["--json", str(result), *names]
         with log.open("ab") as stream:
@@ -160,13 +186,13 @@ def run_apart(backend: str, one: Pass, names: list[str], log: Path) -> Outcomes:
         return {name: (row[0], row[1]) for name, row in json.loads(result.read_text()).items()}
 
 
-def all_passes(backend: str, names: list[str], log: Path) -> Outcomes:
+def all_passes(system: System, names: list[str], log: Path) -> Outcomes:
     """The outcome of every test, of the last pass that it is in."""
-    outcomes = run_apart(backend, PASSES[0], names, log)
+    outcomes = run_apart(system, PASSES[0], names, log)
     for one in PASSES[1:]:
         again = [n for n, (kind, why) in outcomes.items() if kind == "skip" and one.skipped in why]
         if again:
-            outcomes.update(run_apart(backend, one, again, log))
+            outcomes.update(run_apart(system, one, again, log))
     return outcomes
 
 
@@ -186,35 +212,44 @@ torch's C++ sees less of a group that is written in Python:
 """
 
 
-def report(outcomes: dict[str, Outcomes], torch_version: str) -> str:
+def report(outcomes: dict[System, Outcomes], torch_version: str) -> str:
     """The Markdown page: counts, and every test whose outcome differs."""
-    gloo, ours = outcomes["gloo"], outcomes["ringcomm"]
     kinds = ("pass", "fail", "skip")
     lines = [
         "# c10d conformance",
         "",
         "The distributed tests that ship in the torch wheel",
-        "(`torch.testing._internal.distributed.distributed_test`), run on ringcomm and on Gloo on",
+        "(`torch.testing._internal.distributed.distributed_test`), run on Gloo and on ringcomm on",
         f"one machine without a GPU, torch {torch_version}, 3 ranks (4 or 8 for the tests that ask",
-        "for them). ringcomm runs every test that exists for Gloo. Both also run the all-to-all",
-        "tests that torch reserves for MPI. `make c10d-conformance` writes this page.",
+        "for them). ringcomm runs every test that exists for Gloo. All run the all-to-all tests",
+        "that torch reserves for MPI, too. Over 2 nodes the ranks are processes that say so",
+        "(`RINGCOMM_NODE_ID`); 3 ranks are nodes of 2 and of 1. `make c10d-conformance` writes",
+        "this page.",
         "",
-        "| backend | " + " | ".join(kinds) + " |",
+        "| system | " + " | ".join(kinds) + " |",
         "|---" * (len(kinds) + 1) + "|",
     ]
-    for backend in BACKENDS:
-        counts = Counter(outcome for outcome, _ in outcomes[backend].values())
-        lines.append(f"| {backend} | " + " | ".join(str(counts[kind]) for kind in kinds) + " |")
-    different = sorted(n for n in gloo if gloo[n][0] != ours.get(n, ("?", ""))[0])
+    for system, results in outcomes.items():
+        counts = Counter(outcome for outcome, _ in results.values())
+        lines.append(f"| {system} | " + " | ".join(str(counts[kind]) for kind in kinds) + " |")
+    found = {
+        name: [each.get(name, ("?", "")) for each in outcomes.values()] for name in outcomes[GLOO]
+    }
+    different = sorted(name for name, each in found.items() if len({kind for kind, _ in each}) > 1)
     lines += ["", f"## Differences ({len(different)})", ""]
     if different:
-        lines += ["| test | gloo | ringcomm | reason |", "|---|---|---|---|"]
+        lines += [
+            f"| test | {' | '.join(map(str, outcomes))} | reason |",
+            "|---" * (len(outcomes) + 2) + "|",
+        ]
     for name in different:
-        reason = (ours[name][1] or gloo[name][1]).replace("|", "\\|")
-        lines.append(f"| {name} | {gloo[name][0]} | {ours[name][0]} | {reason} |")
+        reason = next(why for _, why in reversed(found[name]) if why).replace("|", "\\|")
+        told = " | ".join(kind for kind, _ in found[name])
+        lines.append(f"| {name} | {told} | {reason} |")
     lines += ["", *BEYOND_THE_TESTS.splitlines()]
-    skipped = Counter(reason for outcome, reason in ours.values() if outcome == "skip")
-    lines += ["", "## Why tests are skipped (on both)", "", "| tests | reason |", "|---|---|"]
+    last = outcomes[SYSTEMS[-1]]
+    skipped = Counter(reason for outcome, reason in last.values() if outcome == "skip")
+    lines += ["", "## Why tests are skipped (on all)", "", "| tests | reason |", "|---|---|"]
     lines += [f"| {count} | {reason} |" for reason, count in skipped.most_common()]
     return "\n".join(lines) + "\n"
 
@@ -223,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="tests to run (default: all)")
     parser.add_argument("--backend", choices=BACKENDS, help="run one backend in this process")
+    parser.add_argument("--nodes", type=int, default=1, help="of the ranks of --backend")
     parser.add_argument("--conditions", default=PASSES[0].conditions)
     parser.add_argument("--world-size", type=int, default=PASSES[0].world_size)
     parser.add_argument("--json", type=Path, help="where --backend writes its outcomes")
@@ -231,13 +267,14 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.names
     if arguments.backend:
-        outcomes = run(arguments.backend, arguments.conditions, arguments.world_size, names)
+        system = System(arguments.backend, arguments.nodes)
+        outcomes = run(system, arguments.conditions, arguments.world_size, names)
         if arguments.json:
             arguments.json.write_text(json.dumps(outcomes))
         return
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     arguments.log.unlink(missing_ok=True)
-    results = {backend: all_passes(backend, names, arguments.log) for backend in BACKENDS}
+    results = {system: all_passes(system, names, arguments.log) for system in SYSTEMS}
     import torch
 
     arguments.output.write_text(report(results, torch.__version__))

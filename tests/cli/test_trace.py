@@ -15,7 +15,7 @@ from ringcomm.cli import main
 from ringcomm.cli.trace import chrome_text, report
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.live import live_recordings
-from ringcomm.comm.recorder.records import RankRecording, Record, Recording
+from ringcomm.comm.recorder.records import NodeLevel, RankRecording, Record, Recording
 from ringcomm.errors import RingcommError
 from tests.support.faults import until_stopped
 from tests.support.ranks import Ranks
@@ -311,3 +311,38 @@ def test_processes_that_hang_are_read_without_their_help(capsys):
 def test_a_process_without_a_communicator_has_nothing_to_show(capsys):
     assert main(["trace", "--pid", str(os.getppid())]) == 1
     assert "ringcomm trace: trace: " in capsys.readouterr().err
+
+
+def test_nodes_are_shown_with_the_calls_below():
+    def body(comm):
+        comm.all_reduce(torch.ones(10_000))
+        comm.barrier()
+
+    with ringcomm.local_world(4, nodes=[1, 3], timeout=60) as world:
+        world.run(body)
+        shown = ["\n".join(report(each, 0)) for each in live_recordings([os.getpid()])]
+    (text,) = [each for each in shown if "over nodes, node 1: ranks 1, 2, 3" in each]
+    for rank in (1, 2, 3):
+        table = text.partition(f"rank {rank}, pid {os.getpid()}:\n")[2].splitlines()[1:]
+        calls = [line.split("done ")[1].partition("(")[0] for line in table[:5]]
+        outer = [name.strip() for name in calls if not name.startswith("    ")]
+        assert outer == ["all_reduce", "barrier"][: len(outer)]
+        assert not calls[0].startswith("    ") and calls[1].startswith("    ")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "level"),
+    [
+        ("world/node0:0-1", 2, NodeLevel("world", 0, (0, 1))),
+        ("a/node1:b/node12:0.2-3.7", 4, NodeLevel("a/node1:b", 12, (0, 2, 3, 7))),
+        ("world/node0:0-1", 3, None),
+        ("world/node0:0-999999999", 2, None),
+        ("world/node0:-1.", 2, None),
+        ("world/node0", 2, None),
+        ("world", 2, None),
+    ],
+)
+def test_the_names_of_communicators_within_nodes(name, size, level):
+    found = NodeLevel.of(recording(*[[record(1)]] * size, communicator=name))
+    assert found == level
+    assert level is None or str(level) == name

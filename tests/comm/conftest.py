@@ -58,7 +58,6 @@ NOT_OVER_NODES = {
     r"\[.*\bring\b.*\]|test_large_with_default_segments|test_any_call_is_exact": "rings",
     r"test_algorithm_and_kernels_are": "rings and Triton's kernels",
     r"test_partial\.py": "partial results for users",
-    r"any_source|test_batches_of_messages|test_global_and_group_ranks": "receives from any rank",
 }
 
 

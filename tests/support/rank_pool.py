@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import ringcomm.c10d
+from ringcomm import CommOptions
 from tests.support.ranks import PRELOADED
 
 Check = Callable[[int, int], Any]
@@ -31,6 +35,27 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 ANSWER_TIMEOUT_S = 120.0
 # After one rank has failed, the others are most likely stuck in a collective.
 GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The default group in which a check runs.
+
+    Attributes:
+        backend: of ``init_process_group``.
+        nodes: how many equal nodes the ranks say that they are on, in order; 1: they say nothing.
+        options: the group's ``pg_options``.
+    """
+
+    backend: str
+    nodes: int = 1
+    options: CommOptions | None = None
+
+    def environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """The variables of a rank."""
+        if self.nodes == 1:
+            return {}
+        return {"RINGCOMM_NODE_ID": f"node{rank * self.nodes // world_size}"}
 
 
 def default_group() -> Any:
@@ -57,34 +82,41 @@ def same(ours: Any, reference: Any) -> None:
 _latest: list[Any] = []
 
 
-def in_group(backend: str, check: Check, rank: int, world_size: int, rendezvous: str) -> Any:
+def in_group(setting: Setting, check: Check, rank: int, world_size: int, rendezvous: str) -> Any:
     """Runs ``check`` in a new default group of this rank and returns its result."""
-    store = dist.FileStore(f"{rendezvous}.{backend}", world_size)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
-    )
-    _latest[:] = [default_group()]
-    try:
-        torch.manual_seed(0)
-        return check(rank, world_size)
-    finally:
-        dist.destroy_process_group()
+    store = dist.FileStore(rendezvous, world_size)
+    with mock.patch.dict(os.environ, setting.environment(rank, world_size)):
+        dist.init_process_group(
+            setting.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=GROUP_TIMEOUT,
+            pg_options=setting.options,
+        )
+        _latest[:] = [default_group()]
+        try:
+            torch.manual_seed(0)
+            return check(rank, world_size)
+        finally:
+            dist.destroy_process_group()
 
 
 def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) -> None:
-    """Body of one process: takes (backends, check, rendezvous), answers None or a traceback."""
+    """Body of one process: takes (settings, check, rendezvous), answers None or a traceback."""
     torch.set_num_threads(1)
     ringcomm.c10d.register()
     while True:
         try:
-            backends, check, rendezvous = pipe.recv()
+            settings, check, rendezvous = pipe.recv()
         except EOFError:
             return
         try:
             results = []
-            for backend in backends:
-                with surround(backend):
-                    results.append(in_group(backend, check, rank, world_size, rendezvous))
+            for number, setting in enumerate(settings):
+                with surround(setting.backend):
+                    meeting = f"{rendezvous}.{number}"
+                    results.append(in_group(setting, check, rank, world_size, meeting))
             for other in results[1:]:
                 same(results[0], other)
             answer = None
@@ -110,13 +142,23 @@ class RankPool:
 
     def run(self, check: Check, backend: str = "ringcomm") -> None:
         """Runs ``check(rank, world_size)`` on all ranks, in a default group of ``backend``."""
-        self._run((backend,), check)
+        self._run((Setting(backend),), check)
 
     def compare(self, check: Check) -> None:
         """Runs ``check`` on ringcomm and on Gloo; its results must be equal to the bit."""
-        self._run(("ringcomm", "gloo"), check)
+        self._run((Setting("ringcomm"), Setting("gloo")), check)
 
-    def _run(self, backends: tuple[str, ...], check: Check) -> None:
+    def compare_nodes(self, check: Check, blocks: int = 2) -> None:
+        """Runs ``check`` over two nodes and on one; the results must be equal to the bit.
+
+        Args:
+            check: as for :meth:`compare`.
+            blocks: the ``sum_blocks`` of the one node.
+        """
+        one = Setting("ringcomm", options=CommOptions(sum_blocks=blocks))
+        self._run((Setting("ringcomm", nodes=2), one), check)
+
+    def _run(self, settings: tuple[Setting, ...], check: Check) -> None:
         if not all(process.is_alive() for process, _ in self._ranks):
             self._stop()
         if not self._ranks:
@@ -124,7 +166,7 @@ class RankPool:
         self._runs += 1
         rendezvous = str(Path(self._folder.name) / str(self._runs))
         for _, pipe in self._ranks:
-            pipe.send((backends, check, rendezvous))
+            pipe.send((settings, check, rendezvous))
         failures = self._failures()
         if failures:
             self._stop()

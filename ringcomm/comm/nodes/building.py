@@ -20,6 +20,7 @@ from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails, carrier_of
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.nodes.watch import Awaiting, Watch
+from ringcomm.comm.recorder.records import NodeLevel
 from ringcomm.errors import RendezvousError
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
@@ -89,7 +90,8 @@ def _built(
     of_node = _of_node(membership, places)
     node = make_node(of_node)
     closing.append(node)
-    met = _inner(replace(of_node, name=f"{of_node.name}.calls"), heap_bytes, operation)
+    level = NodeLevel(membership.name, places.node, places.mates)
+    met = _inner(replace(of_node, name=str(level)), heap_bytes, operation)
     inner = met.core
     closing.append(inner)
     store = PrefixStore(found.rendezvous.prefix, membership.store)

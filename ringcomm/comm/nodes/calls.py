@@ -15,7 +15,13 @@ from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import HEADER_TAG, Message, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.watch import GRACE_S, Watch
-from ringcomm.errors import AbortedError, MismatchError, UnsupportedError
+from ringcomm.errors import (
+    AbortedError,
+    CollectiveTimeout,
+    MismatchError,
+    PeerLost,
+    UnsupportedError,
+)
 
 Tensor = torch.Tensor
 
@@ -32,6 +38,14 @@ class _Failed(Exception):
 # The collectives of sharded training whose headers have a tag in place of a root.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32sqiii"
+_COLLECTIVES = _native.RECORD_NAMES["collectives"]
+_RECORDED_AS = {"all_gather_on_rail": "all_gather", "all_gather_bucket": "all_gather"}
+_ABORTED = _native.STATUSES["aborted"]
+_STATUSES = (
+    (CollectiveTimeout, _native.STATUSES["timeout"]),
+    (PeerLost, _native.STATUSES["peer_lost"]),
+    (MismatchError, _native.STATUSES["mismatch"]),
+)
 
 
 class Header(NamedTuple):
@@ -52,6 +66,19 @@ class Header(NamedTuple):
     def unpacked(cls, memory: Tensor) -> Header:
         sequence, name, *rest = struct.unpack(_HEADER, bytes(memory.tolist()))
         return cls(sequence, name.rstrip(b"\0").decode(errors="replace"), *map(int, rest))
+
+    def words(self, optimizer: tuple[int, int] | None) -> tuple[int, int, int, int]:
+        """Returns the call as the flight recorder takes it.
+
+        Args:
+            optimizer: of an optimizer's call the elements of the bucket and the results' dtype.
+        """
+        kind = _COLLECTIVES.index(_RECORDED_AS.get(self.name, self.name))
+        size, root = self.match_bytes, -1 if self.name in _TAGGED else self.root
+        if optimizer is not None:
+            # The results' dtype is in the low byte, and the tag above it: call.h, ResultsAndTag.
+            size, root = optimizer[0], optimizer[1] | max(self.root, 0) << 8
+        return _native.call_words(size, kind, self.dtype, self.op, DIRECT, root)
 
     def __str__(self) -> str:
         parts = [f"{self.match_bytes} bytes"] if self.match_bytes else []
@@ -204,8 +231,18 @@ class CallsOverNodes:
         body: Callable[[], None],
         *,
         headers: bool = True,
+        optimizer: tuple[int, int] | None = None,
     ) -> int:
-        """Makes a call; ``head``: bytes, dtype, op and root, which all ranks must have alike."""
+        """Makes a call.
+
+        Args:
+            name: of the call.
+            head: bytes, dtype, op and root, which all ranks must have alike.
+            algorithm: "auto" or "direct".
+            body: what the call does.
+            headers: whether headers are exchanged before the body.
+            optimizer: as of :meth:`Header.words`.
+        """
         if algorithm not in (AUTO, DIRECT):
             who = self.places.named(self.places.rank)
             raise UnsupportedError(
@@ -216,6 +253,8 @@ class CallsOverNodes:
             return 1
         self._sequence += 1
         self._called = Header(self._sequence, name, *head)
+        record = self._inner.record_around(self._called.words(optimizer))
+        status = _ABORTED
         try:
             if headers:
                 self._send_headers()
@@ -224,7 +263,9 @@ class CallsOverNodes:
             body()
             self._check_headers()
             self._settle(self._sent)
+            status = 0
         except _Failed:
+            status = self._status()
             return self._forget()
         except BaseException as error:
             who, what = self.places.named(self.places.rank), type(error).__name__
@@ -233,7 +274,14 @@ class CallsOverNodes:
             self._watch.fail(AbortedError(f"{who} was interrupted ({what}) in {self._called}"))
             self._forget()
             raise
+        finally:
+            self._inner.record_around_end(record, status)
         return 0
+
+    def _status(self) -> int:
+        """Returns the status of a call that failed, for its record."""
+        error = self._watch.error
+        return next((code for kind, code in _STATUSES if isinstance(error, kind)), _ABORTED)
 
     def _forget(self) -> int:
         """Drops the messages of a call that failed, and with them their memory."""

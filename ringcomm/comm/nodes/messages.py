@@ -4,17 +4,20 @@ Between two ranks the messages of one tag keep their order, as within a node. A 
 of the carrier: a header (dtype, size), and the data. The data's tag stands for the message's tag,
 number and size, so that data which do not fit are never received into too small a buffer; the
 header then says what was expected and what came.
+
+A receive that names its sender expects both at once. From the first receive of a tag that names
+none, the tag is *open*: the headers of all peers are received as they come, and each finds its
+receive here. A message of the own node may come first; then the receive is its.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -25,91 +28,23 @@ from ringcomm.comm.nodes.rails import (
     Carrier,
     begun,
     break_up,
+    join,
     memory_at,
     tag_of,
 )
+from ringcomm.comm.nodes.requests import (
+    HEADER_BYTES,
+    AnyRequest,
+    MateRequest,
+    MessageHeader,
+    RailRequest,
+)
 from ringcomm.comm.nodes.watch import Watch
-from ringcomm.errors import UnsupportedError, start_thread
+from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
 
 # A message waits for its peer as long as its Work does, which counts the time; this is for ever.
 FOR_EVER = timedelta(days=365)
-_DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
-
-
-_HEADER = "<qqqq"
-
-
-class MessageHeader(NamedTuple):
-    """The description that goes before a message's data."""
-
-    number: int
-    tag: int
-    dtype: int
-    size_bytes: int
-
-    def packed(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(struct.pack(_HEADER, *self)), dtype=torch.uint8)
-
-    @classmethod
-    def unpacked(cls, memory: torch.Tensor) -> MessageHeader:
-        return cls(*struct.unpack(_HEADER, bytes(memory.tolist())))
-
-
-HEADER_BYTES = struct.calcsize(_HEADER)
-
-
-class MateRequest:
-    """A message of the node's core, whose ranks are the places of the node."""
-
-    def __init__(self, request: _native.Request, mates: tuple[int, ...]) -> None:
-        self._request = request
-        self._mates = mates
-        self.wait, self.done, self.status = request.wait, request.done, request.status
-
-    @property
-    def source(self) -> int:
-        return self._mates[self._request.source]
-
-    @property
-    def dtype(self) -> str:
-        return self._request.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return self._request.size_bytes
-
-
-class RailRequest:
-    """A message to or from another node; has the methods of ``_native.Request``."""
-
-    def __init__(self, peer: int, header: MessageHeader, give_up: Callable[[int, float], None]):
-        self.source = peer
-        self.dtype = _DTYPE_NAMES.get(header.dtype, "?")
-        self.size_bytes = header.size_bytes
-        self._give_up = give_up
-        self._ended = threading.Event()
-        self._status = 0
-
-    def end(self, status: int) -> None:
-        """Notes how the message ended."""
-        self._status = status
-        self._ended.set()
-
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def status(self) -> int:
-        return self._status
-
-    def wait(self, timeout_ms: int = -1) -> int:
-        """Waits as ``_native.Request.wait``: negative until the communicator's own timeout."""
-        if timeout_ms >= 0:
-            ended = self._ended.wait(timeout_ms / 1000)
-            return self._status if ended else _native.STATUSES["timeout"]
-        begin = time.monotonic()
-        while not self._ended.wait(0.05):
-            self._give_up(self.source, time.monotonic() - begin)
-        return self._status
+PEER_LOST = _native.STATUSES["peer_lost"]
 
 
 class _Line:
@@ -137,12 +72,73 @@ class _Line:
     def stop(self) -> None:
         self._steps.put(None)
 
+    def join(self) -> None:
+        join(self._thread)
+
     def _loop(self) -> None:
         while (step := self._steps.get()) is not None:
             step()
             del step
             with self._guard:
                 self.pending -= 1
+
+
+class _OpenTag:
+    """The receives of an open tag that wait for a header from another node.
+
+    Args:
+        strangers: how many ranks are on other nodes.
+    """
+
+    def __init__(self, strangers: int) -> None:
+        self._strangers = strangers
+        self._gone: set[int] = set()
+        self._changed = threading.Condition()
+        self._waiting: list[RailRequest] = []
+        self._ended = False
+
+    def add(self, request: RailRequest) -> bool:
+        """Has a receive wait; False where whatever it may meet has ended."""
+        with self._changed:
+            if self._ended or self._in_vain(request):
+                return False
+            # Those from any source that a mate's message has met are left here until now.
+            self._waiting = [each for each in self._waiting if not each.done()]
+            self._waiting.append(request)
+            self._changed.notify_all()
+        return True
+
+    def take(self, peer: int) -> RailRequest | None:
+        """Returns the first receive that a peer's message may meet, once there is one.
+
+        None: everything has ended.
+        """
+        with self._changed:
+            while not self._ended:
+                for request in list(self._waiting):
+                    if request.source in (-1, peer):
+                        self._waiting.remove(request)
+                        if request.claim(peer):
+                            return request
+                self._changed.wait()
+        return None
+
+    def end(self, peer: int | None = None) -> list[RailRequest]:
+        """Notes the end of a peer, or of everything; returns the receives that no longer wait."""
+        with self._changed:
+            if peer is None:
+                self._ended = True
+            else:
+                self._gone.add(peer)
+            ended = [each for each in self._waiting if self._ended or self._in_vain(each)]
+            self._waiting = [each for each in self._waiting if each not in ended]
+            self._changed.notify_all()
+        return ended
+
+    def _in_vain(self, request: RailRequest) -> bool:
+        if request.source < 0:
+            return len(self._gone) == self._strangers
+        return request.source in self._gone
 
 
 class NodesMessages:
@@ -173,7 +169,9 @@ class NodesMessages:
         self._group: Any = carrier(store, places.rank, world, timeout)
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
-        self._guard = threading.Lock()
+        self._open: dict[int, _OpenTag] = {}
+        # Held while a message is posted, so that what two threads post has an order.
+        self._guard = threading.RLock()
         self._closed = False
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
@@ -183,8 +181,8 @@ class NodesMessages:
             place = places.place_of(peer)
             within = self._inner.post_send(ptr, size_bytes, place, tag, dtype)
             return MateRequest(within, places.mates)
-        line = self._line(self._sends, peer, tag)
         with self._guard:
+            line = self._line(self._sends, peer, tag)
             line.number += 1
             header = MessageHeader(line.number, tag, dtype, size_bytes)
             memory, data_tag = memory_at(ptr, size_bytes), tag_of((tag, line.number), size_bytes)
@@ -193,41 +191,84 @@ class NodesMessages:
                 begun(lambda: self._group.send([header.packed()], peer, header_tag)),
                 begun(lambda: self._group.send([memory], peer, data_tag)),
             ]
-        request = RailRequest(peer, header, self._give_up)
-        line.add(lambda: self._end(request, lambda: self._await(works)))
+            request = RailRequest(peer, ptr, header, self._give_up, self._interrupted)
+            line.add(lambda: self._end(request, lambda: self._await(works)))
         return request
 
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
-        """Begins a receive from any one rank; returns its request.
-
-        Raises:
-            UnsupportedError: no rank is named.
-        """
+        """Begins a receive from a rank, or from any (negative); returns its request."""
         places = self._places
-        if peer < 0:
-            raise UnsupportedError(
-                f"recv on {places.named(places.rank)}: src: expected a rank, got None: over "
-                "several nodes a receive names its sender. Name it, or receive on "
-                "Communicator.node what comes from this node"
-            )
         if peer in places.mates:
             place = places.place_of(peer)
             within = self._inner.post_recv(ptr, size_bytes, place, tag, dtype)
             return MateRequest(within, places.mates)
-        line = self._line(self._receives, peer, tag)
+        mine = MessageHeader(0, tag, dtype, size_bytes)
         with self._guard:
-            line.number += 1
-            mine = MessageHeader(line.number, tag, dtype, size_bytes)
-            memory, data_tag = memory_at(ptr, size_bytes), tag_of((tag, line.number), size_bytes)
-            room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            header_tag = tag_of(tag, HEADER_BYTES)
-            header = begun(lambda: self._group.recv([room], peer, header_tag))
-            data = begun(lambda: self._group.recv([memory], peer, data_tag))
-        request = RailRequest(peer, mine, self._give_up)
-        line.add(
-            lambda: self._end(request, lambda: self._finish(request, mine, room, header, data))
-        )
+            if peer < 0:
+                return self._post_recv_of_any(ptr, mine)
+            request = RailRequest(peer, ptr, mine, self._give_up, self._interrupted)
+            if tag in self._open:
+                if not self._open[tag].add(request):
+                    self._end_in_vain(request, "the connection had ended before")
+            else:
+                self._post_recv_of_one(request)
         return request
+
+    def _post_recv_of_one(self, request: RailRequest) -> None:
+        """Begins to receive a header and the data that are expected after it."""
+        peer, tag = request.source, request.expected.tag
+        line = self._line(self._receives, peer, tag)
+        line.number += 1
+        size_bytes = request.size_bytes
+        memory, data_tag = request.memory(), tag_of((tag, line.number), size_bytes)
+        room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        header_tag = tag_of(tag, HEADER_BYTES)
+        header = begun(lambda: self._group.recv([room], peer, header_tag))
+        data = begun(lambda: self._group.recv([memory], peer, data_tag))
+
+        def finish() -> int:
+            self._await([header])
+            theirs = MessageHeader.unpacked(room)
+            return self._receive(request, theirs, data)
+
+        line.add(lambda: self._end(request, finish))
+
+    def _post_recv_of_any(self, ptr: int, mine: MessageHeader) -> AnyRequest:
+        """Begins a receive from any rank, which a message of the node or from another may meet."""
+        opened = self._opened(mine.tag)
+        request = AnyRequest(
+            ptr, mine, self._inner, self._places.mates, self._give_up_any, self._interrupted
+        )
+        if not opened.add(request):
+            self._end_in_vain(request, "")
+        return request
+
+    def _opened(self, tag: int) -> _OpenTag:
+        """Opens a tag: from here on its headers are received as they come."""
+        if tag in self._open:
+            return self._open[tag]
+        strangers = [peer for node in self._places.others() for peer in self._places.nodes[node]]
+        opened = self._open[tag] = _OpenTag(len(strangers))
+        for peer in strangers:
+            # Receives that expect their messages already are on the line, before this.
+            self._line(self._receives, peer, tag).add(partial(self._serve, opened, peer, tag))
+        return opened
+
+    def _serve(self, opened: _OpenTag, peer: int, tag: int) -> None:
+        """Brings the messages of a peer to the receives of an open tag, until one of both ends."""
+        try:
+            while True:
+                room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                self._await([self._recv(room, peer, tag_of(tag, HEADER_BYTES))])
+                theirs = MessageHeader.unpacked(room)
+                request = opened.take(peer)
+                if request is None:
+                    return
+                self._end(request, partial(self._receive, request, theirs))
+        except RuntimeError as error:
+            everything = self._closed or self._watch.error is not None
+            for request in opened.end(None if everything else peer):
+                self._end_in_vain(request, str(error))
 
     def break_up(self) -> None:
         """Ends all messages under way."""
@@ -240,8 +281,13 @@ class NodesMessages:
         lines = (*self._sends.values(), *self._receives.values())
         if any(line.pending for line in lines):
             self.break_up()
+        for opened in self._open.values():
+            for request in opened.end():
+                request.end(PEER_LOST)
         for line in lines:
             line.stop()
+        for line in lines:
+            line.join()
         self._group = None
 
     def _line(self, lines: dict[tuple[int, int], _Line], peer: int, tag: int) -> _Line:
@@ -250,23 +296,29 @@ class NodesMessages:
                 lines[peer, tag] = _Line(f"ringcomm-messages-{peer}-{tag}")
             return lines[peer, tag]
 
-    def _finish(
-        self, request: RailRequest, mine: MessageHeader, room: torch.Tensor, header: Any, data: Any
-    ) -> int:
-        """Waits for a message's header and data; returns the status."""
-        self._await([header])
-        theirs = MessageHeader.unpacked(room)
-        if theirs == mine:
-            return self._await([data])
-        request.dtype = _DTYPE_NAMES.get(theirs.dtype, "?")
-        request.size_bytes = theirs.size_bytes
-        if theirs.size_bytes != mine.size_bytes:  # the data are received, and lost
-            lost = torch.empty(theirs.size_bytes, dtype=torch.uint8, device="cpu")
+    def _receive(self, request: RailRequest, theirs: MessageHeader, data: Any = None) -> int:
+        """Receives the data after a header; returns the status.
+
+        Args:
+            request: what expects them.
+            theirs: the header.
+            data: of a receive that has begun, for the size that is expected.
+        """
+        mine, peer = request.expected, request.source
+        fits = theirs.size_bytes == mine.size_bytes
+        if data is None or not fits:
+            lost = torch.empty(0 if fits else theirs.size_bytes, dtype=torch.uint8, device="cpu")
             tag = tag_of((theirs.tag, theirs.number), theirs.size_bytes)
-            self._await([self._group.recv([lost], request.source, tag)])
-        else:
-            self._await([data])
-        return _native.MISMATCH
+            data = self._recv(request.memory() if fits else lost, peer, tag)
+        self._await([data])
+        request.came(theirs)
+        return 0 if fits and theirs.dtype == mine.dtype else _native.MISMATCH
+
+    def _recv(self, memory: torch.Tensor, peer: int, tag: int) -> Any:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the communicator was closed")
+        return group.recv([memory], peer, tag)
 
     def _await(self, works: list[Any]) -> int:
         for work in works:
@@ -277,14 +329,45 @@ class NodesMessages:
         try:
             status = finish()
         except RuntimeError as error:
-            if not self._closed:
+            self._end_in_vain(request, str(error))
+        else:
+            request.end(status)
+
+    def _end_in_vain(self, request: RailRequest, why: str) -> None:
+        """Ends a message whose connection has broken, and with it the communicator.
+
+        A receive from any source then waits for mates alone, by the rules of their core.
+        """
+        if not self._closed and self._watch.error is None:
+            if request.source >= 0:
                 for_ever_s = FOR_EVER.total_seconds()
-                self._watch.on_rail(request.source, "a message", 0.0, for_ever_s, str(error))
-            status = _native.STATUSES["peer_lost"]
-        request.end(status)
+                self._watch.on_rail(request.source, "a message", 0.0, for_ever_s, why)
+            elif isinstance(request, AnyRequest) and len(self._places.mates) > 1:
+                request.stay_within(self._inner)
+                return
+            else:
+                who = self._places.named(self._places.rank)
+                text = f"{who} in recv, from any rank: all others have ended or closed"
+                self._watch.fail(PeerLost(text))
+        request.end(PEER_LOST)
 
     def _give_up(self, peer: int, waited_s: float) -> None:
         """Ends the communicator when a message was awaited for too long."""
         timeout_s = self._inner.timeout_ms / 1000
         if waited_s >= timeout_s:
             self._watch.on_rail(peer, "a message", waited_s, timeout_s, "")
+
+    def _interrupted(self) -> None:
+        who = self._places.named(self._places.rank)
+        self._watch.fail(AbortedError(f"{who} was interrupted (Ctrl-C) in a message"))
+
+    def _give_up_any(self, tag: int, waited_s: float) -> None:
+        """Ends the communicator when a message of any rank was awaited for too long."""
+        if waited_s * 1000 >= self._inner.timeout_ms:
+            self._watch.fail(
+                CollectiveTimeout(
+                    f"{self._places.named(self._places.rank)} in recv (tag {tag}, from any rank) "
+                    f"waited {waited_s * 1000:.0f} ms, until its timeout ended, and no rank has "
+                    "sent. Look at what the senders do, or raise timeout="
+                )
+            )

@@ -170,6 +170,20 @@ def begun(begin: Callable[[], Any]) -> Any:
         return Refused(error)
 
 
+# NOTE [Threads at exit]
+#
+# A thread that comes back from a wait of torch's while Python ends is unwound through C++ that does
+# not allow it, and the process aborts. So who ends such threads waits until they have gone: at exit
+# every communicator is closed before Python ends.
+LEAVES_S = 1.0
+
+
+def join(thread: threading.Thread | None) -> None:
+    """Waits for the end of a thread that has been told to end. See NOTE [Threads at exit]."""
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(LEAVES_S)
+
+
 class Waiter:
     """Waits for messages in a way that Ctrl-C can end.
 
@@ -209,6 +223,7 @@ class Waiter:
     def stop(self) -> None:
         """Lets the thread end once it waits for nothing."""
         self._asked.put(None)
+        join(self._thread)
 
 
 class Rails:

@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringcomm import _native
-from ringcomm.comm.nodes.calls import AUTO
+from ringcomm.comm.nodes.calls import AUTO, BYTE
 from ringcomm.comm.nodes.core import (
-    BYTE,
     ELEM_BYTES,
     FLOAT32,
     SUM,
@@ -128,7 +127,8 @@ class StepsCore(NodesCore):
 
         size_bytes = call.bucket_elems * ELEM_BYTES[call.dtype]
         head = (size_bytes, call.dtype, call.op, call.tag or -1)
-        return self._run("reduce_scatter_norm", head, call.algorithm, body)
+        sizes = (call.bucket_elems, FLOAT32)
+        return self._run("reduce_scatter_norm", head, call.algorithm, body, optimizer=sizes)
 
     def update(self, call: _Update, per_node: bool) -> int:
         """Updates what this rank keeps state for, and gathers the bucket's parameters."""
@@ -138,7 +138,8 @@ class StepsCore(NodesCore):
             self._update_and_gather(call.shard, call.grad, call.grad_dtype, per_node)
 
         head = (read.bucket_bytes, call.grad_dtype, -1, -1)
-        return self._run("adamw_all_gather", head, call.algorithm, body)
+        sizes = (read.bucket_elems, read.param_dtype)
+        return self._run("adamw_all_gather", head, call.algorithm, body, optimizer=sizes)
 
     def reduce_update(self, call: _ReduceUpdate, per_node: bool) -> int:
         """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
@@ -152,7 +153,8 @@ class StepsCore(NodesCore):
             self._scratch.give([reduced])
 
         head = (read.bucket_bytes, call.grad_dtype, call.op, call.tag or -1)
-        return self._run("reduce_scatter_adamw_all_gather", head, call.algorithm, body)
+        sizes, name = (read.bucket_elems, read.param_dtype), "reduce_scatter_adamw_all_gather"
+        return self._run(name, head, call.algorithm, body, optimizer=sizes)
 
     # The parameters are those that Communicator.all_gather_bucket() passes by position.
     def all_gather_bucket(

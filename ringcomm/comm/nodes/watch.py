@@ -23,6 +23,7 @@ from torch.distributed import Store
 
 from ringcomm import _native, errors
 from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.rails import join
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -125,10 +126,14 @@ class Watch:
 
     def in_node(self) -> RingcommError:
         """Returns the error of a call that the node's communicator gave up."""
-        fault = self._inner.fault()
-        if fault is None:
-            return self.fail(AbortedError(f"{self._me()} found its node's communicator closed"))
-        return self.fail(self._of_node(fault))
+        return self.known() or self.fail(
+            AbortedError(f"{self._me()} found its node's communicator closed")
+        )
+
+    def known(self) -> RingcommError | None:
+        """Returns what ended the communicator, also where only the node knows it yet; or None."""
+        fault = self._inner.fault() if self.error is None else None
+        return self.error if fault is None else self.fail(self._of_node(fault))
 
     def on_rail(self, peer: int, called: str, waited_s: float, timeout_s: float, text: str) -> None:
         """Notes that a wait for a rank of another node ended badly.
@@ -191,6 +196,8 @@ class Watch:
     def close(self) -> None:
         """Ends the watch."""
         self._ended.set()
+        join(self._thread)
+        join(self._asking)
 
     # ---- implementation --------------------------------------------------------------------------
 

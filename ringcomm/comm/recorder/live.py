@@ -19,10 +19,12 @@ from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
     Clock,
     Header,
+    NodeLevel,
     RankRecording,
     Recording,
     read_block,
     read_header,
+    renumbered,
     unstable_records,
 )
 from ringcomm.errors import RingcommError
@@ -200,15 +202,15 @@ def _by_world(found: Iterable[Found]) -> list[Recording]:
         members.sort(key=lambda each: each.header.rank)
         header = members[0].header
         clock = Clock.since(header)
-        recordings.append(
-            Recording(
-                header.name,
-                header.world_size,
-                world_id,
-                clock.now[1],
-                tuple(_ranks(each, clock) for each in members),
-            )
+        recording = Recording(
+            header.name,
+            header.world_size,
+            world_id,
+            clock.now[1],
+            tuple(_ranks(each, clock) for each in members),
         )
+        level = NodeLevel.of(recording)
+        recordings.append(recording if level is None else renumbered(recording, level.ranks))
     return recordings
 
 

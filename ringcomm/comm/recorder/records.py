@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ __all__ = [
     "STATES",
     "Clock",
     "Header",
+    "NodeLevel",
     "RankRecording",
     "Record",
     "Recording",
@@ -32,6 +34,7 @@ __all__ = [
     "divergence",
     "read_block",
     "read_header",
+    "renumbered",
     "unstable_records",
     "with_failure",
 ]
@@ -151,6 +154,76 @@ class Recording:
 
     def rank(self, rank: int) -> RankRecording | None:
         return next((each for each in self.ranks if each.rank == rank), None)
+
+
+# Over several nodes each node has a communicator of its own, in whose records the calls over nodes
+# stand before the calls within the node that they are made of. Its name says whose it is.
+_OF_NODE = re.compile(r"(?s)(.+)/node(\d{1,9}):(\d[\d.-]{0,400})")
+
+
+@dataclass(frozen=True)
+class NodeLevel:
+    """The communicator within a node, of which a communicator over nodes is made.
+
+    Attributes:
+        communicator: the name of the one over nodes.
+        node: the number of the node.
+        ranks: the node's, as the communicator over nodes counts them.
+    """
+
+    communicator: str
+    node: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        spans: list[list[int]] = []
+        for rank in self.ranks:
+            if spans and rank == spans[-1][-1] + 1:
+                spans[-1] = [spans[-1][0], rank]
+            else:
+                spans.append([rank])
+        ranks = ".".join("-".join(map(str, span)) for span in spans)
+        return f"{self.communicator}/node{self.node}:{ranks}"
+
+    @classmethod
+    def of(cls, recording: Recording) -> NodeLevel | None:
+        """Reads what ``str()`` of one made from the name; None for any other communicator."""
+        found = _OF_NODE.fullmatch(recording.communicator)
+        if found is None:
+            return None
+        ranks: list[int] = []
+        for span in found[3].split("."):
+            first, _, last = span.partition("-")
+            if not first.isdigit() or not (last or first).isdigit():
+                return None
+            ranks += range(
+                int(first), min(int(last or first), int(first) + recording.world_size) + 1
+            )
+        if len(ranks) != recording.world_size:
+            return None
+        return cls(found[1], int(found[2]), tuple(ranks))
+
+
+def renumbered(recording: Recording, numbers: Sequence[int]) -> Recording:
+    """Returns a recording whose ranks have other numbers, which are given by rank."""
+
+    def number(rank: int) -> int:
+        return numbers[rank] if 0 <= rank < len(numbers) else rank
+
+    def records(before: tuple[Record, ...]) -> tuple[Record, ...]:
+        return tuple(replace(each, peer=number(each.peer)) for each in before)
+
+    ranks = tuple(
+        replace(
+            each,
+            rank=number(each.rank),
+            waits_for=number(each.waits_for),
+            collectives=records(each.collectives),
+            messages=records(each.messages),
+        )
+        for each in recording.ranks
+    )
+    return replace(recording, ranks=ranks)
 
 
 def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:

@@ -197,8 +197,18 @@ def test_other_calls_are_told_apart():
         else:
             comm.all_gather_into_tensor(torch.ones(1000), torch.ones(250))
 
-    with world_of((2, 2)) as world, pytest.raises(MismatchError) as raised:
-        world.run(body)
+    with world_of((2, 2)) as world:
+        with pytest.raises(MismatchError) as raised:
+            world.run(body)
+        ends = [
+            (each.rank, each.collectives[0].collective, each.collectives[0].state)
+            for comm in (world[0], world[2])
+            for each in comm.recording().ranks
+        ]
+    assert ends == [
+        *((rank, "all_reduce", "failed") for rank in (0, 1)),
+        *((rank, "all_gather", "failed") for rank in (2, 3)),
+    ]
     for word in ("all_reduce", "all_gather", "node 0", "node 1"):
         assert word in str(raised.value)
 
@@ -217,21 +227,27 @@ def test_a_receive_that_comes_long_before_its_send_holds_nothing_up():
 
 def test_records_have_the_ranks_of_the_communicator():
     def body(comm):
-        comm.barrier()
-        return repr(comm), [each.rank for each in comm.recording().ranks]
+        comm.all_reduce(torch.ones(10_000))
+        return repr(comm), comm.recording().ranks
 
     with world_of((2, 2)) as world:
         for rank, (text, recorded) in enumerate(world.run(body)):
-            assert recorded == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert [each.rank for each in recorded] == [rank // 2 * 2, rank // 2 * 2 + 1]
             assert f"rank {rank} of 4 on node {rank // 2} of 2" in text
+            calls = recorded[rank % 2].collectives
+            assert (calls[0].collective, calls[0].size_bytes) == ("all_reduce", 40_000)
+            assert {each.collective for each in calls[1:]} == {
+                "reduce_scatter_partial",
+                "all_gather",
+            }
+            assert all(each.end_ns <= calls[0].end_ns for each in calls)
+            assert __file__[-20:] in calls[0].site
 
 
 def test_what_is_refused():
     def body(comm):
         with pytest.raises(UnsupportedError, match="expected auto or direct"):
             comm.all_reduce(torch.ones(3), algorithm="ring")
-        with pytest.raises(UnsupportedError, match="names its sender"):
-            comm.recv(torch.ones(3))
         comm.barrier()
 
     with world_of((1, 1)) as world:
