@@ -83,6 +83,7 @@ _PROTOTYPES = {
     "ptx_reached": (c_int, [c_void_p, POINTER(c_uint32), c_int]),
     "ptx_run": (c_char_p, [c_void_p, c_char_p, POINTER(PtxLaunch)]),
     "ptx_allow": (None, [c_uint64, c_uint64]),
+    "ptx_forget_allowed": (None, []),
     "ptx_watch": (None, [c_uint64, HOST_FUNCTION]),
     "ptx_be_strict": (None, [c_int]),
     "ptx_failure": (c_char_p, []),

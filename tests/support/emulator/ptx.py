@@ -137,6 +137,11 @@ def watching(word_ptr: int, look: Callable[[], None]) -> Iterator[None]:
         library().ptx_watch(word_ptr, HOST_FUNCTION())
 
 
+def forget_allowed() -> None:
+    """Takes back what :func:`allow` gave, of tensors that are no more."""
+    library().ptx_forget_allowed()
+
+
 def allow(tensor: torch.Tensor) -> None:
     """Lets kernels use the tensor's memory, and nothing around it."""
     storage = tensor.untyped_storage()

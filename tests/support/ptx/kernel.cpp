@@ -91,6 +91,7 @@ const char* ptx_run(const void* module, const char* name, const PtxLaunch* launc
 
 // Memory that kernels may use besides that of the emulated devices: tensors and pages of the host.
 void ptx_allow(uint64_t address, uint64_t bytes) { ptx::allow({address, address + bytes}); }
+void ptx_forget_allowed() { ptx::forget_allowed(); }
 void ptx_watch(uint64_t word, ptx::Watcher watcher) { ptx::watch(word, watcher); }
 void ptx_be_strict(int strict) { ptx::be_strict(strict != 0); }
 

@@ -125,6 +125,11 @@ void allow(Range range) {
   end = std::max(end, range.end);
 }
 
+void forget_allowed() {
+  const std::lock_guard lock(allowed().mutex);
+  allowed().ends.clear();
+}
+
 bool find_range(uint64_t address, uint64_t bytes, Range& range) {
   uint64_t begin = 0, size = 0;
   if (emu_memory_find(address, &begin, &size) != 0 || emu_vmm_find(address, &begin, &size) != 0) {
@@ -264,6 +269,7 @@ void BlockMemory::store(int thread, uint64_t address, const void* from, uint32_t
                         bool by_multicast) {
   check(address, bytes);
   check_readers(thread, address, bytes);
+  if (!by_multicast) check_writers(thread, address, static_cast<const uint8_t*>(from), bytes);
   const uint64_t number = address / kLineBytes, at = address % kLineBytes;
   Line& line = line_of(number);
   std::memcpy(line.data.data() + at, from, bytes);
@@ -367,6 +373,21 @@ void BlockMemory::check_readers(int thread, uint64_t address, uint32_t bytes) co
                       (reads.block == id_ ? "another one" : "another block") +
                       " has read and that nothing says it has done with");
     }
+  }
+}
+
+// Of two stores of one value none is seen to be the later.
+void BlockMemory::check_writers(int thread, uint64_t address, const uint8_t* from, uint32_t bytes) {
+  const uint64_t at = address % kLineBytes;
+  const Line* line =
+      lines_.empty() || replicates_reads_ ? nullptr : find_line(address / kLineBytes);
+  if (line == nullptr) return;
+  for (uint32_t i = 0; i < bytes; ++i) {
+    const bool differs = line->state[at + i] == Byte::kStored && line->data[at + i] != from[i];
+    if (differs && !seen(line->tag[at + i], thread))
+      throw BadAccess("global memory: a race: thread " + std::to_string(thread) +
+                      " writes the byte at " + hex(address + i) +
+                      " that another one has written with no barrier between");
   }
 }
 
@@ -541,6 +562,8 @@ void SharedMemory::store(int thread, uint64_t address, const void* from, uint32_
   for (uint64_t i = at; i < at + bytes; ++i) {
     check_others(thread, i, uses_[i].read, " writes", "has read");
     check_others(thread, i, uses_[i].updated, " writes", "has updated");
+    if (data_[i] != static_cast<const uint8_t*>(from)[i - at])
+      check_others(thread, i, uses_[i].stored, " writes", "has written");
     note(thread, uses_[i].stored);
     uses_[i].was_written = true;
   }

@@ -4,8 +4,10 @@
 // whatever else came it has no right to see. A weak store stays in the block's buffer until a
 // release that it happens before: by its own thread, or by another one behind a barrier. A weak
 // store over bytes that another thread has read must come after that read: the reader has released
-// since, and the writer's view holds that release. So an acquire, a release or a barrier that lacks
-// is an error every time, not only when a cache happens to be stale.
+// since, and the writer's view holds that release; and so must one over bytes that another one of
+// the block has stored, unless it stores the same. (Two blocks' stores are not compared: memory of
+// the host that is freed and given to another rank would look like that.) So an acquire, a release
+// or a barrier that lacks is an error every time, not only when a cache happens to be stale.
 //
 // A fence shows a thread what was told by the words that it has loaded before, strongly, and what
 // it knows then is told by the words that it stores behind it. A fence.sc shows what all those knew
@@ -48,6 +50,7 @@ struct Range {
   }
 };
 void allow(Range range);  // besides the emulated devices' own memory
+void forget_allowed();
 // Unless strict, kernels may use the rest of the process's memory, too.
 void be_strict(bool strict);
 // Has `watcher` called, in the thread of the block, whenever a strong store to the word has been
@@ -115,6 +118,7 @@ class BlockMemory {
   void note_read(LineHistory& history, int thread, uint64_t address, uint32_t bytes);
   void release_reads(int thread);
   void check_readers(int thread, uint64_t address, uint32_t bytes) const;
+  void check_writers(int thread, uint64_t address, const uint8_t* from, uint32_t bytes);
 
   KernelHistory& kernel_;
   const uint64_t id_;
@@ -142,7 +146,8 @@ class SharedMemory {
  public:
   explicit SharedMemory(uint32_t bytes);
   // Throw BadAccess out of bounds, of bytes that nobody wrote, and where no barrier lies between
-  // one thread's store and another's load, one's load and another's store, or an atomic update and
+  // one thread's store and another's load, one's load and another's store, two stores of different
+  // values, or an atomic update and
   // anything else of another thread.
   void load(int thread, uint64_t address, void* to, uint32_t bytes);
   void store(int thread, uint64_t address, const void* from, uint32_t bytes);

@@ -542,11 +542,28 @@ class Parser {
     i.dst[0] = operand(type->bits).row;
     if (opcode.starts_with("setp.") && opcode.ends_with("x2") && take_if("|"))
       i.dst[1] = operand(1).row;
-    for (int n = 0; take_if(","); ++n) {
-      if (n == 4) unknown(opcode);
+    int count = 0;
+    for (; take_if(","); ++count) {
+      if (count == 4) unknown(opcode);
       // The amount of a shift has 32 bits; only places and lengths of bit fields are such, too.
-      i.src[n] = operand(parts[0].starts_with("sh") ? 64 : type->bits).row;
+      i.src[count] = operand(parts[0].starts_with("sh") ? 64 : type->bits).row;
     }
+    if (count != sources_of(parts))
+      refuse(std::string(opcode) + " with " + std::to_string(count) +
+             (count == 1 ? " operand" : " operands") + " behind the result");
+  }
+
+  static int sources_of(std::span<const std::string_view> parts) {
+    static const std::unordered_map<std::string_view, int> not_two = {
+        {"abs", 1}, {"neg", 1},  {"not", 1}, {"clz", 1},   {"popc", 1}, {"brev", 1},
+        {"cvt", 1}, {"cvta", 1}, {"rcp", 1}, {"rsqrt", 1}, {"sqrt", 1}, {"ex2", 1},
+        {"lg2", 1}, {"mov", 1},  {"fma", 3}, {"mad", 3},   {"selp", 3}, {"prmt", 3},
+        {"shf", 3}, {"bfe", 3},  {"bfi", 4}, {"lop3", 4}};
+    if (parts[0] == "setp")
+      return parts[2] == "and" || parts[2] == "or" || parts[2] == "xor" ? 3 : 2;
+    if (parts[0] == "cvt" && parts[parts.size() - 2].ends_with("x2")) return 2;  // into halves
+    const auto found = not_two.find(parts[0]);
+    return found == not_two.end() ? 2 : found->second;
   }
 
   void move(Instruction& i, std::string_view opcode, std::span<const std::string_view> parts) {

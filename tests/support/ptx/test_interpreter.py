@@ -40,6 +40,7 @@ KERNEL = """
 def forget() -> Iterator[None]:
     yield
     ptx.forget()
+    ptx.forget_allowed()
 
 
 def run(
@@ -217,6 +218,23 @@ WRONG = {
         "shfl.sync.bfly.b32 %r2, %r1, 1, 31, 65535;",
         "that the mask does not name",
     ),
+    "a barrier in each branch": (
+        "setp.ge.u32 %p1, %r1, 16; @%p1 bra other; bar.sync 0; bra past;"
+        "other: bar.sync 0; past:",
+        "another barrier than",
+    ),
+    "shared word of two threads": (
+        "mov.u64 %rd4, shared; st.shared.u32 [%rd4], %r1;",
+        "that another one has written",
+    ),
+    "word of two threads": (
+        "st.global.u32 [%rd1], %r1;",
+        "that another one has written",
+    ),
+    "partners at a shuffle that have ended": (
+        "setp.ge.u32 %p1, %r1, 16; @%p1 bra past; shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; past:",
+        "16 of 64 threads wait",
+    ),
     "another's word read without a barrier": (
         STORES_BY_THREAD + "st.global.u32 [%rd3], %r1; xor.b32 %r2, %r1, 32;"
         "cvt.u64.u32 %rd2, %r2; shl.b64 %rd2, %rd2, 2; add.s64 %rd3, %rd1, %rd2;"
@@ -234,17 +252,23 @@ def test_what_is_wrong_is_found(what: str) -> None:
 
 
 # Block 0 stores the first word and tells of it in word 32; block 1 stores what it saw in word 64.
+# What block 1 does before, it does before block 0 begins, which waits for word 96.
 TELLS = """
   mov.u32 %r2, %ctaid.x;
   mov.u32 %r3, 1;
   setp.ne.u32 %p1, %r2, 0;
   @%p1 bra reader;
+begun:
+  ld.relaxed.sys.global.u32 %r4, [%rd1+384];
+  setp.eq.u32 %p2, %r4, 0;
+  @%p2 bra begun;
   st.global.u32 [%rd1], %r3;
   {written}
   st.relaxed.sys.global.u32 [%rd1+128], %r3;
   bra done;
 reader:
   {before}
+  st.relaxed.sys.global.u32 [%rd1+384], %r3;
 poll:
   ld.relaxed.sys.global.u32 %r4, [%rd1+128];
   setp.eq.u32 %p2, %r4, 0;
@@ -259,7 +283,7 @@ done:
 @pytest.mark.parametrize("kind", ["acq_rel", "sc"])
 @pytest.mark.parametrize("left_out", ["nothing", "the writer's", "the reader's", "its order"])
 def test_a_fence_shows_what_the_words_before_it_told(kind: str, left_out: str) -> None:
-    fence, memory = f"fence.{kind}.sys;", words(96)
+    fence, memory = f"fence.{kind}.sys;", words(128)
     body = TELLS.format(
         written="" if left_out == "the writer's" else fence,
         before=fence if left_out == "its order" else "",
@@ -269,7 +293,7 @@ def test_a_fence_shows_what_the_words_before_it_told(kind: str, left_out: str) -
     assert memory[64] == (left_out == "nothing")
 
 
-# Each block stores its word, and reads the other's behind a fence.
+# Each block stores its word, waits until the other has, and reads that one behind a fence.
 STORE_THEN_LOAD = """
   mov.u32 %r2, %ctaid.x;
   mov.u32 %r3, 1;
@@ -278,6 +302,11 @@ STORE_THEN_LOAD = """
   add.s64 %rd3, %rd1, %rd2;
   sub.s64 %rd4, %rd1, %rd2;
   st.global.u32 [%rd3], %r3;
+  st.relaxed.sys.global.u32 [%rd3+512], %r3;
+poll:
+  ld.relaxed.sys.global.u32 %r6, [%rd4+640];
+  setp.eq.u32 %p1, %r6, 0;
+  @%p1 bra poll;
   {fence}
   ld.global.u32 %r5, [%rd4+128];
   st.global.u32 [%rd3+256], %r5;
@@ -288,7 +317,7 @@ STORE_THEN_LOAD = """
     ("fence", "sees"), [("fence.sc.sys;", True), ("fence.acq_rel.sys;", False)]
 )
 def test_of_two_that_store_and_fence_one_sees_the_other(fence: str, sees: bool) -> None:
-    memory = words(128)
+    memory = words(256)
     assert run(STORE_THEN_LOAD.format(fence=fence), memory, threads=1, blocks=2) is None
     assert bool(memory[64] + memory[96]) == sees
 
@@ -309,6 +338,8 @@ def test_a_lane_may_wait_for_good_for_one_of_its_warp(progress: bool) -> None:
         ("bar.sync 1;", "a barrier other than 0"),
         ("add.f32 %f1, %f2, %f3;", "add.f32"),  # contraction would be the compiler's choice
         ("add.u32 %r1, %r2, %x3;", "%x3"),
+        ("add.u32 %r1, %r2;", "add.u32 with 1 operand"),
+        ("add.u32 %r1, %r2, %r3, %r4;", "add.u32 with 3 operands"),
         ("call unknown;", "unknown"),
     ],
 )

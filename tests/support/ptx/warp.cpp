@@ -262,9 +262,20 @@ bool Warp::barrier(const Instruction& i) {
   return false;
 }
 
+int Warp::waiting() const {
+  return int(std::count_if(lanes_.begin(), lanes_.end(), [](const Lane& lane) {
+    return lane.state == State::kAtBarrier || lane.state == State::kAtShuffle;
+  }));
+}
+
+// bar.sync is one instruction of all lanes of a warp.
 void Warp::pass_barrier() {
+  const Lane* first = nullptr;
   for (Lane& lane : lanes_) {
     if (lane.state != State::kAtBarrier) continue;
+    if (first == nullptr) first = &lane;
+    if (lane.pc != first->pc || lane.frame->function != first->frame->function)
+      throw BadAccess("a lane that waits at another barrier than others of its warp");
     lane.state = State::kReady;
     if (lane.result != nullptr) *lane.result = block_.reduced() ? 1 : 0;
   }
@@ -358,9 +369,11 @@ void Block::run() {
       idle_turns = 0;
       continue;
     }
+    int waiting = 0;
+    for (const Warp& warp : warps_) waiting += warp.waiting();
     if (ended + blocked == warps_.size())
       throw BadAccess("block " + std::to_string(x_) + "," + std::to_string(y_) + ": " +
-                      std::to_string(arrived_) + " of " + std::to_string(launch_.threads) +
+                      std::to_string(waiting) + " of " + std::to_string(launch_.threads) +
                       " threads wait at a barrier or a shuffle for others that never come");
     if (polls != memory_.strong_loads()) rest(idle_turns++);
   }

@@ -74,6 +74,7 @@ class Warp {
   int thread(int lane) const { return first_thread_ + lane; }
 
   void pass_barrier();  // all threads have come
+  int waiting() const;  // lanes at a barrier or a shuffle
 
  private:
   enum class State : uint8_t { kReady, kAtBarrier, kAtShuffle, kEnded };
