@@ -219,8 +219,7 @@ WRONG = {
         "that the mask does not name",
     ),
     "a barrier in each branch": (
-        "setp.ge.u32 %p1, %r1, 16; @%p1 bra other; bar.sync 0; bra past;"
-        "other: bar.sync 0; past:",
+        "setp.ge.u32 %p1, %r1, 16; @%p1 bra other; bar.sync 0; bra past;other: bar.sync 0; past:",
         "another barrier than",
     ),
     "shared word of two threads": (
