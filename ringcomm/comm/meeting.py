@@ -214,7 +214,8 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         layout=(
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
             f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
-            f"carrier={membership.options.carrier_name}, wire={membership.options.wire}"
+            f"carrier={membership.options.carrier_name}, wire={membership.options.wire}, "
+            f"rails={membership.options.rails}"
         ),
     )
 

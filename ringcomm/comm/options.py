@@ -65,6 +65,9 @@ class CommOptions:
         wire: what travels between nodes in reductions of 16-bit types: "fp32", partial sums as they
             are, so that a result is rounded once; or "param", partial sums rounded to the type,
             which halves the bytes and rounds twice.
+        rails: how ranks of equal place exchange between nodes, on the host: "direct", each with
+            each; "levels", in two rounds with fewer messages; "ring", each with the next; "auto" is
+            direct, and levels from 32 nodes on. Only direct has the sums of ``sum_blocks``.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.
@@ -90,6 +93,7 @@ class CommOptions:
     single_copy: bool = True
     carrier: str | Callable[..., Any] = "auto"
     wire: str = "fp32"
+    rails: str = "auto"
     kernels: str = "native"
     sum_blocks: int = 0
     objects: str = "plain"
@@ -117,6 +121,8 @@ class CommOptions:
             )
         if self.wire not in ("fp32", "param"):
             raise ArgumentError(f"wire: expected fp32 or param, got {self.wire!r}")
+        if self.rails not in ("auto", "direct", "levels", "ring"):
+            raise ArgumentError(f"rails: expected auto, direct, levels or ring, got {self.rails!r}")
         if self.sum_blocks < 0:
             raise ArgumentError(f"sum_blocks: expected 0 or more, got {self.sum_blocks}")
         if self.sum_blocks and self.kernels == "triton":

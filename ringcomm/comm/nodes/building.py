@@ -18,10 +18,11 @@ from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails, carrier_of
+from ringcomm.comm.nodes.schedules import chosen
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.nodes.watch import Awaiting, Watch
 from ringcomm.comm.recorder.records import NodeLevel
-from ringcomm.errors import RendezvousError
+from ringcomm.errors import RendezvousError, UnsupportedError
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
 
@@ -102,7 +103,8 @@ def _built(
     closing.append(watch)
     messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, carrier)
     watch.breakable.append(messages)
-    core = StepsCore(inner, places, rails, watch, messages, options.wire)
+    schedule = chosen(options.rails, len(places.nodes))
+    core = StepsCore(inner, places, rails, watch, messages, options.wire, schedule)
     return Built(core, node, watch)
 
 
@@ -115,6 +117,11 @@ def _built_on_device(
 ) -> Built[C]:
     """Builds the node's communicators on devices, the carrier, and what hosts agree on calls by."""
     places, options, operation = found.places, membership.options, found.meeting.operation
+    if options.rails not in ("auto", "direct"):
+        raise UnsupportedError(
+            f"{operation}: rails: expected auto or direct on devices, got {options.rails}. Their "
+            "carrier exchanges between all nodes at once"
+        )
     carrier = device_carrier_of(options.carrier, operation)
     of_node = _of_node(membership, places)
     node = make_node(of_node)

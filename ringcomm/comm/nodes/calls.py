@@ -123,6 +123,7 @@ class CallsOverNodes:
         watch: over all of them.
         messages: this rank's; None: it makes none.
         wire: "fp32" or "param".
+        schedule: of the exchanges on the rails, by name.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class CallsOverNodes:
         watch: Watch,
         messages: NodesMessages | None,
         wire: str,
+        schedule: str,
     ) -> None:
         self._inner = inner
         self.places = places
@@ -140,6 +142,7 @@ class CallsOverNodes:
         self._watch = watch
         self._messages = messages
         self._narrow = wire == "param"
+        self._schedule = schedule
         self._world = sum(map(len, places.nodes))
         self._scratch = Scratch()
         self._sequence = 0
@@ -365,15 +368,17 @@ class CallsOverNodes:
             self._wait(message)
         sent.clear()
 
-    def _send(self, rail: int, node: int, ptr: int, size_bytes: int) -> Message:
-        memory = memory_at(ptr, size_bytes)
+    # Messages of the same size from one rank arrive in the order in which they were sent, if they
+    # are of the same round.
+    def _send(self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0) -> Message:
+        memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
         with self._meeting_on_rail(self.places.rail(rail)[node]):
-            return self._rails.send(rail, node, memory, tag_of(self._called, size_bytes))
+            return self._rails.send(rail, node, memory, tag)
 
-    def _receive(self, rail: int, node: int, ptr: int, size_bytes: int) -> Message:
-        memory = memory_at(ptr, size_bytes)
+    def _receive(self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0) -> Message:
+        memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
         with self._meeting_on_rail(self.places.rail(rail)[node]):
-            return self._rails.receive(rail, node, memory, tag_of(self._called, size_bytes))
+            return self._rails.receive(rail, node, memory, tag)
 
     def _sizes_of_mates(self, ins_bytes: list[int]) -> list[list[int]]:
         """Returns, by mate, the bytes that it sends to each rank; ``ins_bytes`` are this rank's."""

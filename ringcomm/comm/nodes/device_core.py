@@ -33,16 +33,7 @@ from ringcomm import _native
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.engine import Call
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
-from ringcomm.comm.nodes.core import (
-    AVG,
-    ELEM_BYTES,
-    LINE_ELEMS,
-    ONE_HOP_BYTES,
-    PREMUL,
-    SUM,
-    Reducing,
-    Span,
-)
+from ringcomm.comm.nodes.core import ONE_HOP_BYTES
 from ringcomm.comm.nodes.device_rails import DeviceRails
 from ringcomm.comm.nodes.device_sums import (
     TORCH_DTYPES,
@@ -54,6 +45,15 @@ from ringcomm.comm.nodes.device_sums import (
 from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
+from ringcomm.comm.nodes.sums import (
+    AVG,
+    ELEM_BYTES,
+    LINE_ELEMS,
+    PREMUL,
+    SUM,
+    Reducing,
+    Span,
+)
 from ringcomm.errors import MismatchError, RingcommError
 
 Tensor = torch.Tensor
@@ -85,7 +85,7 @@ class DeviceNodesCore(CallsOverNodes):
         calls: DeviceCallEngine,
         carried: DeviceRails,
     ) -> None:
-        super().__init__(control, places, rails, watch, None, wire)
+        super().__init__(control, places, rails, watch, None, wire, "direct")
         self.device_watch = watch
         self.calls = calls
         self._carried = carried

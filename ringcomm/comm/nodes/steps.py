@@ -21,15 +21,8 @@ from typing import Any, NamedTuple
 
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import AUTO, BYTE
-from ringcomm.comm.nodes.core import (
-    ELEM_BYTES,
-    FLOAT32,
-    SUM,
-    NodesCore,
-    Reducing,
-    Span,
-)
-from ringcomm.comm.nodes.rails import Message
+from ringcomm.comm.nodes.core import NodesCore
+from ringcomm.comm.nodes.sums import ELEM_BYTES, FLOAT32, SUM, Reducing, Span
 
 
 class _Shard(NamedTuple):
@@ -251,29 +244,6 @@ class StepsCore(NodesCore):
         ptrs, sizes_bytes = zip(*spans, strict=True)
         own = spans[places.place].ptr
         self._inside(self._inner.all_gather_list(own, list(ptrs), list(sizes_bytes), BYTE))
-
-    def _gather_on_rail(self, spans: list[Span]) -> None:
-        places = self.places
-        segments = self._segments(max(span.elems for span in spans), 1, 1)
-
-        def begin(s: int, _: None) -> list[Message]:
-            row = [span.part(*segments[s], 1) for span in spans]
-            messages = [
-                self._receive(places.place, node, *row[node])
-                for node in places.others()
-                if row[node].elems
-            ]
-            if row[places.node].elems:
-                messages += [
-                    self._send(places.place, node, *row[places.node]) for node in places.others()
-                ]
-            return messages
-
-        def end(s: int, messages: list[Message]) -> None:
-            self._check_headers()
-            self._settle(messages)
-
-        self._in_stages(len(segments), begin, end)
 
 
 def _in_bytes(spans: Sequence[Span], dtype: int) -> list[Span]:

@@ -10,7 +10,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
-from ringcomm.comm.nodes import core
+from ringcomm.comm.nodes import core, sums
 from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.errors import RendezvousError
 from tests.support.exact import equal, op_of, operand, ops_for, reduced, same
@@ -30,7 +30,7 @@ def world(request) -> Iterator[LocalWorld]:
     with pytest.MonkeyPatch.context() as patch:
         # Small, so that calls of some kilobytes take all paths.
         patch.setattr(core, "ONE_HOP_BYTES", 64)
-        patch.setattr(core, "SEGMENT_BYTES", 1024)
+        patch.setattr(sums, "SEGMENT_BYTES", 1024)
         with world_of(request.param) as made:
             yield made
 

@@ -212,6 +212,11 @@ def test_no_carrier_for_devices(devices: Devices, carrier: str, words: str) -> N
         world_of((0, 1), with_options(carrier=carrier))
 
 
+def test_rails_are_direct(devices: Devices) -> None:
+    with pytest.raises((UnsupportedError, RendezvousError), match="expected auto or direct"):
+        world_of((0, 1), with_options(rails="levels"))
+
+
 def test_auto_is_nccl_without_its_watchdog(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ MIB = 1 << 20
 INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, TOO_LARGE = 1, 201, 400, 720
 # What a thing that must not happen gets to happen. Nothing waits for it when all is right.
 GRACE_S = 0.05
+RUNS_AFTER = 128  # kRunsAfter in test_kernels.cpp
 
 
 class Device:
@@ -53,6 +54,11 @@ class Device:
     def wait_then_add(self, stream: int, gate: int, amount: int = 1, blocks: int = 1) -> None:
         """Runs until word ``gate`` is at least 1."""
         check(self.launch(stream, "wait_then_add", gate, 1, amount, blocks))
+
+    def until_it_runs(self, gate: int) -> None:
+        """Waits until the kernel that waits at this gate has its room."""
+        while not self.words[gate + RUNS_AFTER]:
+            time.sleep(0.001)
 
     def open(self, gate: int) -> None:
         self.words[gate] += 1
@@ -141,7 +147,7 @@ def test_a_launch_waits_for_room():
     runtime = crowded.runtime
     streams = [runtime.make_stream(0) for _ in range(3)]
     crowded.wait_then_add(streams[0].handle, gate=0, blocks=2)
-    time.sleep(GRACE_S)
+    crowded.until_it_runs(0)
     crowded.wait_then_add(streams[1].handle, gate=1, blocks=2)
     crowded.open(1)
     time.sleep(GRACE_S)
@@ -157,7 +163,7 @@ def test_blocks_take_the_registers_of_one_multiprocessor():
     crowded = Device(multiprocessors=2)
     streams = [crowded.runtime.make_stream(0) for _ in range(2)]
     crowded.wait_then_add(streams[0].handle, gate=0, blocks=6)
-    time.sleep(GRACE_S)
+    crowded.until_it_runs(0)
     crowded.add(streams[1].handle, word=1)
     time.sleep(GRACE_S)
     assert crowded.words[1] == 0  # half a block's registers are free on each multiprocessor
@@ -175,7 +181,7 @@ def test_a_high_priority_stream_gets_room_first():
     first, usual = runtime.make_stream(0), runtime.make_stream(0)
     urgent = runtime.make_stream(0, high_priority=True)
     crowded.wait_then_add(first.handle, gate=0)
-    time.sleep(GRACE_S)
+    crowded.until_it_runs(0)
     crowded.add(usual.handle, word=1)
     time.sleep(GRACE_S)
     crowded.wait_then_add(urgent.handle, gate=2)

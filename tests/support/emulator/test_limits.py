@@ -51,7 +51,7 @@ def test_shared_memory_is_taken_and_comes_back():
     crowded = Device(multiprocessors=1)
     streams = [crowded.runtime.make_stream(0) for _ in range(2)]
     check(crowded.launch(streams[0].handle, "wait_in_shared", 0, 1, 1))
-    time.sleep(GRACE_S)
+    crowded.until_it_runs(0)
     crowded.add(streams[1].handle, word=1)
     time.sleep(GRACE_S)
     assert crowded.words[1] == 0  # though three quarters of the registers are free
@@ -68,7 +68,7 @@ def test_part_of_a_launch_keeps_its_room_while_it_waits_for_more():
     first, wide = runtime.make_stream(0), runtime.make_stream(0)
     urgent = runtime.make_stream(0, high_priority=True)
     crowded.wait_then_add(first.handle, gate=0, blocks=2)
-    time.sleep(GRACE_S)
+    crowded.until_it_runs(0)
     check(crowded.launch(wide.handle, "add", 1, 1, blocks=3))
     time.sleep(GRACE_S)
     crowded.add(urgent.handle, word=2)
@@ -83,7 +83,7 @@ def test_blocks_that_wait_for_nobody_run_in_waves():
     crowded = Device(multiprocessors=1)
     stream = crowded.runtime.make_stream(0)
     crowded.wait_then_add(stream.handle, gate=0, blocks=2)
-    time.sleep(GRACE_S)
+    crowded.until_it_runs(0)
     check(crowded.launch(0, "add_in_waves", 1, 1, blocks=5))  # room for one beside what waits
     crowded.runtime.record_event(0, 0).synchronize()
     assert crowded.words[1] == 5

@@ -1,0 +1,508 @@
+"""Sums and gathers over nodes: within each node, and in rounds on the rails.
+
+Both work on a *table*: which elements each rank owns, by node and place. Large ones are cut into
+segments, so that while one is on the wire the next is reduced in the node, and the one before is
+added and shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.nodes.calls import BYTE, CallsOverNodes
+from ringcomm.comm.nodes.rails import Message, memory_at
+from ringcomm.comm.nodes.schedules import Exchange, Round, gathering, levels_of, reduction
+
+Tensor = torch.Tensor
+
+SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
+BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "float16", "float32"))
+ELEM_BYTES: dict[int, int] = {
+    code: getattr(torch, name).itemsize
+    for name, code in _native.DTYPES.items()
+    if hasattr(torch, name)
+}
+
+# Pieces begin at multiples of this, so that vectors of every type are whole; a choice.
+LINE_ELEMS = 64
+# What a rank has on the wire per segment and peer; a choice. Messages of TCP cost some 50 us each,
+# and a segment of 1 MiB 8 ms at 1 Gbit/s and 80 us at 100 Gbit/s.
+SEGMENT_BYTES = 1 << 20
+
+
+class Span(NamedTuple):
+    """Elements in this process's memory."""
+
+    ptr: int
+    elems: int
+
+    def part(self, begin: int, end: int, elem_bytes: int) -> Span:
+        """Returns elements [begin, end) of it, as far as it has them."""
+        begin, end = min(begin, self.elems), min(end, self.elems)
+        return Span(self.ptr + begin * elem_bytes, end - begin)
+
+
+class Reducing(NamedTuple):
+    """The arguments of a reduction beside its buffers; codes of the native module."""
+
+    dtype: int
+    op: int
+    factor: float
+
+    @property
+    def partial(self) -> int:
+        """The accumulator's type."""
+        return FLOAT32 if self.dtype in (BFLOAT16, FLOAT16) else self.dtype
+
+    @property
+    def joining(self) -> int:
+        """The op that joins partial sums, to which a factor has been applied."""
+        return SUM if self.op in (AVG, PREMUL) else self.op
+
+
+# By node and place, what each rank there owns. Of all-reduce every node has as many places as there
+# are rails, and a rank of a smaller node owns several.
+Table = list[list[Span]]
+
+
+@dataclass
+class Taken:
+    """What a part of a call holds: messages that it sent, and scratch memory.
+
+    Attributes:
+        sent: to wait for before the memory is free.
+        scratch: the memory.
+    """
+
+    sent: list[Message] = field(default_factory=list)
+    scratch: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Parcel:
+    """A message that arrives, with the parts of one node or of several behind one another.
+
+    Attributes:
+        peer: the node that sends it.
+        message: None: it is there, and its parts are where they belong.
+        parts: by node, where its part arrives.
+    """
+
+    peer: int
+    message: Message | None
+    parts: dict[int, Span]
+
+
+@dataclass
+class _OnRail:
+    """A reduction or a gathering of one segment on one rail, under way.
+
+    Attributes:
+        rail: its number.
+        spans: by node, this rank's partial sum for it; or where its bytes belong.
+        rounds: of the schedule.
+        arriving: by round, what arrives.
+    """
+
+    rail: int
+    spans: list[Span]
+    rounds: tuple[Round, ...]
+    arriving: list[list[_Parcel]] = field(default_factory=list)
+
+
+@dataclass
+class _Begun(Taken):
+    """A reduction or a gathering of one segment under way, by rail."""
+
+    rails: dict[int, _OnRail] = field(default_factory=dict)
+
+
+class SumsOverNodes(CallsOverNodes):
+    """One rank's calls over nodes, with what sums and gathers tables."""
+
+    def _table(self, spans: Sequence[Span]) -> Table:
+        return [[spans[rank] for rank in ranks] for ranks in self.places.nodes]
+
+    def _pieces(self, ptr: int, begin: int, end: int, elem_bytes: int) -> Table:
+        """Cuts elements [begin, end) of a buffer into a piece for each rail and node."""
+        rails, nodes = self.places.num_rails, len(self.places.nodes)
+        each = -(-(end - begin) // (rails * nodes))
+        each = -(-each // LINE_ELEMS) * LINE_ELEMS
+        whole = Span(ptr + begin * elem_bytes, end - begin)
+        return [
+            [
+                whole.part(number * each, (number + 1) * each, elem_bytes)
+                for number in range(node, rails * nodes, nodes)
+            ]
+            for node in range(nodes)
+        ]
+
+    def _segments(self, elems: int, pieces: int, elem_bytes: int) -> list[tuple[int, int]]:
+        """Cuts elements that lie in so many pieces into what is under way at a time."""
+        each = max(SEGMENT_BYTES // elem_bytes, 1) * pieces
+        return [(begin, min(begin + each, elems)) for begin in range(0, elems, each)]
+
+    def _in_stages(self, count: int, *stages: Callable[[int, Any], Any]) -> None:
+        """Does the stages of all segments, each stage of one while the next is under way."""
+        under_way: list[dict[int, Any]] = [{} for _ in stages]
+        for turn in range(count + len(stages) - 1):
+            for number, stage in enumerate(stages):
+                segment = turn - number
+                if not 0 <= segment < count:
+                    continue
+                before = under_way[number - 1].pop(segment) if number else None
+                under_way[number][segment] = stage(segment, before)
+
+    def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
+        """Yields the places of a node by as many as this rank has mates.
+
+        Each row has a span for each mate, of no elements where there is none for it. With it comes
+        the place of this rank's own, which may be past the node's last.
+        """
+        spans, mates = table[node], len(self.places.mates)
+        for first in range(0, len(spans), mates):
+            row = spans[first : first + mates]
+            row += [Span(row[0].ptr, 0)] * (mates - len(row))
+            if any(span.elems for span in row):
+                yield first + self.places.place, row
+
+    def _own(self, table: Table) -> range:
+        """Returns the places of this rank's node that this rank owns."""
+        return range(self.places.place, len(table[self.places.node]), len(self.places.mates))
+
+    @property
+    def _rounds(self) -> range:
+        """The rounds of this communicator's schedule."""
+        return range(len(reduction(self._schedule, len(self.places.nodes), self.places.node)))
+
+    def _taken(self, begun: Taken, size_bytes: int) -> int:
+        tensor = self._scratch.take(size_bytes)
+        begun.scratch.append(tensor)
+        return tensor.data_ptr()
+
+    def _given_back(self, begun: Taken) -> None:
+        """Waits for what was sent, and gives the memory back."""
+        self._settle(begun.sent)
+        self._scratch.give(begun.scratch)
+
+    # ---- reduce-scatter -------------------------------------------------------------------------
+
+    def _reduce_spans(self, spans: list[Span], out_ptr: int, r: Reducing, out_dtype: int) -> None:
+        """Reduces spans, one for each rank, of which this rank's sum goes to ``out_ptr``."""
+        size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
+        segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
+        mine = Span(out_ptr, spans[self.places.rank].elems)
+        own = self.places.place
+
+        def begin(s: int, _: None) -> _Begun:
+            return self._begin_reduction(
+                self._table([span.part(*segments[s], size) for span in spans]), r
+            )
+
+        def end(s: int, begun: _Begun) -> None:
+            self._end_reduction(begun, {own: mine.part(*segments[s], out_size)}, r, out_dtype)
+
+        self._in_stages(len(segments), begin, *self._adding(r), end)
+
+    def _reduce_and_gather(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
+        """Reduces a buffer in pieces of which each rank owns some, and gathers the sums."""
+        places, size = self.places, ELEM_BYTES[r.dtype]
+        pieces = places.num_rails * len(places.nodes)
+        segments = self._segments(elems, pieces, ELEM_BYTES[self._wire(r)])
+        sources = [self._pieces(in_ptr, *segment, size) for segment in segments]
+        results = [self._pieces(out_ptr, *segment, size) for segment in segments]
+
+        def add(s: int, begun: _Begun) -> _Begun:
+            own = results[s][places.node]
+            self._end_reduction(begun, dict(enumerate(own)), r, r.dtype)
+            return self._begin_gathering(results[s], size)
+
+        self._in_stages(
+            len(segments),
+            lambda s, _: self._begin_reduction(sources[s], r),
+            *self._adding(r),
+            add,
+            *self._passing(),
+            lambda s, begun: self._end_gathering(begun, results[s], size),
+        )
+
+    def _begin_reduction(self, table: Table, r: Reducing) -> _Begun:
+        """Reduces within the node, and sends the partial sums of the first round."""
+        begun, places = _Begun(), self.places
+        wire_bytes = ELEM_BYTES[self._wire(r)]
+        for rail in places.rails_of(places.rank):
+            elems = [row[rail].elems if rail < len(row) else 0 for row in table]
+            begun.rails[rail] = self._with_room(begun, rail, elems, wire_bytes)
+        rounds = reduction(self._schedule, len(places.nodes), places.node)
+        # What leaves first is reduced first.
+        for exchange in rounds[0].sends:
+            for target in exchange.targets:
+                self._reduce_rows(begun, table, target, r)
+            for on_rail in begun.rails.values():
+                self._send_parts(begun, on_rail, exchange, 0, wire_bytes)
+        for turn in rounds[1:]:
+            for target in (target for exchange in turn.sends for target in exchange.targets):
+                self._reduce_rows(begun, table, target, r)
+        self._reduce_rows(begun, table, places.node, r)
+        return begun
+
+    def _with_room(self, begun: Taken, rail: int, elems: list[int], wire_bytes: int) -> _OnRail:
+        """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
+        places = self.places
+        rounds = reduction(self._schedule, len(places.nodes), places.node)
+        leaving = [
+            target for turn in rounds for exchange in turn.sends for target in exchange.targets
+        ]
+        ptr = self._taken(begun, sum(elems) * wire_bytes)
+        spans = [Span(0, 0)] * len(elems)
+        for node in (*leaving, places.node):
+            spans[node] = Span(ptr, elems[node])
+            ptr += elems[node] * wire_bytes
+        on_rail = _OnRail(rail, spans, rounds)
+        for number, turn in enumerate(rounds):
+            on_rail.arriving.append([])
+            for exchange in turn.receives:
+                size_bytes = sum(elems[target] for target in exchange.targets) * wire_bytes
+                if size_bytes:
+                    ptr, parts = self._taken(begun, size_bytes), {}
+                    message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
+                    for target in exchange.targets:
+                        parts[target] = Span(ptr, elems[target])
+                        ptr += elems[target] * wire_bytes
+                    on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
+        return on_rail
+
+    def _reduce_rows(self, begun: _Begun, table: Table, target: int, r: Reducing) -> None:
+        """Reduces within the node what a node's ranks own, to partial sums on this rank's rails."""
+        wire = self._wire(r)
+        for place, row in self._rows(table, target):
+            mine = row[self.places.place]
+            # A place past the last rail has no elements.
+            ptr = begun.rails[place].spans[target].ptr if place in begun.rails else mine.ptr
+            wide = ptr
+            if wire != r.partial:
+                wide = self._taken(begun, mine.elems * ELEM_BYTES[r.partial])
+            self._inside(
+                self._inner.reduce_scatter_partial(
+                    [span.ptr for span in row],
+                    [span.elems for span in row],
+                    wide,
+                    r.dtype,
+                    r.op,
+                    r.factor,
+                )
+            )
+            if wide != ptr:
+                _native.combine_partials([wide], r.partial, ptr, wire, mine.elems, r.joining, 0)
+
+    def _send_parts(
+        self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, elem_bytes: int
+    ) -> None:
+        """Sends the parts of a message, which lie behind one another."""
+        size_bytes = sum(on_rail.spans[node].elems for node in exchange.targets) * elem_bytes
+        if size_bytes:
+            ptr = on_rail.spans[exchange.targets[0]].ptr
+            begun.sent.append(self._send(on_rail.rail, exchange.peer, ptr, size_bytes, number))
+
+    def _adding(self, r: Reducing) -> Iterator[Callable[[int, _Begun], _Begun]]:
+        """Yields the stages of a reduction between its first and its last."""
+
+        def add(number: int, s: int, begun: _Begun) -> _Begun:
+            wire = self._wire(r)
+            for on_rail in begun.rails.values():
+                for target, ptrs in self._terms(on_rail, number).items():
+                    span = on_rail.spans[target]
+                    _native.combine_partials(ptrs, wire, span.ptr, wire, span.elems, r.joining, 0)
+                for exchange in on_rail.rounds[number + 1].sends:
+                    self._send_parts(begun, on_rail, exchange, number + 1, ELEM_BYTES[wire])
+            return begun
+
+        yield from (partial(add, number) for number in self._rounds[:-1])
+
+    def _terms(self, on_rail: _OnRail, number: int) -> dict[int, list[int]]:
+        """Waits for a round; returns by target the terms of its sum, in the order of the nodes."""
+        came: dict[int, list[tuple[int, int]]] = {}
+        for parcel in on_rail.arriving[number]:
+            self._arrive(parcel)
+            for target, span in parcel.parts.items():
+                if span.elems:
+                    came.setdefault(target, []).append((parcel.peer, span.ptr))
+        return {
+            target: [
+                ptr for _, ptr in sorted([*terms, (self.places.node, on_rail.spans[target].ptr)])
+            ]
+            for target, terms in came.items()
+        }
+
+    def _end_reduction(
+        self, begun: _Begun, outs: Mapping[int, Span], r: Reducing, out_dtype: int
+    ) -> None:
+        """Adds what arrives in the last round for the places that this rank owns."""
+        for rail, on_rail in begun.rails.items():
+            for ptrs in self._terms(on_rail, self._rounds[-1]).values():
+                _native.combine_partials(
+                    ptrs,
+                    self._wire(r),
+                    outs[rail].ptr,
+                    out_dtype,
+                    on_rail.spans[self.places.node].elems,
+                    r.joining,
+                    self._world if r.op == AVG else 0,
+                )
+        self._given_back(begun)
+
+    def _join(self, begun: Taken, ptrs: list[int], out: Span, r: Reducing) -> None:
+        """Adds a partial sum of each node, in the order in which levels add, if they are chosen."""
+        near = levels_of(len(ptrs))[0] if self._schedule == "levels" else 1
+        if near > 1:
+            size_bytes = out.elems * ELEM_BYTES[r.partial]
+            blocks = [ptrs[first : first + near] for first in range(0, len(ptrs), near)]
+            room = self._taken(begun, size_bytes * len(blocks))
+            ptrs = [room + number * size_bytes for number in range(len(blocks))]
+            for block, ptr in zip(blocks, ptrs, strict=True):
+                _native.combine_partials(block, r.partial, ptr, r.partial, out.elems, r.joining, 0)
+        divide_by = self._world if r.op == AVG else 0
+        _native.combine_partials(ptrs, r.partial, out.ptr, r.dtype, out.elems, r.joining, divide_by)
+
+    def _wire(self, r: Reducing) -> int:
+        return r.dtype if self._narrow else r.partial
+
+    # ---- all-gather -----------------------------------------------------------------------------
+
+    def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
+        """Gathers spans of bytes, of which this rank's lies at ``in_ptr``, too."""
+        own = spans[self.places.rank]
+        if in_ptr != own.ptr and own.elems:
+            memory_at(own.ptr, own.elems).copy_(memory_at(in_ptr, own.elems))
+        segments = self._segments(max(span.elems for span in spans), 1, 1)
+        tables = [self._table([span.part(*s, 1) for span in spans]) for s in segments]
+        self._in_stages(
+            len(tables),
+            lambda s, _: self._begin_gathering(tables[s], 1),
+            *self._passing(),
+            lambda s, begun: self._end_gathering(begun, tables[s], 1),
+        )
+
+    def _gather_on_rail(self, spans: list[Span]) -> None:
+        """Gathers spans of bytes, one for each node, among the ranks of this rank's rail alone."""
+        segments = self._segments(max(span.elems for span in spans), 1, 1)
+
+        def begin(s: int, _: None) -> _Begun:
+            begun = _Begun()
+            self._begin_on_rail(
+                begun, self.places.place, [span.part(*segments[s], 1) for span in spans]
+            )
+            return begun
+
+        def end(s: int, begun: _Begun) -> None:
+            self._pass_on(begun, self._rounds[-1])
+            self._check_headers()
+            self._given_back(begun)
+
+        self._in_stages(len(segments), begin, *self._passing(), end)
+
+    def _begin_gathering(self, table: Table, elem_bytes: int) -> _Begun:
+        """Sends what this rank owns to the rail peers of the first round."""
+        begun, nothing = _Begun(), Span(0, 0)
+        for rail in self.places.rails_of(self.places.rank):
+            spans = [row[rail] if rail < len(row) else nothing for row in table]
+            self._begin_on_rail(begun, rail, [Span(ptr, n * elem_bytes) for ptr, n in spans])
+        return begun
+
+    def _begin_on_rail(self, begun: _Begun, rail: int, spans: list[Span]) -> None:
+        """Begins a gathering on one rail of spans of bytes, by node."""
+        places = self.places
+        rounds = gathering(self._schedule, len(places.nodes), places.node)
+        begun.rails[rail] = on_rail = _OnRail(rail, spans, rounds)
+        for number, turn in enumerate(rounds, len(rounds)):
+            on_rail.arriving.append([])
+            for exchange in turn.receives:
+                parts = {node: spans[node] for node in exchange.targets if spans[node].elems}
+                if not parts:
+                    continue
+                size_bytes = sum(span.elems for span in parts.values())
+                ptr = next(iter(parts.values())).ptr
+                if len(parts) > 1:
+                    ptr = at = self._taken(begun, size_bytes)
+                    for node, span in parts.items():
+                        parts[node] = Span(at, span.elems)
+                        at += span.elems
+                message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
+                on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
+        self._send_round(begun, on_rail, 0)
+
+    def _send_round(self, begun: _Begun, on_rail: _OnRail, number: int) -> None:
+        """Sends the messages of a round of a gathering; parts of several nodes are packed."""
+        packed: dict[tuple[int, ...], Span] = {}
+        for exchange in on_rail.rounds[number].sends:
+            if exchange.targets not in packed:
+                spans = [on_rail.spans[node] for node in exchange.targets]
+                packed[exchange.targets] = self._packed(begun, [s for s in spans if s.elems])
+            span = packed[exchange.targets]
+            if span.elems:
+                tag = number + len(on_rail.rounds)
+                begun.sent.append(self._send(on_rail.rail, exchange.peer, *span, tag))
+
+    def _packed(self, begun: Taken, spans: list[Span]) -> Span:
+        """Returns bytes behind one another: those of a single span where they are."""
+        if len(spans) <= 1:
+            return spans[0] if spans else Span(0, 0)
+        size_bytes = sum(span.elems for span in spans)
+        ptr = at = self._taken(begun, size_bytes)
+        for span in spans:
+            memory_at(at, span.elems).copy_(memory_at(*span))
+            at += span.elems
+        return Span(ptr, size_bytes)
+
+    def _passing(self) -> Iterator[Callable[[int, _Begun], _Begun]]:
+        """Yields the stages of a gathering between its first and its last."""
+
+        def pass_on(number: int, s: int, begun: _Begun) -> _Begun:
+            self._pass_on(begun, number)
+            return begun
+
+        yield from (partial(pass_on, number) for number in self._rounds[:-1])
+
+    def _pass_on(self, begun: _Begun, number: int) -> None:
+        """Waits for a round of a gathering, and sends what comes next."""
+        for on_rail in begun.rails.values():
+            for parcel in on_rail.arriving[number]:
+                self._arrive(parcel, on_rail.spans)
+            if number + 1 < len(on_rail.rounds):
+                self._send_round(begun, on_rail, number + 1)
+
+    def _end_gathering(self, begun: _Begun, table: Table, elem_bytes: int) -> None:
+        """Shares with the node what this rank has of its own and what arrived for it."""
+        places = self.places
+        for node in (places.node, *places.others()):
+            for place, row in self._rows(table, node):
+                if place in begun.rails:
+                    on_rail = begun.rails[place]
+                    for parcel in (each for turn in on_rail.arriving for each in turn):
+                        if node in parcel.parts:
+                            self._arrive(parcel, on_rail.spans)
+                self._inside(
+                    self._inner.all_gather_list(
+                        row[places.place].ptr,
+                        [span.ptr for span in row],
+                        [span.elems * elem_bytes for span in row],
+                        BYTE,
+                    )
+                )
+        self._given_back(begun)
+
+    def _arrive(self, parcel: _Parcel, belong: Sequence[Span] = ()) -> None:
+        """Waits for a message, and brings its parts where they belong, by node."""
+        if parcel.message is None:
+            return
+        self._arrived(parcel.message)
+        parcel.message = None
+        for node, span in parcel.parts.items():
+            if belong and span.ptr != belong[node].ptr:
+                memory_at(belong[node].ptr, span.elems).copy_(memory_at(*span))
