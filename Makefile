@@ -15,11 +15,14 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
+# Two at a time: torch is fetched while the native module is compiled.
+MAKEFLAGS += --jobs=2
+
 .PHONY: demo test check lint native nodes-check tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
 .PHONY: c10d-conformance clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.native
+demo: $(VENV)/.native $(VENV)/.package
 	$(BIN)/ringcomm demo
 
 test: $(VENV)/.native $(VENV)/.tools
@@ -98,23 +101,27 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ringcomm bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: each is as new as what it installed.
-$(VENV)/.torch: tools/make_venv.sh tools/install_torch.sh
+# Stamps: each is as new as what it installed. Without build isolation, so that later builds find the
+# same tools and compile only what changed.
+$(VENV)/.made: tools/make_venv.sh
 	sh tools/make_venv.sh $(VENV)
+	$(PIP) install --quiet $(BUILD_REQUIRES)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.made tools/install_torch.sh
 	sh tools/install_torch.sh $(BIN)/python "$(TORCH_SPEC)"
 	@touch $@
 
-# Without build isolation, so that later builds find the same tools and compile only what changed.
-# The compilation comes first by itself, since pip would hide its progress for minutes.
-$(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py
-	$(PIP) install --quiet $(BUILD_REQUIRES)
+# The compilation needs no torch, and is done while that is fetched; it stands by itself, since pip
+# would hide its progress for minutes.
+$(VENV)/.native: $(VENV)/.made setup.py CMakeLists.txt $(NATIVE_SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
-	$(PIP) install --quiet --no-build-isolation --editable .
-	@$(BIN)/python tools/add_source_path.py
 	@touch $@
 
-$(VENV)/.native: $(VENV)/.package CMakeLists.txt $(NATIVE_SOURCES)
-	$(BIN)/python setup.py -q build_ext --inplace
+$(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.native
+	$(PIP) install --quiet $(BUILD_REQUIRES)
+	$(PIP) install --quiet --no-build-isolation --editable .
+	@$(BIN)/python tools/add_source_path.py
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.package

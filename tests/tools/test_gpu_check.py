@@ -59,11 +59,12 @@ def python(code):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line():
+def test_without_a_gpu_it_says_so():
     done = run_program("tools.gpu_check", "--stages", "build,test")
     assert done.returncode == 2
-    (line,) = done.stdout.splitlines()
+    line, what_then = done.stdout.splitlines()
     assert line.startswith("gpu-check: no usable GPU here: ") and "no usable CUDA" in line
+    assert "REHEARSE=1" in what_then
 
 
 def test_the_stages_fit_into_ten_minutes():

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = "it did not answer in time" if probed.status is None else probed.last_line
         what = "usable GPU" if rehearsal is None else "emulated device"
         print(f"gpu-check: no {what} here: {why}")
+        if rehearsal is None:
+            print("REHEARSE=1 runs all of it on an emulated device, at small sizes")
         return NO_GPU_STATUS
     facts = json.loads(probed.last_line)
     facts |= {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}

@@ -16,7 +16,8 @@ from tests.support.device_checks import (
     check_reduce_scatter,
     ops_on_device,
 )
-from tests.support.device_worlds import MANY, PLACES, on_host, put, room
+from tests.support.device_worlds import MANY, PLACES, on_host, put, room, with_options
+from tests.support.emulator.library import library
 from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 
 ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
@@ -199,3 +200,30 @@ def test_a_barrier_waits_for_all(devices):
             comm.barrier()
 
     devices.run(world, body)
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
+def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
+    """Blocks meet as often for more segments; staged slices show that it is counted."""
+    if not devices.emulated:
+        pytest.skip("counts the barriers of emulated blocks")
+    world = devices.new_world(2, options=with_options(segment_bytes=1024, channels=1))
+
+    def body(comm, segments, place):
+        whole, part = (
+            put(comm, torch.ones(elems), place) for elems in (segments * 512, segments * 256)
+        )
+        if name == "reduce_scatter":
+            comm.reduce_scatter_tensor(part, whole, algorithm="direct")
+        else:
+            comm.all_gather_into_tensor(whole, part, algorithm="direct")
+        comm.finish_host_side()
+
+    def barriers(segments, place):
+        before = library().emulated_barriers_met()
+        devices.run(world, lambda comm: body(comm, segments, place))
+        return library().emulated_barriers_met() - before
+
+    assert barriers(40, "heap") == barriers(90, "heap") > 0
+    assert barriers(40, "plain") < barriers(90, "plain")
+    world.close()

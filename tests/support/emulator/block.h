@@ -5,12 +5,16 @@
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 #include <vector>
 
 #include "kernels/cuda/body.h"
 #include "kernels/host/team.h"
 #include "tests/support/emulator/kernel.h"
+
+// How often blocks have met at their barriers.
+inline std::atomic<uint64_t> emulated_barriers{0};
 
 struct EmulatedTeam {
   static constexpr bool kSleeps = false;
@@ -31,7 +35,10 @@ struct EmulatedTeam {
   int channel() const { return channel_; }
   int num_channels() const { return channels_; }
   const ringcomm::Portion& portion() const { return w->portion; }
-  void sync() const { group->wait(lane_); }
+  void sync() const {
+    if (lane_ == 0) emulated_barriers.fetch_add(1, std::memory_order_relaxed);
+    group->wait(lane_);
+  }
   ringcomm::Status share(ringcomm::Status status) const {
     return ringcomm::host::ThreadTeam{{nullptr}, lane_, lanes_, channel_, channels_, group}.share(
         status);

@@ -70,6 +70,8 @@ extern "C" const EmulatedKernel* emulated_kernel(const char* unit, const char* n
   return found == kernels.end() ? nullptr : &found->second;
 }
 
+extern "C" uint64_t emulated_barriers_met() { return emulated_barriers.load(); }
+
 extern "C" void emulated_figures(const EmulatedKernel* kernel, int* registers, int* shared_bytes) {
   *registers = kernel->registers;
   *shared_bytes = kernel->shared_bytes;

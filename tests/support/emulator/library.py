@@ -88,6 +88,7 @@ _PROTOTYPES = {
     "ptx_be_strict": (None, [c_int]),
     "ptx_failure": (c_char_p, []),
     "ptx_forget_failure": (None, []),
+    "emulated_barriers_met": (c_uint64, []),
     "emulated_figures": (None, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "emu_params_bytes": (c_uint64, []),
     "emu_device_make": (c_void_p, [c_int, c_int, c_int]),
