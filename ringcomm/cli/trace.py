@@ -290,27 +290,28 @@ def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
         if rank.waits_for >= 0:
             text += f", and waited for {_named(rank.waits_for, node_of)}"
         return text + _at(open_)
-    if rank.last is None:
+    if not rank.collectives:
         return f"{who} had made no collective call"
-    return f"{who} was in no collective call; last: {_call(rank.last)}{_at(rank.last)}"
+    # A call over nodes ends after those that it is made of.
+    last = max(rank.collectives, key=lambda each: each.end_ns)
+    return f"{who} was in no collective call; last: {_call(last)}{_at(last)}"
 
 
 def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> list[str]:
     """Says which ranks all others waited for in the end, going from rank to awaited rank."""
     waits = {rank: each.waits_for for rank, each in known.items() if each.waits_for >= 0}
-    ends: dict[tuple[int, ...], list[int]] = {}
+    waiting: dict[tuple[int, ...], list[int]] = {}
     for rank in waits:
         way = [rank]
         while way[-1] in waits and waits[way[-1]] not in way:
             way.append(waits[way[-1]])
-        circle = way[-1] in waits
-        end = way[way.index(waits[way[-1]]) :] if circle else way[-1:]
-        ends.setdefault(tuple(sorted(end)), []).append(rank)
+        circle = way[way.index(waits[way[-1]]) :] if way[-1] in waits else way[-1:]
+        waiting.setdefault(tuple(sorted(circle)), []).append(rank)
     lines = []
-    for end, ranks in ends.items():
+    for end, ranks in waiting.items():
         names = " and ".join(_named(rank, node_of) for rank in end)
         others = [rank for rank in ranks if rank not in end]
-        if len(end) > 1:
+        if end[0] in waits:
             also = f", and {_ranks(others)} for them" if others else ""
             lines.append(
                 f"{names} waited for each other{also}: the errors say which of them ended or "
