@@ -2,7 +2,8 @@
 
 The barrier of a library would leave its ranks with that library's skew (a Gloo barrier
 takes longer than a small collective of any other); this one is a word per rank in memory
-that all ranks map.
+that all ranks map. Ranks of several nodes have no such memory, so there the barrier is one of a
+process group: it serves calls that take much longer than a message between the nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import mmap
 import os
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,21 +23,98 @@ _REST_POLL_S = 100e-6
 _START_NS = 500_000
 
 
-class Board:
-    """Words that all ranks of one machine map, and small objects through the store.
+class Barrier(Protocol):
+    """The interface of what ranks enter and leave together."""
 
-    Raises ``TimeoutError`` from :meth:`barrier` when a rank stays away for five minutes.
-    """
+    def enter(self, rest_s: float) -> None:
+        """Returns when every rank has entered; ``rest_s`` as of :meth:`Board.barrier`."""
+
+    def close(self) -> None:
+        """Gives its memory back."""
+
+
+class MappedBarrier:
+    """A word per rank in memory that all ranks of one machine map."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
-        self._store = dist.PrefixStore("board", store)
-        self._exchanges = 0
+        self._rank, self._world = rank, world
         self._epoch = 0
-        descriptor = share_memory(self._store, "barrier", rank, world, _LINE_BYTES * world)
+        descriptor = share_memory(store, "barrier", rank, world, _LINE_BYTES * world)
         self._map = mmap.mmap(descriptor, _LINE_BYTES * world)
         os.close(descriptor)
         self._words = memoryview(self._map).cast("Q")
+
+    def enter(self, rest_s: float) -> None:
+        if rest_s > 0:
+            time.sleep(rest_s)
+        stride, mine = _LINE_BYTES // 8, self._rank * _LINE_BYTES // 8
+        self._epoch += 1
+        self._words[mine + 1] = time.monotonic_ns()
+        self._words[mine] = self._epoch
+        looks, deadline = 0, time.monotonic() + _DEADLINE_S
+        for peer in range(self._world):
+            while self._words[peer * stride] < self._epoch:
+                if rest_s > 0:
+                    time.sleep(_REST_POLL_S)
+                else:
+                    os.sched_yield()
+                looks += 1
+                if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"rank {self._rank}: rank {peer} has not reached the barrier"
+                    )
+        if rest_s > 0:
+            last_ns = max(self._words[peer * stride + 1] for peer in range(self._world))
+            while time.monotonic_ns() < last_ns + _START_NS:
+                pass
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+class GroupBarrier:
+    """The barrier of a process group, whose ranks may be on several nodes.
+
+    They have no common clock by which to start together, so a rest is only a sleep.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def enter(self, rest_s: float) -> None:
+        if rest_s > 0:
+            time.sleep(rest_s)
+        dist.barrier(self._group)
+
+    def close(self) -> None:
+        pass
+
+
+class Board:
+    """A barrier of all ranks, and small objects through the store.
+
+    Args:
+        store: of all ranks.
+        rank, world: this rank, and how many there are.
+        group: of all ranks where they are on several nodes, used by no system that is timed; None:
+            they are on one machine, and the barrier lies in memory that they map.
+
+    Raises ``TimeoutError`` from :meth:`barrier` when a rank of one machine stays away for five
+    minutes; a group has a timeout of its own.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.world = rank, world
+        self._store = dist.PrefixStore("board", store)
+        self._exchanges = 0
+        self._barrier: Barrier
+        if group is None:
+            self._barrier = MappedBarrier(self._store, rank, world)
+        else:
+            self._barrier = GroupBarrier(group)
         self.exchange(None)
 
     def barrier(self, rest_s: float = 0.0) -> None:
@@ -46,28 +124,9 @@ class Board:
             rest_s: seconds to sleep first, where other programs want the cores. Whoever has just
                 used more than its share of a core waits for it longer, and to have yielded counts
                 as use: the rest lets every turn begin alike, whatever the last one did. The ranks
-                then wait asleep, and start together by the clock.
+                of one machine then wait asleep, and start together by the clock.
         """
-        if rest_s > 0:
-            time.sleep(rest_s)
-        stride, mine = _LINE_BYTES // 8, self.rank * _LINE_BYTES // 8
-        self._epoch += 1
-        self._words[mine + 1] = time.monotonic_ns()
-        self._words[mine] = self._epoch
-        looks, deadline = 0, time.monotonic() + _DEADLINE_S
-        for peer in range(self.world):
-            while self._words[peer * stride] < self._epoch:
-                if rest_s > 0:
-                    time.sleep(_REST_POLL_S)
-                else:
-                    os.sched_yield()
-                looks += 1
-                if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {self.rank}: rank {peer} has not reached the barrier")
-        if rest_s > 0:
-            last_ns = max(self._words[peer * stride + 1] for peer in range(self.world))
-            while time.monotonic_ns() < last_ns + _START_NS:
-                pass
+        self._barrier.enter(rest_s)
 
     def exchange(self, value: object) -> list[Any]:
         """All-gathers a JSON value, by rank. Slow: for use between measurements only."""
@@ -77,8 +136,7 @@ class Board:
         return [json.loads(self._store.get(f"{key}/{peer}")) for peer in range(self.world)]
 
     def close(self) -> None:
-        self._words.release()
-        self._map.close()
+        self._barrier.close()
 
 
 def share_memory(store: dist.Store, name: str, rank: int, world: int, size_bytes: int) -> int:

@@ -94,6 +94,26 @@ def placed() -> Placing:
     return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
 
 
+def join_processes(ranks: int | None, busy: int) -> Placing:
+    """Finds the place of a rank that the harness started, or torchrun on any number of nodes.
+
+    Args:
+        ranks: as many as are expected; None: however many there are.
+        busy: processes that were to compute beside the ranks.
+
+    Raises:
+        LaunchError: torchrun started other ranks than were asked for, or without the loops.
+    """
+    if started_by(os.environ) == "harness":
+        return placed()
+    if busy:
+        raise LaunchError(_BUSY_ELSEWHERE)
+    store, rank, world = next(dist.rendezvous("env://"))
+    if ranks not in (None, world):
+        raise LaunchError(f"--ranks {ranks}: torchrun started {world} ranks; leave the option out")
+    return Placing(rank, world, store)
+
+
 def _host_store(port: int | None, world: int) -> dist.TCPStore:
     """The store of ranks that a user's mpiexec started: rank 0 listens, the others call."""
     listens = port is None

@@ -25,7 +25,7 @@ class Row:
     with its quartiles, ``ratio_p95`` that of the 95th percentiles; ``wrong`` is None where
     nothing was checked. A row without a time says why in ``note``. ``mode`` is how the ranks
     share processors; ``buffer_sets`` of buffers were used in turn; ``graph_calls`` calls were
-    replayed as one graph (0: made one by one).
+    replayed as one graph (0: made one by one). ``nodes`` is how many the ranks were on.
     """
 
     collective: str
@@ -53,6 +53,7 @@ class Row:
     graph_calls: int = 0
     p95_us: float | None = None
     ratio_p95: float | None = None
+    nodes: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Training at each ZeRO stage, against DDP and FSDP2 on Gloo and on ringcomm.
 
-``python -m ringcomm.bench.training`` runs it.
+``python -m ringcomm.bench.training`` runs it on the ranks of one machine, ``torchrun --nnodes N
+--nproc-per-node L -m ringcomm.bench.training`` on those of several. There HSDP takes part, too, and
+the stages that keep parameters or state as FSDP2 and HSDP do.
 
-All systems train one GPT of the same size on the same text on the ranks of one machine, each on
-its own copy, in one run and interleaved (see :mod:`.timing`). A step is forward, backward, update
-and zero_grad. After the last one the losses of every step and the weights are compared: those that
-must be equal to the bit and are not count as ``wrong``, and the exit status is 1.
+All systems train one GPT of the same size on the same text, each on its own copy, in one run and
+interleaved (see :mod:`.timing`). A step is forward, backward, update and zero_grad. After the last
+one the losses of every step and the weights are compared: those that must be equal to the bit and
+are not count as ``wrong``, and the exit status is 1.
 
 With ``--device cuda`` all ranks share one GPU, the rival is torch's fused AdamW on each rank
 alone, with no communication at all, and nothing is compared.
@@ -33,7 +35,7 @@ from . import provenance
 from .board import Board
 from .busy import REST_S, lead_session
 from .devices import Gpu
-from .launch import placed, run_processes, started_by
+from .launch import LaunchError, Placing, join_processes, run_processes, started_by
 from .modes import PROCESSES, PROCESSES_ON_ONE_GPU
 from .report import Report, Row, write_csv, write_json
 from .session import quartiles
@@ -44,6 +46,8 @@ from .training_systems import (
     DDP_HERE,
     FSDP2,
     FSDP2_HERE,
+    HSDP,
+    HSDP_HERE,
     PLAIN,
     TRAINING,
     Batches,
@@ -55,7 +59,7 @@ from .training_systems import (
     twins,
 )
 
-_RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, PLAIN)
+_RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, HSDP, HSDP_HERE, PLAIN)
 _MB = 1e6
 
 
@@ -82,9 +86,12 @@ class Finding:
         )
 
 
-def find_out(board: Board, world: int, trained: Mapping[str, Training]) -> dict[str, Finding]:
+def find_out(
+    board: Board, comm: ringcomm.Communicator, trained: Mapping[str, Training]
+) -> dict[str, Finding]:
     """Compares each system with its twin; collective, and the same on all ranks."""
-    compared: Mapping[str, str] = {} if PLAIN in trained else twins(world)
+    alone = PLAIN in trained
+    compared: Mapping[str, str] = {} if alone else twins(comm.world_size, comm.num_nodes)
     mine = {
         name: (
             differences(each, trained[compared[name]]) if name in compared else None,
@@ -108,7 +115,11 @@ def find_out(board: Board, world: int, trained: Mapping[str, Training]) -> dict[
 
 
 def rows_of(
-    shape: Shape, world: int, timings: Mapping[str, Timing], findings: Mapping[str, Finding]
+    shape: Shape,
+    world: int,
+    timings: Mapping[str, Timing],
+    findings: Mapping[str, Finding],
+    nodes: int = 1,
 ) -> list[Row]:
     """A row per system; ratios are over the rival: torch alone, or DDP."""
     rival = timings[PLAIN if PLAIN in timings else DDP]
@@ -142,6 +153,7 @@ def rows_of(
                 batch=1,
                 note="; ".join([findings[name].text, *others]),
                 mode=PROCESSES_ON_ONE_GPU if PLAIN in timings else PROCESSES,
+                nodes=nodes,
             )
         )
     return rows
@@ -168,8 +180,9 @@ class SynchronizedClock:
         torch.cuda.synchronize()
 
 
-def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words: list[str]) -> int:
-    place = placed()
+def _run_rank(
+    place: Placing, shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words: list[str]
+) -> int:
     rank, world, store = place.rank, place.world, place.store
     on_gpu = asked.device == "cuda"
     clock: Clock = SynchronizedClock() if on_gpu else HostClock()
@@ -182,7 +195,9 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
     comm = ringcomm.Communicator.from_store(
         dist.PrefixStore("ringcomm", store), rank, world, device=asked.device
     )
-    board = Board(store, rank, world)
+    # The systems make groups of their own, so nothing else uses torch's first one.
+    group = dist.group.WORLD if comm.num_nodes > 1 else None
+    board = Board(store, rank, world, group)
     source = find_source(asked.data, min_corpus_bytes(max(shape.context for shape in shapes)))
     corpus = load(source)
     rows: list[Row] = []
@@ -191,13 +206,15 @@ def _run_rank(shapes: list[Shape], pace: Pace, asked: argparse.Namespace, words:
         trained = entrants(batches, comm, alone=on_gpu)
         calls = {name: Entrant([training]) for name, training in trained.items()}
         timings = measure(board, calls, pace, clock)
-        rows += rows_of(shape, world, timings, find_out(board, world, trained))
+        found = find_out(board, comm, trained)
+        rows += rows_of(shape, world, timings, found, comm.num_nodes)
         del calls, trained
         for stage in (2, 3) if asked.profile else ():
             _profile(batches, stage, comm, asked.profile)
     board.barrier()
     if rank == 0:
-        print(f"# {world} ranks; {source}")
+        nodes = f" on {comm.num_nodes} nodes" if comm.num_nodes > 1 else ""
+        print(f"# {world} ranks{nodes}; {source}")
         _write(rows, asked, _without_files(words))
     comm.close()
     dist.destroy_process_group()
@@ -243,7 +260,7 @@ def _without_files(words: list[str]) -> list[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.training", description=__doc__)
-    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument("-n", "--ranks", type=int, help="default 2, or those that torchrun started")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
@@ -265,20 +282,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     asked = parse(arguments)
-    if started_by(os.environ) == "harness":
+    if started_by(os.environ) in ("harness", "torchrun"):
         shapes = [
             Shape(asked.width, asked.depth, asked.heads, asked.sequences, context)
             for context in asked.context or [64]
         ]
         rest_s = REST_S if asked.busy else 0.0
         pace = Pace(rounds=asked.rounds, warmup_rounds=1, batch=1, turn_us=0, rest_s=rest_s)
-        return _run_rank(shapes, pace, asked, arguments)
+        try:
+            place = join_processes(asked.ranks, asked.busy)
+        except LaunchError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return _run_rank(place, shapes, pace, asked, arguments)
     try:
         find_source(asked.data, min_corpus_bytes(max(asked.context or [64])))
     except ArgumentError as error:
         print(error, file=sys.stderr)
         return 2
-    return run_processes("ringcomm.bench.training", arguments, asked.ranks, asked.busy)
+    return run_processes("ringcomm.bench.training", arguments, asked.ranks or 2, asked.busy)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ from ringcomm.examples.gpt.report import MemoryMeter, load_first_use
 Tensor = torch.Tensor
 DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
 FSDP2, FSDP2_HERE = "fsdp2 on gloo", "fsdp2 on ringcomm"
+HSDP, HSDP_HERE = "hsdp on gloo", "hsdp on ringcomm"
 STAGES = tuple(f"stage {stage}" for stage in range(4))
+# Over nodes stage 3 may keep state as HSDP does, with a copy on each node, or parameters as FSDP2.
+STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD = "stage 3 state=node", "stage 3 params=world"
 PLAIN = "torch alone"
 # What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
@@ -34,10 +37,11 @@ LEARNING_RATE = 1e-3
 SEED = 0
 
 # Whose losses and weights a system must have, to the bit: the stages those of stage 0; torch's
-# wrappers those of the same wrapper on Gloo, but of two ranks only, since the sum of two numbers
-# has one value whatever their order.
-STAGE_TWINS = dict.fromkeys(STAGES[1:], STAGES[0])
+# wrappers those of the same wrapper on Gloo, but only where each sum is of two ranks, since the sum
+# of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
+STAGE_TWINS = dict.fromkeys((*STAGES[1:], STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2}
+MESH_TWINS = {HSDP_HERE: HSDP}
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,11 @@ def differences(trained: Training, twin: Training) -> int:
     )
 
 
-def twins(world: int) -> Mapping[str, str]:
+def twins(world: int, nodes: int) -> Mapping[str, str]:
     """The systems whose losses and weights must be another's, and that other's name."""
-    return {**STAGE_TWINS, **PAIR_TWINS} if world == 2 else STAGE_TWINS
+    pairs = PAIR_TWINS if world == 2 else {}
+    mesh = MESH_TWINS if nodes == 2 and world // nodes <= 2 else {}
+    return {**STAGE_TWINS, **pairs, **mesh}
 
 
 def profiled_steps(
@@ -189,13 +195,36 @@ def _ddp(shape: Shape, group: dist.ProcessGroup) -> Built:
     )
 
 
-def _fsdp2(shape: Shape, group: dist.ProcessGroup) -> Built:
-    mesh = DeviceMesh.from_group(group, "cpu")
+def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
+    """Returns the mesh of nodes by places, whose groups are of ``backend``; collective."""
+    nodes: list[list[int]] = [[] for _ in range(comm.num_nodes)]
+    for rank in range(comm.world_size):
+        nodes[comm.node_of(rank)].append(rank)
+    rails = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    divide: Any = dist.new_subgroups_by_enumeration
+    groups = [divide(ranks, backend=backend)[0] for ranks in (rails, nodes)]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, "cpu", mesh=nodes, mesh_dim_names=names)
+
+
+def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
     model = shape.model()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _with_adamw(model)
+
+
+def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable[[], Built]]:
+    """Returns the systems that there are over several nodes alone."""
+    state_node = ringcomm.zero.ZeroOptions(state="node")
+    params_world = ringcomm.zero.ZeroOptions(params="world")
+    return {
+        STAGE_3_STATE_NODE: lambda: _zero(shape, 3, comm, state_node),
+        STAGE_3_PARAMS_WORLD: lambda: _zero(shape, 3, comm, params_world),
+        HSDP: lambda: _fsdp2(shape, _mesh(comm, "gloo")),
+        HSDP_HERE: lambda: _fsdp2(shape, _mesh(comm, "ringcomm")),
+    }
 
 
 def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> dict[str, Training]:
@@ -219,6 +248,8 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
         builds[DDP] = lambda: _ddp(shape, gloo)
         builds[DDP_HERE] = lambda: _ddp(shape, here)
-        builds[FSDP2] = lambda: _fsdp2(shape, gloo)
-        builds[FSDP2_HERE] = lambda: _fsdp2(shape, here)
+        builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
+        builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
+        if comm.num_nodes > 1:
+            builds |= _over_nodes(shape, comm)
     return {name: Training(build, batches) for name, build in builds.items()}

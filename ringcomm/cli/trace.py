@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,32 @@ from ringcomm.comm.recorder.records import (
     describe,
     divergence,
 )
-from ringcomm.comm.recorder.trace_file import newest, read
+from ringcomm.comm.recorder.trace_file import Trace, newest, read
 from ringcomm.errors import ArgumentError
 
-__all__ = ["add_arguments", "chrome_text", "report", "run"]
+__all__ = ["add_arguments", "chrome_text", "over_nodes", "report", "run"]
 
 # Recordings as text: the ranks one after the other, what each does now, and where they part.
 
 HERE = ">"
 
 
-def report(recording: Recording, last: int, ended: Collection[int] = frozenset()) -> list[str]:
+def report(
+    recording: Recording,
+    last: int,
+    ended: Collection[int] = frozenset(),
+    level: NodeLevel | None = None,
+) -> list[str]:
     """The lines of a report.
 
     Args:
         recording: of one communicator.
         last: how many collectives, and how many messages, to show of each rank; 0: all.
         ended: ranks whose processes are known to have ended.
+        level: the node and its ranks, where the communicator is over nodes; None: as its name says.
     """
-    level = NodeLevel.of(recording)
+    is_file = level is not None
+    level = level or NodeLevel.of(recording)
     expected: Sequence[int] = range(recording.world_size) if level is None else level.ranks
     if level is None:
         lines = [f"communicator {recording.communicator}, {_count(recording.world_size)}"]
@@ -51,7 +59,7 @@ def report(recording: Recording, last: int, ended: Collection[int] = frozenset()
         lines = [
             f"communicator {level.communicator} over nodes, node {level.node}: {_ranks(expected)}",
             "calls within the node are indented below the call over nodes that is made of them; "
-            "for other nodes give --pid of a process there",
+            f"for other nodes give {'their files' if is_file else '--pid of a process there'}",
         ]
     missing = [rank for rank in expected if recording.rank(rank) is None]
     if missing:
@@ -241,6 +249,108 @@ def _seconds(ns: int) -> str:
     return f"{ns / 1e6:.1f} ms" if abs(ns) < 1_000_000_000 else f"{ns / 1e9:.1f} s"
 
 
+# Traces of one communicator over nodes, of which each node has left a file.
+
+
+def over_nodes(traces: Sequence[Trace]) -> list[str]:
+    """The lines that say whom the ranks of all nodes waited for.
+
+    Args:
+        traces: of one communicator over nodes, from one node or several.
+    """
+    seen = {trace.of_node.node: trace for trace in traces if trace.of_node is not None}
+    nodes = next(trace.of_node.nodes for trace in seen.values() if trace.of_node is not None)
+    world = sum(map(len, nodes))
+    lines = [
+        f"communicator {traces[0].recording.communicator} over {len(nodes)} nodes, {_count(world)}"
+    ]
+    node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+    known: dict[int, RankRecording] = {}
+    for node, ranks in enumerate(nodes):
+        if node not in seen:
+            lines.append(f"  of node {node} ({_ranks(ranks)}) no trace was given")
+            continue
+        for each in seen[node].recording.ranks:
+            known[each.rank] = each
+            lines.append(f"  {_when_it_failed(each, node_of)}")
+    return [*lines, "", *_awaited(known, node_of)]
+
+
+def _named(rank: int, node_of: Mapping[int, int]) -> str:
+    return f"rank {rank} (node {node_of[rank]})"
+
+
+def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
+    """Says in a line what a rank did, and whom it awaited, when its communicator failed."""
+    who = _named(rank.rank, node_of)
+    # The first call without a good end is the one over nodes; those that it is made of follow it.
+    open_ = next((each for each in rank.collectives if each.status or each.state in OPEN), None)
+    if open_ is not None:
+        text = f"{who} was in {_call(open_)}"
+        if rank.waits_for >= 0:
+            text += f", and waited for {_named(rank.waits_for, node_of)}"
+        return text + _at(open_)
+    if not rank.collectives:
+        return f"{who} had made no collective call"
+    # A call over nodes ends after those that it is made of.
+    last = max(rank.collectives, key=lambda each: each.end_ns)
+    return f"{who} was in no collective call; last: {_call(last)}{_at(last)}"
+
+
+def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> list[str]:
+    """Says which ranks all others waited for in the end, going from rank to awaited rank."""
+    waits = {rank: each.waits_for for rank, each in known.items() if each.waits_for >= 0}
+    waiting: dict[tuple[int, ...], list[int]] = {}
+    for rank in waits:
+        way = [rank]
+        while way[-1] in waits and waits[way[-1]] not in way:
+            way.append(waits[way[-1]])
+        circle = way[way.index(waits[way[-1]]) :] if way[-1] in waits else way[-1:]
+        waiting.setdefault(tuple(sorted(circle)), []).append(rank)
+    lines = []
+    for end, ranks in waiting.items():
+        names = " and ".join(_named(rank, node_of) for rank in end)
+        others = [rank for rank in ranks if rank not in end]
+        if end[0] in waits:
+            also = f", and {_ranks(others)} for them" if others else ""
+            lines.append(
+                f"{names} waited for each other{also}: the errors say which of them ended or "
+                "made another call, or the link between them was down"
+            )
+        elif end[0] in known:
+            lines.append(f"{_ranks(others)} waited in the end for {names}, which waited for nobody")
+        else:
+            lines.append(f"{_ranks(others)} waited in the end for {names}, whose trace is not here")
+    return lines or ["no rank waited for another one"]
+
+
+def _aligned(traces: Sequence[Trace]) -> list[Recording]:
+    """Returns recordings of several machines on the clock of the first, by their wall clocks."""
+    first, shifted = traces[0], []
+    for trace in traces:
+        recording = trace.recording
+        shift_ns = round((trace.written_s - first.written_s) * 1e9)
+        shift_ns -= recording.taken_ns - first.recording.taken_ns
+        shifted.append(_shifted(recording, shift_ns))
+    return shifted
+
+
+def _shifted(recording: Recording, shift_ns: int) -> Recording:
+    def moved(record: Record) -> Record:
+        end_ns = record.end_ns + shift_ns if record.end_ns else 0
+        return replace(record, begin_ns=record.begin_ns + shift_ns, end_ns=end_ns)
+
+    ranks = tuple(
+        replace(
+            each,
+            collectives=tuple(map(moved, each.collectives)),
+            messages=tuple(map(moved, each.messages)),
+        )
+        for each in recording.ranks
+    )
+    return replace(recording, taken_ns=recording.taken_ns + shift_ns, ranks=ranks)
+
+
 # Recordings as a Chrome trace: all ranks on one time line.
 #
 # The format is that of the Trace Event Format document of the Chromium project: X events with
@@ -310,7 +420,10 @@ SHOWN_CALLS = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", nargs="*", type=Path, help="traces that a fault left; none: the newest one"
+        "file",
+        nargs="*",
+        type=Path,
+        help="traces that a fault left, over nodes one of each node; none: the newest one",
     )
     parser.add_argument(
         "--pid",
@@ -355,11 +468,7 @@ def run(args: argparse.Namespace) -> int:
             for each in recordings
         ]
     else:
-        for path in args.file or [newest()]:
-            trace = read(path)
-            recordings.append(trace.recording)
-            told = [f"{path}, written by rank {trace.written_by}", trace.error, ""]
-            parts.append("\n".join([*told, *report(trace.recording, args.last)]))
+        recordings, parts = _of_files(args.file or [newest()], args.last)
     print("\n\n".join(parts))
     if args.chrome is not None:
         try:
@@ -368,3 +477,23 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentError(f"--chrome: cannot write {args.chrome}: {error}") from error
         print(f"\nwrote {args.chrome}", file=sys.stderr)
     return 0
+
+
+def _of_files(paths: Sequence[Path], last: int) -> tuple[list[Recording], list[str]]:
+    """Reads files; returns recordings and what to print, those of one communicator together."""
+    groups: dict[object, list[tuple[Path, Trace]]] = {}
+    for path in paths:
+        trace = read(path)
+        key = path if trace.of_node is None else trace.of_node.world_id
+        groups.setdefault(key, []).append((path, trace))
+    recordings: list[Recording] = []
+    parts = []
+    for group in groups.values():
+        traces = [trace for _, trace in group]
+        recordings += _aligned(traces)
+        if traces[0].of_node is not None:
+            parts.append("\n".join(over_nodes(traces)))
+        for path, trace in group:
+            told = [f"{path}, written by rank {trace.written_by}", trace.error, ""]
+            parts.append("\n".join([*told, *report(trace.recording, last, level=trace.level)]))
+    return recordings, parts

@@ -25,6 +25,7 @@ from ringcomm.comm.nodes.calls import CallsOverNodes
 from ringcomm.comm.nodes.device_calls import DeviceNodesCalls
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.trace import NodeTrace
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.recorder.records import Recording, renumbered
 from ringcomm.comm.topology.plan import TopologyPlan
@@ -452,7 +453,10 @@ class NodesCommunicator(Communicator):
     def _over(
         cls, membership: Membership, found: SeveralNodes, heap_bytes: int | None
     ) -> NodesCommunicator:
-        return cls(build(membership, found, heap_bytes, Communicator._meet), membership)
+        made = cls(build(membership, found, heap_bytes, Communicator._meet), membership)
+        awaited = made._watch.awaiting.of
+        made._watch.trace = NodeTrace(made._recorder, found.places, awaited, found.world_id)
+        return made
 
     @property
     def node(self) -> Communicator:
@@ -520,9 +524,11 @@ class NodesCommunicator(Communicator):
         error = self._watch.known()
         head = where(name, self._rank, self._world_size)
         told = error or AbortedError("the communicator was closed")
+        trace = self._watch.trace
+        left = trace.told() if error is not None and trace is not None else ""
         worded = type(told)(
-            f"{head}, node {self.places.node}: {told}. The communicator is unusable now: close it "
-            "and build a new one"
+            f"{head}, node {self.places.node}: {told}{left}. The communicator is unusable now: "
+            "close it and build a new one"
         )
         self._disable(refusal(self._rank, self._world_size, worded))
         return worded

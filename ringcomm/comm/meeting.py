@@ -68,8 +68,12 @@ class OneNode:
 
 @dataclass(frozen=True)
 class SeveralNodes:
-    """The nodes that the members are on, and the meeting at which they go on."""
+    """The nodes that the members are on, and the meeting at which they go on.
 
+    ``world_id`` identifies the members on all nodes.
+    """
+
+    world_id: int
     places: Places
     meeting: Meeting
     rendezvous: Rendezvous
@@ -113,7 +117,7 @@ def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNod
             return OneNode(core, in_order)
         _check_ids(places, handles, everyone, meeting)
         core.close()
-        return SeveralNodes(places, meeting, rendezvous)
+        return SeveralNodes(members_of(handles), places, meeting, rendezvous)
     except BaseException as error:
         rendezvous.fail(error)
         if core is not None:

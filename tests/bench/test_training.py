@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,12 +19,18 @@ from ringcomm.bench.training_systems import (
     DDP_HERE,
     FSDP2,
     FSDP2_HERE,
+    HSDP,
+    HSDP_HERE,
+    STAGE_3_PARAMS_WORLD,
+    STAGE_3_STATE_NODE,
+    STAGE_TWINS,
     STAGES,
     TRACED_STEPS,
     Shape,
     twins,
 )
 from tests.bench.programs import run_program
+from tests.support import lab
 
 TINY = ("--width", "32", "--depth", "2", "--heads", "2", "--context", "8", "-r", "2")
 
@@ -50,8 +58,10 @@ def test_a_stage_trains_as_torch_does():
 
 
 def test_torchs_wrappers_are_compared_where_sums_have_one_order():
-    assert twins(2).keys() == {*STAGES[1:], DDP_HERE, FSDP2_HERE}
-    assert twins(1).keys() == twins(3).keys() == set(STAGES[1:])
+    assert twins(2, 1).keys() == {*STAGE_TWINS, DDP_HERE, FSDP2_HERE}
+    assert twins(1, 1).keys() == twins(3, 1).keys() == twins(6, 2).keys() == STAGE_TWINS.keys()
+    assert twins(2, 2).keys() == {*STAGE_TWINS, DDP_HERE, FSDP2_HERE, HSDP_HERE}
+    assert twins(4, 2).keys() == {*STAGE_TWINS, HSDP_HERE}
 
 
 # The weight is that of both ends of the model, and has two names.
@@ -63,14 +73,14 @@ def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
     monkeypatch.setenv("WORLD_SIZE", "1")
     find_out = training.find_out
 
-    def changed(board, world, trained):
+    def changed(board, comm, trained):
         last = trained[STAGES[3]]
         if what == "a loss":
             last.losses[1] = last.losses[1] * (1 + 2**-23)
         if what == "a weight":
             with ringcomm.zero.gathered(last.module, write_from=0), torch.no_grad():
                 next(last.module.parameters()).view(-1)[5] += 1
-        return find_out(board, world, trained)
+        return find_out(board, comm, trained)
 
     monkeypatch.setattr(training, "find_out", changed)
     status = training.main([*TINY, "-n", "1"])
@@ -102,8 +112,40 @@ def test_the_command(tmp_path):
     systems = [row.system for row in report.rows]
     assert systems == [*STAGES, ARITHMETIC, DDP, DDP_HERE, FSDP2, FSDP2_HERE]
     compared = {row.system for row in report.rows if row.wrong is not None}
-    assert compared == twins(2).keys() and report.wrong == 0
+    assert compared == twins(2, 1).keys() & set(systems) and report.wrong == 0
     assert done.stdout.count("equal; loss ") == len(compared)
     assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in report.rows)
     assert report.provenance["command"] == f"python -m ringcomm.bench.training {' '.join(TINY)}"
     assert not dist.is_initialized()
+
+
+def test_the_command_over_nodes(tmp_path):
+    """Two nodes of one rank: sums are of two, so all of torch's wrappers have twins."""
+    lab.require()
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "ringcomm.bench.training", *TINY, "--json", str(file)]
+    places = lab.Place.all_of((1, 1))
+    pipe = subprocess.PIPE
+    with lab.Lab(2) as nodes:
+        started = [
+            nodes.popen(each.node, command, each.environment(), stdout=pipe, stderr=pipe, text=True)
+            for each in places
+        ]
+        ended = [each.communicate(timeout=100) for each in started]
+    assert [each.returncode for each in started] == [0, 0], ended
+    assert ended[0][0].startswith("# 2 ranks on 2 nodes; ") and not ended[1][0]
+    report = read(file)
+    systems = [row.system for row in report.rows]
+    of_torch = [DDP, DDP_HERE, FSDP2, FSDP2_HERE]
+    over_nodes = [STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD, HSDP, HSDP_HERE]
+    assert systems == [*STAGES, ARITHMETIC, *of_torch, *over_nodes]
+    compared = {row.system for row in report.rows if row.wrong is not None}
+    assert compared == twins(2, 2).keys() and report.wrong == 0
+    assert all(row.ratio and row.rounds == 2 and row.nodes == row.ranks == 2 for row in report.rows)
+
+
+@pytest.mark.parametrize("option", ["--busy", "--ranks"])
+def test_what_torchrun_has_decided_is_refused(option):
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = run_program("ringcomm.bench.training", *TINY, option, "2", environment=rank)
+    assert done.returncode == 2 and done.stderr.startswith(f"{option}"), done.stderr

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import ringcomm
 from ringcomm.cli import main
-from ringcomm.cli.trace import chrome_text, report
+from ringcomm.cli.trace import chrome_text, over_nodes, report
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.live import live_recordings
 from ringcomm.comm.recorder.records import NodeLevel, RankRecording, Record, Recording
@@ -346,3 +347,85 @@ def test_the_names_of_communicators_within_nodes(name, size, level):
     found = NodeLevel.of(recording(*[[record(1)]] * size, communicator=name))
     assert found == level
     assert level is None or str(level) == name
+
+
+def of_nodes(*waits, nodes=((0, 1), (2, 3)), taken_ns=1000 * MS):
+    """Traces of all nodes, whose ranks wait for others in call 1 or, for -1, have ended it."""
+    traces = []
+    for node, ranks in enumerate(nodes):
+        made = [
+            RankRecording(
+                rank,
+                100 + rank,
+                waits[rank],
+                (record(1, state="running", end_ns=0) if waits[rank] >= 0 else record(1),),
+                (),
+            )
+            for rank in ranks
+        ]
+        recorded = Recording("world", len(waits), 0xA0 + node, taken_ns * (node + 1), tuple(made))
+        of_node = trace_file.OfNode(0xABC, node, nodes)
+        traces.append(trace_file.Trace(recorded, ranks[0], 1.5e9 + node, "it broke", of_node))
+    return traces
+
+
+CALL = "all_reduce(float32, 64 bytes, direct), call 1"
+
+
+def test_whom_ranks_of_all_nodes_waited_for():
+    traces = of_nodes(2, 3, -1, 2)
+    assert over_nodes(traces) == [
+        "communicator world over 2 nodes, 4 ranks",
+        f"  rank 0 (node 0) was in {CALL}, and waited for rank 2 (node 1), at /train.py:1",
+        f"  rank 1 (node 0) was in {CALL}, and waited for rank 3 (node 1), at /train.py:1",
+        f"  rank 2 (node 1) was in no collective call; last: {CALL}, at /train.py:1",
+        f"  rank 3 (node 1) was in {CALL}, and waited for rank 2 (node 1), at /train.py:1",
+        "",
+        "ranks 0, 1, 3 waited in the end for rank 2 (node 1), which waited for nobody",
+    ]
+    lines = over_nodes(traces[:1])
+    assert "  of node 1 (ranks 2, 3) no trace was given" in lines
+    assert "rank 0 waited in the end for rank 2 (node 1), whose trace is not here" in lines
+    assert "rank 1 waited in the end for rank 3 (node 1), whose trace is not here" in lines
+
+
+def test_ranks_that_waited_for_each_other():
+    (line,) = over_nodes(of_nodes(2, 0, 0, 2))[-1:]
+    told = "rank 0 (node 0) and rank 2 (node 1) waited for each other, and ranks 1, 3 for them"
+    assert line.startswith(told)
+    assert over_nodes(of_nodes(-1, -1, -1, -1))[-1] == "no rank waited for another one"
+
+
+def test_files_of_nodes_are_read_together(tmp_path, capsys):
+    """The machines' clocks began at different times; the time line is that of the first."""
+    paths = [str(tmp_path / f"{node}.json") for node in range(2)]
+    for path, each in zip(paths, of_nodes(2, 3, -1, 2), strict=True):
+        Path(path).write_text(trace_file.text_of(each))
+    chrome = tmp_path / "chrome.json"
+    assert main(["trace", *paths, "--chrome", str(chrome)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("communicator world over 2 nodes, 4 ranks\n")
+    assert shown.count("communicator world over 2 nodes") == 1
+    for node, ranks in enumerate(("0, 1", "2, 3")):
+        assert f"communicator world over nodes, node {node}: ranks {ranks}\n" in shown
+    events = [each for each in json.loads(chrome.read_text())["traceEvents"] if each["ph"] == "X"]
+    # Node 1 wrote a second later, when its clock showed one more second than node 0's.
+    assert [each["ts"] for each in events] == [10_000.0] * 4
+
+
+@pytest.mark.parametrize(
+    "of_node",
+    [
+        trace_file.OfNode(1, 2, ((0,), (1,))),
+        trace_file.OfNode(1, -1, ((0,), (1,))),
+        trace_file.OfNode(1, 0, ((0,), (0,))),
+        trace_file.OfNode(1, 0, ((0, 1), (2,))),
+        trace_file.OfNode(1, 0, ((0,), (1,))),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(tmp_path, of_node):
+    """The trace holds ranks 0 and 1, so the last one has a rank of another node."""
+    path = tmp_path / "trace.json"
+    path.write_text(trace_file.text_of(dataclasses.replace(trace(), of_node=of_node)))
+    with pytest.raises(RingcommError, match="damaged"):
+        trace_file.read(path)

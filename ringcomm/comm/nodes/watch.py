@@ -24,6 +24,7 @@ from torch.distributed import Store
 from ringcomm import _native, errors
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import join
+from ringcomm.comm.nodes.trace import NodeTrace
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -94,6 +95,7 @@ class Watch:
         error: what ended the communicator, or None; without the head of the operation.
         awaiting: the words of this node.
         breakable: what is broken up at a fault.
+        trace: what this node's ranks leave at a fault; None: nothing.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Watch:
         self._places = places
         self._store = store
         self.breakable = [rails]
+        self.trace: NodeTrace | None = None
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._asked_s = 0.0
@@ -119,8 +122,12 @@ class Watch:
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
 
     def awaits(self, rank: int) -> None:
-        """Notes whom this rank waits for on a rail; -1: nobody."""
-        self.awaiting.note(self._places.place, rank)
+        """Notes whom this rank waits for on a rail, -1: nobody; after a fault it changes no more.
+
+        So mates and the trace find whom this rank awaited when it gave up.
+        """
+        if self.error is None:
+            self.awaiting.note(self._places.place, rank)
 
     # ---- what can have happened ------------------------------------------------------------------
 
@@ -184,9 +191,13 @@ class Watch:
             if not claimed:
                 error = self._claim(error)
             self.error = error
+        if self.trace is not None:
+            self.trace.copy()  # NOTE [A trace over nodes]
         self._abort_node(text_of(error)[:LONGEST_CLAIM])
         for each in self.breakable:
             each.break_up()
+        if self.trace is not None:
+            self.trace.write(error)
         return error
 
     def _abort_node(self, claim: str) -> None:

@@ -29,7 +29,7 @@ from ringcomm.comm.recorder.records import (
 )
 from ringcomm.errors import RingcommError
 
-__all__ = ["FlightRecorder", "at_this_call_site"]
+__all__ = ["LIMIT_S", "FlightRecorder", "Writing", "at_this_call_site"]
 
 # Reading records and writing a trace may delay the error of a fault by no more than this, even if
 # the file system hangs or a large world has many records.
@@ -190,6 +190,40 @@ class Source(Protocol):
         ...
 
 
+class Writing:
+    """A trace that a thread writes, since its file system may hang. Raises nothing.
+
+    Args:
+        write: writes it, and returns what to add to the error.
+        begin_s: since when the error waits, of ``time.monotonic()``; None: from now on.
+    """
+
+    def __init__(self, write: Callable[[], str], begin_s: float | None = None) -> None:
+        self._end_s = LIMIT_S + (time.monotonic() if begin_s is None else begin_s)
+        late = f". Its trace was not written within {LIMIT_S:g} s"
+        self._told = "" if trace_file.is_off() else late
+        self._thread = threading.Thread(
+            target=self._run, args=(write,), name="ringcomm-trace", daemon=True
+        )
+        try:
+            self._thread.start()
+        except Exception as trouble:  # no memory or threads left, or the interpreter ends
+            self._told = f". No trace was written: {trouble}"
+
+    def told(self) -> str:
+        """Returns what to add to the error, after ``LIMIT_S`` at most."""
+        if self._thread.is_alive():
+            self._thread.join(max(self._end_s - time.monotonic(), 0))
+        return self._told
+
+    def _run(self, write: Callable[[], str]) -> None:
+        try:
+            self._told = write()
+        except Exception as trouble:
+            self._told = f". Its flight recorders cannot be read: {trouble}"
+        trace_file.prune()
+
+
 class FlightRecorder:
     """Reads the recorders of all ranks of a communicator.
 
@@ -215,15 +249,17 @@ class FlightRecorder:
 
     def recording(self) -> Recording:
         """Returns what all ranks have recorded so far; without ranks if nothing is recorded."""
-        return self._read(self._copies(_native.MAX_RECORDS))
+        return self.read(self.copies(_native.MAX_RECORDS))
 
-    def _copies(self, most: int) -> list[bytes]:
+    def copies(self, most: int = KEPT_RECORDS) -> list[bytes]:
+        """Returns copies of the recorders that can be read, each with its last ``most`` records."""
         if self._source is None:
             return []
         copies = [self._source.recorded(rank, most) for rank in range(self._world_size)]
         return [copy for copy in copies if copy]
 
-    def _read(self, copies: list[bytes]) -> Recording:
+    def read(self, copies: list[bytes]) -> Recording:
+        """Returns the records in copies that :meth:`copies` made."""
         # This rank's own clock pair: those in a peer's memory may be damaged.
         clock = Clock(self._made, _native.clock_pair())
         ranks = tuple(read_block(copy, clock=clock) for copy in copies)
@@ -250,31 +286,21 @@ class FlightRecorder:
             word: makes the error of a fault; its text goes into the trace.
         """
         begin_s = time.monotonic()
-        late = f". Its trace was not written within {LIMIT_S:g} s"
-        found = {"trace": "" if trace_file.is_off() else late}
+        found: Fault = {}
 
-        def work(copies: list[bytes]) -> None:
-            try:
-                recording = self._read(copies)
-                recording = with_failure(recording, fault)
-                told = _tell(fault, recording)
-                found.update(told)
-                found["trace"] = trace_file.leave(recording, self._rank, str(word(told)))
-            except Exception as trouble:
-                found["trace"] = f". Its flight recorders cannot be read: {trouble}"
-            trace_file.prune()
+        def write(copies: list[bytes]) -> str:
+            recording = with_failure(self.read(copies), fault)
+            told = _tell(fault, recording)
+            found.update(told)
+            return trace_file.leave(recording, self._rank, str(word(told)))
 
         try:
             # Copied here and not on the thread: once this method has returned, the communicator
             # may be closed while the thread still runs.
-            copies = self._copies(KEPT_RECORDS)
-            if not copies:
-                return fault
-            thread = threading.Thread(
-                target=work, args=(copies,), name="ringcomm-trace", daemon=True
-            )
-            thread.start()
-            thread.join(max(LIMIT_S - (time.monotonic() - begin_s), 0))
-        except Exception as trouble:  # no memory or threads left, or the interpreter ends
-            found["trace"] = f". No trace was written: {trouble}"
-        return {**fault, **found}
+            copies = self.copies()
+        except Exception as trouble:
+            return {**fault, "trace": f". No trace was written: {trouble}"}
+        if not copies:
+            return fault
+        trace = Writing(functools.partial(write, copies), begin_s).told()
+        return {**fault, **found, "trace": trace}

@@ -15,16 +15,18 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ringcomm.comm.recorder.records import STATES, Record, Recording
+from ringcomm.comm.recorder.records import STATES, NodeLevel, Record, Recording
 from ringcomm.errors import RingcommError, printable
 from ringcomm.json_reader import LONGEST_FILE_TEXT, read_bounded, read_object
 
 __all__ = [
     "VARIABLE",
+    "OfNode",
     "Trace",
     "directory",
     "is_off",
@@ -49,13 +51,38 @@ _writing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
+class OfNode:
+    """The node whose ranks left a trace of a communicator over nodes.
+
+    ``world_id`` identifies the communicator on all nodes, ``node`` is the number of this one in
+    ``nodes``, which are the ranks of each.
+    """
+
+    world_id: int
+    node: int
+    nodes: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Trace:
-    """A recording, the rank and time (seconds since 1970) that wrote it, and the error."""
+    """A recording, the rank and time (seconds since 1970) that wrote it, and the error.
+
+    Over nodes it has the ranks of one node, as ``of_node`` says.
+    """
 
     recording: Recording
     written_by: int
     written_s: float
     error: str
+    of_node: OfNode | None = None
+
+    @property
+    def level(self) -> NodeLevel | None:
+        """The node and its ranks; None unless the communicator is over nodes."""
+        if self.of_node is None:
+            return None
+        node = self.of_node.node
+        return NodeLevel(self.recording.communicator, node, self.of_node.nodes[node])
 
 
 def is_off() -> bool:
@@ -136,14 +163,21 @@ def text_of(trace: Trace) -> str:
         for rank in trace.recording.ranks
     ]
     plain = {**vars(trace), "recording": {**vars(trace.recording), "ranks": ranks}}
+    plain["of_node"] = None if trace.of_node is None else vars(trace.of_node)
     body = json.dumps(plain, separators=(",", ":"))
     digest = hashlib.sha256(body.encode()).hexdigest()
     head = json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest})
     return f'{head[:-1]}, "body": {body}}}\n'
 
 
-def leave(recording: Recording, rank: int, error: str) -> str:
+def leave(recording: Recording, rank: int, error: str, of_node: OfNode | None = None) -> str:
     """Writes a trace for this communicator unless another rank has. Never raises.
+
+    Args:
+        recording: of its ranks, or of one node's.
+        rank: of the writer.
+        error: what happened.
+        of_node: whose ranks these are where the communicator is over nodes.
 
     Returns:
         Text to append to an error message: where the file is, or why there is none.
@@ -154,10 +188,12 @@ def leave(recording: Recording, rank: int, error: str) -> str:
     name = printable(recording.communicator, "")[:LONGEST_FILE_TEXT]
     recording = dataclasses.replace(recording, communicator=name)
     try:
-        path = _write(Trace(recording, rank, time.time(), printable(error)[:LONGEST_FILE_TEXT]))
+        text = printable(error)[:LONGEST_FILE_TEXT]
+        path = _write(Trace(recording, rank, time.time(), text, of_node))
     except Exception as trouble:
         return f". No trace was written: {type(trouble).__name__}: {trouble}"
-    return f". What each rank did last: ringcomm trace {path}"
+    whose = "each rank" if of_node is None else f"each rank of node {of_node.node}"
+    return f". What {whose} did last: ringcomm trace {path}"
 
 
 def _write(trace: Trace) -> Path:
@@ -166,7 +202,9 @@ def _write(trace: Trace) -> Path:
         raise RingcommError(f"{VARIABLE} was set to {OFF}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory()  # somebody else may have made it meanwhile
-    name = re.sub(r"[^\w.-]", "_", trace.recording.communicator, flags=re.ASCII)[:80] or "_"
+    node = "" if trace.of_node is None else f".node{trace.of_node.node}"
+    safe = re.sub(r"[^\w.-]", "_", trace.recording.communicator, flags=re.ASCII)
+    name = f"{safe[: 80 - len(node)]}{node}" or "_"
     path = folder / f"ringcomm-{name}-{trace.recording.world_id:016x}.json"
     with _writing:
         if not path.exists():
@@ -236,17 +274,25 @@ def read(path: Path) -> Trace:
         fail("one that was changed after it was written (its sha256 differs)")
     try:
         trace = read_object(Trace, body, "body")
-        _check(trace.recording)
+        _check(trace)
     except (ValueError, RecursionError) as error:
         fail(f"one that is damaged: {error}")
     return trace
 
 
-def _check(recording: Recording) -> None:
+def _check(trace: Trace) -> None:
+    recording, of_node = trace.recording, trace.of_node
     world = range(recording.world_size)
+    members: Sequence[int] = world
+    if of_node is not None:
+        if sorted(rank for ranks in of_node.nodes for rank in ranks) != list(world):
+            raise ValueError("the ranks of the nodes are not those of the communicator")
+        if of_node.node not in range(len(of_node.nodes)):
+            raise ValueError(f"node {of_node.node} is out of range")
+        members = of_node.nodes[of_node.node]
     seen: set[int] = set()
     for each in recording.ranks:
-        if each.rank not in world or each.rank in seen or each.waits_for not in (-1, *world):
+        if each.rank not in members or each.rank in seen or each.waits_for not in (-1, *world):
             raise ValueError(f"rank {each.rank} is out of range or there twice")
         seen.add(each.rank)
         for records, track in ((each.collectives, "collectives"), (each.messages, "messages")):
