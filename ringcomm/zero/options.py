@@ -87,8 +87,8 @@ class ZeroOptions:
             outermost lists of modules, or else the children of the module. Every stage lays out its
             buckets by units, so that all stages do the same arithmetic.
         overlap: stages 2 and 3: reduce gradients while backward goes on, and gather units before
-            they are needed. None turns it on for GPUs, and for a CPU where the cores suffice; see
-            :meth:`resolved`.
+            they are needed. None turns it on for GPUs, over several nodes, and for a CPU where the
+            cores suffice; see :meth:`resolved`.
         in_flight: stages 2 and 3: number of buckets of gradients besides the shards.
         prefetch: stage 3: number of units gathered before they are needed; only with ``overlap``.
         keep_gathered: stage 3: parameters stay from forward to backward, which is faster and takes

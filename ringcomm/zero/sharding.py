@@ -32,7 +32,7 @@ from ringcomm.zero.engine import EngineParts, ShardEngine
 from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
-from ringcomm.zero.order import any_of, module_order
+from ringcomm.zero.order import module_order
 from ringcomm.zero.prepare import (
     Initialize,
     Rollback,
@@ -224,11 +224,10 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     if comm.launches:
         # A device overlaps on other streams and with copy engines, which need no core of the host.
         return replace(options, overlap=options.overlap is not False)
-    mine = options.resolved(comm.node.world_size, torch.get_num_threads(), available_cores())
-    if options.params == "node" or options.overlap is not None:
-        return mine
-    # Ranks that gather together must do so in one order, but machines may have different cores.
-    return replace(mine, overlap=not any_of(comm, [0], [not mine.overlap]))
+    if comm.num_nodes > 1:
+        # A wait for the wire needs no core either. All do alike, so that calls have one order.
+        return replace(options, overlap=options.overlap is not False)
+    return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
 
 def _no_plan(options: ZeroOptions) -> BucketPlan:
