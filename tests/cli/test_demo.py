@@ -54,7 +54,7 @@ def test_the_harness_takes_what_each_part_says(quick):
             assert (chosen.ranks, chosen.check, chosen.peers) == (2, True, ("gloo",))
         else:
             asked = training.parse(words)
-            assert (asked.ranks, asked.data) == (2, "some.txt")
+            assert (asked.ranks, asked.data) == (None, "some.txt")  # its default is 2
     modules = [part.module for part in parts]
     assert modules.count(bench.COLLECTIVES) == modules.count(bench.TRAINING) == 2 - quick
     assert not any("--data" in part.words for part in demo.parts(quick, None))
