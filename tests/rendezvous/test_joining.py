@@ -24,7 +24,9 @@ NOBODY = 65534
 TIMEOUT_S = 20
 PREFIX = "ringcomm/world/attempt0/1"
 
-LAYOUT = "segment_bytes=262144, slots=4, records=256, sum_blocks=0, carrier=auto, wire=fp32, rails=auto"
+LAYOUT = (
+    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, carrier=auto, wire=fp32, rails=auto"
+)
 
 
 def _forged(core: _native.Comm | None, rank: int, world: int, **changes: Any) -> HeapHandle:

@@ -28,7 +28,9 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deadlines
 
-LAYOUT = "segment_bytes=262144, slots=4, records=256, sum_blocks=0, carrier=auto, wire=fp32, rails=auto"
+LAYOUT = (
+    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, carrier=auto, wire=fp32, rails=auto"
+)
 
 
 def _handle(**changes: Any) -> HeapHandle:
