@@ -166,7 +166,7 @@ class ZeroOptions:
         params = self.params if several and stage == 3 else "node"
         state = self.state if several and stage > 0 else "world"
         if several and state == "node":
-            check_even(comm, "shard", 'state="node"', 'ZeroOptions(params="world")')
+            check_even(comm, "shard", 'state="node"', 'ZeroOptions(state="world")')
         if several and stage == 3 and params == "node":
             check_even(comm, "shard", 'params="node" at stage 3', 'ZeroOptions(params="world")')
         return replace(self, params=params, state=state)

@@ -458,7 +458,7 @@ def refuse(comm: Communicator, base: Any) -> None:
         (partial(zero.shard, base, 3, comm=comm), rf'params="node" at stage 3: {equally}'),
         (
             partial(zero.shard, base, 1, comm=comm, options=zero.ZeroOptions(**BY_NODE)),
-            rf'state="node": {equally}',
+            rf'state="node": {equally}ZeroOptions\(state=',
         ),
         (AdamW(params, comm=comm, options=by_node).prepare, rf'state="node": {equally}state='),
     ):

@@ -389,3 +389,41 @@ class CallsOverNodes:
         )
         rows: list[list[int]] = everyone.tolist()
         return rows
+
+    def _compare_sizes(self, sizes: list[list[int]], expected: list[int]) -> None:
+        """Has the hosts of each rail tell what is sent, and checks it against the outputs.
+
+        Args:
+            sizes: by mate, the bytes that it sends to each rank.
+            expected: by rank, the bytes that this rank expects of it.
+        """
+        places, arriving = self.places, []
+        for node in places.others():
+            told = torch.empty(len(places.nodes[node]), dtype=torch.int64, device="cpu")
+            message = self._receive(places.place, node, told.data_ptr(), told.nbytes)
+            arriving.append((node, told, message))
+        kept = []
+        for rail in places.rails_of(places.rank):
+            for node in places.others():
+                if rail < len(places.nodes[node]):
+                    receiver = places.nodes[node][rail]
+                    mine = torch.tensor(
+                        [mate[receiver] for mate in sizes], dtype=torch.int64, device="cpu"
+                    )
+                    kept.append(mine)
+                    self._sent.append(self._send(rail, node, mine.data_ptr(), mine.nbytes))
+        sent = dict(zip(places.mates, (mate[places.rank] for mate in sizes), strict=True))
+        for node, told, message in arriving:
+            self._arrived(message)
+            sent |= dict(zip(places.nodes[node], told.tolist(), strict=True))
+        self._settle(self._sent)
+        for rank in range(self._world):
+            if sent[rank] != expected[rank]:
+                self._watch.fail(
+                    MismatchError(
+                        f"the ranks disagree on an all_to_all. {places.named(places.rank)} expects "
+                        f"{expected[rank]} bytes of {places.named(rank)}, which sends "
+                        f"{sent[rank]}. What a rank sends must be what its receiver expects"
+                    )
+                )
+                raise _Failed

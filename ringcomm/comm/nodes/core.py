@@ -17,14 +17,15 @@ that one rounding is all there is: the result is that of one node which sums in 
 (``CommOptions.sum_blocks``). With ``wire="param"`` partial sums are rounded before they travel.
 
 Large calls are cut into segments, of which two are under way: while one is on the wire the next is
-reduced in the node, and the one before is added and shared.
+reduced in the node, and the one before is added and shared. That is said of direct rails;
+:mod:`.schedules` has others, which add partial sums on the way.
 """
 
 from __future__ import annotations
 
 from ringcomm import _native
-from ringcomm.comm.nodes.calls import BYTE, DIRECT
-from ringcomm.comm.nodes.sums import AVG, ELEM_BYTES, SUM, Reducing, Span, SumsOverNodes, Taken
+from ringcomm.comm.nodes.calls import DIRECT
+from ringcomm.comm.nodes.sums import AVG, ELEM_BYTES, SUM, InFlight, Reducing, Span, SumsOverNodes
 
 # A choice, by arithmetic: at 1 Gbit/s 8 KiB take 65 us, which is less than another hop on TCP.
 ONE_HOP_BYTES = 8 << 10
@@ -151,7 +152,7 @@ class NodesCore(SumsOverNodes):
     def _reduce_in_one_hop(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
         if not elems:
             return
-        begun, places = Taken(), self.places
+        begun, places = InFlight(), self.places
         size_bytes = elems * ELEM_BYTES[r.partial]
         room = self._taken(begun, size_bytes * len(places.nodes))
         ptrs = [room + node * size_bytes for node in range(len(places.nodes))]
@@ -176,7 +177,7 @@ class NodesCore(SumsOverNodes):
 
     def _reduce_to(self, root: int, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
-        begun, places = Taken(), self.places
+        begun, places = InFlight(), self.places
         size_bytes = elems * ELEM_BYTES[r.partial]
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)
@@ -220,10 +221,10 @@ class NodesCore(SumsOverNodes):
                 self._arrived(arriving[number])
             if relays and distance < size - 1:
                 self._sent.append(self._send(rail, after, *segment))
-            self._inside(self._inner.broadcast(segment.ptr, segment.elems, BYTE, at))
+            self._inside(self._inner.broadcast(segment.ptr, segment.elems, self._called.dtype, at))
 
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: list[int]) -> None:
-        begun, places = Taken(), self.places
+        begun, places = InFlight(), self.places
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)
         collects = places.place == at
@@ -238,7 +239,7 @@ class NodesCore(SumsOverNodes):
             for each in (places.others() if places.rank == root and size_bytes else ())
             for rank in places.nodes[each]
         ]
-        self._inside(self._inner.gather(in_ptr, size_bytes, ptrs, BYTE, at))
+        self._inside(self._inner.gather(in_ptr, size_bytes, ptrs, self._called.dtype, at))
         if collects and places.node != node and size_bytes:
             self._sent += [self._send(rail, node, ptr, size_bytes) for ptr in ptrs]
         for message in arriving:
@@ -247,7 +248,7 @@ class NodesCore(SumsOverNodes):
         self._scratch.give(begun.scratch)
 
     def _scatter_from(self, root: int, in_ptrs: list[int], out_ptr: int, size_bytes: int) -> None:
-        begun, places = Taken(), self.places
+        begun, places = InFlight(), self.places
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)
         ptrs: list[int] = []
@@ -264,7 +265,7 @@ class NodesCore(SumsOverNodes):
             if places.node != node and size_bytes:
                 for message in [self._receive(rail, node, ptr, size_bytes) for ptr in ptrs]:
                     self._arrived(message)
-        self._inside(self._inner.scatter(ptrs, out_ptr, size_bytes, BYTE, at))
+        self._inside(self._inner.scatter(ptrs, out_ptr, size_bytes, self._called.dtype, at))
         self._settle(self._sent)
         self._scratch.give(begun.scratch)
 
@@ -274,8 +275,9 @@ class NodesCore(SumsOverNodes):
         So ranks have messages for their rail peers alone, each of one sender's bytes, which arrive
         where they belong.
         """
-        begun, places = Taken(), self.places
+        begun, places = InFlight(), self.places
         sizes = self._sizes_of_mates([span.elems for span in ins])
+        self._compare_sizes(sizes, [span.elems for span in outs])
         arriving = [
             self._receive(places.place, node, *outs[rank])
             for node in places.others()
@@ -289,7 +291,7 @@ class NodesCore(SumsOverNodes):
                 [ins[rank].elems for rank in mates],
                 [outs[rank].ptr for rank in mates],
                 [outs[rank].elems for rank in mates],
-                BYTE,
+                self._called.dtype,
             )
         )
         for node in places.others():
@@ -301,7 +303,7 @@ class NodesCore(SumsOverNodes):
         self._scratch.give(begun.scratch)
 
     def _collect_for(
-        self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: Taken
+        self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: InFlight
     ) -> None:
         """Collects what goes to the ranks of a node at places [first, first + mates)."""
         places = self.places
@@ -323,7 +325,7 @@ class NodesCore(SumsOverNodes):
                 [span.elems for span in outgoing],
                 [span.ptr for span in incoming],
                 [span.elems for span in incoming],
-                BYTE,
+                self._called.dtype,
             )
         )
         self._sent += [self._send(rail, node, *span) for span in incoming if span.elems]

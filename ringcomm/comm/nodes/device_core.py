@@ -54,7 +54,7 @@ from ringcomm.comm.nodes.sums import (
     Reducing,
     Span,
 )
-from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.errors import RingcommError
 
 Tensor = torch.Tensor
 
@@ -226,7 +226,7 @@ class DeviceNodesCore(CallsOverNodes):
             if self.places.place == at and size_bytes:
                 whole = self._bytes(Span(ptr, size_bytes))
                 self._carry(rail, lambda: self._carried.broadcast(rail, whole, node))
-            self._within("broadcast", ptr, size_bytes, BYTE, at)
+            self._within("broadcast", ptr, size_bytes, self._called.dtype, at)
 
         return self._enqueue("broadcast", (size_bytes, dtype, -1, root), DIRECT, body)
 
@@ -485,7 +485,7 @@ class DeviceNodesCore(CallsOverNodes):
         collects, mates = places.place == at, len(places.mates)
         collected = self._room(size_bytes * mates if collects else 0)
         ptrs = [collected.data_ptr() + place * size_bytes for place in range(mates)]
-        self._within("gather", in_ptr, size_bytes, ptrs if collects else [], BYTE, at)
+        self._within("gather", in_ptr, size_bytes, ptrs if collects else [], self._called.dtype, at)
         if not collects or not size_bytes:
             return
         is_root = places.rank == root
@@ -512,7 +512,7 @@ class DeviceNodesCore(CallsOverNodes):
             into = [arrived.numel() if each == node else 0 for each in range(len(leaving))]
             self._exchange(rail, arrived, given, into, leaving)
         ptrs = [arrived.data_ptr() + place * size_bytes for place in range(mates)]
-        self._within("scatter", ptrs if has else [], out_ptr, size_bytes, BYTE, at)
+        self._within("scatter", ptrs if has else [], out_ptr, size_bytes, self._called.dtype, at)
 
     # ---- all-to-all -----------------------------------------------------------------------------
 
@@ -535,7 +535,7 @@ class DeviceNodesCore(CallsOverNodes):
             leaving,
             [chunk.data_ptr() for chunk in torch.split(collected, arriving)],
             arriving,
-            BYTE,
+            self._called.dtype,
         )
         # By mate and receiver; the exchange wants it by receiver and mate.
         blocks = [
@@ -560,36 +560,3 @@ class DeviceNodesCore(CallsOverNodes):
             [self._bytes(outs[rank]) for rank in senders],
             torch.split(received, [outs[rank].elems for rank in senders]),
         )
-
-    def _compare_sizes(self, sizes: list[list[int]], expected: list[int]) -> None:
-        """Has the hosts of each rail tell what is sent, and checks it against the outputs."""
-        places, arriving = self.places, []
-        for node in places.others():
-            told = torch.empty(len(places.nodes[node]), dtype=torch.int64, device="cpu")
-            message = self._receive(places.place, node, told.data_ptr(), told.nbytes)
-            arriving.append((node, told, message))
-        kept = []
-        for rail in places.rails_of(places.rank):
-            for node in places.others():
-                if rail < len(places.nodes[node]):
-                    receiver = places.nodes[node][rail]
-                    mine = torch.tensor(
-                        [mate[receiver] for mate in sizes], dtype=torch.int64, device="cpu"
-                    )
-                    kept.append(mine)
-                    self._sent.append(self._send(rail, node, mine.data_ptr(), mine.nbytes))
-        sent = dict(zip(places.mates, (mate[places.rank] for mate in sizes), strict=True))
-        for node, told, message in arriving:
-            self._wait(message)
-            sent |= dict(zip(places.nodes[node], told.tolist(), strict=True))
-        self._settle(self._sent)
-        for rank in range(self._world):
-            if sent[rank] != expected[rank]:
-                self._watch.fail(
-                    MismatchError(
-                        f"the ranks disagree on an all_to_all. {places.named(places.rank)} expects "
-                        f"{expected[rank]} bytes of {places.named(rank)}, which sends "
-                        f"{sent[rank]}. What a rank sends must be what its receiver expects"
-                    )
-                )
-                raise _Failed

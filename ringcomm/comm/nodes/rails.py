@@ -269,7 +269,7 @@ class Rails:
             raise RendezvousError(
                 f"{operation}: expected to connect from {here} on {socket.gethostname()} to "
                 f"{peers}, got: {str(error).splitlines()[0]}. Name the interface that all nodes "
-                "share in GLOO_SOCKET_IFNAME, and let no firewall close its ports"
+                "share in RINGCOMM_SOCKET_IFNAME, and let no firewall close its ports"
             ) from error
         if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):
             raise ArgumentError(

@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank sends and what it receives before the next round."""
+    """The messages that a rank sends, and those that it receives before the next round."""
 
     sends: tuple[Exchange, ...]
     receives: tuple[Exchange, ...]

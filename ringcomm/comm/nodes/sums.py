@@ -72,8 +72,8 @@ Table = list[list[Span]]
 
 
 @dataclass
-class Taken:
-    """What a part of a call holds: messages that it sent, and scratch memory.
+class InFlight:
+    """Messages that a part of a call has sent, and scratch memory that it holds meanwhile.
 
     Attributes:
         sent: to wait for before the memory is free.
@@ -117,7 +117,7 @@ class _OnRail:
 
 
 @dataclass
-class _Begun(Taken):
+class _Begun(InFlight):
     """A reduction or a gathering of one segment under way, by rail."""
 
     rails: dict[int, _OnRail] = field(default_factory=dict)
@@ -172,21 +172,17 @@ class SumsOverNodes(CallsOverNodes):
             if any(span.elems for span in row):
                 yield first + self.places.place, row
 
-    def _own(self, table: Table) -> range:
-        """Returns the places of this rank's node that this rank owns."""
-        return range(self.places.place, len(table[self.places.node]), len(self.places.mates))
-
     @property
     def _rounds(self) -> range:
         """The rounds of this communicator's schedule."""
         return range(len(reduction(self._schedule, len(self.places.nodes), self.places.node)))
 
-    def _taken(self, begun: Taken, size_bytes: int) -> int:
+    def _taken(self, begun: InFlight, size_bytes: int) -> int:
         tensor = self._scratch.take(size_bytes)
         begun.scratch.append(tensor)
         return tensor.data_ptr()
 
-    def _given_back(self, begun: Taken) -> None:
+    def _given_back(self, begun: InFlight) -> None:
         """Waits for what was sent, and gives the memory back."""
         self._settle(begun.sent)
         self._scratch.give(begun.scratch)
@@ -208,7 +204,7 @@ class SumsOverNodes(CallsOverNodes):
         def end(s: int, begun: _Begun) -> None:
             self._end_reduction(begun, {own: mine.part(*segments[s], out_size)}, r, out_dtype)
 
-        self._in_stages(len(segments), begin, *self._adding(r), end)
+        self._in_stages(len(segments), begin, *self._adding_stages(r), end)
 
     def _reduce_and_gather(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
         """Reduces a buffer in pieces of which each rank owns some, and gathers the sums."""
@@ -226,9 +222,9 @@ class SumsOverNodes(CallsOverNodes):
         self._in_stages(
             len(segments),
             lambda s, _: self._begin_reduction(sources[s], r),
-            *self._adding(r),
+            *self._adding_stages(r),
             add,
-            *self._passing(),
+            *self._passing_stages(),
             lambda s, begun: self._end_gathering(begun, results[s], size),
         )
 
@@ -241,18 +237,16 @@ class SumsOverNodes(CallsOverNodes):
             begun.rails[rail] = self._with_room(begun, rail, elems, wire_bytes)
         rounds = reduction(self._schedule, len(places.nodes), places.node)
         # What leaves first is reduced first.
-        for exchange in rounds[0].sends:
+        for number, exchange in ((n, each) for n, turn in enumerate(rounds) for each in turn.sends):
             for target in exchange.targets:
                 self._reduce_rows(begun, table, target, r)
-            for on_rail in begun.rails.values():
-                self._send_parts(begun, on_rail, exchange, 0, wire_bytes)
-        for turn in rounds[1:]:
-            for target in (target for exchange in turn.sends for target in exchange.targets):
-                self._reduce_rows(begun, table, target, r)
+            if number == 0:
+                for on_rail in begun.rails.values():
+                    self._send_parts(begun, on_rail, exchange, 0, wire_bytes)
         self._reduce_rows(begun, table, places.node, r)
         return begun
 
-    def _with_room(self, begun: Taken, rail: int, elems: list[int], wire_bytes: int) -> _OnRail:
+    def _with_room(self, begun: InFlight, rail: int, elems: list[int], wire_bytes: int) -> _OnRail:
         """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
         places = self.places
         rounds = reduction(self._schedule, len(places.nodes), places.node)
@@ -310,7 +304,7 @@ class SumsOverNodes(CallsOverNodes):
             ptr = on_rail.spans[exchange.targets[0]].ptr
             begun.sent.append(self._send(on_rail.rail, exchange.peer, ptr, size_bytes, number))
 
-    def _adding(self, r: Reducing) -> Iterator[Callable[[int, _Begun], _Begun]]:
+    def _adding_stages(self, r: Reducing) -> Iterator[Callable[[int, _Begun], _Begun]]:
         """Yields the stages of a reduction between its first and its last."""
 
         def add(number: int, s: int, begun: _Begun) -> _Begun:
@@ -357,7 +351,7 @@ class SumsOverNodes(CallsOverNodes):
                 )
         self._given_back(begun)
 
-    def _join(self, begun: Taken, ptrs: list[int], out: Span, r: Reducing) -> None:
+    def _join(self, begun: InFlight, ptrs: list[int], out: Span, r: Reducing) -> None:
         """Adds a partial sum of each node, in the order in which levels add, if they are chosen."""
         near = levels_of(len(ptrs))[0] if self._schedule == "levels" else 1
         if near > 1:
@@ -385,7 +379,7 @@ class SumsOverNodes(CallsOverNodes):
         self._in_stages(
             len(tables),
             lambda s, _: self._begin_gathering(tables[s], 1),
-            *self._passing(),
+            *self._passing_stages(),
             lambda s, begun: self._end_gathering(begun, tables[s], 1),
         )
 
@@ -405,7 +399,7 @@ class SumsOverNodes(CallsOverNodes):
             self._check_headers()
             self._given_back(begun)
 
-        self._in_stages(len(segments), begin, *self._passing(), end)
+        self._in_stages(len(segments), begin, *self._passing_stages(), end)
 
     def _begin_gathering(self, table: Table, elem_bytes: int) -> _Begun:
         """Sends what this rank owns to the rail peers of the first round."""
@@ -449,7 +443,7 @@ class SumsOverNodes(CallsOverNodes):
                 tag = number + len(on_rail.rounds)
                 begun.sent.append(self._send(on_rail.rail, exchange.peer, *span, tag))
 
-    def _packed(self, begun: Taken, spans: list[Span]) -> Span:
+    def _packed(self, begun: InFlight, spans: list[Span]) -> Span:
         """Returns bytes behind one another: those of a single span where they are."""
         if len(spans) <= 1:
             return spans[0] if spans else Span(0, 0)
@@ -460,7 +454,7 @@ class SumsOverNodes(CallsOverNodes):
             at += span.elems
         return Span(ptr, size_bytes)
 
-    def _passing(self) -> Iterator[Callable[[int, _Begun], _Begun]]:
+    def _passing_stages(self) -> Iterator[Callable[[int, _Begun], _Begun]]:
         """Yields the stages of a gathering between its first and its last."""
 
         def pass_on(number: int, s: int, begun: _Begun) -> _Begun:

@@ -3,7 +3,7 @@
 ``make nodes-check`` runs all tests of calls in that way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
 from ringcomm.comm.nodes import core, sums
 from ringcomm.comm.nodes.places import Places, divide
-from ringcomm.errors import RendezvousError
+from ringcomm.errors import RendezvousError, RingcommError
 from tests.support.exact import equal, op_of, operand, ops_for, reduced, same
 
 SHAPES = [(2, 2), (1, 2), (2, 1, 2), (1, 1, 1)]
@@ -211,6 +211,51 @@ def test_other_calls_are_told_apart():
     ]
     for word in ("all_reduce", "all_gather", "node 0", "node 1"):
         assert word in str(raised.value)
+
+
+def ends_of(shape: tuple[int, ...], call: Callable[[ringcomm.Communicator], object]) -> list[str]:
+    """Makes one call on every rank; returns by rank the words of its error, or ""."""
+
+    def body(comm):
+        try:
+            call(comm)
+        except RingcommError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with world_of(shape) as world:
+        return world.run(body)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=str)
+def test_a_mate_s_other_dtype_is_told(shape):
+    """Equal bytes, which one node would take as another type's."""
+
+    def mine(comm):
+        return torch.ones(4, dtype=torch.int32 if comm.rank == 3 else torch.float32)
+
+    def exchange(comm):
+        comm.all_to_all_single(torch.empty_like(mine(comm)), mine(comm))
+
+    def gather(comm):
+        parts = [torch.empty_like(mine(comm)) for _ in range(4)]
+        comm.gather(mine(comm), parts if comm.rank == 0 else None, 0)
+
+    assert all("MismatchError" in end for end in ends_of(shape, exchange))
+    assert "MismatchError" in ends_of(shape, gather)[0]
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3])
+def test_sizes_that_differ_between_nodes_are_told(expected):
+    def call(comm):
+        outs = [2] * 4
+        if comm.rank == 3:
+            outs[0] = expected
+        given, room = [torch.ones(2) for _ in range(4)], [torch.empty(size) for size in outs]
+        comm.all_to_all(room, given)
+
+    words = f"rank 3 (node 1) expects {4 * expected} bytes of rank 0 (node 0), which sends 8"
+    assert all(words in end for end in ends_of((2, 2), call))
 
 
 def test_a_receive_that_comes_long_before_its_send_holds_nothing_up():

@@ -172,7 +172,7 @@ def refused(interface: str) -> str:
 def test_a_peer_that_cannot_be_reached_is_named(two_nodes: lab.Lab) -> None:
     for text in two_nodes.run(refused, "lo", ranks_per_node=(1, 1), timeout_s=PATIENCE_S):
         assert "rank 0 (node 0)" in text or "rank 1 (node 1)" in text
-        assert "GLOO_SOCKET_IFNAME" in text
+        assert "RINGCOMM_SOCKET_IFNAME" in text
 
 
 def options_differ() -> str:
