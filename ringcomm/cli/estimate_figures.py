@@ -405,6 +405,7 @@ def network_step(report: Report) -> Step:
         bucket_elems=request.options.bucket_elems,
         compute_s=times[0].compute_s if times else None,
         stages=request.stages,
+        world=request.world,
     )
 
 

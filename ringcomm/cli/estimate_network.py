@@ -18,7 +18,7 @@ from ringcomm.comm.topology.cost import (
 from ringcomm.comm.topology.network import LEAF_NODES, NETWORKS, Network, cubic_dims
 from ringcomm.errors import ArgumentError
 from ringcomm.output import new_figure, write_figure
-from ringcomm.zero.estimate import BytesPerElement, ModelElems
+from ringcomm.zero.estimate import BytesPerElement, ModelElems, World
 
 DEFAULT_RANKS = 8
 PREDICTED = "predicted by docs/scaling.md's model, not measured"
@@ -167,7 +167,8 @@ class StageTime:
     Attributes:
         stage: of ZeRO.
         reduce_scatter_s: of the gradients, bucket after bucket.
-        all_gather_s: of the parameters; of the sums at stage 0.
+        all_gather_s: of the parameters, within the nodes, too; of the sums at stage 0, and of both
+            where each node has a copy of the state.
         exposed_s: what computing cannot hide if all else hides; None where it is not known.
     """
 
@@ -191,6 +192,7 @@ class Step:
         bucket_elems: that one call moves.
         compute_s: of a step; None where it is not known.
         stages: of ZeRO.
+        world: the ranks, and what they share.
     """
 
     model: ModelElems
@@ -198,6 +200,7 @@ class Step:
     bucket_elems: int
     compute_s: float | None
     stages: tuple[int, ...]
+    world: World
 
 
 @dataclass(frozen=True)
@@ -236,36 +239,65 @@ def _call(question: Question, collective: str, num_bytes: int) -> Call:
 
 
 def _stage_times(question: Question, step: Step) -> Iterator[StageTime]:
-    model, each = step.model, step.each
-
-    def bucketed_s(collective: str, elems: int, elem_bytes: int) -> float:
-        """All buckets of so many elements, one call after the other."""
-        whole, rest = divmod(elems, step.bucket_elems)
-        times_us = [
-            calls
-            * best_cost(
-                question.cluster, collective, size * elem_bytes, question.segment_bytes
-            ).time_us
-            for calls, size in ((whole, step.bucket_elems), (1, rest))
-            if calls and size
-        ]
-        return sum(times_us) / 1e6
-
     # The sums of a node travel in the dtype of the reduced gradient.
-    reduced_s = bucketed_s("reduce_scatter", model.trainable, each.reduced)
-    gathers = {
-        0: (model.trainable, each.reduced, 1),
-        1: (model.trainable, each.param, 1),
-        2: (model.trainable, each.param, 1),
-        3: (model.total, each.param, 2),
-    }
+    reduced_s = _over_nodes_s(question, step, "reduce_scatter", step.model.trainable, step.each.reduced)
     for stage in step.stages:
-        elems, elem_bytes, times = gathers[stage]
-        gathered_s = times * bucketed_s("all_gather", elems, elem_bytes)
+        gathered_s = _gathered_s(question, step, stage)
         exposed_s = None
         if step.compute_s is not None:
             exposed_s = max(0.0, reduced_s + gathered_s - step.compute_s)
         yield StageTime(stage, reduced_s, gathered_s, exposed_s)
+
+
+def _gathered_s(question: Question, step: Step, stage: int) -> float:
+    """The time of what a step gathers after its sums, over the nodes and within them.
+
+    Nodes that share the state send each other the parameters that they have updated; nodes with a
+    copy of it each (``state="node"``) send sums instead. Where nodes have copies of the parameters,
+    stage 3 gathers them within the node, in forward and in backward.
+    """
+    model, each, world = step.model, step.each, step.world
+    if stage == 0:
+        return _over_nodes_s(question, step, "all_gather", model.trainable, each.reduced)
+    if stage == 3 and world.params == "world":
+        return 2 * _over_nodes_s(question, step, "all_gather", model.total, each.param)
+    if world.state == "node":
+        gathered_s = _over_nodes_s(question, step, "all_gather", model.trainable, each.reduced)
+        if stage < 3:
+            gathered_s += _within_node_s(question, step, model.trainable)
+    else:
+        gathered_s = _over_nodes_s(question, step, "all_gather", model.trainable, each.param)
+    if stage == 3:
+        gathered_s += 2 * _within_node_s(question, step, model.total)
+    return gathered_s
+
+
+def _over_nodes_s(
+    question: Question, step: Step, collective: str, elems: int, elem_bytes: int
+) -> float:
+    """The time of all buckets of so many elements, one call after the other."""
+    return sum(
+        calls
+        * best_cost(question.cluster, collective, size * elem_bytes, question.segment_bytes).time_us
+        for calls, size in _buckets(elems, step.bucket_elems)
+    ) / 1e6
+
+
+def _within_node_s(question: Question, step: Step, elems: int) -> float:
+    """The time in which each rank of a node reads so many parameters' other shards, per bucket."""
+    cluster = question.cluster
+    peers = cluster.ranks_per_node - 1
+    if peers == 0:
+        return 0.0
+    read_bytes = elems * step.each.param * peers / cluster.ranks_per_node
+    calls = sum(calls for calls, _ in _buckets(elems, step.bucket_elems))
+    return read_bytes / (cluster.node_gbps * 1e9) + calls * cluster.node_alpha_us / 1e6
+
+
+def _buckets(elems: int, bucket_elems: int) -> list[tuple[int, int]]:
+    """How many buckets of which size hold so many elements; none are empty."""
+    whole, rest = divmod(elems, bucket_elems)
+    return [(calls, size) for calls, size in ((whole, bucket_elems), (1, rest)) if calls and size]
 
 
 # How it is told.

@@ -81,11 +81,28 @@ def test_a_model_moves_bucket_after_bucket(estimate):
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
     assert [row["reduce_scatter_s"] for row in rows] == [pytest.approx(scattered)] * 4
     gathered = [row["all_gather_s"] for row in rows]
-    assert gathered == [pytest.approx(each) for each in (sums, params, params, 2 * params)]
+    assert gathered == [pytest.approx(each) for each in (sums, params, params, params)]
     assert all(row["exposed_s"] is None for row in rows)
     calls = told["network"]["calls"]
     assert [call["bytes"] for call in calls] == [4 * BUCKET, 2 * BUCKET, 4 * BUCKET]
     assert "exposed" not in out.replace("exposed_s", "")
+
+
+@pytest.mark.parametrize(
+    ("shared", "sums", "crossings", "reads"),
+    [((), 0, 1, 2), (("--shard-params", "world"), 0, 2, 0), (("--shard-state", "node"), 1, 0, 2)],
+)
+def test_stage_3_gathers_where_its_choices_say(estimate, shared, sums, crossings, reads):
+    machine = ("--gpus-per-node", 2, "--node-gbps", 100, "--node-alpha-us", 8)
+    model = ("--params", BUCKET, "--bucket-elems", BUCKET, "--stage", 3)
+    _, out, _ = estimate(*NODES, *machine, *model, *shared, "--json")
+    cluster = Cluster(Network("switch", 4), 2, node_gbps=100.0, node_alpha_us=8.0)
+    over_nodes_us = [best_cost(cluster, "all_gather", BUCKET * size).time_us for size in (4, 2)]
+    # A rank reads the half that its only mate has, at 100 GB/s.
+    within_us = 8 + BUCKET * 2 / 2 / 100e3
+    expected_us = sums * over_nodes_us[0] + crossings * over_nodes_us[1] + reads * within_us
+    (row,) = json.loads(out)["network"]["stages"]
+    assert row["all_gather_s"] == pytest.approx(expected_us / 1e6)
 
 
 def test_what_computing_cannot_hide(estimate):
