@@ -240,7 +240,9 @@ def _call(question: Question, collective: str, num_bytes: int) -> Call:
 
 def _stage_times(question: Question, step: Step) -> Iterator[StageTime]:
     # The sums of a node travel in the dtype of the reduced gradient.
-    reduced_s = _over_nodes_s(question, step, "reduce_scatter", step.model.trainable, step.each.reduced)
+    reduced_s = _over_nodes_s(
+        question, step, "reduce_scatter", step.model.trainable, step.each.reduced
+    )
     for stage in step.stages:
         gathered_s = _gathered_s(question, step, stage)
         exposed_s = None
@@ -276,11 +278,16 @@ def _over_nodes_s(
     question: Question, step: Step, collective: str, elems: int, elem_bytes: int
 ) -> float:
     """The time of all buckets of so many elements, one call after the other."""
-    return sum(
-        calls
-        * best_cost(question.cluster, collective, size * elem_bytes, question.segment_bytes).time_us
-        for calls, size in _buckets(elems, step.bucket_elems)
-    ) / 1e6
+    return (
+        sum(
+            calls
+            * best_cost(
+                question.cluster, collective, size * elem_bytes, question.segment_bytes
+            ).time_us
+            for calls, size in _buckets(elems, step.bucket_elems)
+        )
+        / 1e6
+    )
 
 
 def _within_node_s(question: Question, step: Step, elems: int) -> float:

@@ -109,6 +109,9 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
         help=f"initial loss scale of fp16 (default: {DEFAULT_LOSS_SCALE:.0f})",
     )
     add("--device", choices=DEVICES, default="cpu", help="cuda: rank r takes GPU r")
+    for what, default in (("params", "node"), ("state", "world")):
+        meaning = f"ranks that share them, over nodes: ZeroOptions.{what} (default: {default})"
+        add(f"--shard-{what}", choices=("node", "world"), help=meaning)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -163,13 +166,15 @@ def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
         model, args.batch, args.steps, args.learning_rate, args.seed, args.accum, args.clip
     )
     engine = EngineConfig(
-        args.engine,
-        args.stage,
-        args.backend,
-        args.dtype,
-        args.loss_scale,
-        args.device,
-        args.checkpoint_activations,
+        name=args.engine,
+        stage=args.stage,
+        backend=args.backend,
+        dtype=args.dtype,
+        loss_scale=args.loss_scale,
+        device=args.device,
+        checkpoint_activations=args.checkpoint_activations,
+        params=args.shard_params,
+        state=args.shard_state,
     )
     for option in ("save", "profile"):
         if getattr(args, option) is not None and engine.name != "zero":

@@ -153,6 +153,7 @@ def test_killed_rank_ends_the_run(text):
         (("--save-every", 5), "--save-every: expected --save FOLDER beside it"),
         (("--save", "{small}.runs", "--save-every", -5), "--save-every must be at least 1"),
         (("--engine", "ddp", "--stage", 0), "--stage 0: --engine ddp has no stages"),
+        (("--engine", "ddp", "--shard-state", "node"), "--shard-state: --engine ddp does not have"),
         (("--engine", "fsdp2", "--dtype", "bf16"), "--dtype bf16: --engine fsdp2 trains in fp32"),
         (("--engine", "ddp", "--save", "{small}.runs"), "--save: --engine ddp has none"),
         (("--engine", "fsdp2", "--profile", "{small}.json"), "--profile: --engine fsdp2 has none"),

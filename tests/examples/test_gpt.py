@@ -8,9 +8,12 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ringcomm import zero
 from ringcomm.errors import ArgumentError
-from ringcomm.examples.gpt.config import ModelConfig, TrainConfig
+from ringcomm.examples.gpt.config import EngineConfig, ModelConfig, TrainConfig
+from ringcomm.examples.gpt.engines import TrainingGroup, build_engine
 from ringcomm.examples.gpt.model import GPT, rotary_angles, rotate
 
 SMALL = ModelConfig(width=16, depth=2, heads=2, context=8)
@@ -115,3 +118,22 @@ def test_batch_must_divide_among_the_ranks_and_micro_batches():
 def test_configuration_survives_the_way_to_the_ranks():
     config = TrainConfig(SMALL, batch=12, steps=1, learning_rate=0.1, seed=0, accum=2, clip=0.5)
     assert TrainConfig.from_plain(json.loads(json.dumps(asdict(config)))) == config
+
+
+def test_the_engine_shares_over_nodes_as_it_is_asked(monkeypatch):
+    asked = []
+
+    def spying(*arguments, shard=zero.shard, **named):
+        asked.append(named["options"])
+        return shard(*arguments, **named)
+
+    monkeypatch.setattr(zero, "shard", spying)
+    dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for chosen in ({}, {"params": "world"}, {"state": "node"}):
+            config = EngineConfig(stage=3, **chosen)
+            build_engine(model(), config, TrainingGroup.of(config, 0))
+    finally:
+        dist.destroy_process_group()
+    shared = [(options.params, options.state) for options in asked]
+    assert shared == [("node", "world"), ("world", "world"), ("node", "node")]

@@ -65,6 +65,8 @@ class EngineConfig:
         device: "cpu" or "cuda", where rank r has GPU r.
         checkpoint_activations: compute each layer again in backward instead of keeping what it
             computed in forward.
+        params: of "zero" at stage 3, over nodes: as in ``ZeroOptions``; None is its default.
+        state: of "zero", over nodes: the same.
     """
 
     name: str = "zero"
@@ -74,6 +76,8 @@ class EngineConfig:
     loss_scale: float | None = None
     device: str = "cpu"
     checkpoint_activations: bool = False
+    params: str | None = None
+    state: str | None = None
 
     def __post_init__(self) -> None:
         if self.name != "zero":
@@ -105,11 +109,23 @@ class EngineConfig:
                 f"--stage {self.stage}: --engine {self.name} has no stages; drop --stage, or take "
                 "--engine zero"
             )
+        for option in ("params", "state"):
+            if getattr(self, option) is not None:
+                raise ArgumentError(
+                    f"--shard-{option}: --engine {self.name} does not have the choice; drop it, or "
+                    "take --engine zero"
+                )
         if self.dtype != "fp32":
             raise ArgumentError(
                 f"--dtype {self.dtype}: --engine {self.name} trains in fp32 here; take --engine "
                 "zero"
             )
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """What nodes share, as options of ``ZeroOptions``: those that were chosen."""
+        chosen = {"params": self.params, "state": self.state}
+        return {name: choice for name, choice in chosen.items() if choice is not None}
 
     @property
     def zero_stage(self) -> int:
