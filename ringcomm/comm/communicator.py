@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import Store as TorchStore
@@ -36,6 +36,7 @@ from ringcomm.errors import (
     ArgumentError,
     RendezvousError,
     RingcommError,
+    UnsupportedError,
     where,
 )
 from ringcomm.rendezvous.environment import read_environment
@@ -439,6 +440,12 @@ class Communicator(Collectives, Messages):
         self.close()
 
 
+_TRITON_IS_OF_NODES = (
+    "Triton's kernels work within a node, and this communicator has several. Use "
+    'kernels="native", or Communicator.node'
+)
+
+
 class NodesCommunicator(Communicator):
     """A :class:`Communicator` whose ranks are on several nodes."""
 
@@ -532,6 +539,12 @@ class NodesCommunicator(Communicator):
         )
         self._disable(refusal(self._rank, self._world_size, worded))
         return worded
+
+    def _make_triton(self, checks: CallChecks) -> NoReturn:
+        raise UnsupportedError(f"{checks}: {_TRITON_IS_OF_NODES}")
+
+    def _kernel_place(self, head: str) -> NoReturn:
+        raise UnsupportedError(f"{head}: {_TRITON_IS_OF_NODES}")
 
     def _close(self, grace_s: float) -> None:
         super()._close(grace_s)

@@ -314,6 +314,21 @@ def _run_threads(
     return [results[rank] for rank in range(len(calls))]
 
 
+def _node_ids(n: int, nodes: Sequence[int]) -> list[str]:
+    """Returns the id of each rank's node; ArgumentError unless ``nodes`` divides ``n`` ranks."""
+    is_list = isinstance(nodes, Sequence) and not isinstance(nodes, str)
+    if (
+        not is_list
+        or any(type(ranks) is not int or ranks < 1 for ranks in nodes)
+        or sum(nodes) != n
+    ):
+        raise ArgumentError(
+            f"local_world: nodes: expected a list of the number of ranks of each node, together {n}, "
+            f"got {nodes!r}"
+        )
+    return [f"node{node}" for node, ranks in enumerate(nodes) for _ in range(ranks)]
+
+
 def local_world(
     n: int,
     *,
@@ -350,13 +365,7 @@ def local_world(
     if len(devices) != n:
         raise ArgumentError(f"local_world: expected {n} devices, one per rank, got {len(devices)}")
 
-    node_ids: list[str | None] = [None] * n
-    if nodes is not None:
-        node_ids = [f"node{node}" for node, ranks in enumerate(nodes) for _ in range(ranks)]
-        if len(node_ids) != n:
-            raise ArgumentError(
-                f"local_world: nodes: expected ranks of nodes that add up to {n}, got {nodes}"
-            )
+    node_ids = [None] * n if nodes is None else _node_ids(n, nodes)
 
     def build(rank: int) -> Communicator:
         return Communicator.from_store(

@@ -14,6 +14,10 @@ from ringcomm.errors import ArgumentError
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The native deadline is a signed 32-bit count of milliseconds.
 LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
+_WHOLE_NUMBERS = (
+    *("segment_bytes", "slots", "channels", "packet_bytes", "copy_bytes", "multicast_bytes"),
+    *("records", "sum_blocks", "largest_object_bytes"),
+)
 
 
 def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
@@ -101,6 +105,10 @@ class CommOptions:
 
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
+        for name in _WHOLE_NUMBERS:
+            # True is an int, too; as a size it is a mistake.
+            if type(getattr(self, name)) is not int:
+                raise ArgumentError(f"{name}: expected an integer, got {getattr(self, name)!r}")
         if self.segment_bytes != 0 and (
             self.segment_bytes < 64 or self.segment_bytes & (self.segment_bytes - 1)
         ):

@@ -130,8 +130,8 @@ def test_the_engine_shares_over_nodes_as_it_is_asked(monkeypatch):
     monkeypatch.setattr(zero, "shard", spying)
     dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for chosen in ({}, {"params": "world"}, {"state": "node"}):
-            config = EngineConfig(stage=3, **chosen)
+        for params, state in ((None, None), ("world", None), (None, "node")):
+            config = EngineConfig(stage=3, params=params, state=state)
             build_engine(model(), config, TrainingGroup.of(config, 0))
     finally:
         dist.destroy_process_group()

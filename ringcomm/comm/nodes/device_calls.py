@@ -17,7 +17,6 @@ from ringcomm.comm.engine import EXIT_GRACE_S, Call, RankContext
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.options import milliseconds_of
-from ringcomm.comm.triton import KernelPlace, TritonEnd
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
 from ringcomm.errors import RingcommError, UnsupportedError, where
@@ -230,9 +229,3 @@ class DeviceNodesCalls(Messages):
         self._refused(
             "sharding state", "Optimizers and zero.shard do not work on devices over nodes yet"
         )
-
-    def _make_triton(self, checks: CallChecks) -> TritonEnd:
-        self._refused(checks.op, 'kernels="triton" work within a node')
-
-    def _kernel_place(self, head: str) -> KernelPlace:
-        raise UnsupportedError(f"{head}: Triton kernels work within a node: use Communicator.node")

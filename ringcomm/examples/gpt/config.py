@@ -122,12 +122,6 @@ class EngineConfig:
             )
 
     @property
-    def shared(self) -> dict[str, str]:
-        """What nodes share, as options of ``ZeroOptions``: those that were chosen."""
-        chosen = {"params": self.params, "state": self.state}
-        return {name: choice for name, choice in chosen.items() if choice is not None}
-
-    @property
     def zero_stage(self) -> int:
         """The stage of "zero"."""
         return DEFAULT_STAGE if self.stage is None else self.stage

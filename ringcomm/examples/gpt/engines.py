@@ -115,7 +115,9 @@ class ZeroEngine(TrainingEngine):
         comm = place.group.communicator_on(place.device)
         self._stage, dtype = config.zero_stage, PARAM_DTYPES[config.dtype]
         precision = zero.Precision(param=dtype, buffer=dtype)
-        options = zero.ZeroOptions(precision=precision, **config.shared)
+        options = zero.ZeroOptions(
+            precision=precision, params=config.params or "node", state=config.state or "world"
+        )
         super().__init__(place, gpt)
         self.module = zero.shard(gpt, self._stage, comm=comm, options=options)
         self._scaler: LossScaler | None = None

@@ -12,7 +12,7 @@ import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
 from ringcomm.comm.nodes import core, sums
 from ringcomm.comm.nodes.places import Places, divide
-from ringcomm.errors import RendezvousError, RingcommError
+from ringcomm.errors import ArgumentError, RendezvousError, RingcommError
 from tests.support.exact import equal, op_of, operand, ops_for, reduced, same
 
 SHAPES = [(2, 2), (1, 2), (2, 1, 2), (1, 1, 1)]
@@ -293,12 +293,21 @@ def test_what_is_refused():
     def body(comm):
         with pytest.raises(UnsupportedError, match="expected auto or direct"):
             comm.all_reduce(torch.ones(3), algorithm="ring")
+        with pytest.raises(
+            UnsupportedError, match=r"all_reduce.*within a node.*Communicator\.node"
+        ):
+            comm.all_reduce(torch.ones(3), kernels="triton")
+        with pytest.raises(UnsupportedError, match="kernels of one's own.*within a node"):
+            comm.kernel_place("kernels of one's own")
         comm.barrier()
 
     with world_of((1, 1)) as world:
         world.run(body)
     with pytest.raises(UnsupportedError, match="nccl"):
         world_of((1, 1), carrier="nccl")
+    for nodes in (2, "11", [1.0, 1], [2, 0], [1], [True, 1]):
+        with pytest.raises(ArgumentError, match="nodes: expected a list.*together 2, got"):
+            ringcomm.local_world(2, nodes=nodes)  # type: ignore[arg-type]
 
 
 def test_division_into_nodes():
