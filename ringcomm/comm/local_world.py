@@ -323,8 +323,8 @@ def _node_ids(n: int, nodes: Sequence[int]) -> list[str]:
         or sum(nodes) != n
     ):
         raise ArgumentError(
-            f"local_world: nodes: expected a list of the number of ranks of each node, together {n}, "
-            f"got {nodes!r}"
+            "local_world: nodes: expected a list of the number of ranks of each node, together "
+            f"{n}, got {nodes!r}"
         )
     return [f"node{node}" for node, ranks in enumerate(nodes) for _ in range(ranks)]
 

@@ -297,8 +297,8 @@ def test_what_is_refused():
             UnsupportedError, match=r"all_reduce.*within a node.*Communicator\.node"
         ):
             comm.all_reduce(torch.ones(3), kernels="triton")
-        with pytest.raises(UnsupportedError, match="kernels of one's own.*within a node"):
-            comm.kernel_place("kernels of one's own")
+        with pytest.raises(UnsupportedError, match=r"own ke.*within a node"):
+            comm.kernel_place("own kernels")
         comm.barrier()
 
     with world_of((1, 1)) as world:
@@ -306,7 +306,7 @@ def test_what_is_refused():
     with pytest.raises(UnsupportedError, match="nccl"):
         world_of((1, 1), carrier="nccl")
     for nodes in (2, "11", [1.0, 1], [2, 0], [1], [True, 1]):
-        with pytest.raises(ArgumentError, match="nodes: expected a list.*together 2, got"):
+        with pytest.raises(ArgumentError, match=r"nodes: expected a list.*together 2, got"):
             ringcomm.local_world(2, nodes=nodes)  # type: ignore[arg-type]
 
 
