@@ -1,11 +1,16 @@
-"""Collectives that return new tensors, and through which gradients flow.
+"""Collectives that return new tensors, and attention over ranks; gradients flow through all.
 
-They are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile`` traces
-through them. ``docs/functional.md`` says what is promised.
+The collectives are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile``
+traces through them. ``docs/functional.md`` says what is promised.
 """
 
 from __future__ import annotations
 
+from ringcomm.functional.attention import (
+    context_positions,
+    ring_attention,
+    ulysses_attention,
+)
 from ringcomm.functional.collectives import (
     all_gather,
     all_reduce,
@@ -14,4 +19,13 @@ from ringcomm.functional.collectives import (
     reduce_scatter,
 )
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "context_positions",
+    "reduce_scatter",
+    "ring_attention",
+    "ulysses_attention",
+]

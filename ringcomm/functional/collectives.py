@@ -37,11 +37,11 @@ from ringcomm.functional.traced_groups import evaluated_while_tracing, find, pla
 
 
 @cache
-def keep_order(operators: tuple[str, ...]) -> bool:
+def keep_order() -> bool:
     """Gives the operators their lowerings; loads inductor, so only once something is compiled."""
     from torch._inductor.lowering import lowerings
 
-    for name in operators:
+    for name in _registered:
         operator = getattr(torch.ops.ringcomm, name).default
         lowerings[operator] = _in_order(operator)
     return True
@@ -94,6 +94,8 @@ _SCHEMAS = {
     "reduce_scatter": _REDUCING,
 }
 OPERATORS = tuple(_SCHEMAS)
+# Those, and the operators that other modules register.
+_registered: list[str] = []
 library = torch.library.Library("ringcomm", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -240,18 +242,26 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-def _register(name: str) -> None:
-    kernel, fake = _KERNELS[name]
+def register(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Makes ``kernel`` an operator whose calls keep their order; see NOTE [Ranks stay in step].
+
+    Args:
+        name: of the operator in ``torch.ops.ringcomm``.
+        schema: its arguments and results.
+        kernel: for tensors of any device.
+        fake: gives results of the right shapes from tensors without data.
+    """
     # Kernels bring their input into order themselves, so a compiler need not keep its strides.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    library.define(name + _SCHEMAS[name], tags=tags)  # type: ignore[no-untyped-call]
+    library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
     library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"ringcomm::{name}", fake, lib=library)
     torch.library._register_effectful_op(f"ringcomm::{name}", EffectType.ORDERED, lib=library)
+    _registered.append(name)
 
 
 for _name in OPERATORS:
-    _register(_name)
+    register(_name, _SCHEMAS[_name], *_KERNELS[_name])
 
 
 # The gradients of the operators: each is the collective that moves data the other way.
@@ -354,7 +364,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
         ArgumentError: bad argument; no peer was disturbed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    key, world_size = _enter("all_gather", tensor, group)
+    key, world_size = enter("all_gather", tensor, group)
     return cast(Tensor, _ops.all_gather(tensor, key, world_size))
 
 
@@ -378,7 +388,7 @@ def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     name, factor = _parts_of(op, "reduce_scatter", group)
-    key, world_size = _enter("reduce_scatter", tensor, group, name)
+    key, world_size = enter("reduce_scatter", tensor, group, name)
     return cast(Tensor, _ops.reduce_scatter(tensor, name, factor, key, world_size))
 
 
@@ -402,7 +412,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     name, factor = _parts_of(op, "all_reduce", group)
-    key, world_size = _enter("all_reduce", tensor, group, name)
+    key, world_size = enter("all_reduce", tensor, group, name)
     return cast(Tensor, _ops.all_reduce(tensor, name, factor, key, world_size))
 
 
@@ -430,7 +440,7 @@ def all_to_all(
         ArgumentError: bad argument; no peer was disturbed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    key, world_size = _enter("all_to_all", tensor, group)
+    key, world_size = enter("all_to_all", tensor, group)
     return cast(Tensor, _ops.all_to_all(tensor, output_splits, input_splits, key, world_size))
 
 
@@ -452,12 +462,19 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         ArgumentError: bad argument; no peer was disturbed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    key, world_size = _enter("broadcast", tensor, group)
+    key, world_size = enter("broadcast", tensor, group)
     return cast(Tensor, _ops.broadcast(tensor, src, key, world_size))
 
 
-def _enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[str, int]:
-    """Checks what can be checked without the shape; returns the group's key and world size."""
+def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[str, int]:
+    """Checks what can be checked without the shape; returns the group's key and world size.
+
+    Args:
+        function: the public function that is called.
+        tensor: what it was given.
+        group: as it was given.
+        op: name of the reduction.
+    """
     operation = named(function)
     key, rank, world_size = place_of(group, operation)
     if torch.compiler.is_compiling():
@@ -496,7 +513,7 @@ def _parts_of(op: Any, function: str, group: Group) -> tuple[str, float]:
 
 @evaluated_while_tracing
 def _prepare_to_compile() -> bool:
-    return keep_order(OPERATORS)
+    return keep_order()
 
 
 @evaluated_while_tracing

@@ -103,13 +103,15 @@ class Devices:
     def as_on_gpu(self, comm: Communicator | None = None) -> Iterator[None]:
         """Inside, torch's operations of this thread are in stream order.
 
-        And plain tensors are the device's of ``comm``, if given.
+        And plain tensors are the device's of ``comm``, if given; else the thread acts for the ranks
+        of all devices.
         """
         if self.emulated is None:
             yield
             return
         device = device_of(comm) if comm is not None else 0
-        with self.emulated.assuming(device), self.emulated.in_stream_order():
+        order = self.emulated.in_stream_order(of_all_devices=comm is None)
+        with self.emulated.assuming(device), order:
             yield
 
     def host_tensors(self) -> AbstractContextManager[None]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -240,13 +241,17 @@ class EmulatedRuntime(EmulatedMemory):
         """In the stream's order: a kernel of the interpreter is its launch."""
         self.run_on_stream(device, stream, function)
 
-    def in_stream_order(self) -> InStreamOrder:
+    def in_stream_order(self, of_all_devices: bool = False) -> InStreamOrder:
         """Inside, torch's operations of this thread wait for its current streams, as on a GPU.
 
         A thread that assumes a device of its tensors waits for the stream of that one alone: what
         the other ranks of this process have in the queues of theirs may wait for this thread.
+
+        Args:
+            of_all_devices: it waits for all, since it acts for the ranks of several devices.
         """
-        return InStreamOrder(self._await_current_streams, self._keeps_itself)
+        wait = partial(self._await_current_streams, of_all_devices)
+        return InStreamOrder(wait, self._keeps_itself)
 
     def _keeps_itself(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the heap; else it is torch's, which kernels may use, too."""
@@ -258,9 +263,12 @@ class EmulatedRuntime(EmulatedMemory):
             allow(tensor)
         return False
 
-    def _await_current_streams(self) -> None:
+    def _await_current_streams(self, of_all_devices: bool) -> None:
         assumed = self._thread.assumed
-        devices = range(self.devices) if assumed is None or assumed < 0 else (assumed,)
+        if of_all_devices or assumed is None or assumed < 0:
+            devices: Iterable[int] = range(self.devices)
+        else:
+            devices = (assumed,)
         for device in devices:
             self.record_event(device, self.current_stream(device)).synchronize()
 

@@ -1,0 +1,496 @@
+"""Attention over a sequence that the ranks of a group share: context parallelism.
+
+Each of W ranks has n tokens of a sequence of W n: queries, keys and values [batch, heads, n, dim].
+:func:`context_positions` says which. Two ways lead to the attention of the whole sequence:
+
+* :func:`ring_attention` in W steps. In each a rank attends with its own queries to the keys and
+  values of one rank, while those of the rank before travel to it. Results are merged by the
+  logarithms of the sums of their exponentials, so no rank ever has more than two ranks' keys and
+  values. A rank sends W - 1 times its keys and values; in backward the same again, and W times
+  their gradients, in FP32.
+* :func:`ulysses_attention` by two all-to-alls, which exchange tokens for heads: each rank computes
+  some heads of the whole sequence. A rank sends (W - 1) / W of its queries, keys, values and
+  results, and needs W to divide the heads.
+
+With a causal mask the ranks that have the last tokens have the most to do. In the order "zigzag" a
+rank has a chunk of the first half of the sequence and its mirror image of the second half, which
+gives all ranks the same to do.
+
+Sources: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context" (2023, arXiv:2310.01889); merging: Milakov, Gimelshein, "Online normalizer calculation for
+softmax" (2018); zigzag: Brandon et al., "Striped Attention" (2023, arXiv:2311.09431) has the
+problem and another order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.functions import P2POp, batch_isend_irecv, irecv, isend
+from ringcomm.comm.groups import Group, communicator_of
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.functional.collectives import all_to_all, enter, library, named, register
+from ringcomm.functional.traced_groups import find
+
+Tensor = torch.Tensor
+
+# The tags of its messages, which no program is likely to use for its own.
+_KEYS_TAG, _GRADS_TAG = 0x52494E47, 0x52494E48
+
+
+def context_positions(length: int, group: Group = None, *, zigzag: bool = False) -> Tensor:
+    """Returns where in the sequence the tokens of this rank are, for slicing and for embeddings.
+
+    Args:
+        length: tokens of the sequence; a multiple of the world size, of twice that with ``zigzag``.
+        group: a Communicator; None means the default group.
+        zigzag: the rank has chunks r and 2 W - 1 - r of 2 W, and not chunk r of W.
+
+    Returns:
+        int64 [length / W] on the CPU.
+
+    Raises:
+        ArgumentError: a length that the ranks cannot share.
+    """
+    comm = communicator_of(group, named("context_positions"))
+    chunks = comm.world_size * (2 if zigzag else 1)
+    if length < 1 or length % chunks:
+        raise ArgumentError(
+            f"{_head('context_positions', comm)}: length: expected a positive multiple of {chunks}"
+            f"{' (twice the world size, for zigzag)' if zigzag else ''}, got {length}; pad it"
+        )
+    return _positions(length, comm.world_size, comm.rank, zigzag)
+
+
+def _positions(length: int, world_size: int, rank: int, zigzag: bool) -> Tensor:
+    if not zigzag:
+        return torch.arange(length).chunk(world_size)[rank]
+    chunks = torch.arange(length).chunk(2 * world_size)
+    return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    zigzag: bool = False,
+) -> Tensor:
+    """Returns the attention of this rank's queries to the keys and values of all ranks.
+
+    It is ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, of which each
+    rank passes and gets its tokens; partial results are merged in FP32, in an order that depends on
+    the rank alone. Gradients flow to all ranks' tensors, so all ranks must take part in backward.
+
+    Args:
+        query: [batch, heads, n, dim]; n tokens on every rank.
+        key: [batch, key heads, n, dim], where the key heads divide the heads.
+        value: as ``key``.
+        group: a Communicator; None means the default group.
+        is_causal: a token attends to itself and to those before it in the sequence.
+        scale: of the scores; None is 1 / sqrt(dim).
+        zigzag: the tokens are in the order of :func:`context_positions` with ``zigzag``, in which a
+            causal mask gives all ranks the same to do.
+
+    Raises:
+        ArgumentError: tensors of other shapes, dtypes or devices than these.
+        UnsupportedError: on a GPU, another dtype than bfloat16 and float16.
+        RingcommError: a fault; see ``ringcomm.errors``.
+    """
+    comm = communicator_of(group, named("ring_attention"))
+    _check(comm, "ring_attention", query, key, value)
+    _check_zigzag(comm, "ring_attention", query, zigzag)
+    key_of_group, world_size = enter("ring_attention", query, group)
+    form = (is_causal, zigzag, scale, key_of_group, world_size)
+    result: Tensor = torch.ops.ringcomm.ring_attention(query, key, value, *form)[0]
+    return result
+
+
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    zigzag: bool = False,
+) -> Tensor:
+    """Returns what :func:`ring_attention` does, by exchanging tokens for heads and back.
+
+    Args:
+        query: [batch, heads, n, dim]; n tokens on every rank, heads that the world size divides.
+        key: [batch, key heads, n, dim], where the key heads divide the heads; where there are fewer
+            key heads than ranks they must divide the world size, and are copied.
+        value: as ``key``.
+        group: a Communicator; None means the default group.
+        is_causal: as of :func:`ring_attention`.
+        scale: as of :func:`ring_attention`.
+        zigzag: as of :func:`ring_attention`; here it changes nothing but the order.
+
+    Raises:
+        ArgumentError: tensors of other shapes, dtypes or devices than these.
+        RingcommError: a fault; see ``ringcomm.errors``.
+    """
+    comm = communicator_of(group, named("ulysses_attention"))
+    _check(comm, "ulysses_attention", query, key, value)
+    _check_zigzag(comm, "ulysses_attention", query, zigzag)
+    world_size = comm.world_size
+    key, value = (_for_all_ranks(comm, each) for each in (key, value))
+    if query.size(1) % world_size or key.size(1) % world_size:
+        raise ArgumentError(
+            f"{_head('ulysses_attention', comm)}: expected heads and key heads that {world_size} "
+            f"ranks divide, got {query.size(1)} and {key.size(1)}; use ring_attention"
+        )
+    tokens = query.size(2)
+    heads = [each.size(1) // world_size for each in (query, key, value)]
+    together = torch.cat([_by_rank(each, world_size) for each in (query, key, value)], 2)
+    exchanged = _tokens_for_heads(together, group)
+    order = _order(world_size, tokens).to(query.device) if zigzag else None
+    if order is not None:
+        exchanged = exchanged.index_select(2, order.argsort())
+    query, key, value = torch.split(exchanged, heads, 1)
+    gqa = heads[0] != heads[1]
+    result = F.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa
+    )
+    if order is not None:
+        result = result.index_select(2, order)
+    return _heads_for_tokens(result, world_size, group)
+
+
+def _order(world_size: int, tokens: int) -> Tensor:
+    """Returns the positions of all ranks' tokens in zigzag order, one rank after the other."""
+    length = world_size * tokens
+    return torch.cat([_positions(length, world_size, rank, True) for rank in range(world_size)])
+
+
+def _for_all_ranks(comm: Communicator, tensor: Tensor) -> Tensor:
+    """Copies heads of keys or values until there is one for each rank, where that works out."""
+    heads = tensor.size(1)
+    if heads >= comm.world_size or comm.world_size % heads:
+        return tensor
+    return tensor.repeat_interleave(comm.world_size // heads, 1)
+
+
+def _divided(tensor: Tensor, dim: int, first: int) -> Tensor:
+    """Returns a view with dimension ``dim`` in two, of which the first has so many entries."""
+    return tensor.reshape(*tensor.shape[:dim], first, -1, *tensor.shape[dim + 1 :])
+
+
+def _by_rank(tensor: Tensor, world_size: int) -> Tensor:
+    """[batch, heads, n, dim] as [W, batch, heads / W, n, dim]."""
+    return _divided(tensor, 1, world_size).movedim(1, 0)
+
+
+def _tokens_for_heads(by_rank: Tensor, group: Group) -> Tensor:
+    """[W, batch, heads / W, n, dim], heads by rank, to [batch, heads / W, W n, dim]."""
+    came = _divided(all_to_all(by_rank.flatten(0, 1), group=group), 0, by_rank.size(0))
+    return came.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _heads_for_tokens(tensor: Tensor, world_size: int, group: Group) -> Tensor:
+    """[batch, heads / W, W n, dim] to [batch, heads, n, dim]."""
+    by_rank = _divided(tensor, 2, world_size).movedim(2, 0)
+    came = _divided(all_to_all(by_rank.flatten(0, 1), group=group), 0, world_size)
+    return came.movedim(0, 1).flatten(1, 2)
+
+
+def _head(function: str, comm: Communicator) -> str:
+    return where(named(function), comm.rank, comm.world_size)
+
+
+def _check(comm: Communicator, function: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    head = _head(function, comm)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.numel():
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ArgumentError(
+                f"{head}: {name}: expected a tensor [batch, heads, tokens, dim], got {got!r:.80}"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ArgumentError(
+                f"{head}: {name}: expected {query.dtype} on {query.device} as the query, got "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+    batch, heads, tokens, dim = query.shape
+    if key.shape != value.shape or key.shape != (batch, key.size(1), tokens, dim):
+        raise ArgumentError(
+            f"{head}: expected keys and values [{batch}, key heads, {tokens}, {dim}] for a query "
+            f"{list(query.shape)}, got {list(key.shape)} and {list(value.shape)}"
+        )
+    if heads % key.size(1):
+        raise ArgumentError(
+            f"{head}: expected key heads that divide the {heads} heads, got {key.size(1)}"
+        )
+
+
+def _check_zigzag(comm: Communicator, function: str, query: Tensor, zigzag: bool) -> None:
+    if zigzag and query.size(2) % 2:
+        raise ArgumentError(
+            f"{_head(function, comm)}: expected an even number of tokens with zigzag, got "
+            f"{query.size(2)}"
+        )
+
+
+class _Form(NamedTuple):
+    """What is the same in forward and backward."""
+
+    comm: Communicator
+    is_causal: bool
+    zigzag: bool
+    scale: float | None
+
+
+def _form_of(
+    is_causal: bool, zigzag: bool, scale: float | None, group: str, world_size: int
+) -> _Form:
+    return _Form(find(group, world_size, named("ring_attention")), is_causal, zigzag, scale)
+
+
+class _Part(NamedTuple):
+    """The tokens of this rank's queries that attend to which of another rank's keys."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+def _part_of(form: _Form, owner: int, tokens: int) -> _Part | None:
+    """Returns what of the keys of rank ``owner`` this rank's queries see; None: nothing.
+
+    In zigzag order this rank has chunks r and 2 W - 1 - r. A rank with a smaller number has an
+    earlier first chunk, which all queries here see, and a later second one, which none does; of a
+    rank with a larger number both chunks lie between the two here.
+    """
+    everything = slice(0, tokens)
+    rank, half = form.comm.rank, tokens // 2
+    if not form.is_causal or owner == rank:
+        return _Part(everything, everything, form.is_causal)
+    if not form.zigzag:
+        return _Part(everything, everything, False) if owner < rank else None
+    if owner < rank:
+        return _Part(everything, slice(0, half), False)
+    return _Part(slice(half, tokens), everything, False)
+
+
+def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
+    """Begins to send a tensor to the next rank; call the result for that of the rank before."""
+    came = torch.empty_like(tensor)
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    works = batch_isend_irecv(
+        [
+            P2POp(isend, tensor, group=comm, tag=tag, group_peer=after),
+            P2POp(irecv, came, group=comm, tag=tag, group_peer=before),
+        ]
+    )
+
+    def end() -> Tensor:
+        for work in works:
+            work.wait()
+        return came
+
+    return end
+
+
+# The operators: ring_attention also returns the logarithms of the sums, for its gradient.
+
+
+def _ring_attention(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
+    asked = _form_of(*form)
+    comm, tokens = asked.comm, query.size(2)
+    keys = torch.stack((key, value))
+    merged: tuple[Tensor, Tensor] | None = None
+    for step in range(comm.world_size):
+        last = step == comm.world_size - 1
+        coming = None if last else _passed_on(comm, keys, _KEYS_TAG)
+        part = _part_of(asked, (comm.rank - step) % comm.world_size, tokens)
+        if part is not None:
+            seen = keys[:, :, :, part.keys]
+            found = _attend(query[:, :, part.queries], seen, part.is_causal, asked.scale)
+            merged = _merge(merged, found, part.queries)
+        if coming is not None:
+            keys = coming()
+    assert merged is not None
+    return merged[0].to(query.dtype).contiguous(), merged[1].contiguous()
+
+
+def _ring_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logs: Tensor,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    asked = _form_of(*form)
+    comm, tokens = asked.comm, query.size(2)
+    keys = torch.stack((key, value))
+    query_grad = torch.zeros_like(query, dtype=logs.dtype, memory_format=torch.contiguous_format)
+    keys_grad = torch.zeros_like(keys, dtype=logs.dtype, memory_format=torch.contiguous_format)
+    returning: Callable[[], Tensor] | None = None
+    for step in range(comm.world_size):
+        last = step == comm.world_size - 1
+        coming = None if last else _passed_on(comm, keys, _KEYS_TAG)
+        part = _part_of(asked, (comm.rank - step) % comm.world_size, tokens)
+        found = None
+        if part is not None:
+            at = part.queries
+            attended = _Attended(query[:, :, at], result[:, :, at], logs[:, :, at])
+            seen = keys[:, :, :, part.keys]
+            found = _attend_backward(grad[:, :, at], attended, seen, part.is_causal, asked.scale)
+        if returning is not None:
+            keys_grad = returning()
+        if part is not None and found is not None:
+            query_grad[:, :, part.queries] += found[0]
+            keys_grad[:, :, :, part.keys] += found[1]
+        if comm.world_size > 1:
+            returning = _passed_on(comm, keys_grad, _GRADS_TAG)
+        if coming is not None:
+            keys = coming()
+    if returning is not None:
+        keys_grad = returning()
+    # Each a tensor of its own, as an operator's results must be.
+    key_grad, value_grad = (each.to(key.dtype, copy=True) for each in keys_grad)
+    return query_grad.to(query.dtype), key_grad, value_grad
+
+
+def _shapes(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=wide)
+
+
+def _shapes_of_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.form = inputs[3:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    found = torch.ops.ringcomm.ring_attention_backward(grad, *ctx.saved_tensors, *ctx.form)
+    return (*found, *[None] * len(ctx.form))
+
+
+_FORM = "bool is_causal, bool zigzag, float? scale, str group, int world_size"
+register(
+    "ring_attention",
+    f"(Tensor query, Tensor key, Tensor value, {_FORM}) -> (Tensor, Tensor)",
+    _ring_attention,
+    _shapes,
+)
+register(
+    "ring_attention_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor logs, "
+    f"{_FORM}) -> (Tensor, Tensor, Tensor)",
+    _ring_attention_backward,
+    _shapes_of_gradients,
+)
+torch.library.register_autograd(
+    "ringcomm::ring_attention", _gradients, setup_context=_remember, lib=library
+)
+
+
+def _merge(
+    merged: tuple[Tensor, Tensor] | None, found: tuple[Tensor, Tensor], queries: slice
+) -> tuple[Tensor, Tensor]:
+    """Adds a partial result to those before, each weighted by the sum of its exponentials.
+
+    Args:
+        merged: result [batch, heads, n, dim] and logarithms of the sums [batch, heads, n] so far.
+        found: the same of some of the queries.
+        queries: which.
+    """
+    part, part_logs = found
+    if merged is None:
+        return part.to(part_logs.dtype), part_logs
+    result, logs = merged
+    before = logs[:, :, queries]
+    both = torch.logaddexp(before, part_logs)
+    kept = result[:, :, queries] * (before - both).exp().unsqueeze(-1)
+    result[:, :, queries] = kept + part * (part_logs - both).exp().unsqueeze(-1)
+    logs[:, :, queries] = both
+    return result, logs
+
+
+# One rank's queries and keys, by the kernels of scaled_dot_product_attention, which also give the
+# logarithms of the sums. In backward they take the result and the logarithms of the whole sequence:
+# then what they compute of some of its keys is exactly these keys' share.
+
+_aten: Any = torch.ops.aten
+
+
+def _per_head(keys: Tensor, heads: int) -> Tensor:
+    """Copies keys and values [2, batch, key heads, n, dim] for each head that shares them."""
+    return keys.repeat_interleave(heads // keys.size(2), 2)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the result in the query's dtype, and the logarithms of the sums in FP32 or FP64."""
+    key, value = _per_head(keys, query.size(1))
+    if query.is_cpu:
+        result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )
+    else:
+        _check_device(query)
+        result, logs, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+    return result, logs
+
+
+def _check_device(query: Tensor) -> None:
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"functional.ring_attention: expected bfloat16 or float16 on {query.device}, for which "
+            f"torch has flash attention there, got {query.dtype}"
+        )
+
+
+class _Attended(NamedTuple):
+    """Queries, and what was found of them over the whole sequence."""
+
+    query: Tensor
+    result: Tensor
+    logs: Tensor
+
+
+def _attend_backward(
+    grad: Tensor, attended: _Attended, keys: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the query, and of keys and values as they were passed."""
+    query, result, logs = attended
+    key, value = _per_head(keys, query.size(1))
+    whole = (grad.contiguous(), query, key, value, result, logs.contiguous())
+    if query.is_cpu:
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *whole, 0.0, is_causal, scale=scale
+        )
+    else:
+        tokens, seen = query.size(2), key.size(2)
+        # Without dropout nothing random is read again.
+        shapes: list[tuple[int, ...]] = [(2,), ()]
+        seeds = [torch.zeros(each, dtype=torch.uint64, device=query.device) for each in shapes]
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            *whole, None, None, tokens, seen, 0.0, is_causal, *seeds, scale=scale
+        )
+    query_grad, key_grad, value_grad = found
+    keys_grad = torch.stack((key_grad, value_grad)).to(logs.dtype)
+    return query_grad, _divided(keys_grad, 2, keys.size(2)).sum(3)
