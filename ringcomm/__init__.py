@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ringcomm import fsdp2 as fsdp2
     from ringcomm import functional, optim, zero
     from ringcomm import tl as tl
+    from ringcomm.c10d.mesh import Mesh
     from ringcomm.comm.arguments import ReduceOp, premul_sum
     from ringcomm.comm.communicator import Communicator
     from ringcomm.comm.functions import (
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ringcomm.c10d.mesh": ("Mesh",),
     "ringcomm.comm.communicator": ("Communicator",),
     "ringcomm.comm.functions": (
         "P2POp",
@@ -175,6 +177,7 @@ __all__ = [
     "GroupMember",
     "HeapError",
     "LocalWorld",
+    "Mesh",
     "MismatchError",
     "P2POp",
     "PeerLost",
