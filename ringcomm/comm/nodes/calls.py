@@ -206,6 +206,10 @@ class CallsOverNodes:
         self._rails.close()
         self._inner.close()
 
+    def forget(self) -> None:
+        """Closes the core of a communicator that nobody refers to any more."""
+        self.close()
+
     def all_reduce_plain(self, *_: object) -> int:
         """Says that this core takes calls with all checks only."""
         not_plain: int = _native.NOT_PLAIN
