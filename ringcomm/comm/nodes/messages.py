@@ -23,9 +23,9 @@ import torch
 from torch.distributed import Store
 
 from ringcomm import _native
+from ringcomm.comm.nodes.connecting import Connector
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
-    Carrier,
     begun,
     break_up,
     join,
@@ -149,7 +149,7 @@ class NodesMessages:
         places: of all ranks.
         store: of these messages alone.
         watch: over all ranks.
-        carrier: makes the group of all ranks.
+        connector: makes the group of all ranks.
     """
 
     def __init__(
@@ -158,15 +158,14 @@ class NodesMessages:
         places: Places,
         store: Store,
         watch: Watch,
-        carrier: Carrier,
+        connector: Connector,
     ) -> None:
         self._inner = inner
         self._places = places
         self._watch = watch
         world = sum(map(len, places.nodes))
-        timeout = timedelta(milliseconds=inner.timeout_ms)
         # Not a lazy group of Gloo's: there the first receive waits until its sender calls, too.
-        self._group: Any = carrier(store, places.rank, world, timeout)
+        self._group: Any = connector.group(store, places.rank, range(world))
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
         self._open: dict[int, _OpenTag] = {}

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from ringcomm import _native, errors
+from ringcomm.comm.nodes.connecting import told_by
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import join
 from ringcomm.comm.nodes.trace import NodeTrace
@@ -157,7 +158,7 @@ class Watch:
             self.fail(claim, claimed=True)
             return
         who, awaited = self._me(), self._places.named(peer)
-        said = printable(text.partition("\n")[0][:160])
+        said = told_by(text)
         if waited_s >= timeout_s:
             self.fail(
                 CollectiveTimeout(
