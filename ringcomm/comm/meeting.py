@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ def _map_heaps(
 
 
 _warned: set[str] = set()
+_NOT_THE_PROGRAM = ("ringcomm.", "torch.")
 
 
 def _check_ids(
@@ -174,8 +176,16 @@ def _check_ids(
                 f"map each other's memory, so they are on different nodes: {why}. Between nodes "
                 f"calls are slower. If that is meant, set {NODE_ID_VARIABLE}",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=_level_of_user(),
             )
+
+
+def _level_of_user() -> int:
+    """Returns the stack level of a warning that is to name the program's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_PROGRAM):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
