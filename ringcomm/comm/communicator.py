@@ -523,6 +523,9 @@ class NodesCommunicator(Communicator):
         of = f"on node {self.places.node} of {self.num_nodes}"
         return f"{super().__repr__().removesuffix('>')} {of}>"
 
+    def _named(self, rank: int) -> str:
+        return self.places.named(rank)
+
     def _fault(self, name: str) -> RingcommError:
         if self._watch.error is None and self._refuse is not None:
             return self._refuse(name)

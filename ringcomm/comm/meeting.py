@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.distributed import Store
 from ringcomm import _native
 from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.comm.options import CommOptions
+from ringcomm.comm.recorder.reader import program_line
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
 from ringcomm.rendezvous.handles import (
@@ -145,7 +145,6 @@ def _map_heaps(
 
 
 _warned: set[str] = set()
-_NOT_THE_PROGRAM = ("ringcomm.", "torch.")
 
 
 def _check_ids(
@@ -171,21 +170,13 @@ def _check_ids(
             why = unreached[first].get(second) or unreached[second].get(first) or "see above"
         if a.boot not in _warned:
             _warned.add(a.boot)
-            warnings.warn(
+            warnings.warn_explicit(
                 f"{meeting.operation}: ranks {first} and {second} run on one machine but cannot "
                 f"map each other's memory, so they are on different nodes: {why}. Between nodes "
                 f"calls are slower. If that is meant, set {NODE_ID_VARIABLE}",
                 RuntimeWarning,
-                stacklevel=_level_of_user(),
+                *program_line(),
             )
-
-
-def _level_of_user() -> int:
-    """Returns the stack level of a warning that is to name the program's line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_PROGRAM):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:

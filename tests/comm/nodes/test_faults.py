@@ -112,6 +112,7 @@ def test_a_killed_rank_is_named_everywhere(two_nodes: lab.Lab) -> None:
     for kind, text, _ in found:
         assert kind == PeerLost.__name__, text
         assert "rank 3 (node 1)" in text
+        assert f" at {__file__}:" in text and "_partial" not in text
     assert two_nodes.run(again, 3, ranks_per_node=(2, 1)) == [3.0] * 3
 
 
