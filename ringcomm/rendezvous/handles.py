@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -402,14 +402,7 @@ class Rendezvous:
 
     def look_for_failures(self) -> None:
         """Raises RendezvousError if a rank has failed; for waits in which peers post nothing."""
-        self._look(self._meeting)
-
-    def lookout(self) -> Callable[[], None]:
-        """Returns what does so beside a thread that holds the store's connection in a wait."""
-        store: Any = self._meeting.store  # torch's own type of it leaves clone() out
-        return partial(self._look, replace(self._meeting, store=store.clone()))
-
-    def _look(self, meeting: Meeting) -> None:
+        meeting = self._meeting
         text = _look_up(meeting, f"{self._prefix}/failed")
         rank = (text or b"").decode(errors="replace")
         if rank.isdecimal() and len(rank) < 10 and int(rank) < meeting.world_size:

@@ -56,8 +56,10 @@ class Slow:
 
 def different_options(ranks: int) -> list[str]:
     """Rank 0 serves the store, has other options than the rest, and ends the store with itself."""
-    stores = [TCPStore(LOOPBACK, 0, ranks, True, wait_for_workers=False)]
-    port = stores[0].port
+    server = TCPStore(LOOPBACK, 0, ranks, True, wait_for_workers=False)
+    stores: list[TCPStore | None] = [server]
+    port = server.port
+    del server
     for _ in range(1, ranks):
         stores.append(TCPStore(LOOPBACK, port, ranks, False, timedelta(seconds=LONG_S)))
 

@@ -13,6 +13,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,12 @@ from ringcomm.errors import (
 )
 from ringcomm.json_reader import read_record
 from ringcomm.rendezvous.environment import LOOPBACK
-from ringcomm.rendezvous.handles import Rendezvous, host_and_port
+from ringcomm.rendezvous.handles import (
+    FIRST_POLL_S,
+    LAST_POLL_S,
+    Rendezvous,
+    host_and_port,
+)
 
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
 Carrier = Callable[[Store, int, int, timedelta], Any]
@@ -145,8 +151,65 @@ def told_by(error: BaseException | str) -> str:
 #
 # A carrier's function returns when all ranks of a group have connected, or at its timeout, and
 # neither Ctrl-C nor Python ends it before. So it runs on a thread, and this rank looks meanwhile
-# whether another rank has failed, which it could else not learn before that timeout. A thread that
-# is left behind ends when its connections do; see NOTE [Threads at exit].
+# whether another rank has failed, which it could else not learn before that timeout. Its store asks
+# again and again instead of waiting: a wait would hold the connection, and could not be ended, so
+# that the thread might come back while Python ends; see NOTE [Threads at exit]. A thread that is
+# left behind in a connection that is not made ends when its peer does.
+class AskingStore(Store):
+    """A store in which a carrier's waits end when a rank has failed.
+
+    Args:
+        inner: the store.
+        look: raises RendezvousError if a rank has failed.
+    """
+
+    def __init__(self, inner: Store, look: Callable[[], None]) -> None:
+        super().__init__()
+        self.underlying_store = inner
+        self._look = look
+
+    def set(self, key: str, value: Any) -> None:
+        self.underlying_store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.underlying_store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=CONNECT_S)) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            RendezvousError: a rank has failed.
+            TimeoutError: they did not come in time.
+        """
+        deadline, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_POLL_S
+        while not self.underlying_store.check(keys):
+            self._look()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_POLL_S)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.underlying_store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.underlying_store.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.underlying_store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self.underlying_store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self.underlying_store.num_keys()
+
+    def has_extended_api(self) -> bool:
+        """Says that it has none of append(), multi_get() and multi_set()."""
+        return False
+
+
 _left: list[threading.Thread] = []
 LEAVES_S = 1.0
 
@@ -192,6 +255,7 @@ class Connector:
         self._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
         self._operation = operation
         self._rendezvous = rendezvous
+        self._asking: list[AskingStore] = []
         here = "the interface of the user's carrier"
         if carrier is gloo:
             here = _here(store)
@@ -217,10 +281,12 @@ class Connector:
             RendezvousError: a member cannot be reached, or the carrier or another rank failed.
         """
         outcome, ended = _Outcome(), threading.Event()
+        asking = AskingStore(store, self._rendezvous.look_for_failures)
+        self._asking.append(asking)  # as long as what the carrier has made of it
 
         def make() -> None:
             try:
-                outcome.group = self._carrier(store, number, len(ranks), self._timeout)
+                outcome.group = self._carrier(asking, number, len(ranks), self._timeout)
             except BaseException as error:
                 outcome.error = error
             ended.set()
@@ -242,10 +308,9 @@ class Connector:
         """Waits for a thread that connects; raises what another rank has failed by."""
         if ended.wait(LOOK_S):
             return
-        look = self._rendezvous.lookout()
         try:
             while not ended.wait(LOOK_S):
-                look()
+                self._rendezvous.look_for_failures()
         except BaseException:
             _left.append(thread)
             raise

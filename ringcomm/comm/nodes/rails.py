@@ -165,6 +165,7 @@ class Rails:
     def __init__(self, places: Places, store: Store, connector: Connector) -> None:
         self.places = places
         self._waiter = Waiter("ringcomm-rail")
+        self._connector = connector  # which keeps what the groups need
         self._groups: dict[int, Any] = {
             number: connector.group(
                 PrefixStore(f"rail{number}", store), places.node, places.rail(number)

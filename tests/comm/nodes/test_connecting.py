@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
 from ringcomm.comm.nodes import connecting
@@ -23,15 +23,17 @@ def without_a_card(store: Any, number: int, size: int, timeout: Any) -> Any:
 
 
 def test_a_carrier_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "CONNECT_S", 3.0)  # of what is left waiting
-    store = HashStore()
+    monkeypatch.setattr(connecting, "CONNECT_S", 3.0)
+    # Each rank with a connection of its own, which Gloo's wait holds.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    stores += [TCPStore("127.0.0.1", stores[0].port, is_master=False) for _ in NODES[1:]]
     errors = [""] * len(NODES)
 
     def build(rank: int) -> None:
         options = CommOptions(timeout=LONG_S, carrier=without_a_card)
         with pytest.raises(RingcommError) as raised:
             Communicator.from_store(
-                store, rank, len(NODES), options=options, node_id=f"node{NODES[rank]}"
+                stores[rank], rank, len(NODES), options=options, node_id=f"node{NODES[rank]}"
             )
         errors[rank] = str(raised.value)
 
@@ -41,6 +43,10 @@ def test_a_carrier_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    # Nothing waits on in Gloo, which Python could not end.
+    for thread in threading.enumerate():
+        if thread.name == "ringcomm-connect":
+            thread.join()
     assert time.monotonic() - begin < connecting.CONNECT_S
     for rank, text in enumerate(errors):
         assert text.startswith(f"rendezvous of communicator 'world' on rank {rank} of 3: ")
