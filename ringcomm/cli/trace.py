@@ -25,6 +25,7 @@ from ringcomm.comm.recorder.records import (
     at,
     describe,
     divergence,
+    inner_calls,
 )
 from ringcomm.comm.recorder.trace_file import Trace, newest, read
 from ringcomm.errors import ArgumentError
@@ -175,7 +176,7 @@ def _table(
     if rank.torn:
         lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
     columns = _DEVICE_COLUMNS if rank.on_device else _COLUMNS
-    inner = _inner_calls(rank.collectives) if nested else set()
+    inner = inner_calls(rank.collectives) if nested else set()
     rows = [
         _row(each, taken_ns, marked, rank.on_device, is_inner=each.number in inner)
         if each.track == "collectives"
@@ -192,17 +193,6 @@ def _table(
 _COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
 # The host knows no more than when it enqueued a call, and when it saw that the call had ended.
 _DEVICE_COLUMNS = (" ", "call", "enqueued", "end seen", "state", "what", "where")
-
-
-def _inner_calls(collectives: Sequence[Record]) -> set[int]:
-    """Returns the numbers of the calls that were made within the one before them."""
-    inner, around = set(), None
-    for record in collectives:
-        if around is not None and (not around.end_ns or record.begin_ns < around.end_ns):
-            inner.add(record.number)
-        else:
-            around = record
-    return inner
 
 
 def _row(

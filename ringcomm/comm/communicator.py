@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -455,6 +456,10 @@ class NodesCommunicator(Communicator):
         super().__init__(built.core, membership)
         self._watch = built.watch
         self._node = built.node
+        # The core's threads keep the core: they would outlive a communicator that nobody closes,
+        # and its peers would wait for it. At exit all that live are closed anyway.
+        self._unclosed = weakref.finalize(self, built.core.forget)
+        self._unclosed.atexit = False
 
     @classmethod
     def _over(
@@ -525,6 +530,9 @@ class NodesCommunicator(Communicator):
         of = f"on node {self.places.node} of {self.num_nodes}"
         return f"{super().__repr__().removesuffix('>')} {of}>"
 
+    def _named(self, rank: int) -> str:
+        return self.places.named(rank)
+
     def _fault(self, name: str) -> RingcommError:
         if self._watch.error is None and self._refuse is not None:
             return self._refuse(name)
@@ -548,6 +556,8 @@ class NodesCommunicator(Communicator):
 
     def _close(self, grace_s: float) -> None:
         super()._close(grace_s)
+        if self._closed:
+            self._unclosed.detach()
         self._node._close(grace_s)
 
 

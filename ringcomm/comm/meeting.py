@@ -13,6 +13,7 @@ from torch.distributed import Store
 from ringcomm import _native
 from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.comm.options import CommOptions
+from ringcomm.comm.recorder.reader import program_line
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
 from ringcomm.rendezvous.handles import (
@@ -169,12 +170,12 @@ def _check_ids(
             why = unreached[first].get(second) or unreached[second].get(first) or "see above"
         if a.boot not in _warned:
             _warned.add(a.boot)
-            warnings.warn(
+            warnings.warn_explicit(
                 f"{meeting.operation}: ranks {first} and {second} run on one machine but cannot "
                 f"map each other's memory, so they are on different nodes: {why}. Between nodes "
                 f"calls are slower. If that is meant, set {NODE_ID_VARIABLE}",
                 RuntimeWarning,
-                stacklevel=2,
+                *program_line(),
             )
 
 

@@ -218,10 +218,15 @@ class Messages(CallEngine):
             return MismatchError(
                 f"{where(op, self._rank, self._world_size)}: expected a message of "
                 f"{size_bytes(dense)} bytes of {str(dense.dtype).removeprefix('torch.')}, got "
-                f"{request.size_bytes} bytes of {request.dtype} from rank {request.source}. "
+                f"{request.size_bytes} bytes of {request.dtype} from "
+                f"{self._named(request.source)}. "
                 "Sender and receiver must use tensors of equal size and dtype"
             )
         return self._fault(op)
+
+    def _named(self, rank: int) -> str:
+        """Returns a rank in the words of messages."""
+        return f"rank {rank}"
 
     def _track(self, message: Message) -> Message:
         """Keeps a message's tensors alive until it is done, whatever becomes of its Work."""

@@ -8,6 +8,8 @@ call.
 from __future__ import annotations
 
 import re
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,9 +66,14 @@ def port_of(job: int, step: int, variables: Mapping[str, str]) -> int:
     """
     if not variables.get(PORT_VARIABLE):
         return FIRST_PORT + (PORTS_PER_JOB * job + step) % PORTS
-    port = integer(variables, PORT_VARIABLE)
+    return port_in(variables, PORT_VARIABLE)
+
+
+def port_in(variables: Mapping[str, str], name: str) -> int:
+    """Reads a variable; raises ArgumentError unless it is a port."""
+    port = integer(variables, name)
     if not 1 <= port <= 65535:
-        raise ArgumentError(f"{PORT_VARIABLE}: expected a port, 1 to 65535, got {port}")
+        raise ArgumentError(f"{name}: expected a port, 1 to 65535, got {port}")
     return port
 
 
@@ -195,6 +202,60 @@ def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
 
 # ---- meeting there ------------------------------------------------------------------------------
 
+FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
+
+
+def open_store(
+    place: tuple[str, int],
+    world_size: int,
+    timeout_s: float,
+    *,
+    serves: bool,
+    multi_tenant: bool = False,
+) -> Store:
+    """Serves a TCPStore at a host and port, or connects to it as soon as it is served.
+
+    Args:
+        place: host and port.
+        world_size: how many ranks use it; a server does not wait for them, since the rendezvous
+            does, which knows who is missing.
+        timeout_s: how long to wait for the server; and the timeout of the store's operations.
+        serves: this process is the server.
+        multi_tenant: a server that this process has at that port already is shared.
+
+    Raises:
+        OSError: nobody answered in time.
+        RuntimeError, ValueError: torch cannot make the store.
+    """
+    if not serves:
+        _await_server(place, time.monotonic() + timeout_s)
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        *place,
+        world_size,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=multi_tenant,
+    )
+
+
+def _await_server(place: tuple[str, int], deadline: float) -> None:
+    """Waits until somebody listens there; torch itself may try for twice its timeout."""
+    pause_s = FIRST_RETRY_S
+    while True:
+        try:
+            left_s = max(deadline - time.monotonic(), FIRST_RETRY_S)
+            socket.create_connection(place, timeout=left_s).close()
+            return
+        except OSError:  # also of a name that is not known yet
+            if time.monotonic() + pause_s >= deadline:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, LAST_RETRY_S)
+
+
 # A server that has started stays: another rank may be about to call it for its next communicator.
 _stores: dict[tuple[str, int], Store] = {}
 
@@ -218,16 +279,8 @@ def meet_at(
             "runs on another host. Have the launcher place it there, or set MASTER_ADDR to rank "
             "0's host and MASTER_PORT to a free port on all ranks"
         )
-    from torch.distributed import TCPStore
-
     try:
-        _stores[key] = TCPStore(
-            *key,
-            world_size,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        _stores[key] = open_store(key, world_size, timeout_s, serves=rank == 0)
     except (RuntimeError, ValueError, OSError) as error:
         what = "the store of rank 0 does not answer"
         if rank == 0:

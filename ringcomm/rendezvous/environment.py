@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ringcomm.errors import (
     ArgumentError,
@@ -31,6 +31,8 @@ from ringcomm.rendezvous.addresses import (
     integer,
     meet_at,
     open_mpi_address,
+    open_store,
+    port_in,
     slurm_address,
     tasks_here,
 )
@@ -316,21 +318,31 @@ def launched_world() -> str | None:
 
 
 def _master_store(placement: Placement, timeout_s: float) -> Store:
-    from torch.distributed.rendezvous import rendezvous
-
+    address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
+    # As torch does it for env://, but for the server's wait for all others. A server of torchrun's
+    # outlives the ranks.
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = placement.rank == 0 and not of_agent
     try:
-        store, _, _ = next(
-            rendezvous(
-                "env://",
-                placement.rank,
-                placement.world_size,
-                timeout=timedelta(seconds=timeout_s),
-            )
+        return open_store(
+            (address, port), placement.world_size, timeout_s, serves=serves, multi_tenant=True
         )
     except (RuntimeError, ValueError, OSError) as error:
+        what = f"nobody answered within {timeout_s:g} s"
+        advice = (
+            "Does rank 0, which serves the store, run, and do all ranks have its host and port in "
+            "these variables?"
+        )
+        if of_agent:
+            advice = "torchrun serves the store: does it run on the first node?"
+        elif serves:
+            what = "rank 0 cannot serve a store"
+            advice = (
+                "If the port is taken, by another job or by a second process with RANK=0, set "
+                "another MASTER_PORT on all ranks, or end that process"
+            )
         raise RendezvousError(
             f"communicator from {placement.launcher} on rank {placement.rank} of "
-            f"{placement.world_size}: no store at MASTER_ADDR={os.environ['MASTER_ADDR']} "
-            f"MASTER_PORT={os.environ['MASTER_PORT']} within {timeout_s:g} s: {error}"
+            f"{placement.world_size}: {what} at MASTER_ADDR={address} MASTER_PORT={port}: "
+            f"{str(error).partition(chr(10))[0]}. {advice}"
         ) from error
-    return cast("Store", store)

@@ -2,19 +2,21 @@
 
 Everything goes through a torch store as JSON text, checked field by field on arrival. Two
 rounds: each rank posts its handle and reads all others; then each rank posts whether it could
-map them all. A rank that fails posts its error, so that its peers fail at once instead of waiting.
+map them all. A rank that fails posts its error, so that its peers fail at once instead of waiting,
+with the words of the rank that failed first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -33,8 +35,10 @@ from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_re
 # mostly arrive together, then less and less.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
-# In their order; a device's communicators have more than a host's.
-STAGES = ("place", "heap", "multicast", "added", "ready", "rails")
+# In which ranks post first.
+FIRST_STAGES = ("place", "heap")
+# The end of rank 0 mostly ends the store, so it waits this long for its peers to read why.
+FAREWELL_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
 MOST_NODE_ID_CHARS = 200
 LONGEST_REASON = 300
@@ -159,11 +163,6 @@ def store_place(store: Any) -> str:
     return f" at {found[0]}:{found[1]}" if found else ""
 
 
-def _post(meeting: Meeting, prefix: str, record: dict[str, Any]) -> None:
-    text = json.dumps({"version": FORMAT_VERSION, **record})
-    meeting.store.set(f"{prefix}/{meeting.rank}", text)
-
-
 def _look_up(meeting: Meeting, key: str) -> bytes | None:
     """Returns the value of ``key``, or None if there is none yet."""
     try:
@@ -174,24 +173,6 @@ def _look_up(meeting: Meeting, key: str) -> bytes | None:
             f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
             "(usually rank 0) has ended"
         ) from error
-
-
-def _collect(meeting: Meeting, prefix: str) -> list[bytes]:
-    """Waits for what every rank posts under ``prefix``; returns it by rank."""
-    missing = list(range(meeting.world_size))
-    texts: dict[int, bytes] = {}
-    pause_s = FIRST_POLL_S
-    while True:
-        for rank in tuple(missing):
-            text = _look_up(meeting, f"{prefix}/{rank}")
-            if text is not None:
-                texts[rank] = text
-                read_record(texts[rank], rank, meeting.operation)
-                missing.remove(rank)
-        if not missing:
-            return [texts[rank] for rank in range(meeting.world_size)]
-        _wait_for(meeting, missing, pause_s)
-        pause_s = min(pause_s * 2, LAST_POLL_S)
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -239,12 +220,14 @@ def _agree(meeting: Meeting) -> str:
         pause_s = min(pause_s * 2, LAST_POLL_S)
 
 
-def _wait_for(meeting: Meeting, missing: list[int], pause_s: float) -> None:
-    """Sleeps; raises RendezvousError after the deadline."""
+def _wait_for(
+    meeting: Meeting, missing: list[int], pause_s: float, hint: Callable[[], str] = str
+) -> None:
+    """Sleeps; raises RendezvousError after the deadline, with what ``hint`` adds."""
     if time.monotonic() >= meeting.deadline:
         raise RendezvousError(
             f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
-            f"{_ranks(missing)}, which did not come. Were all {meeting.world_size} ranks "
+            f"{_ranks(missing)}, which did not come.{hint()} Were all {meeting.world_size} ranks "
             "started, and do all build this communicator? If they are only late, raise timeout="
         )
     time.sleep(pause_s)
@@ -321,12 +304,14 @@ class Rendezvous:
         # Each rank counts its own arrivals at this name, so that keys of an earlier
         # communicator of the same name on the same store are never read again. The counts of an
         # attempt that failed may differ.
+        self._arrivals, self._arrival = "", 0
         if attempts_differ():
             self._prefix = f"ringcomm/{meeting.name}/{_agree(meeting)}"
             return
         here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
-        arrival = meeting.store.add(f"{here}/arrivals/{meeting.rank}", 1)
-        self._prefix = f"{here}/{arrival}"
+        self._arrivals = f"{here}/arrivals"
+        self._arrival = meeting.store.add(f"{self._arrivals}/{meeting.rank}", 1)
+        self._prefix = f"{here}/{self._arrival}"
 
     @property
     def prefix(self) -> str:
@@ -340,19 +325,24 @@ class Rendezvous:
             RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
             MismatchError: the ranks disagree on world size or options.
         """
-        _post(self._meeting, f"{self._prefix}/heap", asdict(mine))
-        texts = _collect(self._meeting, f"{self._prefix}/heap")
         operation = self._meeting.operation
-        handles = [HeapHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
-        if handles[mine.rank] != mine:
-            raise RendezvousError(
-                f"{operation}: another process posts as rank {mine.rank}, too (pid "
-                f"{handles[mine.rank].pid}; this one is {mine.pid}). Give every rank a number of "
-                "its own, and every job a store of its own"
-            )
-        for rank, theirs in enumerate(handles):
+        handles: dict[int, HeapHandle] = {}
+
+        def read(rank: int, text: bytes) -> None:
+            theirs = HeapHandle.from_json(text, rank, operation)
+            if rank == mine.rank and theirs != mine:
+                raise RendezvousError(
+                    f"{operation}: another process posts as rank {mine.rank}, too (pid "
+                    f"{theirs.pid}; this one is {mine.pid}). Give every rank a number of its own, "
+                    "and every job a store of its own"
+                )
+            # Before the others have come, since whoever finds a difference ends.
             check_agreement(self._meeting, mine, theirs, rank)
-        return handles
+            handles[rank] = theirs
+
+        self._post("heap", asdict(mine))
+        self._collect("heap", read)
+        return [handles[rank] for rank in range(self._meeting.world_size)]
 
     def everyone(self, stage: str, record: dict[str, Any]) -> list[bytes]:
         """Posts ``record`` and returns what all ranks posted in this stage, by rank, as text.
@@ -360,15 +350,65 @@ class Rendezvous:
         Raises:
             RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
         """
-        _post(self._meeting, f"{self._prefix}/{stage}", record)
-        return _collect(self._meeting, f"{self._prefix}/{stage}")
+        self._post(stage, record)
+        return self._collect(stage)
+
+    def _post(self, stage: str, record: dict[str, Any]) -> None:
+        text = json.dumps({"version": FORMAT_VERSION, **record})
+        self._meeting.store.set(f"{self._prefix}/{stage}/{self._meeting.rank}", text)
+
+    def _collect(self, stage: str, read: Callable[[int, bytes], None] | None = None) -> list[bytes]:
+        """Waits for what every rank posts in a stage; returns it by rank.
+
+        Args:
+            stage: its name.
+            read: called with each rank and text as soon as it is there.
+        """
+        meeting = self._meeting
+        missing = list(range(meeting.world_size))
+        texts: dict[int, bytes] = {}
+        pause_s = FIRST_POLL_S
+        while True:
+            for rank in tuple(missing):
+                text = _look_up(meeting, f"{self._prefix}/{stage}/{rank}")
+                if text is not None:
+                    texts[rank] = text
+                    read_record(text, rank, meeting.operation)
+                    if read is not None:
+                        read(rank, text)
+                    missing.remove(rank)
+            if not missing:
+                return [texts[rank] for rank in range(meeting.world_size)]
+            self.look_for_failures()
+            _wait_for(meeting, missing, pause_s, partial(self._came_twice, missing))
+            pause_s = min(pause_s * 2, LAST_POLL_S)
+
+    def _came_twice(self, missing: list[int]) -> str:
+        """Returns a hint where two processes seem to have one rank, as a sentence, or ""."""
+        if not self._arrivals:
+            return ""
+        store, few, fewer = self._meeting.store, self._meeting.rank, self._arrival
+        came = [store.add(f"{self._arrivals}/{r}", 0) for r in range(self._meeting.world_size)]
+        often = max(range(len(came)), key=came.__getitem__)
+        if came[often] <= fewer:
+            behind = [rank for rank in missing if 0 < came[rank] < fewer]
+            if not behind:
+                return ""
+            often, few, fewer = few, behind[0], came[behind[0]]
+        return (
+            f" Rank {often} has come {came[often]} times, and rank {few} only {fewer}: was rank "
+            f"{often} given to two processes, or has it tried again by itself?"
+        )
 
     def look_for_failures(self) -> None:
         """Raises RendezvousError if a rank has failed; for waits in which peers post nothing."""
-        for rank in range(self._meeting.world_size):
-            text = _look_up(self._meeting, f"{self._prefix}/ready/{rank}")
-            if text is not None:
-                read_record(text, rank, self._meeting.operation)
+        meeting = self._meeting
+        text = _look_up(meeting, f"{self._prefix}/failed")
+        rank = (text or b"").decode(errors="replace")
+        if rank.isdecimal() and len(rank) < 10 and int(rank) < meeting.world_size:
+            told = _look_up(meeting, f"{self._prefix}/failed/{rank}")
+            if told is not None:
+                read_record(told, int(rank), meeting.operation)
 
     def confirm(
         self,
@@ -389,10 +429,10 @@ class Rendezvous:
         """
         saw = [digest_of(asdict(handle)) for handle in handles]
         here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}
-        _post(self._meeting, f"{self._prefix}/ready", {"saw": saw, "unreached": here})
+        self._post("ready", {"saw": saw, "unreached": here})
         operation = self._meeting.operation
         everyone = []
-        for rank, text in enumerate(_collect(self._meeting, f"{self._prefix}/ready")):
+        for rank, text in enumerate(self._collect("ready")):
             record = read_record(text, rank, operation)
             everyone.append(_unreached_of(record.get("unreached"), rank, self._meeting))
             theirs = record.get("saw")
@@ -411,15 +451,37 @@ class Rendezvous:
         return everyone
 
     def fail(self, error: BaseException) -> None:
-        """Tells the peers that wait in either round that this rank cannot take part."""
-        record = {"error": f"{type(error).__name__}: {error}"}
-        for stage in STAGES:
-            try:
-                _post(self._meeting, f"{self._prefix}/{stage}", record)
-            except RuntimeError:
-                # The store is gone, often with the rank that held it; the error that is
-                # being reported matters more.
+        """Tells the peers, whatever they wait for, that this rank cannot take part.
+
+        Only the first failure is told: others mostly follow from it. Rank 0 waits a moment for the
+        peers that have come to hear of it.
+        """
+        meeting = self._meeting
+        told = str(error).removeprefix(f"{meeting.operation}: ")
+        # Of a store that is gone, often with the rank that held it: the error that is being
+        # reported matters more.
+        with contextlib.suppress(RuntimeError):
+            if not meeting.store.check([f"{self._prefix}/failed"]):
+                self._post("failed", {"error": f"{type(error).__name__}: {told}"})
+                meeting.store.set(f"{self._prefix}/failed", str(meeting.rank))
+            meeting.store.set(f"{self._prefix}/ended/{meeting.rank}", "")
+            if meeting.rank == 0 and host_and_port(meeting.store):
+                self._wait_for_ends()
+
+    def _wait_for_ends(self) -> None:
+        """Waits until the peers that have come have ended, too, but not for long."""
+        store, here = self._meeting.store, self._prefix
+        peers = [
+            rank
+            for rank in range(1, self._meeting.world_size)
+            if any(store.check([f"{here}/{stage}/{rank}"]) for stage in FIRST_STAGES)
+        ]
+        deadline = time.monotonic() + FAREWELL_S
+        while time.monotonic() < deadline:
+            peers = [rank for rank in peers if not store.check([f"{here}/ended/{rank}"])]
+            if not peers:
                 return
+            time.sleep(LAST_POLL_S)
 
 
 def _unreached_of(record: Any, rank: int, meeting: Meeting) -> dict[int, str]:

@@ -94,8 +94,10 @@ def test_no_store_at_the_master_address(monkeypatch):
         ("MASTER_PORT", port),
     ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(RendezvousError, match=f"MASTER_PORT={port} within 1 s"):
+    begin = time.monotonic()
+    with pytest.raises(RendezvousError, match=f"within 1 s at .* MASTER_PORT={port}: .* rank 0"):
         Communicator.from_env(timeout=1)
+    assert time.monotonic() - begin < 1.9  # torch's own call may try twice
 
 
 def _environment() -> dict[str, str]:

@@ -90,7 +90,7 @@ def _forger(store, rank, world):
             Communicator.from_store(store, 0, 2, timeout=TIMEOUT_S)
         return str(raised.value)
     store.set(f"{PREFIX}/heap/1", _text(_forged(None, 1, 2)))
-    store.get(f"{PREFIX}/ready/0")  # until rank 0 has told why it failed
+    store.get(f"{PREFIX}/failed/0")  # until rank 0 has told why it failed
     return ""
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch.distributed import Store
 
 from ringcomm import cuda
-from ringcomm.comm.nodes.rails import break_up, gloo
+from ringcomm.comm.nodes.connecting import gloo
+from ringcomm.comm.nodes.rails import break_up
 from ringcomm.cuda.runtime import Event
 from tests.support.emulator import EmulatedRuntime
 

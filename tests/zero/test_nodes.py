@@ -19,7 +19,8 @@ from torch.distributed import Store
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
-from ringcomm.comm.nodes.rails import HEADER_TAG, gloo
+from ringcomm.comm.nodes.connecting import gloo
+from ringcomm.comm.nodes.rails import HEADER_TAG
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero.estimate import BytesPerElement, ModelElems, World

@@ -12,12 +12,13 @@ from torch.distributed import PrefixStore
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.nodes.calls import CallsOverNodes
+from ringcomm.comm.nodes.connecting import Carrier, Connector, carrier_of
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.device_rails import DeviceRails, device_carrier_of
 from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.rails import Rails, carrier_of
+from ringcomm.comm.nodes.rails import Rails
 from ringcomm.comm.nodes.schedules import chosen
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.comm.nodes.watch import Awaiting, Watch
@@ -96,12 +97,12 @@ def _built(
     inner = met.core
     closing.append(inner)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
-    carrier = carrier_of(options.carrier, operation)
-    rails = Rails(places, PrefixStore("rails", store), carrier, options.timeout_s, operation)
+    connector = _connector(membership, found, options.carrier)
+    rails = Rails(places, PrefixStore("rails", store), connector)
     awaiting = _awaiting(found, met)
     watch = Watch(inner, places, awaiting, PrefixStore("faults", store), rails, membership.name)
     closing.append(watch)
-    messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, carrier)
+    messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, connector)
     watch.breakable.append(messages)
     schedule = chosen(options.rails, len(places.nodes))
     core = StepsCore(inner, places, rails, watch, messages, options.wire, schedule)
@@ -132,8 +133,7 @@ def _built_on_device(
     met = _inner(replace(of_node, name=f"{of_node.name}.hosts"), heap_bytes, operation)
     closing.append(met.core)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
-    on_host = carrier_of("gloo", operation)
-    rails = Rails(places, PrefixStore("rails", store), on_host, options.timeout_s, operation)
+    rails = Rails(places, PrefixStore("rails", store), _connector(membership, found, "gloo"))
     own = PrefixStore("carrier", store)
     carried = DeviceRails(places, own, carrier, calls.device_place, operation)
     closing.append(carried)
@@ -145,6 +145,18 @@ def _built_on_device(
     watch.breakable.append(carried)
     core = DeviceNodesCore(met.core, places, rails, watch, options.wire, calls, carried)
     return Built(core, node, watch)
+
+
+def _connector(membership: Membership, found: SeveralNodes, asked: str | Carrier) -> Connector:
+    operation = found.meeting.operation
+    return Connector(
+        found.places,
+        carrier_of(asked, operation),
+        membership.options.timeout_s,
+        operation,
+        found.rendezvous,
+        membership.store,
+    )
 
 
 def _of_node(membership: Membership, places: Places) -> Membership:

@@ -147,6 +147,7 @@ class CallsOverNodes:
         self._scratch = Scratch()
         self._sequence = 0
         self._called = Header(0, "", 0, -1, -1, -1)
+        self._record = 0
         self._headers: list[Message] = []
         self._sent: list[Message] = []
         self._closed = False
@@ -206,6 +207,10 @@ class CallsOverNodes:
         self._rails.close()
         self._inner.close()
 
+    def forget(self) -> None:
+        """Closes the core of a communicator that nobody refers to any more."""
+        self.close()
+
     def all_reduce_plain(self, *_: object) -> int:
         """Says that this core takes calls with all checks only."""
         not_plain: int = _native.NOT_PLAIN
@@ -256,7 +261,7 @@ class CallsOverNodes:
             return 1
         self._sequence += 1
         self._called = Header(self._sequence, name, *head)
-        record = self._inner.record_around(self._called.words(optimizer))
+        record = self._record = self._inner.record_around(self._called.words(optimizer))
         status = _ABORTED
         try:
             if headers:
@@ -274,7 +279,8 @@ class CallsOverNodes:
             who, what = self.places.named(self.places.rank), type(error).__name__
             if isinstance(error, KeyboardInterrupt):
                 what = "Ctrl-C"
-            self._watch.fail(AbortedError(f"{who} was interrupted ({what}) in {self._called}"))
+            called = f"{self._called}{self._watch.site_of(record)}"
+            self._watch.fail(AbortedError(f"{who} was interrupted ({what}) in {called}"))
             self._forget()
             raise
         finally:
@@ -331,7 +337,8 @@ class CallsOverNodes:
         me, other = (self.places.named(rank) for rank in (self.places.rank, peer))
         self._watch.fail(
             MismatchError(
-                f"the ranks made different calls. {me.capitalize()} called {self._called}; "
+                f"the ranks made different calls. {me.capitalize()} called {self._called}"
+                f"{self._watch.site_of(self._record)}; "
                 f"{other} called {theirs}. All ranks must call the same collectives in the same "
                 "order, with equal sizes, dtypes, ops and roots"
             )
@@ -352,7 +359,8 @@ class CallsOverNodes:
             yield
         except RuntimeError as error:
             waited_s, timeout_s = time.monotonic() - begin, self.timeout_ms / 1000
-            self._watch.on_rail(peer, str(self._called), waited_s, timeout_s, str(error))
+            called = f"{self._called}{self._watch.site_of(self._record)}"
+            self._watch.on_rail(peer, called, waited_s, timeout_s, str(error))
             raise _Failed from error
         finally:
             self._watch.awaits(-1)

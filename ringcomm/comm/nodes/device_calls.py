@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from ringcomm.comm.arguments import CallChecks
-from ringcomm.comm.device.launch import POLL_S, DeviceCallChecks
+from ringcomm.comm.device.launch import DeviceCallChecks
 from ringcomm.comm.device.recorder import SeenEvent
 from ringcomm.comm.device.streams import DeviceWork, StreamContext
 from ringcomm.comm.engine import EXIT_GRACE_S, Call, RankContext
@@ -163,19 +162,10 @@ class DeviceNodesCalls(Messages):
         self._core.device_watch.see_device()
         return super()._fault(name)
 
-    def _ends(self, grace_s: float) -> bool:
-        """Waits for the calls under way; False if ``grace_s`` was too short."""
-        deadline = time.monotonic() + grace_s
-        while self._core.device_watch.under_way:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
-
     def _close(self, grace_s: float) -> None:
-        if not self._closed and not self._ends(grace_s):
+        if not self._closed and not self._core.ends(grace_s):
             self.abort("closed with a call under way")
-            self._ends(EXIT_GRACE_S)
+            self._core.ends(EXIT_GRACE_S)
         super()._close(grace_s)
 
     def close(self) -> None:
@@ -187,7 +177,7 @@ class DeviceNodesCalls(Messages):
         """
         unreported: RingcommError | None = None
         if not self._closed and self._refuse is None:
-            self._ends(self.timeout.total_seconds() + EXIT_GRACE_S)
+            self._core.ends(self.timeout.total_seconds() + EXIT_GRACE_S)
             if self._core.device_watch.see_device() is not None:
                 unreported = self._fault("close")
         super().close()

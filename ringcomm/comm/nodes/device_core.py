@@ -23,6 +23,7 @@ have made it, too; their devices may be far behind.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -30,8 +31,8 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.engine import Call
+from ringcomm.comm.device.launch import POLL_S, DeviceCallEngine
+from ringcomm.comm.engine import EXIT_GRACE_S, Call
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
 from ringcomm.comm.nodes.core import ONE_HOP_BYTES
 from ringcomm.comm.nodes.device_rails import DeviceRails
@@ -111,6 +112,21 @@ class DeviceNodesCore(CallsOverNodes):
     @property
     def aborted(self) -> bool:
         return super().aborted or self.calls.aborted
+
+    def ends(self, grace_s: float) -> bool:
+        """Waits for the calls under way; False if ``grace_s`` was too short."""
+        deadline = time.monotonic() + grace_s
+        while self.device_watch.under_way:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def forget(self) -> None:
+        if not self.ends(EXIT_GRACE_S):
+            self.abort("dropped with a call under way")
+            self.ends(EXIT_GRACE_S)
+        self.close()
 
     def close(self) -> None:
         self._closed = True

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, Store, is_nccl_available
 
+from ringcomm.comm.nodes.connecting import CONNECT_S, Carrier, carrier_failed, told_by
 from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.rails import CONNECT_S, Carrier, break_up
+from ringcomm.comm.nodes.rails import break_up
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
-from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError
+from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError
 
 Tensor = torch.Tensor
 
@@ -119,8 +120,12 @@ class DeviceRails:
                     group = carrier(
                         own, places.node, len(places.nodes), timedelta(seconds=CONNECT_S)
                     )
-            except (RuntimeError, OSError) as error:
-                raise self._unreachable(rail, str(error).partition("\n")[0]) from error
+            except RingcommError:
+                raise
+            except Exception as error:
+                if carrier is nccl:
+                    raise self._unreachable(rail, told_by(error)) from error
+                raise carrier_failed(operation, places, carrier, error) from error
             for name in ("alltoall_base", "broadcast"):
                 if not callable(getattr(group, name, None)):
                     raise ArgumentError(
@@ -145,7 +150,7 @@ class DeviceRails:
                 try:
                     found = self._numbers(rail, stream, deadline)
                 except RuntimeError as error:
-                    raise self._unreachable(rail, str(error).partition("\n")[0]) from error
+                    raise self._unreachable(rail, told_by(error)) from error
                 if found != expected:
                     raise self._unreachable(rail, f"{found} in place of {expected}")
 

@@ -120,7 +120,7 @@ class DeviceWatch(Watch):
             if fault is not None:
                 if fault["kind"] == "aborted" and not is_claim(fault["reason"]):
                     fault = {**fault, "reason": self._renamed(fault["reason"])}
-                self.fail(self._of_node(fault))
+                self.fail(self._worded(fault, None))
         return self.error
 
     def in_calls(self, error: RingcommError, called: str) -> None:
@@ -139,7 +139,9 @@ class DeviceWatch(Watch):
         mates = self._places.mates
         return RANK.sub(
             lambda found: (
-                self._places.named(mates[int(found[1])]) if int(found[1]) < len(mates) else found[0]
+                f"{found[1]}{self._places.named(mates[int(found[2])])[1:]}"
+                if int(found[2]) < len(mates)
+                else found[0]
             ),
             text,
         )

@@ -23,9 +23,9 @@ import torch
 from torch.distributed import Store
 
 from ringcomm import _native
+from ringcomm.comm.nodes.connecting import Connector
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
-    Carrier,
     begun,
     break_up,
     join,
@@ -135,6 +135,12 @@ class _OpenTag:
             self._changed.notify_all()
         return ended
 
+    @property
+    def gone(self) -> set[int]:
+        """The ranks of other nodes from which nothing comes any more."""
+        with self._changed:
+            return set(self._gone)
+
     def _in_vain(self, request: RailRequest) -> bool:
         if request.source < 0:
             return len(self._gone) == self._strangers
@@ -149,7 +155,7 @@ class NodesMessages:
         places: of all ranks.
         store: of these messages alone.
         watch: over all ranks.
-        carrier: makes the group of all ranks.
+        connector: makes the group of all ranks.
     """
 
     def __init__(
@@ -158,15 +164,14 @@ class NodesMessages:
         places: Places,
         store: Store,
         watch: Watch,
-        carrier: Carrier,
+        connector: Connector,
     ) -> None:
         self._inner = inner
         self._places = places
         self._watch = watch
         world = sum(map(len, places.nodes))
-        timeout = timedelta(milliseconds=inner.timeout_ms)
         # Not a lazy group of Gloo's: there the first receive waits until its sender calls, too.
-        self._group: Any = carrier(store, places.rank, world, timeout)
+        self._group: Any = connector.group(store, places.rank, range(world))
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
         self._open: dict[int, _OpenTag] = {}
@@ -191,7 +196,7 @@ class NodesMessages:
                 begun(lambda: self._group.send([header.packed()], peer, header_tag)),
                 begun(lambda: self._group.send([memory], peer, data_tag)),
             ]
-            request = RailRequest(peer, ptr, header, self._give_up, self._interrupted)
+            request = RailRequest("send", peer, ptr, header, self._give_up, self._interrupted)
             line.add(lambda: self._end(request, lambda: self._await(works)))
         return request
 
@@ -206,7 +211,7 @@ class NodesMessages:
         with self._guard:
             if peer < 0:
                 return self._post_recv_of_any(ptr, mine)
-            request = RailRequest(peer, ptr, mine, self._give_up, self._interrupted)
+            request = RailRequest("recv", peer, ptr, mine, self._give_up, self._interrupted)
             if tag in self._open:
                 if not self._open[tag].add(request):
                     self._end_in_vain(request, "the connection had ended before")
@@ -341,33 +346,42 @@ class NodesMessages:
         if not self._closed and self._watch.error is None:
             if request.source >= 0:
                 for_ever_s = FOR_EVER.total_seconds()
-                self._watch.on_rail(request.source, "a message", 0.0, for_ever_s, why)
+                self._watch.on_rail(request.source, request.called, 0.0, for_ever_s, why)
             elif isinstance(request, AnyRequest) and len(self._places.mates) > 1:
                 request.stay_within(self._inner)
                 return
             else:
                 who = self._places.named(self._places.rank)
-                text = f"{who} in recv, from any rank: all others have ended or closed"
+                text = f"{who} in {request.called}, from any rank: all others have ended or closed"
                 self._watch.fail(PeerLost(text))
         request.end(PEER_LOST)
 
-    def _give_up(self, peer: int, waited_s: float) -> None:
+    def _give_up(self, request: RailRequest, waited_s: float) -> None:
         """Ends the communicator when a message was awaited for too long."""
         timeout_s = self._inner.timeout_ms / 1000
         if waited_s >= timeout_s:
-            self._watch.on_rail(peer, "a message", waited_s, timeout_s, "")
+            self._watch.on_rail(request.source, request.called, waited_s, timeout_s, "")
 
-    def _interrupted(self) -> None:
+    def _interrupted(self, request: RailRequest) -> None:
         who = self._places.named(self._places.rank)
-        self._watch.fail(AbortedError(f"{who} was interrupted (Ctrl-C) in a message"))
+        self._watch.fail(AbortedError(f"{who} was interrupted (Ctrl-C) in {request.called}"))
 
-    def _give_up_any(self, tag: int, waited_s: float) -> None:
+    def _give_up_any(self, request: AnyRequest, waited_s: float) -> None:
         """Ends the communicator when a message of any rank was awaited for too long."""
-        if waited_s * 1000 >= self._inner.timeout_ms:
-            self._watch.fail(
-                CollectiveTimeout(
-                    f"{self._places.named(self._places.rank)} in recv (tag {tag}, from any rank) "
-                    f"waited {waited_s * 1000:.0f} ms, until its timeout ended, and no rank has "
-                    "sent. Look at what the senders do, or raise timeout="
-                )
+        if waited_s * 1000 < self._inner.timeout_ms:
+            return
+        places = self._places
+        gone = self._open[request.expected.tag].gone | {
+            rank
+            for place, rank in enumerate(places.mates)
+            if rank != places.rank and self._inner.health(place)
+        }
+        ended = ", ".join(map(places.named, sorted(gone)))
+        told = f" Of those that could have, {ended} ended or closed before." if gone else ""
+        self._watch.fail(
+            CollectiveTimeout(
+                f"{places.named(places.rank)} in {request.called}, from any rank, waited "
+                f"{waited_s * 1000:.0f} ms, until its timeout ended, and no rank has sent.{told} "
+                "Look at what the senders do, or raise timeout="
             )
+        )

@@ -1,38 +1,24 @@
-"""The rails of one rank: messages to the ranks of other nodes, carried by an engine that exists.
-
-A *carrier* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or what the user's
-function returns. ringcomm has it send and receive, and nothing else: reductions are its own.
-"""
+"""The rails of one rank: messages to the ranks of other nodes, carried by an engine that exists."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import queue
-import socket
 import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
+from ringcomm.comm.nodes.connecting import LEAVES_S, Connector
 from ringcomm.comm.nodes.places import Places
-from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, start_thread
-from ringcomm.rendezvous.environment import LOOPBACK
-from ringcomm.rendezvous.handles import host_and_port
+from ringcomm.errors import start_thread
 
 Tensor = torch.Tensor
-#: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
-Carrier = Callable[[Store, int, int, timedelta], Any]
-
-# How long the ranks of a rail, all of which are there, try to connect; a choice.
-CONNECT_S = 60.0
-INTERFACE_VARIABLES = ("RINGCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-
 
 # Gloo ends the process when more arrives than a receive has room for. So the tag of data stands for
 # what they are and for their size: what does not fit meets no receive, and headers tell why.
@@ -49,67 +35,6 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(ptr), dtype=torch.uint8)
-
-
-def carrier_of(asked: str | Carrier, operation: str) -> Carrier:
-    """Returns the carrier that ``CommOptions.carrier`` names, for tensors of the CPU.
-
-    Raises:
-        UnsupportedError: it is NCCL, which moves no memory of the CPU; or Gloo is missing.
-    """
-    if callable(asked):
-        return asked
-    if asked == "nccl":
-        raise UnsupportedError(
-            f'{operation}: carrier: expected "gloo" or a function for tensors of the CPU, got '
-            '"nccl", which moves memory of GPUs only. Leave carrier="auto"'
-        )
-    return gloo
-
-
-def gloo(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
-    """Makes a ProcessGroupGloo over the interface that leads to the store's host.
-
-    Args:
-        store: of this group alone.
-        node: this rank's number in the group.
-        num_nodes: the size of the group.
-        timeout: for connecting, and the default of its calls.
-
-    Raises:
-        UnsupportedError: this torch was built without Gloo.
-    """
-    try:
-        from torch.distributed import ProcessGroupGloo
-    except ImportError as error:
-        raise UnsupportedError(
-            "carrier: this torch has no Gloo; pass CommOptions(carrier=FUNCTION) with another "
-            "torch.distributed process group"
-        ) from error
-    # torch's own type of the module leaves the class of its options out.
-    options = cast(Any, ProcessGroupGloo)._Options()
-    options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(**_interface(store))]
-    return ProcessGroupGloo(store, node, num_nodes, options)
-
-
-def _interface(store: Any) -> dict[str, str]:
-    """Returns the interface or address that Gloo's connections use here."""
-    for variable in INTERFACE_VARIABLES:
-        if os.environ.get(variable):
-            return {"interface": os.environ[variable].split(",")[0]}
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if isinstance(store, HashStore):  # of threads of one process
-        return {"hostname": LOOPBACK}
-    found = host_and_port(store)
-    if found is None:
-        return {"hostname": socket.gethostname()}
-    # A connected datagram socket sends nothing, but has the address that the route would use.
-    family, kind, protocol, _, address = socket.getaddrinfo(found[0], 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return {"hostname": probe.getsockname()[0]}
 
 
 # NOTE [Ending a wait of Gloo's]
@@ -175,7 +100,6 @@ def begun(begin: Callable[[], Any]) -> Any:
 # A thread that comes back from a wait of torch's while Python ends is unwound through C++ that does
 # not allow it, and the process aborts. So who ends such threads waits until they have gone: at exit
 # every communicator is closed before Python ends.
-LEAVES_S = 1.0
 
 
 def join(thread: threading.Thread | None) -> None:
@@ -232,51 +156,22 @@ class Rails:
     Args:
         places: of all ranks.
         store: of this communicator alone.
-        carrier: makes the groups.
-        timeout_s: of the communicator, in seconds.
-        operation: named in errors.
+        connector: makes the groups.
 
     Raises:
         RendezvousError: a rank of a rail cannot be reached; says from which address.
     """
 
-    def __init__(
-        self, places: Places, store: Store, carrier: Carrier, timeout_s: float, operation: str
-    ) -> None:
+    def __init__(self, places: Places, store: Store, connector: Connector) -> None:
         self.places = places
         self._waiter = Waiter("ringcomm-rail")
+        self._connector = connector  # which keeps what the groups need
         self._groups: dict[int, Any] = {
-            number: self._made(number, store, carrier, timeout_s, operation)
+            number: connector.group(
+                PrefixStore(f"rail{number}", store), places.node, places.rail(number)
+            )
             for number in places.rails_of(places.rank)
         }
-
-    def _made(
-        self, number: int, store: Store, carrier: Carrier, timeout_s: float, operation: str
-    ) -> Any:
-        own = PrefixStore(f"rail{number}", store)
-        timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
-        places = self.places
-        try:
-            group = carrier(own, places.node, len(places.nodes), timeout)
-        except (RuntimeError, OSError) as error:
-            peers = ", ".join(
-                places.named(rank) for rank in places.rail(number) if rank != places.rank
-            )
-            try:
-                here = " ".join(_interface(own).values())
-            except OSError as unknown:
-                here = f"no address ({unknown})"
-            raise RendezvousError(
-                f"{operation}: expected to connect from {here} on {socket.gethostname()} to "
-                f"{peers}, got: {str(error).splitlines()[0]}. Name the interface that all nodes "
-                "share in RINGCOMM_SOCKET_IFNAME, and let no firewall close its ports"
-            ) from error
-        if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):
-            raise ArgumentError(
-                f"{operation}: carrier: expected a function that returns a process group of "
-                f"torch.distributed, got one that returned {group!r}"
-            )
-        return group
 
     def send(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
         """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""

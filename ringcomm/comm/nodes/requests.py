@@ -6,12 +6,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.nodes.rails import memory_at
+from ringcomm.comm.recorder.reader import program_line
 
 LOOK_S = 0.05
 # Of post_recv of the node's core.
@@ -66,10 +67,11 @@ class RailRequest:
     """A message to or from another node.
 
     Args:
+        name: "send" or "recv".
         source: the other rank.
         ptr: where the data lie, or come to.
         expected: what they are; its number is not read.
-        give_up: called with the other rank and the seconds so far while somebody waits; ends the
+        give_up: called with this request and the seconds so far while somebody waits; ends the
             communicator when that was too long.
         interrupted: called when a Ctrl-C has ended a wait; ends the communicator.
 
@@ -80,12 +82,14 @@ class RailRequest:
 
     def __init__(
         self,
+        name: str,
         source: int,
         ptr: int,
         expected: MessageHeader,
-        give_up: Callable[[int, float], None],
-        interrupted: Callable[[], None],
+        give_up: Callable[[Any, float], None],
+        interrupted: Callable[[Any], None],
     ) -> None:
+        self._name, self._line = name, program_line()
         self.source = source
         self.expected = expected
         self.dtype = _DTYPE_NAMES.get(expected.dtype, "?")
@@ -95,6 +99,14 @@ class RailRequest:
         self._interrupted = interrupted
         self._ended = threading.Event()
         self._status = 0
+
+    @property
+    def called(self) -> str:
+        """The call in words, with the program's line."""
+        file, line = self._line
+        _, tag, dtype, size_bytes = self.expected
+        what = f"{_DTYPE_NAMES.get(dtype, '?')}, {size_bytes} bytes, tag {tag}"
+        return f"{self._name}({what}) at {file}:{line}"
 
     def memory(self) -> torch.Tensor:
         """Returns the data's memory, as bytes."""
@@ -125,7 +137,7 @@ class RailRequest:
         try:
             return self._wait(timeout_ms)
         except BaseException:
-            self._interrupted()
+            self._interrupted(self)
             raise
 
     def _wait(self, timeout_ms: int) -> int:
@@ -136,13 +148,9 @@ class RailRequest:
             if self._wait_for(min(max(left_s, 0.0), LOOK_S)):
                 return self._status
             if timeout_ms < 0:
-                self._give_up(self._awaited, time.monotonic() - begin)
+                self._give_up(self, time.monotonic() - begin)
             elif left_s <= 0:
                 return _native.STATUSES["timeout"]
-
-    @property
-    def _awaited(self) -> int:
-        return self.source
 
     def _wait_for(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
@@ -155,7 +163,7 @@ class AnyRequest(RailRequest):
         ptr, expected: as of :class:`RailRequest`.
         inner: the core of the node.
         mates: its ranks.
-        give_up: as of :class:`RailRequest`, with the tag in place of a rank.
+        give_up: as of :class:`RailRequest`.
         interrupted: as of :class:`RailRequest`.
     """
 
@@ -165,10 +173,10 @@ class AnyRequest(RailRequest):
         expected: MessageHeader,
         inner: _native.Comm,
         mates: tuple[int, ...],
-        give_up: Callable[[int, float], None],
-        interrupted: Callable[[], None],
+        give_up: Callable[[Any, float], None],
+        interrupted: Callable[[Any], None],
     ) -> None:
-        super().__init__(-1, ptr, expected, give_up, interrupted)
+        super().__init__("recv", -1, ptr, expected, give_up, interrupted)
         self._mates = mates
         self._guard = threading.Lock()
         self._elsewhere = False
@@ -199,10 +207,6 @@ class AnyRequest(RailRequest):
                 self.dtype, self.size_bytes = self._within.dtype, self._within.size_bytes
                 self.end(self._within.status())
         return self._ended.is_set()
-
-    @property
-    def _awaited(self) -> int:
-        return self.expected.tag
 
     def _wait_for(self, seconds: float) -> bool:
         if not self.done() and not self._elsewhere:

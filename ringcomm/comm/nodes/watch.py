@@ -22,9 +22,12 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from ringcomm import _native, errors
+from ringcomm.comm.nodes.connecting import told_by
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import join
 from ringcomm.comm.nodes.trace import NodeTrace
+from ringcomm.comm.recorder.reader import FlightRecorder, last_over_nodes, told_over_nodes
+from ringcomm.comm.recorder.records import Recording, at, renumbered
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -48,7 +51,7 @@ LONGEST_CLAIM = 240
 _SILENT = "The store"
 
 
-RANK = re.compile(r"\brank (\d{1,9})\b(?! \(node)")
+RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
 
 
 class Awaiting:
@@ -114,6 +117,7 @@ class Watch:
         self._store = store
         self.breakable = [rails]
         self.trace: NodeTrace | None = None
+        self._recorder = FlightRecorder(inner, name, (places.place, len(places.mates)))
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._asked_s = 0.0
@@ -157,7 +161,7 @@ class Watch:
             self.fail(claim, claimed=True)
             return
         who, awaited = self._me(), self._places.named(peer)
-        said = printable(text.partition("\n")[0][:160])
+        said = told_by(text)
         if waited_s >= timeout_s:
             self.fail(
                 CollectiveTimeout(
@@ -216,6 +220,10 @@ class Watch:
         return self._places.named(self._places.rank)
 
     def _of_node(self, fault: dict[str, Any]) -> RingcommError:
+        """Words a fault of the node on its hosts, whose calls are on record."""
+        return self._worded(fault, self._recording())
+
+    def _worded(self, fault: dict[str, Any], recording: Recording | None) -> RingcommError:
         """Words a fault of the node, whose ranks are numbered within it."""
         mates = self._places.mates
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
@@ -226,17 +234,37 @@ class Watch:
         for name in ("rank", "peer"):
             if 0 <= fault[name] < len(mates):
                 fault[name] = mates[fault[name]]
-        error = from_fault("", fault)
+        known = fault if recording is None else told_over_nodes(fault, recording)
+        beyond = self._beyond(fault["peer"], recording) if fault["kind"] == "timeout" else -1
+        error = from_fault("", known) if beyond < 0 else _waited_beyond(known, beyond)
         text = str(error).removeprefix(": ").partition(" The communicator is unusable now")[0]
-        text = RANK.sub(lambda found: self._places.named(int(found[1])), text).rstrip(" .")
-        if fault["kind"] == "timeout" and fault["peer"] in mates:
-            beyond = self.awaiting.of(self._places.place_of(fault["peer"]))
+        text = RANK.sub(lambda found: f"{found[1]}{self._places.named(int(found[2]))[1:]}", text)
+        return type(error)(text.rstrip(" ."))
+
+    def _recording(self) -> Recording | None:
+        """Returns what this node's ranks did last, under their ranks here; None: it is damaged."""
+        try:
+            return renumbered(self._recorder.recording(), self._places.mates)
+        except RingcommError:
+            return None
+
+    def site_of(self, number: int) -> str:
+        """Returns " at" and the site of this rank's call of that number on record, or ""."""
+        recording = self._recording()
+        mine = None if recording is None else recording.rank(self._places.rank)
+        return at(None if mine is None else mine.collective(number))
+
+    def _beyond(self, peer: int, recording: Recording | None) -> int:
+        """Returns the rank of another node for which a rank that is awaited waits itself, or -1."""
+        places, seen = self._places, set[int]()
+        while peer in places.mates and peer not in seen:
+            seen.add(peer)
+            beyond = self.awaiting.of(places.place_of(peer))
             if beyond >= 0:
-                text += (
-                    f". It waits itself for {self._places.named(beyond)}: look at what that rank "
-                    "does, and at the link between the nodes"
-                )
-        return type(error)(text)
+                return beyond
+            record = None if recording is None else recording.rank(peer)
+            peer = -1 if record is None else record.waits_for
+        return -1
 
     def _loop(self) -> None:
         while not self._ended.wait(LOOK_S):
@@ -252,14 +280,20 @@ class Watch:
         if self._waits():
             for place, rank in enumerate(self._places.mates):
                 if rank != self._places.rank and self._inner.health(place):
-                    named = self._places.named(rank)
-                    self.fail(PeerLost(f"the process of {named} has ended. See why it ended"))
+                    self.fail(self._ended_process(rank))
                     return
         if self._places.place == 0 and time.monotonic() >= self._asked_s + ASK_STORE_S:
             self._asked_s = time.monotonic()
             claim = self._read_claim()
             if claim is not None:
                 self.fail(claim, claimed=True)
+
+    def _ended_process(self, rank: int) -> PeerLost:
+        recording = self._recording()
+        its = None if recording is None else recording.rank(rank)
+        last = "" if its is None or recording is None else last_over_nodes(its, recording.taken_ns)
+        did = f"; its last call: {last}" if last else ""
+        return PeerLost(f"the process of {self._places.named(rank)} has ended{did}. See why")
 
     def _waits(self) -> bool:
         """Tells whether a call of this rank waits for others now."""
@@ -339,6 +373,16 @@ class Watch:
             "of faults, does not answer: see whether the process or the node that holds it "
             "(usually rank 0's) ended"
         )
+
+
+def _waited_beyond(fault: dict[str, Any], beyond: int) -> CollectiveTimeout:
+    """Words a wait for a mate that waits for a rank of another node, which is the cause."""
+    return CollectiveTimeout(
+        f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms, until its "
+        f"timeout ended, for rank {beyond}, which did not come: rank {fault['peer']}, of its own "
+        f"node, waits for that rank. It is stopped, late, or never made this call, or the link "
+        f"between the nodes is down: look at what rank {beyond} does, or raise timeout="
+    )
 
 
 def text_of(error: RingcommError) -> str:

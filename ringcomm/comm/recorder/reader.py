@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,13 +26,22 @@ from ringcomm.comm.recorder.records import (
     Recording,
     at,
     describe,
+    inner_calls,
     read_block,
     read_header,
     with_failure,
 )
 from ringcomm.errors import RingcommError
 
-__all__ = ["LIMIT_S", "FlightRecorder", "Writing", "at_this_call_site"]
+__all__ = [
+    "LIMIT_S",
+    "FlightRecorder",
+    "Writing",
+    "at_this_call_site",
+    "last_over_nodes",
+    "program_line",
+    "told_over_nodes",
+]
 
 # Reading records and writing a trace may delay the error of a fault by no more than this, even if
 # the file system hangs or a large world has many records.
@@ -65,6 +77,18 @@ def _tell_apart_frames() -> None:
 
 
 _tell_apart_frames()
+
+
+def _is_library(module: object) -> bool:
+    return isinstance(module, str) and module.startswith(("ringcomm.", "torch."))
+
+
+def program_line() -> tuple[str, int]:
+    """Returns file and line of the program from which ringcomm was called on this thread."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__")):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def at_this_call_site(run: Callable[[], T]) -> Callable[[], T]:
@@ -180,6 +204,54 @@ def _tell(fault: Fault, recording: Recording) -> Fault:
     if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_closed"):
         told["story"] = _story(reporter, peer, fault, recording.taken_ns)
     return told
+
+
+_NUMBER = re.compile(r" \(call \d+\)")
+
+
+def _outer(rank: RankRecording) -> RankRecording:
+    """Returns a copy without the calls within the node that calls over nodes are made of."""
+    inner = inner_calls(rank.collectives)
+    outer = tuple(each for each in rank.collectives if each.number not in inner)
+    return replace(rank, collectives=outer)
+
+
+def last_over_nodes(rank: RankRecording, now_ns: int) -> str:
+    """Returns the last call over nodes of a node's rank in words; "" if it has made none."""
+    last = _outer(rank).last
+    return "" if last is None else _NUMBER.sub("", _in_words(last, now_ns, rank.on_device))
+
+
+def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
+    """Returns a node's fault in the words of the calls over nodes, which the program made.
+
+    Args:
+        fault: whose ranks have the numbers of the recording.
+        recording: of the node's ranks, with the calls over nodes and those that they are made of.
+    """
+    if fault["message"]:
+        return _tell(fault, recording)
+    outer = replace(recording, ranks=tuple(map(_outer, recording.ranks)))
+
+    def around(number_of: int, call: int) -> Record | None:
+        known, made = recording.rank(number_of), outer.rank(number_of)
+        if known is None or made is None or known.collective(call) is None:
+            return None
+        return [each for each in made.collectives if each.number <= call][-1]
+
+    mine = around(fault["rank"], fault["sequence"])
+    if mine is None:
+        return _tell(fault, recording)
+    told = {**fault, "mine": describe(mine), "sequence": mine.number}
+    if fault["kind"] == "mismatch":
+        theirs = around(fault["peer"], fault["their_sequence"])
+        told["mine"] += at(mine)
+        if theirs is not None:
+            told["theirs"] = f"{describe(theirs)}{at(theirs)}"
+        return told
+    told = _tell(told, outer)
+    # These numbers count a node's calls, too.
+    return {**told, "story": _NUMBER.sub("", told.get("story", ""))}
 
 
 class Source(Protocol):

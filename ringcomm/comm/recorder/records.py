@@ -32,6 +32,7 @@ __all__ = [
     "call_of",
     "describe",
     "divergence",
+    "inner_calls",
     "read_block",
     "read_header",
     "renumbered",
@@ -224,6 +225,17 @@ def renumbered(recording: Recording, numbers: Sequence[int]) -> Recording:
         for each in recording.ranks
     )
     return replace(recording, ranks=ranks)
+
+
+def inner_calls(collectives: Sequence[Record]) -> set[int]:
+    """Returns the numbers of the calls that were made within the one before them."""
+    inner, around = set(), None
+    for record in collectives:
+        if around is not None and (not around.end_ns or record.begin_ns < around.end_ns):
+            inner.add(record.number)
+        else:
+            around = record
+    return inner
 
 
 def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:

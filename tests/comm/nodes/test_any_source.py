@@ -96,7 +96,10 @@ def test_sizes_that_differ_cost_one_message():
                 comm.send(torch.full((2,), float(sender)), 0)
             if comm.rank == 0:
                 tensor = torch.empty(2)
-                with pytest.raises(MismatchError, match=f"12 bytes of float32 from rank {sender}"):
+                with pytest.raises(
+                    MismatchError,
+                    match=rf"12 bytes of float32 from rank {sender} \(node {sender // 2}\)",
+                ):
                     comm.recv(tensor)
                 assert comm.recv(tensor) == sender and tensor.tolist() == [sender] * 2
             comm.barrier()
@@ -143,6 +146,37 @@ def test_an_abort_ends_the_wait(aborts):
                     work.wait()
 
     with world_of((2, 2)) as world:
+        world.run(body)
+
+
+def test_a_timeout_names_those_that_are_gone():
+    left = threading.Event()
+
+    def body(comm):
+        if comm.rank == 2:
+            comm.close()
+            left.set()
+        elif comm.rank == 0:
+            assert left.wait(60)
+            gone = r"Of those that could have, rank 2 \(node 1\) ended or closed before"
+            said = rf"rank 0 \(node 0\) in recv\(float32, 4 bytes, tag 5\) at {__file__}:.*{gone}"
+            with pytest.raises(CollectiveTimeout, match=said):
+                comm.recv(torch.empty(1), tag=5)
+
+    with world_of((2, 2), 0.5) as world:
+        world.run(body)
+
+
+def test_a_message_that_does_not_come_is_told_with_the_programs_line():
+    def body(comm):
+        if comm.rank == 0:
+            said = (
+                rf"in recv\(float32, 4 bytes, tag 0\) at {__file__}:\d+ waited .* rank 1 \(node 1\)"
+            )
+            with pytest.raises(CollectiveTimeout, match=said):
+                comm.recv(torch.empty(1), 1)
+
+    with world_of((1, 1), 0.5) as world:
         world.run(body)
 
 

@@ -15,7 +15,7 @@ from torch.distributed import Store
 import ringcomm
 from ringcomm import AbortedError, CommOptions
 from ringcomm.comm import engine
-from ringcomm.comm.nodes.rails import gloo
+from ringcomm.comm.nodes.connecting import gloo
 from tests.support.ranks import Ranks, join_nodes
 
 

@@ -7,6 +7,7 @@ NCCL, in the order of streams (tests/support/device_carrier.py).
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -359,6 +360,22 @@ def test_sizes_that_differ_are_told(devices: Devices) -> None:
         assert isinstance(error, MismatchError), error
         for word in ("rank 0 (node 0)", "rank 2 (node 1)", "8 bytes", "12"):
             assert word in str(error)
+
+
+def test_a_dropped_communicator_ends_after_what_was_enqueued(devices: Devices) -> None:
+    before = set(threading.enumerate())
+    made = [world_of((0, 1))]
+    tensors = [torch.ones(3001), torch.ones(3001)]
+
+    def body(comm: Communicator) -> None:
+        with devices.as_on_gpu(comm):
+            comm.all_reduce(tensors[comm.rank])
+
+    made[0].run(body)
+    made.clear()
+    gc.collect()
+    assert [each.name for each in threading.enumerate() if each not in before] == []
+    assert all(tensor.eq(2).all() for tensor in tensors)
 
 
 def test_a_device_that_does_not_go_on(devices: Devices) -> None:

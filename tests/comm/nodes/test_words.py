@@ -1,0 +1,81 @@
+"""What errors over nodes say: the program's call and line, who is awaited in the end, and where."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import CollectiveTimeout, CommOptions, Communicator, MismatchError
+from ringcomm.comm.recorder import trace_file
+from ringcomm.errors import RingcommError
+
+TIMEOUT_S = 0.3
+LINE = f" at {__file__}:"
+
+
+@pytest.fixture(autouse=True)
+def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trace_file.VARIABLE, "off")
+
+
+def errors_of(body: Callable[[Communicator], object], shape: tuple[int, ...]) -> list[str]:
+    """Returns by rank the words of the errors of a world's calls; "" where a rank makes none."""
+
+    def caught(comm: Communicator) -> str:
+        comm.barrier()
+        comm.timeout = TIMEOUT_S
+        try:
+            body(comm)
+        except RingcommError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with ringcomm.local_world(sum(shape), nodes=shape, options=CommOptions(timeout=60)) as world:
+        return world.run(caught)
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_timeout_names_the_programs_call(missing: int) -> None:
+    """Of a mate and of a rail peer that make no call; the node's own calls are not shown."""
+
+    def body(comm: Communicator) -> None:
+        if comm.rank != missing:
+            comm.all_reduce(torch.ones(100_000))
+
+    texts = errors_of(body, (2, 1))
+    assert texts.pop(missing) == ""
+    for text in texts:
+        assert text.startswith(f"{CollectiveTimeout.__name__}: all_reduce on rank ")
+        assert "400000 bytes" in text and "reduce_scatter" not in text
+        assert f"for rank {missing} (node {missing // 2})" in text
+        assert LINE in text
+        if missing == 1:
+            assert f"Rank 1 (node 0)'s last call: barrier(){LINE}" in text
+
+
+def test_the_rank_behind_a_mate_is_named_first() -> None:
+    """Rank 1 waits for a mate that waits for another node, and gives up before that mate does."""
+
+    def body(comm: Communicator) -> None:
+        if comm.rank < 2:
+            comm.broadcast(torch.ones(100_000), 2)
+
+    for text in errors_of(body, (2, 1))[:2]:
+        assert "until its timeout ended, for rank 2 (node 1), which did not come" in text
+        assert "rank 0 (node 0), of its own node, waits for that rank" in text
+        assert f"rank 1 (node 0) in broadcast(float32, root 2, 400000 bytes, direct){LINE}" in text
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 1)])
+def test_a_mismatch_names_both_programs_calls(shape: tuple[int, ...]) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.all_reduce(torch.ones(100_000))
+        else:
+            comm.reduce_scatter_tensor(torch.ones(30), torch.ones(30 * comm.world_size))
+
+    for text in errors_of(body, shape):
+        assert text.startswith(MismatchError.__name__)
+        assert "all_reduce" in text and " reduce_scatter" in text and "_partial" not in text
+        assert LINE in text

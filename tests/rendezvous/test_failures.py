@@ -1,0 +1,135 @@
+"""Every rank of a failed rendezvous says why, and none blames the store that ends with rank 0."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from ringcomm import CommOptions, Communicator, RingcommError
+from ringcomm.rendezvous import handles
+from ringcomm.rendezvous.environment import Placement
+
+pytestmark = pytest.mark.deadlines
+
+LOOPBACK = "127.0.0.1"
+LONG_S = 60.0
+
+
+def errors_of(build: Callable[[int], Any], ranks: int) -> list[str]:
+    """Returns the words of each rank's error; ranks are threads."""
+    errors = [""] * ranks
+
+    def body(number: int) -> None:
+        try:
+            build(number)
+        except RingcommError as error:
+            errors[number] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(errors)
+    return errors
+
+
+class Slow:
+    """A store whose answers come late, as those of a rank that is behind the others."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.1)
+        found: bool = self._inner.check(keys)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def different_options(ranks: int) -> list[str]:
+    """Rank 0 serves the store, has other options than the rest, and ends the store with itself."""
+    server = TCPStore(LOOPBACK, 0, ranks, True, wait_for_workers=False)
+    stores: list[TCPStore | None] = [server]
+    port = server.port
+    del server
+    for _ in range(1, ranks):
+        stores.append(TCPStore(LOOPBACK, port, ranks, False, timedelta(seconds=LONG_S)))
+
+    def build(rank: int) -> None:
+        store: Any = stores[rank] if rank < ranks - 1 else Slow(stores[rank])
+        wire = "param" if rank == 0 else "fp32"
+        try:
+            Communicator.from_store(
+                store, rank, ranks, options=CommOptions(timeout=LONG_S, wire=wire)
+            )
+        finally:
+            if rank == 0:
+                del store
+                stores[0] = None
+
+    return errors_of(build, ranks)
+
+
+def test_every_rank_says_that_options_differ() -> None:
+    for text in different_options(3):
+        assert "the ranks were given different options" in text
+        assert "wire=param" in text and "wire=fp32" in text
+        assert text.count("rendezvous of communicator") == 1
+
+
+def test_a_store_that_ends_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "FAREWELL_S", 0.0)
+    assert any("does not answer any more" in text for text in different_options(3))
+
+
+def test_rank_0_waits_for_nobody_who_has_not_come() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RingcommError, match=r"waited 0\.2 s for rank 1, which did not come"):
+        Communicator.from_store(
+            TCPStore(LOOPBACK, 0, 2, True, wait_for_workers=False), 0, 2, timeout=0.2
+        )
+    assert time.monotonic() - begin < handles.FAREWELL_S
+
+
+def test_a_missing_rank_is_named_by_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+
+    def build(rank: int) -> None:
+        store = Placement("torchrun", rank, 3, 3, has_master=True).store(LONG_S)
+        Communicator.from_store(store, rank, 3, timeout=0.5)
+
+    for text in errors_of(build, 2):
+        assert "waited 0.5 s for rank 2, which did not come" in text
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(RingcommError, match=r"cannot serve a store.*a second process"):
+            Placement("torchrun", 0, 2, 2, has_master=True).store(LONG_S)
+
+
+def test_two_processes_of_one_rank() -> None:
+    store = HashStore()
+
+    def build(number: int) -> None:
+        Communicator.from_store(store, min(number, 1), 3, timeout=0.5)
+
+    texts = errors_of(build, 3)
+    assert all("rank 2, which did not come" in text or "ranks 0, 2" in text for text in texts)
+    for text in texts:
+        assert "Rank 1 has come 2 times, and rank" in text
+        assert "was rank 1 given to two processes" in text
