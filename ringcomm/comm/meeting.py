@@ -163,17 +163,19 @@ def _check_ids(
         return
     for first, second in pairwise(ranks[0] for ranks in places.nodes):
         a, b = handles[first], handles[second]
-        if a.boot != b.boot or a.node_id or b.node_id:
+        if a.boot != b.boot or (a.node_id and b.node_id):
             continue
         why = "they are in different PID namespaces (containers?)"
-        if a.pid_namespace == b.pid_namespace:
+        if a.node_id or b.node_id:
+            why = f"of the two only rank {first if a.node_id else second} has {NODE_ID_VARIABLE}"
+        elif a.pid_namespace == b.pid_namespace:
             why = unreached[first].get(second) or unreached[second].get(first) or "see above"
         if a.boot not in _warned:
             _warned.add(a.boot)
             warnings.warn_explicit(
-                f"{meeting.operation}: ranks {first} and {second} run on one machine but cannot "
-                f"map each other's memory, so they are on different nodes: {why}. Between nodes "
-                f"calls are slower. If that is meant, set {NODE_ID_VARIABLE}",
+                f"{meeting.operation}: ranks {first} and {second} run on one machine but are on "
+                f"different nodes, as neither maps the other's memory: {why}. Between nodes calls "
+                f"are slower. If that is meant, set {NODE_ID_VARIABLE} on all ranks",
                 RuntimeWarning,
                 *program_line(),
             )

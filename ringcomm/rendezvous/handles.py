@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -163,16 +163,28 @@ def store_place(store: Any) -> str:
     return f" at {found[0]}:{found[1]}" if found else ""
 
 
-def _look_up(meeting: Meeting, key: str) -> bytes | None:
-    """Returns the value of ``key``, or None if there is none yet."""
+@contextlib.contextmanager
+def _asking(meeting: Meeting) -> Iterator[None]:
+    """Words the error of a store that is asked inside."""
     try:
-        return meeting.store.get(key) if meeting.store.check([key]) else None
+        yield
     except RuntimeError as error:
         raise RendezvousError(
             f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more: "
             f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
             "(usually rank 0) has ended"
         ) from error
+
+
+def _look_up(meeting: Meeting, key: str) -> bytes | None:
+    """Returns the value of ``key``, or None if there is none yet."""
+    with _asking(meeting):
+        return meeting.store.get(key) if meeting.store.check([key]) else None
+
+
+def _write(meeting: Meeting, key: str, value: str) -> None:
+    with _asking(meeting):
+        meeting.store.set(key, value)
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -197,12 +209,12 @@ def _agree(meeting: Meeting) -> str:
     words: dict[str, str] = {}
     pause_s = FIRST_POLL_S
     if meeting.rank != 0:
-        meeting.store.set(f"{here}/hello/{meeting.rank}", mine)
+        _write(meeting, f"{here}/hello/{meeting.rank}", mine)
     while True:
         if meeting.rank != 0:
             answer = (_look_up(meeting, f"{here}/answer") or b"").decode(errors="replace").split()
             if mine in answer[1:]:
-                meeting.store.set(f"{here}/{answer[0]}/taken/{meeting.rank}", "")
+                _write(meeting, f"{here}/{answer[0]}/taken/{meeting.rank}", "")
                 return answer[0]
             others = [0]
         else:
@@ -215,7 +227,7 @@ def _agree(meeting: Meeting) -> str:
             heard = {rank: word.decode(errors="replace") for rank, word in found.items() if word}
             if not heard.items() <= words.items():
                 words |= heard
-                meeting.store.set(f"{here}/answer", " ".join([mine, *words.values()]))
+                _write(meeting, f"{here}/answer", " ".join([mine, *words.values()]))
         _wait_for(meeting, others, pause_s)
         pause_s = min(pause_s * 2, LAST_POLL_S)
 
@@ -310,7 +322,8 @@ class Rendezvous:
             return
         here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
         self._arrivals = f"{here}/arrivals"
-        self._arrival = meeting.store.add(f"{self._arrivals}/{meeting.rank}", 1)
+        with _asking(meeting):
+            self._arrival = meeting.store.add(f"{self._arrivals}/{meeting.rank}", 1)
         self._prefix = f"{here}/{self._arrival}"
 
     @property
@@ -355,7 +368,7 @@ class Rendezvous:
 
     def _post(self, stage: str, record: dict[str, Any]) -> None:
         text = json.dumps({"version": FORMAT_VERSION, **record})
-        self._meeting.store.set(f"{self._prefix}/{stage}/{self._meeting.rank}", text)
+        _write(self._meeting, f"{self._prefix}/{stage}/{self._meeting.rank}", text)
 
     def _collect(self, stage: str, read: Callable[[int, bytes], None] | None = None) -> list[bytes]:
         """Waits for what every rank posts in a stage; returns it by rank.
@@ -388,7 +401,8 @@ class Rendezvous:
         if not self._arrivals:
             return ""
         store, few, fewer = self._meeting.store, self._meeting.rank, self._arrival
-        came = [store.add(f"{self._arrivals}/{r}", 0) for r in range(self._meeting.world_size)]
+        with _asking(self._meeting):
+            came = [store.add(f"{self._arrivals}/{r}", 0) for r in range(self._meeting.world_size)]
         often = max(range(len(came)), key=came.__getitem__)
         if came[often] <= fewer:
             behind = [rank for rank in missing if 0 < came[rank] < fewer]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ringcomm import CommOptions, Communicator, RingcommError
+from ringcomm import CommOptions, Communicator, RendezvousError, RingcommError
 from ringcomm.rendezvous import handles
 from ringcomm.rendezvous.environment import Placement
 
@@ -55,7 +55,11 @@ class Slow:
 
 
 def different_options(ranks: int) -> list[str]:
-    """Rank 0 serves the store, has other options than the rest, and ends the store with itself."""
+    """Rank 0 serves the store, has other options than the rest, and ends the store with itself.
+
+    It comes last, since it waits for nobody who has not come: each rank counts its arrival and
+    posts its handle.
+    """
     server = TCPStore(LOOPBACK, 0, ranks, True, wait_for_workers=False)
     stores: list[TCPStore | None] = [server]
     port = server.port
@@ -66,6 +70,8 @@ def different_options(ranks: int) -> list[str]:
     def build(rank: int) -> None:
         store: Any = stores[rank] if rank < ranks - 1 else Slow(stores[rank])
         wire = "param" if rank == 0 else "fp32"
+        while rank == 0 and store.num_keys() < 2 * (ranks - 1):
+            time.sleep(0.01)
         try:
             Communicator.from_store(
                 store, rank, ranks, options=CommOptions(timeout=LONG_S, wire=wire)
@@ -133,3 +139,16 @@ def test_two_processes_of_one_rank() -> None:
     for text in texts:
         assert "Rank 1 has come 2 times, and rank" in text
         assert "was rank 1 given to two processes" in text
+
+
+@pytest.mark.parametrize("asked", ["add", "set", "check", "get"])
+def test_whatever_a_lost_store_is_asked(asked: str) -> None:
+    class Lost(HashStore):
+        pass
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer\nstack")
+
+    setattr(Lost, asked, fail)
+    with pytest.raises(RendezvousError, match="does not answer any more: Connection reset by pee"):
+        Communicator.from_store(Lost(), 0, 1, timeout=5.0)

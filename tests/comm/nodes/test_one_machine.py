@@ -19,10 +19,23 @@ def test_the_warning_names_the_programs_line(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(meeting, "machine_identity", in_a_container)
     monkeypatch.setattr(meeting, "_warned", set())
+    (told,) = _told_while_ranks_meet(None)
+    assert "different PID namespaces" in str(told.message)
+    assert told.filename == __file__
+
+
+def test_an_id_of_some_ranks_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_warned", set())
+    (told,) = _told_while_ranks_meet("first")
+    assert "of the two only rank 0 has RINGCOMM_NODE_ID" in str(told.message)
+
+
+def _told_while_ranks_meet(id_of_first: str | None) -> list[warnings.WarningMessage]:
     store = HashStore()
 
     def build(rank: int) -> None:
-        Communicator.from_store(store, rank, 2, timeout=60).close()
+        node_id = id_of_first if rank == 0 else None
+        Communicator.from_store(store, rank, 2, timeout=60, node_id=node_id).close()
 
     threads = [threading.Thread(target=build, args=(rank,), name=f"rank {rank}") for rank in (0, 1)]
     with warnings.catch_warnings(record=True) as seen:
@@ -31,5 +44,4 @@ def test_the_warning_names_the_programs_line(monkeypatch: pytest.MonkeyPatch) ->
             thread.start()
         for thread in threads:
             thread.join()
-    (told,) = [each for each in seen if "different PID namespaces" in str(each.message)]
-    assert told.filename == __file__
+    return [each for each in seen if "run on one machine" in str(each.message)]
