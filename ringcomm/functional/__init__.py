@@ -1,4 +1,4 @@
-"""Collectives that return new tensors, and attention over ranks; gradients flow through all.
+"""Collectives that return new tensors, attention over ranks, and checkpoints that ranks divide.
 
 The collectives are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile``
 traces through them. ``docs/functional.md`` says what is promised.
@@ -11,6 +11,7 @@ from ringcomm.functional.attention import (
     ring_attention,
     ulysses_attention,
 )
+from ringcomm.functional.checkpoint import partitioned_checkpoint
 from ringcomm.functional.collectives import (
     all_gather,
     all_reduce,
@@ -25,6 +26,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "context_positions",
+    "partitioned_checkpoint",
     "reduce_scatter",
     "ring_attention",
     "ulysses_attention",

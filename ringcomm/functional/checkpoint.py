@@ -1,0 +1,118 @@
+"""Activation checkpoints that the ranks of a tensor-parallel group divide among themselves.
+
+Under tensor parallelism every rank of the group has the same inputs of a layer. A checkpoint keeps
+them until backward, and then computes the layer again; here each of W ranks keeps 1 / W of them,
+and they are gathered when backward reaches the layer. Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models" (SC'20), section 6.1, calls this P_a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.groups import communicator_of
+from ringcomm.errors import ArgumentError, MismatchError, where
+from ringcomm.functional.collectives import named
+
+Tensor = torch.Tensor
+
+_OPERATION = named("partitioned_checkpoint")
+# Integers as wide as an element, whose sum stands for the bits.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def partitioned_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    group: Communicator,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Calls ``function(*args)``, and computes it again in backward, from inputs that W ranks share.
+
+    It is ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)``, whose rules
+    hold, but for what it keeps: of each tensor among ``args`` a rank keeps 1 / W. So all ranks of
+    the group must call it with the same tensors, and their backwards reach it in the same order.
+
+    Args:
+        function: gives a tensor or a tuple of tensors.
+        args: what it takes. Floating-point tensors with as many elements as ranks, or more, are
+            divided; each must have the same bits on all ranks.
+        group: the tensor-parallel ranks, which have the same activations; a group of one rank
+            keeps everything, as a plain checkpoint does.
+        preserve_rng_state: as of torch's function.
+
+    Raises:
+        ArgumentError: there is no group.
+        MismatchError: in backward, on the host: a tensor did not have the same bits on all ranks.
+        RingcommError: a fault; see ``ringcomm.errors``.
+    """
+    if not isinstance(group, Communicator):
+        raise ArgumentError(
+            f"{_OPERATION}: group: expected the Communicator of tensor-parallel ranks, which have "
+            f"the same activations, got {group!r:.80}. Data-parallel ranks have different ones, of "
+            "which nothing can be divided: use torch.utils.checkpoint there"
+        )
+    comm = communicator_of(group, _OPERATION)
+    with saved_tensors_hooks(partial(_keep, comm), _bring):
+        return checkpoint(
+            function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state
+        )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a rank keeps of a tensor.
+
+    Attributes:
+        comm: the ranks that have the other pieces.
+        piece: [ceil(elements / W)], the last ones padded with zeros.
+        shape: of the tensor.
+        checksum: of its bits; None on a device, where nobody waits to compare it.
+    """
+
+    comm: Communicator
+    piece: Tensor
+    shape: torch.Size
+    checksum: Tensor | None
+
+
+def _keep(comm: Communicator, tensor: Tensor) -> Tensor | _Kept:
+    world_size = comm.world_size
+    if world_size == 1 or not tensor.is_floating_point() or tensor.numel() < world_size:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    each = -(-flat.numel() // world_size)
+    own = flat[comm.rank * each : (comm.rank + 1) * each]
+    piece = flat.new_zeros(each)
+    piece[: own.numel()] = own
+    return _Kept(comm, piece, tensor.shape, None if comm.launches else _checksum(flat))
+
+
+def _bring(kept: Tensor | _Kept) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    comm = kept.comm
+    everyone = kept.piece.new_empty(comm.world_size * kept.piece.numel())
+    comm.all_gather_into_tensor(everyone, kept.piece)
+    flat = everyone[: kept.shape.numel()]
+    if kept.checksum is not None and not torch.equal(_checksum(flat), kept.checksum):
+        raise MismatchError(
+            f"{where(_OPERATION, comm.rank, comm.world_size)}: expected a tensor "
+            f"{list(kept.shape)} with the same bits on all ranks, got another one back than this "
+            "rank has passed. Pass the group of tensor-parallel ranks, and only what all of them "
+            "have, as no sequence-parallel part is"
+        )
+    return flat.view(kept.shape)
+
+
+def _checksum(flat: Tensor) -> Tensor:
+    """Returns the sum of the bits as integers, int64, modulo 2^64."""
+    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
