@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import inspect
 import io
@@ -473,8 +472,6 @@ def main() -> None:
     _interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for programs, of its group
     subprocess.Popen = Popen  # type: ignore[misc]  # before others take it by its name
     importlib.import_module("tests.support.preloaded")
-    gc.collect()
-    gc.freeze()  # what a collection marks would no longer be shared with the forks
     order: Order | None = _serve(socket.socket(fileno=int(sys.argv[1])))
     while order is not None:
         latest = order
