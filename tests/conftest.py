@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # message of one would hold back what that of another waits for (docs/cuda.md, "Traps").
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-# No test looks at how torch's compiler writes loops. It would try the instructions of this processor in
-# every process that calls it, with a C++ compiler and an interpreter for each kind.
+# No test looks at how torch's compiler writes loops. In every process that calls it, it would try
+# the instructions of this processor, with a C++ compiler and an interpreter for each kind.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 # Faults that tests provoke leave no traces; the tests of traces choose a folder of their own.

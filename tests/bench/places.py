@@ -1,4 +1,4 @@
-"""A rank that the harness starts: it leaves a file that says its place, and waits for the others."""
+"""A rank that the harness starts: it leaves its place as a file, and waits for the others."""
 
 import sys
 from pathlib import Path

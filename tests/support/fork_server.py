@@ -23,6 +23,8 @@ import fcntl
 import importlib
 import inspect
 import io
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -37,6 +39,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest import mock
 
 from tests.support import ROOT
 
@@ -298,6 +301,20 @@ def run(
         finally:
             process.kill()
     return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+
+def start_multiprocessing() -> None:
+    """Starts the fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _start_forkserver(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
+    # Each of its forks that starts a program would need a server of its own for it.
+    usual = f"import subprocess; from {__name__} import _RealPopen; subprocess.Popen = _RealPopen"
+    process = Popen([sys.executable, "-c", f"{usual}; {words[-1]}"], cwd=ROOT, pass_fds=files)
+    process.returncode = 0  # multiprocessing waits for it
+    return process.pid
 
 
 # ---- the server ---------------------------------------------------------------------------------
