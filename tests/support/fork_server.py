@@ -24,6 +24,7 @@ import importlib
 import inspect
 import io
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import pickle
@@ -305,6 +306,7 @@ def run(
 
 def start_multiprocessing() -> None:
     """Starts the fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
+    multiprocessing.resource_tracker.ensure_running()  # by itself: with signals blocked
     with mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
         multiprocessing.forkserver.ensure_running()
 
