@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On a GPU, ranks that are threads have more streams than the driver has queues by default, and the
 # message of one would hold back what that of another waits for (docs/cuda.md, "Traps").
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+# No test looks at how torch's compiler writes loops. In every process that calls it, it would try
+# the instructions of this processor, with a C++ compiler and an interpreter for each kind.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 # Faults that tests provoke leave no traces; the tests of traces choose a folder of their own.
 os.environ["RINGCOMM_TRACE_DIR"] = "off"
@@ -38,6 +43,29 @@ def _turn(item: pytest.Item) -> int:
     if item.get_closest_marker("deadlines"):
         return 0
     return 1 if item.get_closest_marker("compiles") else 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker of ``make test`` imports the files from another one on, before it collects them.
+
+    Where nothing is compiled yet, all would otherwise rewrite the assertions of the same file at
+    the same time. So each does its share, and finds the byte code of the others. What an import
+    raises shows when the file is collected.
+    """
+    config = session.config
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    root = config.rootpath
+    names = [
+        ".".join(path.relative_to(root).with_suffix("").parts)
+        for path in sorted(root.glob("tests/**/test_*.py"))
+    ]
+    first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for name in names[first:] + names[:first]:
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

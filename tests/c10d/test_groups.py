@@ -1,10 +1,12 @@
 """Making, naming, dividing and ending groups."""
 
+import ast
 import datetime
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -243,23 +245,52 @@ def test_groups_of_other_backends(four_ranks):
     four_ranks.run(groups_of_other_backends)
 
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+FRESH = """
+import sys, torch.distributed as dist
+loaded = [name for name in sys.modules if name.startswith("ringcomm.")]
+dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(dist.torch.ones(1)); dist.barrier(); dist.new_group()
+backend = dist.get_backend()
+dist.destroy_process_group()
+from ringcomm import cuda
+touched = dist.torch.cuda.is_initialized(), "cupy" in sys.modules, cuda.use(None)
+print(repr((loaded, backend, touched)))
+"""
 
 
-def test_no_import_is_needed():
+@pytest.fixture(scope="module")
+def fresh() -> Any:
+    """What an interpreter that has imported torch finds: its modules, the backend, devices."""
     if not any(point.name == "ringcomm" for point in entry_points(group="torch.backends")):
         pytest.skip("ringcomm is not installed in this environment: pip install -e .")
-    out = python(
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "dist.barrier()\n"
-        "print(dist.get_backend())\n"
-        "dist.destroy_process_group()\n"
-    )
-    assert out.strip() == "ringcomm"
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_no_import_is_needed(fresh):
+    _, backend, _ = fresh
+    assert backend == "ringcomm"
+
+
+def test_registration_is_light(fresh):
+    """Torch's own import has registered the backend."""
+    loaded, _, _ = fresh
+    assert set(loaded) <= {"ringcomm.errors", "ringcomm.c10d"}
+
+
+def test_no_device_is_touched_before_its_first_tensor(fresh):
+    _, _, touched = fresh
+    assert touched == (False, False, None)
+
+
+def test_a_failing_registration_does_not_break_the_import_of_torch(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise TypeError("changed")
+
+    monkeypatch.setattr(dist.Backend, "register_backend", fail)
+    with pytest.warns(RuntimeWarning, match="TypeError: changed"):
+        ringcomm.c10d.register()
 
 
 def test_the_flight_recorder_is_told_to_stay_away():
@@ -267,38 +298,3 @@ def test_the_flight_recorder_is_told_to_stay_away():
     ringcomm.c10d._keep_flight_recorder_off(torch_2_15)
     assert {"gloo", "ringcomm"} == torch_2_15._FR_SELF_RECORDING_BACKENDS
     ringcomm.c10d._keep_flight_recorder_off(SimpleNamespace())
-
-
-def test_registration_is_light():
-    out = python(
-        "import sys, torch, ringcomm.c10d\n"
-        "ringcomm.c10d.register(); ringcomm.c10d.register()\n"
-        "print([name for name in sys.modules if name.startswith('ringcomm.')])\n"
-    )
-    loaded = set(eval(out))
-    assert loaded <= {"ringcomm.errors", "ringcomm.c10d"}, loaded
-
-
-def test_a_failing_registration_does_not_break_the_import_of_torch():
-    out = python(
-        "import warnings, torch.distributed as dist, ringcomm.c10d\n"
-        "def fail(*_, **__): raise TypeError('changed')\n"
-        "dist.Backend.register_backend = fail\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    ringcomm.c10d.register()\n"
-        "print(caught[0].category.__name__, caught[0].message)\n"
-    )
-    assert out.startswith("RuntimeWarning") and "TypeError: changed" in out
-
-
-def test_no_device_is_touched_before_its_first_tensor():
-    out = python(
-        "import sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "dist.all_reduce(torch.ones(1)); dist.barrier(); dist.new_group()\n"
-        "from ringcomm import cuda\n"
-        "print(torch.cuda.is_initialized(), 'cupy' in sys.modules, cuda.use(None))\n"
-        "dist.destroy_process_group()\n"
-    )
-    assert out.split() == ["False", "False", "None"]

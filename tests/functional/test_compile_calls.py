@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.lowering import lowerings
 from torch._library.effects import EffectType
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -86,6 +85,8 @@ def differing(
 
 
 def calls_that_differ(store: Any, rank: int, world_size: int) -> dict[str, set[str]]:
+    from torch._inductor.lowering import lowerings  # which only this process needs
+
     torch._inductor.config.compile_threads = 1
     found = {}
     # In this order: torch never forgets that an operator had an effect.

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from ringcomm import ArgumentError, Communicator, RendezvousError
 from ringcomm.rendezvous import environment
 from ringcomm.rendezvous.environment import read_environment
-from tests.support import ROOT
+from tests.support import ROOT, fork_server
 
 TIMEOUT_S = 60
 
@@ -107,14 +107,7 @@ def _environment() -> dict[str, str]:
 def _check_launch(command: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [*command, str(script)],
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = fork_server.run([*command, script], TIMEOUT_S, env=_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2: 3.0" in done.stdout

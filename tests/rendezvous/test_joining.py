@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import ringcomm
 from ringcomm import Communicator, RendezvousError, RingcommError, _native
 from ringcomm.memory.host_heap import process_heap
 from ringcomm.rendezvous.handles import HeapHandle, machine_identity
+from tests.support import ROOT, fork_server
 from tests.support.ranks import run_ranks
 
 NOBODY = 65534
@@ -197,8 +196,7 @@ def test_ranks_that_read_different_handles_name_the_rank():
 def _stranger_joins(port: int) -> str:
     """Plays rank 1 with a heap of its own, as another user who has the store."""
     program = f"""
-import ctypes, os, sys
-sys.path.insert(0, {str(Path(ringcomm.__file__).parents[1])!r})
+import ctypes, os
 from datetime import timedelta
 from torch.distributed import TCPStore
 from ringcomm import Communicator
@@ -212,15 +210,8 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    environment = {**os.environ, "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=60,
-    )
+    environment = {**os.environ, "HOME": "/tmp", "PYTHONPATH": str(ROOT)}
+    done = fork_server.run([sys.executable, "-c", program], 60, env=environment)
     return done.stdout + done.stderr
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.distributed import ReduceOp
 
@@ -72,16 +74,28 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+# What follows repeats itself, so that the 64-bit remainders of a short piece, computed once, do for
+# tensors of any length.
+
+
+def _repeated(period: Tensor, count: int) -> Tensor:
+    return period.repeat(-(-count // period.numel()))[:count]
+
+
+@cache
+def _codes(rank: int, most: int) -> Tensor:
+    return ((torch.arange(251) * 31 + rank * 97 + 5) % 251 % most).to(torch.uint8)
+
+
 def pattern(count: int, rank: int, dtype: torch.dtype) -> Tensor:
     """Elements that tell ranks and places apart; any bits do for data that is only moved."""
-    codes = (torch.arange(count * dtype.itemsize, dtype=torch.int64) * 31 + rank * 97 + 5) % 251
-    if dtype is torch.bool:
-        codes %= 2
-    return codes.to(torch.uint8).view(dtype)
+    period = _codes(rank, 2 if dtype is torch.bool else 251)
+    return _repeated(period, count * dtype.itemsize).view(dtype)
 
 
-def _integers(count: int, rank: int, world: int, op: str, *, signed: bool) -> Tensor:
-    places = torch.arange(count, dtype=torch.int64)
+@cache
+def _integers(rank: int, world: int, op: str, *, signed: bool) -> Tensor:
+    places = torch.arange(4 * 3 * 61, dtype=torch.int64)
     if op == "PRODUCT":
         # At most four ranks contribute a 2, so that 16 ranks stay within an int8.
         wide = (places + rank) % 2 + 1 if rank % 4 == 0 else torch.ones_like(places)
@@ -101,7 +115,10 @@ def operand(count: int, rank: int, world: int, dtype: torch.dtype, op: str) -> T
     """
     if dtype is torch.bool:
         return (torch.arange(count) + rank) % (world + 1) > 1
-    values = _integers(count, rank, world, op, signed=dtype.is_signed or dtype.is_complex)
+    period = _integers(rank, world, op, signed=dtype.is_signed or dtype.is_complex)
+    if not dtype.is_complex:
+        return _repeated(period.to(dtype), count)
+    values = _repeated(period, count)
     if dtype.is_complex and op != "PRODUCT":
         return torch.complex(values.double(), values.roll(1).double()).to(dtype)
     return values.to(dtype)

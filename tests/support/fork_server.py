@@ -20,10 +20,12 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import inspect
 import io
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -38,6 +40,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest import mock
 
 from tests.support import ROOT
 
@@ -301,6 +304,21 @@ def run(
     return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
+def start_multiprocessing() -> None:
+    """Starts the fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
+    multiprocessing.resource_tracker.ensure_running()  # by itself: with signals blocked
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _start_forkserver(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
+    # Each of its forks that starts a program would need a server of its own for it.
+    usual = f"import subprocess; from {__name__} import _RealPopen; subprocess.Popen = _RealPopen"
+    process = Popen([sys.executable, "-c", f"{usual}; {words[-1]}"], cwd=ROOT, pass_fds=files)
+    process.returncode = 0  # multiprocessing waits for it
+    return process.pid
+
+
 # ---- the server ---------------------------------------------------------------------------------
 
 _interrupt: Any = None  # what an interpreter makes of the signal
@@ -473,8 +491,6 @@ def main() -> None:
     _interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for programs, of its group
     subprocess.Popen = Popen  # type: ignore[misc]  # before others take it by its name
     importlib.import_module("tests.support.preloaded")
-    gc.collect()
-    gc.freeze()  # what a collection marks would no longer be shared with the forks
     order: Order | None = _serve(socket.socket(fileno=int(sys.argv[1])))
     while order is not None:
         latest = order

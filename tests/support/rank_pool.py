@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 import ringcomm.c10d
 from ringcomm import CommOptions
-from tests.support.ranks import PRELOADED
+from tests.support.ranks import context
 
 Check = Callable[[int, int], Any]
 Surround = Callable[[str], AbstractContextManager[object]]
@@ -195,11 +195,10 @@ class RankPool:
         return failures
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "tests.support.rank_pool"])
+        how = context()
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = how.Pipe()
+            process = how.Process(
                 target=rank_loop,
                 args=(theirs, rank, self.world_size, self._surround),
                 daemon=True,

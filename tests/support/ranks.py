@@ -22,9 +22,8 @@ import torch
 from torch.distributed import FileStore, Store
 
 import ringcomm
+from tests.support import fork_server
 
-# The server has torch loaded and no threads; a rank forked from it starts in milliseconds.
-PRELOADED = ["tests.support.preloaded"]
 POLL_S = 0.01
 
 
@@ -53,10 +52,10 @@ class RanksFailed(AssertionError):
     """At least one rank raised, died or did not end."""
 
 
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+def context() -> ForkServerContext:
+    """How ranks are started: the server has torch loaded, and a fork of it takes milliseconds."""
+    fork_server.start_multiprocessing()
+    return multiprocessing.get_context("forkserver")
 
 
 def _main(
@@ -101,14 +100,14 @@ class Ranks:
     """Started ranks; a context manager that kills those that are left."""
 
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
-        context = _context()
+        how = context()
         self._directory = tempfile.TemporaryDirectory()
         store_path = str(Path(self._directory.name) / "store")
         self._answers: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(
+            mine, theirs = how.Pipe(duplex=False)
+            process = how.Process(
                 target=_main,
                 args=(fn, rank, store_path, theirs, (world_size, *args)),
                 daemon=True,

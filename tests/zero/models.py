@@ -156,7 +156,7 @@ class Run:
 
     model: str
     stage: int
-    steps: int = 6
+    steps: int = 4
     backwards: int = 1
     quiet: bool = True
     clip: float | None = None

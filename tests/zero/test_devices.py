@@ -20,10 +20,10 @@ BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 # Segments hold whole blocks of 512 elements.
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
 RUNS = {
-    "clipped": Run("gpt", 0, 3, clip=0.3),
-    "bfloat16": Run("gpt", 0, 3, precision=BF16),
-    "accumulated": Run("mlp", 0, 3, backwards=2),
-    "partial": Run("partial", 0, 3, backwards=2, quiet=False),
+    "clipped": Run("gpt", 0, 2, clip=0.3),
+    "bfloat16": Run("gpt", 0, 2, precision=BF16),
+    "accumulated": Run("mlp", 0, 2, backwards=2),
+    "partial": Run("partial", 0, 2, backwards=2, quiet=False),
 }
 
 

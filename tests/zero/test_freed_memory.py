@@ -1,58 +1,57 @@
 """NOTE [Freed memory]: shard() raises the sizes from which malloc gives memory back at once."""
 
 import ctypes
-import subprocess
-import sys
 
 import pytest
-
-# How many of three blocks of 20 MiB malloc takes from the system for themselves, to give them back
-# when they are freed: mallinfo2(3) counts such. Twice the size from which it does that is what may
-# lie at the top of the heap, see M_MMAP_THRESHOLD in mallopt(3).
-PROGRAM = """
-import ctypes, sys
 import torch
+
 import ringcomm
 from ringcomm import zero
+from tests.support.ranks import run_ranks
 
-class MallInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks")]
-    _fields_ += [("rest", ctypes.c_size_t * 6)]
-
-mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = MallInfo
-with ringcomm.local_world(1) as world:
-    if sys.argv[1] == "shard":
-        zero.shard(torch.nn.Linear(3, 3), comm=world[0])
-    before = mallinfo().hblks
-    blocks = [torch.empty(20 << 20, dtype=torch.uint8) for _ in range(3)]
-    print(mallinfo().hblks - before)
-"""
+M_TRIM_THRESHOLD = -1
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs the mallinfo2 of glibc >= 2.33"
 )
 
 
-def _mapped(what: str, **environment: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, what],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-        timeout=100,
+class MallInfo(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks")),
+        ("rest", ctypes.c_size_t * 6),
     )
-    return int(done.stdout)
+
+
+def _mapped(kept):
+    """How many of three blocks of 20 MiB malloc takes from the system for themselves.
+
+    To give them back when they are freed: mallinfo2(3) counts such. Twice the size from which it
+    does that is what may lie at the top of the heap, see M_MMAP_THRESHOLD in mallopt(3). The blocks
+    are kept, since malloc learns from what is freed.
+    """
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    before = mallinfo().hblks
+    kept += [torch.empty(20 << 20, dtype=torch.uint8) for _ in range(3)]
+    return mallinfo().hblks - before
+
+
+def _before_and_after(store, rank, world_size, threshold_bytes=None):
+    if threshold_bytes is not None:
+        # As MALLOC_TRIM_THRESHOLD_ in the environment does when a process starts.
+        assert ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, threshold_bytes) == 1
+    kept: list[torch.Tensor] = []
+    with ringcomm.local_world(1) as world:
+        before = _mapped(kept)
+        zero.shard(torch.nn.Linear(3, 3), comm=world[0])
+        return before, _mapped(kept)
 
 
 def test_large_blocks_stay_with_the_process():
-    assert _mapped("shard") == 0
-
-
-def test_without_it_each_comes_from_the_system():
-    assert _mapped("nothing") == 3
+    """And without it each would come from the system."""
+    assert run_ranks(_before_and_after, 1) == [(3, 0)]
 
 
 def test_a_threshold_of_the_users_own_stays():
-    assert _mapped("shard", MALLOC_TRIM_THRESHOLD_="131072") == 3
+    assert run_ranks(_before_and_after, 1, 128 << 10) == [(3, 3)]

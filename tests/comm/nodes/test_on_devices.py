@@ -53,7 +53,6 @@ NODES = [(0, 0, 1, 1), (0, 1, 2, 0)]
 NAMES = [name for name in CHECKS if name != "messages"]
 CARRIED = with_options(carrier=emulated_nccl)
 COUNT = 1200
-FLOATS = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +149,12 @@ def bits(comm: Communicator, dtype: torch.dtype, to: Callable[..., Any]) -> list
     return found
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("world", [NODES[0], (0, 1, 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(NODES[0], torch.float32), ((0, 1, 2), torch.bfloat16)],
+    indirect=["world"],
+    ids=str,
+)
 def test_the_bits_are_the_hosts(devices: Devices, world: LocalWorld, dtype: torch.dtype) -> None:
     sizes = (2, 2) if len(world) == 4 else (1, 1, 1)
     on_devices = devices.run(world, bits, dtype, functools.partial(put, place="plain"))

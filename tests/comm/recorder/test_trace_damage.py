@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringcomm
@@ -62,6 +62,7 @@ ODD_TEXTS = st.one_of(
 )
 
 
+@settings(max_examples=40)
 @given(name=ODD_TEXTS, error=ODD_TEXTS)
 def test_what_is_left_is_read_whatever_the_texts(name, error):
     trace = left_and_read(Recording(name, 1, 1, 1, ()), error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +36,7 @@ class NVMLError_DriverNotLoaded(NVMLError): ...
 class NVMLError_Unknown(NVMLError): ...
 
 
+@cache
 def recorded(name: str) -> Topology:
     return load(RECORDINGS / f"{name}.json")
 
