@@ -15,6 +15,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
 from ringcomm.optim.buckets import BucketDevice, Buckets
+from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
@@ -23,6 +24,7 @@ from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     Placement,
     all_params,
+    check_axis,
     check_hyper_parameters,
     check_masters,
     check_memory,
@@ -33,7 +35,13 @@ from ringcomm.optim.placement import (
     sharers_of,
     specs_of,
 )
-from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, norm_of
+from ringcomm.optim.reduction import (
+    NORM_WORDS,
+    combine,
+    found_non_finite,
+    leave_to_replica,
+    norm_of,
+)
 
 Tensor = torch.Tensor
 
@@ -56,9 +64,9 @@ class OutsideWrites:
             and options.rounding == "nearest"
         ]
         self._buckets = followed
-        self._params = [
-            params[segment.param] for bucket in followed for segment in bucket.layout.segments
-        ]
+        placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
+        # A local tensor that is written to changes no version of its DTensor.
+        self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
         self._versions = self._read()
 
     def _read(self) -> list[int]:
@@ -162,6 +170,9 @@ class ShardedStep:
         self.groups = groups
         self.params = all_params(groups)
         options, comm = setting.options, setting.comm
+        #: The mesh of DTensor parameters, or None.
+        self.mesh = find_mesh(self.params, setting.where("prepare"))
+        check_axis(comm, self.mesh, "optimizer.prepare")
         if placement is None:
             self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
             check_memory(self.params, self.layout)
@@ -352,9 +363,13 @@ class ShardedStep:
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         for bucket, row in zip(self.buckets, words, strict=True):
             self.kernels.reduce_norm(bucket, kind, row)
-        total = combine(words, kind)
+            if self.mesh is not None and not self.mesh.counts(bucket.layout.mesh_dims):
+                leave_to_replica(row)
+        total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
         if comm is not None:
-            comm.all_reduce(total, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
+            comm.all_reduce(total, op)
+        if self.mesh is not None:
+            self.mesh.all_reduce(total, op)
         one = torch.ones((), dtype=torch.float64, device=place)
         return _FirstPass(total, kind, one, self.gradients.mark())
 

@@ -19,7 +19,8 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
-from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients, check_gradient
+from ringcomm.optim.dtensors import check_gradient
+from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions

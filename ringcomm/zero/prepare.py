@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim.layout import DTYPE_NAMES, is_distributed
+from ringcomm.optim.dtensors import is_distributed
+from ringcomm.optim.layout import DTYPE_NAMES
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
     BucketParam,

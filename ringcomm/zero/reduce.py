@@ -28,7 +28,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
-from ringcomm.optim.gradients import check_gradient
+from ringcomm.optim.dtensors import check_gradient
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket
