@@ -219,14 +219,13 @@ def align_gradient(param: Tensor) -> None:
                 param.grad = grad.redistribute(placements=wanted)  # type: ignore[attr-defined]
 
 
-def local_gradient(param: Tensor, called: str) -> Tensor | None:
-    """Returns the local tensor of ``p.grad``, aligned, if there is one; see :func:`align_gradient`.
+def local_gradient(param: Tensor, called: str) -> Tensor:
+    """Returns the local tensor of ``p.grad``, which there is, aligned by :func:`align_gradient`.
 
     Raises:
         ArgumentError, UnsupportedError: see :func:`check_gradient`.
     """
-    if param.grad is None:
-        return None
+    assert param.grad is not None
     check_gradient(param.grad, param, called)
     align_gradient(param)
     local = local_of(param.grad.detach())

@@ -189,9 +189,9 @@ class Accumulator:
 
     def add(self, param: Tensor, called: str) -> None:
         """Adds a parameter's gradient to its sum, and drops ``p.grad``."""
-        grad = local_gradient(param, called)
-        if grad is None:
+        if param.grad is None:
             return
+        grad = local_gradient(param, called)
         key = id(param)
         if key in self._written:
             self._sums[key].add_(grad)

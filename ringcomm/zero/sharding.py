@@ -16,8 +16,9 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.dtensors import find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.placement import check_memory
+from ringcomm.optim.placement import check_axis, check_memory
 from ringcomm.optim.step import check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
@@ -106,9 +107,11 @@ def shard(
     Raises:
         ArgumentError: a bad stage, no trainable parameter, a module that is sharded already, a
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
-            lazy, distributed already, or a DistributedDataParallel among several ranks; a ``comm``
-            that this rank is not in; ranks of a launcher that have no group.
-        UnsupportedError: an embedding with ``max_norm``; nodes with different numbers of ranks,
+            lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
+            that this rank is not in, or of ranks that have different parts of DTensor parameters;
+            ranks of a launcher that have no group.
+        UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
+            placements than Shard and Replicate; nodes with different numbers of ranks,
             where each shall have a copy.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
@@ -126,6 +129,7 @@ def shard(
     check_shardable(module)
     options = ZeroOptions() if options is None else options
     ranks = _communicator(comm, module)
+    check_axis(ranks, find_mesh(module.parameters(), "shard"), "shard")
     check_nodes(ranks, "shard", options.algorithm, "native")
     options = options.for_nodes(stage, ranks)
     units = find_units(module, options.units)
@@ -366,7 +370,7 @@ def _take_changes(engine: ShardEngine, rank: int) -> None:
         placed.update(id(each.param) for each in bucket.params)
     for param in engine.parts.module.parameters():
         if id(param) not in placed and param.numel():
-            comm.broadcast(param.detach(), rank)
+            comm.broadcast(local_of(param).detach(), rank)
     engine.placement.refresh_masters()
     comm.barrier()
 
@@ -386,7 +390,7 @@ def unshard(module: nn.Module) -> nn.Module:
     engine = engine_of(module, "unshard")
     root = engine.parts.module
     with _all_here(engine):
-        copies = [(param, param.detach().clone()) for param in root.parameters()]
+        copies = [(param, local_of(param).detach().clone()) for param in root.parameters()]
     # Peers may still be reading this rank's chunks.
     engine.comm.barrier()
     engine.close()
@@ -394,6 +398,6 @@ def unshard(module: nn.Module) -> nn.Module:
         engine.order.leave(engine.number)
     make_present([param for param, _ in copies])
     for param, copy in copies:
-        param.data = copy
+        set_local(param, copy)
     forget_engine(root)
     return module

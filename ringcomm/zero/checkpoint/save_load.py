@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import CheckpointError, where
+from ringcomm.errors import CheckpointError, UnsupportedError, where
 from ringcomm.json_reader import decode, encode
 from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.agreement import agreed_load, all_or_none, exchange
@@ -96,6 +96,7 @@ def save(
         UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
     """
     engine = engine_of(module, "save")
+    _check_whole(engine, "save")
     with torch.no_grad():
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
@@ -116,6 +117,15 @@ def save(
             },
             rank_data={"generators": generators, "extra": extra.plain},
             rank_tensors={**own, **tensors, **extra.tensors},
+        )
+
+
+def _check_whole(engine: ShardEngine, operation: str) -> None:
+    if engine.mesh is not None:
+        raise UnsupportedError(
+            f"{where(operation, engine.comm.rank, engine.comm.world_size)}: module: expected "
+            "parameters of which each rank has all or a shard, got DTensors on several ranks; save "
+            "the DTensors of full_state_dict() by torch.distributed.checkpoint"
         )
 
 
@@ -193,6 +203,7 @@ def load(
             replaced since ``shard()``.
     """
     engine = engine_of(module, "load")
+    _check_whole(engine, "load")
     comm = engine.comm
     operation = where("load", comm.rank, comm.world_size)
     with torch.no_grad():
@@ -373,6 +384,7 @@ class TrainState:
 
     def __init__(self, module: nn.Module, optimizer: ShardedAdam | None = None) -> None:
         self._engine = engine_of(module, "TrainState")
+        _check_whole(self._engine, "TrainState")
         with torch.no_grad():
             self._step = module_state.step_of(self._engine, optimizer, "TrainState")
 
