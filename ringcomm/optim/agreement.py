@@ -12,6 +12,7 @@ import torch
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
+from ringcomm.optim.dtensors import PartMesh
 from ringcomm.optim.layout import digest_of
 
 # A description has some hundred bytes per parameter; a peer that announces more than this is not
@@ -82,8 +83,63 @@ def read_description(text: bytes, rank: int, operation: str) -> Any:
         ) from error
 
 
+class CommRanks:
+    """The ranks of a communicator, with plain data to exchange."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Returns plain JSON data of every rank, by rank; collective."""
+        return exchange(self._comm, mine)
+
+
+class MeshRanks:
+    """The ranks of a mesh that holds parts of parameters, and of the replicas of each part.
+
+    Ranks with the same part follow each other, in the order of their communicator.
+    """
+
+    def __init__(self, comm: Communicator | None, mesh: PartMesh) -> None:
+        self._comm = comm
+        self._mesh = mesh
+        self._replicas = 1 if comm is None else comm.world_size
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.number * self._replicas + (0 if self._comm is None else self._comm.rank)
+
+    @property
+    def world_size(self) -> int:
+        return self._mesh.mesh.size() * self._replicas
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Returns plain JSON data of every rank, by rank; collective."""
+        row = [mine] if self._comm is None else exchange(self._comm, mine)
+        device = torch.device("cpu") if self._comm is None else self._comm.device
+        texts = self._mesh.all_gather(json.dumps(row).encode(), device)
+        head = where("comparing the ranks", self.rank, self.world_size)
+        rows = (read_description(t, n * self._replicas, head) for n, t in enumerate(texts))
+        return [each for row in rows for each in row]
+
+
+def ranks_of(comm: Communicator | None, mesh: PartMesh | None) -> CommRanks | MeshRanks | None:
+    """Returns the ranks that train one model together; None for this one alone."""
+    if mesh is not None:
+        return MeshRanks(comm, mesh)
+    return None if comm is None else CommRanks(comm)
+
+
 @contextmanager
-def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[object]]:
+def agreed_load(ranks: CommRanks | MeshRanks | None, operation: str) -> Iterator[list[object]]:
     """Checks a load inside the context; at its end all ranks go on, or none; collective.
 
     Yields:
@@ -98,9 +154,9 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
         yield same
     except CheckpointError as raised:
         error = raised
-    if comm is not None:
+    if ranks is not None:
         told = {"error": None if error is None else str(error), "same": same}
-        for rank, each in enumerate(exchange(comm, told)):
+        for rank, each in enumerate(ranks.exchange(told)):
             if not isinstance(each, dict) or not {"error", "same"} <= each.keys():
                 raise CorruptedError(
                     f"{operation}: expected the outcome of rank {rank}'s load, got {each!r:.80}"
@@ -112,7 +168,7 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
                 )
             if error is None and each["same"] != same:
                 error = CheckpointError(
-                    f"{operation}: ranks {comm.rank} and {rank} load states of different steps, "
+                    f"{operation}: ranks {ranks.rank} and {rank} load states of different steps, "
                     f"{same} and {each['same']}; pass shards that were saved together"
                 )
     if error is not None:

@@ -248,11 +248,24 @@ class PartMesh:
         """The dimensions that have several ranks."""
         return [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
 
+    @property
+    def sizes(self) -> list[int]:
+        """The number of ranks along each dimension."""
+        return list(self.mesh.shape)
+
+    @property
+    def number(self) -> int:
+        """The number of this rank on the mesh, by the order of :meth:`all_gather`."""
+        number = 0
+        for dim in range(self.mesh.ndim):
+            number = number * self.mesh.size(dim) + self.coordinate[dim]
+        return number
+
     def describe(self) -> dict[str, Any]:
         """Returns where on the mesh this rank is, as plain JSON types."""
         return {
             "names": list(self.mesh.mesh_dim_names or ()),
-            "sizes": list(self.mesh.shape),
+            "sizes": self.sizes,
             "coordinate": self.coordinate,
         }
 
@@ -263,6 +276,27 @@ class PartMesh:
             mesh_dims: the dimensions of the mesh that divide what is summed.
         """
         return not any(self.coordinate[dim] for dim in self.dims if dim not in mesh_dims)
+
+    def all_gather(self, text: bytes, device: torch.device) -> list[bytes]:
+        """Returns the text of every rank of the mesh; collective on it.
+
+        Args:
+            text: of this rank; blanks behind it may be added.
+            device: of the tensors to gather by.
+        """
+        texts = [text]
+        for dim in reversed(self.dims):
+            longest = torch.tensor([max(map(len, texts))], device=device)
+            group, count = self.mesh.get_group(dim), self.mesh.size(dim)
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+            padded = b"".join(each.ljust(int(longest)) for each in texts)
+            mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+            rows = [torch.empty_like(mine) for _ in range(count)]
+            dist.all_gather(rows, mine, group=group)
+            joined = [bytes(row.tolist()) for row in rows]
+            size = int(longest)
+            texts = [each[at : at + size] for each in joined for at in range(0, len(each), size)]
+        return texts
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduces a tensor over all ranks of the mesh by a ``ReduceOp``; collective on it."""

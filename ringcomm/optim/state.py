@@ -310,7 +310,7 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
     """
     setting = sharded.setting
     operation = setting.where(_LOAD)
-    with agreed_load(setting.comm, operation) as agreement:
+    with agreed_load(sharded.ranks, operation) as agreement:
         saved = SavedShards(shards, operation)
         check_same_params(sharded.layout, saved.layout, operation)
         groups = check_groups(sharded.groups, saved.first.param_groups, setting.device, operation)

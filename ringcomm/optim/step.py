@@ -14,6 +14,7 @@ from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
+from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
 from ringcomm.optim.buckets import BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
@@ -221,6 +222,11 @@ class ShardedStep:
         self.gradients = placement.gradients(
             self.params, self.layout, self.buckets, setting.accumulator
         )
+
+    @property
+    def ranks(self) -> CommRanks | MeshRanks | None:
+        """The ranks that train the model together; None for this one alone."""
+        return ranks_of(self.setting.comm, self.mesh)
 
     @property
     def two_passes(self) -> bool:

@@ -116,7 +116,7 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         CheckpointError: the state does not fit the parameters; nothing was changed.
     """
     operation = sharded.setting.where(_LOAD)
-    with agreed_load(sharded.setting.comm, operation) as agreement:
+    with agreed_load(sharded.ranks, operation) as agreement:
         if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
             raise CheckpointError(f'{operation}: expected a dict with "state" and "param_groups"')
         groups = check_groups(

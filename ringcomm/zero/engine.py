@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
@@ -135,6 +136,13 @@ class ShardEngine:
         self._watched.append(module)
 
     # ---- gradients ------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> CommRanks | MeshRanks:
+        """The ranks that train the module together."""
+        ranks = ranks_of(self.comm, self.mesh)
+        assert ranks is not None
+        return ranks
 
     def _align_gradients(self) -> None:
         """Has gradients of DTensors aligned when they come, so that all ranks do so in one order.

@@ -287,7 +287,8 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     """
     comm, options = parts.comm, parts.options
     precision = options.precision
-    placed = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
+    buckets = (*parts.stored, *parts.stored_frozen)
+    placed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in parts.module.parameters():
         if id(param) in placed:
             continue

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -22,7 +21,8 @@ from torch.distributed.tensor import (
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler
 from tests.optim.problems import values
-from tests.support.rank_pool import RankPool, same
+from tests.support.meshes import mesh_of
+from tests.support.rank_pool import same
 
 Tensor = torch.Tensor
 ROWS, COLUMNS = Shard(0), Shard(1)
@@ -37,15 +37,6 @@ KINDS: list[tuple[tuple[int, ...], Placement | None]] = [
     ((9, 5), COLUMNS),
 ]
 SMALL = AdamWOptions(bucket_elems=1024)
-
-
-@pytest.fixture(scope="session")
-def four_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
-    return rank_pools(4)
-
-
-def mesh_of(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def plain(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -290,7 +281,7 @@ def refusals(rank, world_size):
 
 def in_parts_alone(rank, world_size):
     """Without a data-parallel axis a rank steps its own parts, and norms are of all of them."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = mesh_of(1, 4)["tp"]
     params, alone = distributed(mesh), plain()
     ours = AdamW(params, lr=0.1, comm="alone")
     reference = AdamW(alone, lr=0.1, comm="alone")
@@ -334,5 +325,5 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_tensor_parallel(four_ranks, check):
-    four_ranks.run(check)
+def test_tensor_parallel(rank_pools, check):
+    rank_pools(4).run(check)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -90,10 +90,6 @@ def parallelized(model: Model, tp: DeviceMesh) -> Model:
         plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
     parallelize_module(model, tp, plan)
     return model
-
-
-def mesh_of(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def batch(step: int, data_rank: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.support.rank_pool import RankPool, same
+from tests.support.meshes import mesh_of
+from tests.support.rank_pool import same
 from tests.zero.tensor_parallel import (
     Model,
     Training,
     batch,
     build,
     full,
-    mesh_of,
     parallelized,
     train,
     whole_params,
@@ -29,11 +28,6 @@ from tests.zero.tensor_parallel import (
 
 Tensor = torch.Tensor
 BF16 = zero.ZeroOptions(bucket_elems=512, precision=zero.Precision(param=torch.bfloat16))
-
-
-@pytest.fixture(scope="session")
-def four_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
-    return rank_pools(4)
 
 
 def stages_are_equal(rank, world_size):
@@ -227,5 +221,5 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_tensor_parallel(four_ranks, check):
-    four_ranks.run(check)
+def test_tensor_parallel(rank_pools, check):
+    rank_pools(4).run(check)
