@@ -300,7 +300,8 @@ class ShardedAdam(torch.optim.Optimizer):
             return Amp()
         scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
         agreed = self._found_inf_agreed
-        if not agreed and (self._setting.world_size > 1 or self._gradient_flats() is not None):
+        alone = self._setting.world_size == 1 and self.mesh is None
+        if not agreed and not (alone and self._gradient_flats() is None):
             raise UnsupportedError(
                 f"{self._setting.where('step')}: torch.amp.GradScaler looks at this rank's p.grad "
                 "only; use ringcomm.optim.GradScaler in its place, or loss_scaler="

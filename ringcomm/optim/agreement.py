@@ -47,6 +47,34 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
     )
 
 
+def check_on_mesh(
+    comm: Communicator | None, mesh: PartMesh | None, operation: str, mine: Mapping[str, Any]
+) -> None:
+    """Compares what ranks with different parts of parameters have in common; collective.
+
+    Args:
+        comm: the ranks with the same parts; None for this one alone.
+        mesh: of the parts; None where there are none, and nothing to compare.
+        operation, mine: as of :func:`check_agreement`.
+
+    Raises:
+        MismatchError: the ranks' data differ, on every rank.
+    """
+    if mesh is None:
+        return
+    ranks = MeshRanks(comm, mesh)
+    if len(set(ranks.exchange(digest_of(mine)))) == 1:
+        return
+    everyone = ranks.exchange(mine)
+    other = next(rank for rank, each in enumerate(everyone) if each != everyone[0])
+    head = where(operation, ranks.rank, ranks.world_size)
+    said = difference_in_words(everyone[0], everyone[other], other, head)
+    raise MismatchError(
+        f"{head}: the ranks of the mesh {mesh.mesh} differ. {said}. Give all ranks the same "
+        "parameters, in the same order, and the same options"
+    )
+
+
 def exchange(comm: Communicator, mine: Any) -> list[Any]:
     """Returns plain JSON data of every rank, by rank; collective.
 
@@ -176,10 +204,15 @@ def agreed_load(ranks: CommRanks | MeshRanks | None, operation: str) -> Iterator
 
 
 @contextmanager
-def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
+def all_or_none(comm: Communicator, operation: str, mesh: PartMesh | None = None) -> Iterator[None]:
     """Runs work that may fail on one rank alone; at its end all go on, or none; collective.
 
     Inside, no rank may wait for another.
+
+    Args:
+        comm: the ranks.
+        operation: name of the operation, for the error.
+        mesh: of ranks that have other parts of the parameters, and go on with these or not.
 
     Raises:
         Exception: the exception raised on this rank.
@@ -192,17 +225,20 @@ def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
     except Exception as raised:
         error = raised
     verdicts = _all_gather_bytes(comm, b"+" if error is None else b"-", 1)
-    if all(each == b"+" for each in verdicts):
+    if mesh is not None:
+        verdicts = mesh.all_gather(b"".join(verdicts), comm.device)
+    if all(set(each) == set(b"+") for each in verdicts):
         return
-    told = exchange(comm, None if error is None else [type(error).__name__, str(error)])
+    ranks = MeshRanks(comm, mesh) if mesh is not None else CommRanks(comm)
+    told = ranks.exchange(None if error is None else [type(error).__name__, str(error)])
     if error is not None:
         raise error
     kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
     rank = next(rank for rank, each in enumerate(told) if each is not None)
     name, text = told[rank]
     failed = kinds.get(name, RingcommError)(
-        f"{where(operation, comm.rank, comm.world_size)}: rank {rank} failed, so no rank goes on: "
-        f"{text}"
+        f"{where(operation, ranks.rank, ranks.world_size)}: rank {rank} failed, so no rank goes "
+        f"on: {text}"
     )
     failed.repeats = True
     raise failed

@@ -175,10 +175,22 @@ def check_placements(param: Tensor, called: str) -> None:
             f"{called}: expected a DTensor that is sharded or replicated, got {placements}; "
             "redistribute() it before it becomes a parameter"
         )
-    if not all(type(each).__name__ in ("Shard", "Replicate") for each in placements):
+    there: Any = param
+    usual = all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
+    order = there._spec.shard_order
+    if not usual or order != there._spec.compute_default_shard_order(placements):
         raise UnsupportedError(
-            f"{called}: expected a DTensor with the placements Shard and Replicate, got "
-            f"{placements}; use torch.optim for it"
+            f"{called}: expected a DTensor with the placements Shard and Replicate, in the mesh's "
+            f"order, got {placements} in the order {order}; use torch.optim for it"
+        )
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, placements)
+    if tuple(shape) != tuple(local_of(param).shape):
+        raise ArgumentError(
+            f"{called}: expected a local tensor of shape {tuple(shape)}, as {placements} on "
+            f"{mesh} give it of {tuple(param.shape)}, got {tuple(local_of(param).shape)}; pass "
+            "shape= to DTensor.from_local()"
         )
 
 
@@ -227,6 +239,8 @@ def local_gradient(param: Tensor, called: str) -> Tensor:
     """
     assert param.grad is not None
     check_gradient(param.grad, param, called)
+    if not is_distributed(param):
+        return param.grad.detach()
     align_gradient(param)
     local = local_of(param.grad.detach())
     wait = getattr(local, "wait", None)  # a functional collective's result may be on its way

@@ -42,10 +42,6 @@ class _Slot(NamedTuple):
     view_ptr: int
     shown: Tensor
 
-    def memory_of(self, tensor: Tensor) -> Tensor:
-        """Returns what this rank has of the parameter, or of its gradient."""
-        return tensor if self.shown is self.view else local_of(tensor)
-
 
 class Gradients:
     """The gradients of laid-out parameters, which are in ``p.grad``.
@@ -84,15 +80,17 @@ class Gradients:
             ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
                 bucket, or was frozen when the buckets were laid out.
         """
-        for slot in self._slots:
-            index, param, param_ptr, _, view_ptr, shown = slot
-            if slot.memory_of(param).data_ptr() != param_ptr:
+        for index, param, param_ptr, view, view_ptr, shown in self._slots:
+            plain = shown is view
+            if (param if plain else local_of(param)).data_ptr() != param_ptr:
                 raise ArgumentError(
                     f"{self.label(index)}: its memory was replaced after it had been moved to its "
                     "bucket (by .to(), .data = or the like); change values in place, with copy_()"
                 )
             grad = param.grad
-            if grad is None or (grad is shown and slot.memory_of(grad).data_ptr() == view_ptr):
+            if grad is None:
+                continue
+            if grad is shown and (grad if plain else local_of(grad)).data_ptr() == view_ptr:
                 continue
             check_gradient(grad, param, self.label(index))
         for index in self._frozen:
@@ -108,14 +106,13 @@ class Gradients:
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
-        for slot in self._slots:
-            index, param, _, view, view_ptr, shown = slot
+        for index, param, _, view, view_ptr, shown in self._slots:
             grad = param.grad
             if grad is None:
                 view.zero_()
                 continue
             active[index] = 1.0
-            here = slot.memory_of(grad)
+            here = grad if shown is view else local_of(grad)
             if grad is not shown or here.data_ptr() != view_ptr:
                 if here.data_ptr() != view_ptr or here.stride() != view.stride():
                     view.copy_(here.detach())
@@ -130,7 +127,10 @@ class Gradients:
 
     def mark(self) -> object:
         """Returns a value that equals an earlier one only if no gradient changed since."""
-        return [None if grad is None else _mark_of(grad) for grad in (p.grad for p in self._params)]
+        grads = (param.grad for param in self._params)
+        if self._distributed:
+            return [None if grad is None else _mark_of(grad) for grad in grads]
+        return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
 
     def zero(self) -> None:
         """Zeroes all gradients; those in the buckets by one memset per bucket."""
@@ -157,8 +157,7 @@ class Gradients:
 
 def _mark_of(grad: Tensor) -> tuple[int, ...]:
     local = local_of(grad)
-    own = () if local is grad else (local._version,)
-    return local.data_ptr(), grad._version, *own
+    return local.data_ptr(), local._version, grad._version
 
 
 def _slot(index: int, param: Tensor, view: Tensor) -> _Slot:

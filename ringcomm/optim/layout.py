@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -125,6 +125,12 @@ class ParamSpec:
         if self.sharding is not None:
             described["sharding"] = self.sharding.describe()
         return described
+
+    def describe_whole(self) -> dict[str, Any]:
+        """Returns the spec of the whole parameter as plain JSON types."""
+        if self.sharding is None:
+            return self.describe()
+        return replace(self, shape=self.sharding.shape, stride=None, sharding=None).describe()
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> ParamSpec:
@@ -365,6 +371,10 @@ class ShardLayout:
             "params": [spec.describe() for spec in self.params],
             "buckets": [bucket.describe() for bucket in self.buckets],
         }
+
+    def describe_whole(self) -> dict[str, Any]:
+        """Returns the parameters, whole, as plain JSON types: equal whichever parts a rank has."""
+        return {"params": [spec.describe_whole() for spec in self.params]}
 
     @cached_property
     def digest(self) -> str:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
-from ringcomm.optim.agreement import check_agreement, exchange
+from ringcomm.optim.agreement import check_agreement, check_on_mesh, exchange
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
@@ -117,16 +117,24 @@ def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str)
 
 
 def check_ranks(
-    comm: Communicator, layout: ShardLayout, groups: Sequence[Group], options: AdamWOptions
+    comm: Communicator | None,
+    mesh: PartMesh | None,
+    layout: ShardLayout,
+    groups: Sequence[Group],
+    options: AdamWOptions,
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
+
+    Ranks with other parts of the parameters are compared in what they have in common.
 
     Raises:
         MismatchError: two ranks differ; names both, and the first parameter that differs.
     """
     compared = [{name: _plain(group[name]) for name in _COMPARED} for group in groups]
-    mine = {"layout": layout.describe(), "options": options.describe(), "groups": compared}
-    check_agreement(comm, OPERATION, mine)
+    mine = {"options": options.describe(), "groups": compared}
+    if comm is not None:
+        check_agreement(comm, OPERATION, {"layout": layout.describe(), **mine})
+    check_on_mesh(comm, mesh, OPERATION, {"layout": layout.describe_whole(), **mine})
 
 
 def check_hyper_parameters(comm: Communicator, groups: Sequence[Group]) -> None:

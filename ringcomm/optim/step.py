@@ -182,8 +182,7 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.table = StepTable(self.layout, len(groups), setting.device)
         self.kernels = make_kernels(comm, options, self.table)
-        if comm is not None:
-            check_ranks(comm, self.layout, groups, options)
+        check_ranks(comm, self.mesh, self.layout, groups, options)
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:

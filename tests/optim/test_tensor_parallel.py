@@ -18,7 +18,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler
 from tests.optim.problems import values
 from tests.support.meshes import mesh_of
@@ -268,6 +268,22 @@ def refusals(rank, world_size):
     partial = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()], run_check=False)
     with pytest.raises(ArgumentError, match=r"parameter 0: expected a DTensor that is sharded"):
         AdamW([nn.Parameter(partial)], comm=mesh["dp"])
+    # Without shape= each rank guesses a shape of the whole from its own part.
+    guessed = DTensor.from_local(torch.ones(2 + rank % 2), mesh["tp"], [ROWS], run_check=False)
+    with pytest.raises(MismatchError, match=r"ranks of the mesh.*\(4,\).*rank 0.*\(6,\)"):
+        AdamW([nn.Parameter(guessed)], comm=mesh["dp"]).prepare()
+    padded = DTensor.from_local(
+        torch.ones(3), mesh["tp"], [ROWS], shape=torch.Size([4]), stride=(1,)
+    )
+    with pytest.raises(ArgumentError, match=r"expected a local tensor of shape \(2,\).*got \(3,\)"):
+        AdamW([nn.Parameter(padded)], comm=mesh["dp"])
+    different = AdamW(distributed(mesh["tp"]), eps=1e-8 * (1 + rank % 2), comm=mesh["dp"])
+    with pytest.raises(MismatchError, match=r"ranks of the mesh.*[Pp]aram group 0 is .*eps"):
+        different.prepare()
+    driven: Any = AdamW(distributed(mesh["tp"]), comm="alone")
+    driven.found_inf = torch.zeros(())
+    with pytest.raises(UnsupportedError, match=r"use ringcomm\.optim\.GradScaler"):
+        driven.step()
     params = [distributed(mesh["tp"])[0], distributed(mesh["dp"])[0]]
     with pytest.raises(UnsupportedError, match="expected DTensor parameters on one DeviceMesh"):
         AdamW(params, comm="alone").prepare()
@@ -289,6 +305,33 @@ def in_parts_alone(rank, world_size):
         param.grad = grad
     for param, grad in zip(params, gradients(0, 0), strict=True):
         param.grad = as_param(param, grad)
+    same(ours.clip_grad_norm_(1.0), reference.clip_grad_norm_(1.0))
+    ours.step()
+    reference.step()
+    same([full(param) for param in params], [param.detach() for param in alone])
+
+
+def on_two_dimensions(rank, world_size):
+    """Norms count once what one dimension of a mesh divides and the other replicates."""
+    mesh = mesh_of(2, 2)
+    placed: list[list[Placement]] = [
+        [ROWS, Replicate()],
+        [Replicate(), COLUMNS],
+        [ROWS, COLUMNS],
+        [ROWS, ROWS],
+        [Replicate(), Replicate()],
+    ]
+    whole = [values((5, 9), number) for number in range(len(placed) + 1)]
+    alone = [nn.Parameter(each.clone()) for each in whole]
+    params: list[Any] = [
+        nn.Parameter(distribute_tensor(each, mesh, at))
+        for each, at in zip(whole, placed, strict=False)
+    ]
+    params.append(nn.Parameter(whole[-1].clone()))
+    ours, reference = (AdamW(each, lr=0.1, comm="alone") for each in (params, alone))
+    for number, (param, other) in enumerate(zip(params, alone, strict=True)):
+        other.grad = torch.arange(45.0).view(5, 9) - 3 * number
+        param.grad = as_param(param, other.grad)
     same(ours.clip_grad_norm_(1.0), reference.clip_grad_norm_(1.0))
     ours.step()
     reference.step()
@@ -320,6 +363,7 @@ CHECKS = [
     state_moves,
     refusals,
     in_parts_alone,
+    on_two_dimensions,
     writes_are_followed,
 ]
 

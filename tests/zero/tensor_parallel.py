@@ -122,7 +122,7 @@ class Training:
     """
 
     stage: int
-    steps: Sequence[int] = (0, 1, 2)
+    steps: Sequence[int] = (0, 1)
     backwards: int = 2
     clip: float | None = 0.5
     zero: zero.ZeroOptions = field(default_factory=lambda: zero.ZeroOptions(bucket_elems=512))

@@ -19,7 +19,6 @@ from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
-from ringcomm.zero.checkpoint.checkpoints import agreed
 from ringcomm.zero.checkpoint.module_state import (
     VERSION,
     ExtraState,
@@ -82,7 +81,8 @@ def save(
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
             sharded.refuse_if_torn("save")
-        extra = _checked_extra_state(engine)
+        engine.slots.check_all(engine.comm, "save", engine.mesh)
+        extra = _extra_state(engine)
         buffers = module_state.buffers_of(engine.parts.module)
         tensors, generators = save_generators(engine.comm.device)
         own = {f"buffer.{name}": buffer.detach() for name, buffer in buffers.items()}
@@ -100,24 +100,11 @@ def save(
         )
 
 
-def _checked_extra_state(engine: ShardEngine) -> ExtraState:
-    """Returns the modules' extra state, once all ranks can save; collective."""
-    found = []
-
-    def check() -> None:
-        engine.slots.check_all(engine.comm, "save")
-        found.append(_extra_state(engine))
-
-    # A communicator's ranks fail together; those that have other parts must not wait for them.
-    agreed(engine.ranks, "save", check) if engine.mesh is not None else check()
-    return found[0]
-
-
 def _extra_state(engine: ShardEngine) -> ExtraState:
     module, comm = engine.parts.module, engine.comm
     if not modules_with_extra_state(module):
         return ExtraState({}, {})
-    with all_or_none(comm, "save"):
+    with all_or_none(comm, "save", engine.mesh):
         return save_extra_state(module, where("save", comm.rank, comm.world_size))
 
 
@@ -188,7 +175,7 @@ def load(
     operation = where("load", comm.rank, comm.world_size)
     with torch.no_grad():
         sharded = module_state.step_of(engine, optimizer, "load")
-        engine.slots.check_all(comm, "load")
+        engine.slots.check_all(comm, "load", engine.mesh)
         with agreed_load(engine.ranks, operation) as agreement:
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step
@@ -202,7 +189,7 @@ def load(
         comm.barrier()
         if loading.extra:
             # Behind the barrier, since a module may look at its parameters.
-            with all_or_none(comm, "load"):
+            with all_or_none(comm, "load", engine.mesh):
                 set_extra_state(engine.parts.module, loading.extra, loading.fail)
     return Loaded(int(found or 0), loading.data["user"], loading.exact)
 
