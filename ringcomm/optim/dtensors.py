@@ -38,7 +38,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def set_local(param: Tensor, local: Tensor) -> None:
-    """Gives a parameter other memory, perhaps of another dtype; it stays the same object."""
+    """Gives a parameter other memory, perhaps of another dtype; it stays the same object.
+
+    A view of memory that stays is to be :func:`apart`.
+    """
     if not is_distributed(param):
         param.data = local
         return
@@ -47,8 +50,15 @@ def set_local(param: Tensor, local: Tensor) -> None:
         spec = _spec_of_dtype(there, local.dtype)
         param.data = _dtensor(local, spec)
         there._spec = spec
-    # Through .data, since a view would share its version with all other parameters of its bucket.
-    there._local_tensor = local.data
+    there._local_tensor = local
+
+
+def apart(param: Tensor, view: Tensor) -> Tensor:
+    """Returns a view that is to be a DTensor's local tensor, with a storage of its own.
+
+    It has the same memory. Dynamo cannot trace two DTensors that share a storage.
+    """
+    return torch.from_dlpack(view) if is_distributed(param) and view.numel() else view
 
 
 def distributed_as(param: Tensor, local: Tensor) -> Tensor:

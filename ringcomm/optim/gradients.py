@@ -12,6 +12,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import (
     align_gradient,
+    apart,
     check_gradient,
     distributed_as,
     is_distributed,
@@ -161,7 +162,7 @@ def _mark_of(grad: Tensor) -> tuple[int, ...]:
 
 
 def _slot(index: int, param: Tensor, view: Tensor) -> _Slot:
-    shown, here = distributed_as(param, view), local_of(param)
+    shown, here = distributed_as(param, apart(param, view)), local_of(param)
     return _Slot(index, param, here.data_ptr(), view, view.data_ptr(), shown)
 
 
@@ -251,6 +252,8 @@ class AccumulatedGradients(Gradients):
 
     def collect(self) -> list[float]:
         active = [0.0] * len(self._params)
+        for param in self._distributed:
+            align_gradient(param)
         for index, param, _, view, *_ in self._slots:
             # The user may have set p.grad by hand, without a backward.
             self._accumulator.add(param, self.label(index))

@@ -17,7 +17,7 @@ from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
-from ringcomm.optim.dtensors import Sharding, local_of, set_local
+from ringcomm.optim.dtensors import Sharding, apart, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
 from ringcomm.zero.absent import make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
@@ -237,7 +237,7 @@ class ReplicatedBucket(ParamBucket):
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
         self._round(values, self.flat, keeps_wide)
         for placed in self.params:
-            set_local(placed.param, placed.view(self.flat))
+            set_local(placed.param, apart(placed.param, placed.view(self.flat)))
 
     def check(self) -> None:
         for placed, address in zip(self.params, self._addresses, strict=True):

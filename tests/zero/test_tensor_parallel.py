@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
@@ -212,3 +213,30 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_tensor_parallel(rank_pools, check):
     rank_pools(4).run(check)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_module_of_dtensors_compiles_to_one_graph(stage):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = mesh_of(1, 1)["tp"]
+        results = []
+        for backend in (None, "aot_eager"):
+            torch.manual_seed(1)
+            module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+            parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            zero.shard(module, stage, comm="alone")
+            optimizer = AdamW(module.parameters(), lr=0.1)
+            forward: Any = module
+            if backend is not None:
+                forward = torch.compile(module, backend=backend, fullgraph=True)
+            for _ in range(2):
+                forward(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+                # Gradients that stay are traced, too.
+                optimizer.zero_grad(set_to_none=False)
+            results.append({name: full(param) for name, param in module.named_parameters()})
+        same(results[1], results[0])
+    finally:
+        torch.distributed.destroy_process_group()
