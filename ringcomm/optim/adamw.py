@@ -12,9 +12,10 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim import kernels, state
+from ringcomm.optim import kernels, state, torch_state
+from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
 from ringcomm.optim.gradients import Accumulator
-from ringcomm.optim.layout import DTYPE_NAMES, DTYPES, check_local
+from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import check_order, placement_of
@@ -61,7 +62,7 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, Tensor):
         return  # torch raises its own error
-    check_local(param, called)
+    check_placements(param, called)
     if param.dtype not in DTYPE_NAMES:
         way_out = "use torch.optim for it"
         if not param.requires_grad:
@@ -162,6 +163,12 @@ class ShardedAdam(torch.optim.Optimizer):
     def options(self) -> AdamWOptions:
         """The options that the optimizer was built with."""
         return self._setting.options
+
+    @property
+    def mesh(self) -> PartMesh | None:
+        """The mesh of DTensor parameters, over which norms are taken; None without any."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return find_mesh(params, type(self).__name__)
 
     @property
     def accumulator(self) -> Accumulator | None:
@@ -293,7 +300,8 @@ class ShardedAdam(torch.optim.Optimizer):
             return Amp()
         scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
         agreed = self._found_inf_agreed
-        if not agreed and (self._setting.world_size > 1 or self._gradient_flats() is not None):
+        alone = self._setting.world_size == 1 and self.mesh is None
+        if not agreed and not (alone and self._gradient_flats() is None):
             raise UnsupportedError(
                 f"{self._setting.where('step')}: torch.amp.GradScaler looks at this rank's p.grad "
                 "only; use ringcomm.optim.GradScaler in its place, or loss_scaler="
@@ -399,7 +407,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Args:
             dst: the rank that gets the state, while others get an empty dict; None gives it to all.
         """
-        return state.gather_torch(self.sharded_step(), dst)
+        return torch_state.gather_torch(self.sharded_step(), dst)
 
     @torch.no_grad()
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -410,7 +418,7 @@ class ShardedAdam(torch.optim.Optimizer):
         Raises:
             CheckpointError: the state does not fit the parameters; nothing was changed.
         """
-        state.load_torch(self.sharded_step(), state_dict)
+        torch_state.load_torch(self.sharded_step(), state_dict)
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
@@ -432,7 +440,8 @@ class AdamW(ShardedAdam):
     ``docs/optimizer.md`` says what is exact.
 
     Args:
-        params: as torch takes them; float32, bfloat16 or float16, equal on all ranks.
+        params: as torch takes them; float32, bfloat16 or float16, equal on all ranks. DTensors of
+            tensor parallelism have equal local tensors on the ranks of ``comm``.
         lr: learning rate; a tensor of one element is read on its device at each step.
         betas: decay of the two moments.
         eps: added to the denominator.

@@ -12,6 +12,7 @@ import torch
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
+from ringcomm.optim.dtensors import PartMesh
 from ringcomm.optim.layout import digest_of
 
 # A description has some hundred bytes per parameter; a peer that announces more than this is not
@@ -43,6 +44,34 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
     raise MismatchError(
         f"{head}: the ranks differ. {said}. Give all ranks the same parameters, in the same order, "
         "and the same options"
+    )
+
+
+def check_on_mesh(
+    comm: Communicator | None, mesh: PartMesh | None, operation: str, mine: Mapping[str, Any]
+) -> None:
+    """Compares what ranks with different parts of parameters have in common; collective.
+
+    Args:
+        comm: the ranks with the same parts; None for this one alone.
+        mesh: of the parts; None where there are none, and nothing to compare.
+        operation, mine: as of :func:`check_agreement`.
+
+    Raises:
+        MismatchError: the ranks' data differ, on every rank.
+    """
+    if mesh is None:
+        return
+    ranks = MeshRanks(comm, mesh)
+    if len(set(ranks.exchange(digest_of(mine)))) == 1:
+        return
+    everyone = ranks.exchange(mine)
+    other = next(rank for rank, each in enumerate(everyone) if each != everyone[0])
+    head = where(operation, ranks.rank, ranks.world_size)
+    said = difference_in_words(everyone[0], everyone[other], other, head)
+    raise MismatchError(
+        f"{head}: the ranks of the mesh {mesh.mesh} differ. {said}. Give all ranks the same "
+        "parameters, in the same order, and the same options"
     )
 
 
@@ -82,8 +111,63 @@ def read_description(text: bytes, rank: int, operation: str) -> Any:
         ) from error
 
 
+class CommRanks:
+    """The ranks of a communicator, with plain data to exchange."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Returns plain JSON data of every rank, by rank; collective."""
+        return exchange(self._comm, mine)
+
+
+class MeshRanks:
+    """The ranks of a mesh that holds parts of parameters, and of the replicas of each part.
+
+    Ranks with the same part follow each other, in the order of their communicator.
+    """
+
+    def __init__(self, comm: Communicator | None, mesh: PartMesh) -> None:
+        self._comm = comm
+        self._mesh = mesh
+        self._replicas = 1 if comm is None else comm.world_size
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.number * self._replicas + (0 if self._comm is None else self._comm.rank)
+
+    @property
+    def world_size(self) -> int:
+        return self._mesh.mesh.size() * self._replicas
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Returns plain JSON data of every rank, by rank; collective."""
+        row = [mine] if self._comm is None else exchange(self._comm, mine)
+        device = torch.device("cpu") if self._comm is None else self._comm.device
+        texts = self._mesh.all_gather(json.dumps(row).encode(), device)
+        head = where("comparing the ranks", self.rank, self.world_size)
+        rows = (read_description(t, n * self._replicas, head) for n, t in enumerate(texts))
+        return [each for row in rows for each in row]
+
+
+def ranks_of(comm: Communicator | None, mesh: PartMesh | None) -> CommRanks | MeshRanks | None:
+    """Returns the ranks that train one model together; None for this one alone."""
+    if mesh is not None:
+        return MeshRanks(comm, mesh)
+    return None if comm is None else CommRanks(comm)
+
+
 @contextmanager
-def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[object]]:
+def agreed_load(ranks: CommRanks | MeshRanks | None, operation: str) -> Iterator[list[object]]:
     """Checks a load inside the context; at its end all ranks go on, or none; collective.
 
     Yields:
@@ -98,9 +182,9 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
         yield same
     except CheckpointError as raised:
         error = raised
-    if comm is not None:
+    if ranks is not None:
         told = {"error": None if error is None else str(error), "same": same}
-        for rank, each in enumerate(exchange(comm, told)):
+        for rank, each in enumerate(ranks.exchange(told)):
             if not isinstance(each, dict) or not {"error", "same"} <= each.keys():
                 raise CorruptedError(
                     f"{operation}: expected the outcome of rank {rank}'s load, got {each!r:.80}"
@@ -112,7 +196,7 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
                 )
             if error is None and each["same"] != same:
                 error = CheckpointError(
-                    f"{operation}: ranks {comm.rank} and {rank} load states of different steps, "
+                    f"{operation}: ranks {ranks.rank} and {rank} load states of different steps, "
                     f"{same} and {each['same']}; pass shards that were saved together"
                 )
     if error is not None:
@@ -120,10 +204,15 @@ def agreed_load(comm: Communicator | None, operation: str) -> Iterator[list[obje
 
 
 @contextmanager
-def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
+def all_or_none(comm: Communicator, operation: str, mesh: PartMesh | None = None) -> Iterator[None]:
     """Runs work that may fail on one rank alone; at its end all go on, or none; collective.
 
     Inside, no rank may wait for another.
+
+    Args:
+        comm: the ranks.
+        operation: name of the operation, for the error.
+        mesh: of ranks that have other parts of the parameters, and go on with these or not.
 
     Raises:
         Exception: the exception raised on this rank.
@@ -136,17 +225,20 @@ def all_or_none(comm: Communicator, operation: str) -> Iterator[None]:
     except Exception as raised:
         error = raised
     verdicts = _all_gather_bytes(comm, b"+" if error is None else b"-", 1)
-    if all(each == b"+" for each in verdicts):
+    if mesh is not None:
+        verdicts = mesh.all_gather(b"".join(verdicts), comm.device)
+    if all(set(each) == set(b"+") for each in verdicts):
         return
-    told = exchange(comm, None if error is None else [type(error).__name__, str(error)])
+    ranks = MeshRanks(comm, mesh) if mesh is not None else CommRanks(comm)
+    told = ranks.exchange(None if error is None else [type(error).__name__, str(error)])
     if error is not None:
         raise error
     kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
     rank = next(rank for rank, each in enumerate(told) if each is not None)
     name, text = told[rank]
     failed = kinds.get(name, RingcommError)(
-        f"{where(operation, comm.rank, comm.world_size)}: rank {rank} failed, so no rank goes on: "
-        f"{text}"
+        f"{where(operation, ranks.rank, ranks.world_size)}: rank {rank} failed, so no rank goes "
+        f"on: {text}"
     )
     failed.repeats = True
     raise failed

@@ -10,6 +10,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.memory import zeros
+from ringcomm.optim.dtensors import apart, local_of, set_local
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
@@ -313,5 +314,5 @@ class Buckets(list[Bucket]):
     def adopt(self, params: list[Tensor]) -> None:
         """Moves parameters into their buckets: each becomes a view, and keeps its value."""
         for index, view in self.params.items():
-            view.copy_(params[index].detach())
-            params[index].data = view
+            view.copy_(local_of(params[index]).detach())
+            set_local(params[index], apart(params[index], view))

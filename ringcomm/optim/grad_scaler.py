@@ -10,6 +10,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_de
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.dtensors import local_of
 
 Tensor = torch.Tensor
 
@@ -43,8 +44,13 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         sums: list[Tensor] | None = None
+        mesh = None
         if isinstance(optimizer, ShardedAdam):
-            comm, sums = optimizer.communicator, optimizer._gradient_flats()
+            comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
+            if sums is None and mesh is not None:
+                if not allow_fp16:
+                    _check_not_fp16(optimizer)
+                sums = _local_gradients(optimizer)
         else:
             comm = find_communicator(self._comm, "GradScaler", found_inf.device)
         if sums is not None:
@@ -63,6 +69,9 @@ class GradScaler(torch.amp.GradScaler):
         if comm is not None and comm.world_size > 1:
             for each in found.values():
                 comm.all_reduce(each, ReduceOp.MAX)
+        if mesh is not None:
+            for each in found.values():
+                mesh.all_reduce(each, ReduceOp.MAX)
         return found
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -74,6 +83,12 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._found_inf_agreed = False
+
+
+def _local_gradients(optimizer: ShardedAdam) -> list[Tensor]:
+    """Returns what this rank has of the gradients; torch takes no mixture with DTensors."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [local_of(param.grad) for param in params if param.grad is not None]
 
 
 def _check_not_fp16(optimizer: ShardedAdam) -> None:

@@ -8,8 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.dtensors import (
+    align_gradient,
+    apart,
+    check_gradient,
+    distributed_as,
+    is_distributed,
+    local_gradient,
+    local_of,
+)
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 
 Tensor = torch.Tensor
@@ -20,29 +29,11 @@ def label(index: int, spec: ParamSpec) -> str:
     return f"parameter {index} ({spec.name})" if spec.name else f"parameter {index}"
 
 
-def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
-    """Checks that a gradient fits its parameter.
-
-    Raises:
-        UnsupportedError: it is sparse.
-        ArgumentError: it has another shape, dtype or device.
-    """
-    if grad.layout is not torch.strided:
-        raise UnsupportedError(
-            f"{called}: expected a dense gradient, got layout {grad.layout}; use "
-            "torch.optim.SparseAdam for it, or an embedding with sparse=False"
-        )
-    for kind in ("shape", "dtype", "device"):
-        wanted, got = getattr(param, kind), getattr(grad, kind)
-        if wanted != got:
-            raise ArgumentError(f"{called}: expected a gradient of {kind} {wanted}, got {got}")
-
-
 class _Slot(NamedTuple):
     """A parameter that has a place, and the addresses of its places for value and gradient.
 
     The addresses are kept, since reading those of a thousand views costs more than the step of
-    small parameters.
+    small parameters. ``shown`` is what ``p.grad`` becomes: ``view``, or a DTensor of it.
     """
 
     number: int
@@ -50,6 +41,7 @@ class _Slot(NamedTuple):
     param_ptr: int
     view: Tensor
     view_ptr: int
+    shown: Tensor
 
 
 class Gradients:
@@ -63,9 +55,12 @@ class Gradients:
         self._params = params
         self._layout = layout
         self._buckets = buckets
-        self._slots = [
-            _Slot(index, params[index], params[index].data_ptr(), view, view.data_ptr())
-            for index, view in buckets.grads.items()
+        self._slots = [_slot(index, params[index], view) for index, view in buckets.grads.items()]
+        # Other ranks may have a part of those of which this rank has none.
+        self._distributed = [
+            param
+            for param, spec in zip(params, layout.params, strict=True)
+            if spec.trainable and spec.tied_to is None and is_distributed(param)
         ]
         # Trainable parameters without elements have steps, but no place.
         self._empty = [
@@ -86,14 +81,17 @@ class Gradients:
             ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
                 bucket, or was frozen when the buckets were laid out.
         """
-        for index, param, param_ptr, view, view_ptr in self._slots:
-            if param.data_ptr() != param_ptr:
+        for index, param, param_ptr, view, view_ptr, shown in self._slots:
+            plain = shown is view
+            if (param if plain else local_of(param)).data_ptr() != param_ptr:
                 raise ArgumentError(
                     f"{self.label(index)}: its memory was replaced after it had been moved to its "
                     "bucket (by .to(), .data = or the like); change values in place, with copy_()"
                 )
             grad = param.grad
-            if grad is None or (grad is view and grad.data_ptr() == view_ptr):
+            if grad is None:
+                continue
+            if grad is shown and (grad if plain else local_of(grad)).data_ptr() == view_ptr:
                 continue
             check_gradient(grad, param, self.label(index))
         for index in self._frozen:
@@ -107,16 +105,19 @@ class Gradients:
     def collect(self) -> list[float]:
         """Moves all gradients into the buckets; returns 1.0 for each parameter that has one."""
         active = [0.0] * len(self._params)
-        for index, param, _, view, view_ptr in self._slots:
+        for param in self._distributed:
+            align_gradient(param)
+        for index, param, _, view, view_ptr, shown in self._slots:
             grad = param.grad
             if grad is None:
                 view.zero_()
                 continue
             active[index] = 1.0
-            if grad is not view or grad.data_ptr() != view_ptr:
-                if grad.data_ptr() != view_ptr or grad.stride() != view.stride():
-                    view.copy_(grad.detach())
-                param.grad = view
+            here = grad if shown is view else local_of(grad)
+            if grad is not shown or here.data_ptr() != view_ptr:
+                if here.data_ptr() != view_ptr or here.stride() != view.stride():
+                    view.copy_(here.detach())
+                param.grad = shown
         for index in self._empty:
             active[index] = 0.0 if self._params[index].grad is None else 1.0
         return active
@@ -127,10 +128,10 @@ class Gradients:
 
     def mark(self) -> object:
         """Returns a value that equals an earlier one only if no gradient changed since."""
-        return [
-            None if grad is None else (grad.data_ptr(), grad._version)
-            for grad in (param.grad for param in self._params)
-        ]
+        grads = (param.grad for param in self._params)
+        if self._distributed:
+            return [None if grad is None else _mark_of(grad) for grad in grads]
+        return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
 
     def zero(self) -> None:
         """Zeroes all gradients; those in the buckets by one memset per bucket."""
@@ -145,7 +146,7 @@ class Gradients:
         for index, param in enumerate(self._params):
             view = self._buckets.grads.get(index)
             if param.grad is not None and (
-                view is None or param.grad.data_ptr() != view.data_ptr()
+                view is None or local_of(param.grad).data_ptr() != view.data_ptr()
             ):
                 param.grad.zero_()
 
@@ -153,6 +154,16 @@ class Gradients:
         """Sets all gradients to None."""
         for param in self._params:
             param.grad = None
+
+
+def _mark_of(grad: Tensor) -> tuple[int, ...]:
+    local = local_of(grad)
+    return local.data_ptr(), local._version, grad._version
+
+
+def _slot(index: int, param: Tensor, view: Tensor) -> _Slot:
+    shown, here = distributed_as(param, apart(param, view)), local_of(param)
+    return _Slot(index, param, here.data_ptr(), view, view.data_ptr(), shown)
 
 
 class Accumulator:
@@ -178,17 +189,16 @@ class Accumulator:
 
     def add(self, param: Tensor, called: str) -> None:
         """Adds a parameter's gradient to its sum, and drops ``p.grad``."""
-        grad = param.grad
-        if grad is None:
+        if param.grad is None:
             return
-        check_gradient(grad, param, called)
+        grad = local_gradient(param, called)
         key = id(param)
         if key in self._written:
-            self._sums[key].add_(grad.detach())
+            self._sums[key].add_(grad)
         elif key in self._sums:
-            self._sums[key].copy_(grad.detach())
+            self._sums[key].copy_(grad)
         else:
-            self._sums[key] = grad.detach().to(torch.float32, copy=True)
+            self._sums[key] = grad.to(torch.float32, copy=True)
         self._written.add(key)
         param.grad = None
 
@@ -242,7 +252,9 @@ class AccumulatedGradients(Gradients):
 
     def collect(self) -> list[float]:
         active = [0.0] * len(self._params)
-        for index, param, _, view, _ in self._slots:
+        for param in self._distributed:
+            align_gradient(param)
+        for index, param, _, view, *_ in self._slots:
             # The user may have set p.grad by hand, without a backward.
             self._accumulator.add(param, self.label(index))
             if self._accumulator.has(param):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.optim.dtensors import Sharding, local_of
 
 Tensor = torch.Tensor
 
@@ -33,31 +34,13 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def is_distributed(param: Tensor) -> bool:
-    """Returns whether a parameter is a DTensor, whose data differs between ranks."""
-    return getattr(param, "device_mesh", None) is not None
-
-
-def check_local(param: Tensor, called: str) -> None:
-    """Checks that this rank has the whole parameter, and not a part of a distributed one.
-
-    Raises:
-        ArgumentError: it is a DTensor.
-    """
-    if is_distributed(param):
-        raise ArgumentError(
-            f"{called}: expected a tensor that every rank has whole, got a "
-            f"{type(param).__name__}, as fully_shard() and tensor parallelism make them; use "
-            "torch.optim for it, or ringcomm.zero.shard() in place of fully_shard()"
-        )
-
-
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter as the layout sees it, without its memory.
 
     Attributes:
-        shape: shape of the parameter, which may have zero elements.
+        shape: shape of the parameter, which may have zero elements; of a DTensor, shape of what
+            this rank has of it.
         dtype: float32, bfloat16 or float16.
         group: index of its param group.
         name: name for messages; "" when it has none.
@@ -65,6 +48,7 @@ class ParamSpec:
         tied_to: index of the earlier entry that is the same tensor; such an entry has no place.
         stride: strides of the elements when they fill their memory in another order than that of
             the shape (channels_last); None means contiguous.
+        sharding: which part ``shape`` is of a DTensor; None if it is all of the parameter.
     """
 
     shape: tuple[int, ...]
@@ -74,6 +58,7 @@ class ParamSpec:
     trainable: bool = True
     tied_to: int | None = None
     stride: tuple[int, ...] | None = None
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NAMES:
@@ -91,8 +76,9 @@ class ParamSpec:
         Raises:
             ArgumentError: its dtype is not one of the three.
         """
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        keeps = not tensor.is_contiguous() and _fills_its_memory(shape, stride)
+        local = local_of(tensor)
+        shape, stride = tuple(local.shape), tuple(local.stride())
+        keeps = not local.is_contiguous() and _fills_its_memory(shape, stride)
         return cls(
             shape,
             tensor.dtype,
@@ -101,12 +87,18 @@ class ParamSpec:
             tensor.requires_grad,
             tied_to,
             stride if keeps else None,
+            Sharding.of(tensor),
         )
 
     @property
     def elems(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def mesh_dims(self) -> tuple[int, ...]:
+        """The dimensions of its mesh that divide the parameter."""
+        return () if self.sharding is None else self.sharding.mesh_dims
 
     @property
     def placed(self) -> bool:
@@ -121,7 +113,7 @@ class ParamSpec:
 
     def describe(self) -> dict[str, Any]:
         """Returns the spec as plain JSON types."""
-        return {
+        described: dict[str, Any] = {
             "name": self.name,
             "shape": list(self.shape),
             "stride": None if self.stride is None else list(self.stride),
@@ -130,6 +122,15 @@ class ParamSpec:
             "trainable": self.trainable,
             "tied_to": self.tied_to,
         }
+        if self.sharding is not None:
+            described["sharding"] = self.sharding.describe()
+        return described
+
+    def describe_whole(self) -> dict[str, Any]:
+        """Returns the spec of the whole parameter as plain JSON types."""
+        if self.sharding is None:
+            return self.describe()
+        return replace(self, shape=self.sharding.shape, stride=None, sharding=None).describe()
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> ParamSpec:
@@ -139,7 +140,7 @@ class ParamSpec:
             CheckpointError: something is missing or of the wrong kind.
         """
         try:
-            stride = described["stride"]
+            stride, sharding = described["stride"], described.get("sharding")
             spec = cls(
                 tuple(described["shape"]),
                 DTYPES[described["dtype"]],
@@ -148,6 +149,7 @@ class ParamSpec:
                 described["trainable"],
                 described["tied_to"],
                 None if stride is None else tuple(stride),
+                None if sharding is None else Sharding.from_description(sharding),
             )
             if spec.describe() != dict(described) or any(size < 0 for size in spec.shape):
                 raise ValueError("unexpected entries")
@@ -206,12 +208,15 @@ class Chunk(NamedTuple):
 class BucketLayout:
     """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and its segments.
 
-    The elements between the segments, and behind the last one, are padding.
+    The elements between the segments, and behind the last one, are padding. Its parameters are
+    divided by the same dimensions of a mesh, ``mesh_dims``, so that a norm over the mesh counts
+    the bucket once for each of its parts.
     """
 
     dtype: torch.dtype
     elems: int
     segments: tuple[Segment, ...]
+    mesh_dims: tuple[int, ...] = ()
 
     def chunk(self, number: int, world_size: int) -> Chunk:
         """Returns chunk ``number`` of ``world_size``, for which one rank keeps state."""
@@ -245,11 +250,12 @@ class BucketLayout:
 
     def describe(self) -> dict[str, Any]:
         """Returns the bucket's layout as plain JSON types."""
-        return {
+        described = {
             "dtype": DTYPE_NAMES[self.dtype],
             "elems": self.elems,
             "segments": [list(segment) for segment in self.segments],
         }
+        return {**described, "mesh_dims": list(self.mesh_dims)} if self.mesh_dims else described
 
 
 @dataclass(frozen=True)
@@ -270,7 +276,7 @@ class ShardLayout:
     def plan(
         cls, params: Sequence[ParamSpec], bucket_elems: int = DEFAULT_BUCKET_ELEMS
     ) -> ShardLayout:
-        """Lays parameters out in the given order, in buckets of one dtype each.
+        """Lays parameters out in the given order, in buckets of one dtype and mesh_dims each.
 
         Frozen, tied and empty parameters have no place. A parameter larger than ``bucket_elems``
         has a bucket of its own.
@@ -283,19 +289,25 @@ class ShardLayout:
                 f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {bucket_elems!r}"
             )
         runs: list[list[Segment]] = []
-        open_runs: dict[torch.dtype, list[Segment]] = {}
+        open_runs: dict[tuple[torch.dtype, tuple[int, ...]], list[Segment]] = {}
         for index, spec in enumerate(params):
             if not spec.placed:
                 continue
-            run = open_runs.get(spec.dtype)
+            kind = spec.dtype, spec.mesh_dims
+            run = open_runs.get(kind)
             begin = round_up(run[-1].end, ALIGN_ELEMS) if run else 0
             if run is None or begin + spec.elems > bucket_elems:
                 run, begin = [], 0
-                open_runs[spec.dtype] = run
+                open_runs[kind] = run
                 runs.append(run)
             run.append(Segment(begin, begin + spec.elems, index))
         buckets = tuple(
-            BucketLayout(params[run[0].param].dtype, round_up(run[-1].end, BLOCK_ELEMS), tuple(run))
+            BucketLayout(
+                params[run[0].param].dtype,
+                round_up(run[-1].end, BLOCK_ELEMS),
+                tuple(run),
+                params[run[0].param].mesh_dims,
+            )
             for run in runs
         )
         return cls(tuple(params), bucket_elems, buckets)
@@ -360,6 +372,10 @@ class ShardLayout:
             "buckets": [bucket.describe() for bucket in self.buckets],
         }
 
+    def describe_whole(self) -> dict[str, Any]:
+        """Returns the parameters, whole, as plain JSON types: equal whichever parts a rank has."""
+        return {"params": [spec.describe_whole() for spec in self.params]}
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the description, in hexadecimal."""
@@ -390,7 +406,8 @@ def digest_of(described: Any) -> str:
 
 def _bucket_from(described: Mapping[str, Any], params: int) -> BucketLayout:
     segments = tuple(Segment(*segment) for segment in described["segments"])
-    bucket = BucketLayout(DTYPES[described["dtype"]], described["elems"], segments)
+    mesh_dims = tuple(described.get("mesh_dims", ()))
+    bucket = BucketLayout(DTYPES[described["dtype"]], described["elems"], segments, mesh_dims)
     last = 0
     for begin, end, param in segments:
         if not (last <= begin < end <= bucket.elems and 0 <= param < params):

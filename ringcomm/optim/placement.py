@@ -16,9 +16,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError
-from ringcomm.optim.agreement import check_agreement
+from ringcomm.errors import ArgumentError, where
+from ringcomm.optim.agreement import check_agreement, check_on_mesh, exchange
 from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ParamSpec, ShardLayout
@@ -54,10 +55,11 @@ def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
     Raises:
         ArgumentError: two parameters share memory; names both.
     """
+    here = {index: local_of(params[index]) for index in layout.places}
     spans = sorted(
-        (params[index].data_ptr(), params[index].data_ptr() + _extent_bytes(params[index]), index)
-        for index in layout.places
-        if params[index].device.type != "meta"
+        (local.data_ptr(), local.data_ptr() + _extent_bytes(local), index)
+        for index, local in here.items()
+        if local.device.type != "meta"
     )
     for (_, end, index), (begin, _, other) in pairwise(spans):
         if begin < end:
@@ -89,17 +91,50 @@ def check_masters(layout: ShardLayout, options: AdamWOptions) -> None:
             )
 
 
+def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str) -> None:
+    """Checks that the ranks that share state have the same parts of DTensor parameters; collective.
+
+    Args:
+        comm: the ranks; None for this one alone.
+        mesh: of the parts; None where every rank has all of each parameter.
+        operation: name of the operation, for the error.
+
+    Raises:
+        ArgumentError: on all ranks: they have different places on their meshes.
+    """
+    if comm is None or mesh is None or comm.world_size == 1:
+        return
+    places = exchange(comm, mesh.describe())
+    if all(each == places[0] for each in places):
+        return
+    other = next(rank for rank, each in enumerate(places) if each != places[0])
+    raise ArgumentError(
+        f"{where(operation, comm.rank, comm.world_size)}: comm: the parameters are DTensors, of "
+        f"which rank 0 has the parts at {places[0]} of their mesh, and rank {other} those at "
+        f"{places[other]}; only ranks with the same parts can share their state. Pass the axis of "
+        'data parallelism, as comm=mesh["dp"] of a mesh with the names ("dp", "tp")'
+    )
+
+
 def check_ranks(
-    comm: Communicator, layout: ShardLayout, groups: Sequence[Group], options: AdamWOptions
+    comm: Communicator | None,
+    mesh: PartMesh | None,
+    layout: ShardLayout,
+    groups: Sequence[Group],
+    options: AdamWOptions,
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
+
+    Ranks with other parts of the parameters are compared in what they have in common.
 
     Raises:
         MismatchError: two ranks differ; names both, and the first parameter that differs.
     """
     compared = [{name: _plain(group[name]) for name in _COMPARED} for group in groups]
-    mine = {"layout": layout.describe(), "options": options.describe(), "groups": compared}
-    check_agreement(comm, OPERATION, mine)
+    mine = {"options": options.describe(), "groups": compared}
+    if comm is not None:
+        check_agreement(comm, OPERATION, {"layout": layout.describe(), **mine})
+    check_on_mesh(comm, mesh, OPERATION, {"layout": layout.describe_whole(), **mine})
 
 
 def check_hyper_parameters(comm: Communicator, groups: Sequence[Group]) -> None:

@@ -63,6 +63,15 @@ def combine(words: Tensor, kind: str) -> Tensor:
     return words.amax(dim=0) if len(words) else words.new_zeros(NORM_WORDS)
 
 
+def leave_to_replica(words: Tensor) -> None:
+    """Leaves a bucket's sum to a rank that has the same gradients; what is not finite still tells.
+
+    Args:
+        words: int64 [24], of the bucket.
+    """
+    words[:NON_FINITE_WORD].zero_()
+
+
 def found_non_finite(words: Tensor) -> Tensor:
     """Returns 1.0 if a gradient holds an infinity or a NaN, else 0.0; float64, a scalar."""
     return (words[NON_FINITE_WORD] != 0).to(torch.float64)

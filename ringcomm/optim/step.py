@@ -14,7 +14,9 @@ from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
+from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
 from ringcomm.optim.buckets import BucketDevice, Buckets
+from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
@@ -23,6 +25,7 @@ from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     Placement,
     all_params,
+    check_axis,
     check_hyper_parameters,
     check_masters,
     check_memory,
@@ -33,7 +36,13 @@ from ringcomm.optim.placement import (
     sharers_of,
     specs_of,
 )
-from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, norm_of
+from ringcomm.optim.reduction import (
+    NORM_WORDS,
+    combine,
+    found_non_finite,
+    leave_to_replica,
+    norm_of,
+)
 
 Tensor = torch.Tensor
 
@@ -56,9 +65,9 @@ class OutsideWrites:
             and options.rounding == "nearest"
         ]
         self._buckets = followed
-        self._params = [
-            params[segment.param] for bucket in followed for segment in bucket.layout.segments
-        ]
+        placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
+        # A local tensor that is written to changes no version of its DTensor.
+        self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
         self._versions = self._read()
 
     def _read(self) -> list[int]:
@@ -162,6 +171,9 @@ class ShardedStep:
         self.groups = groups
         self.params = all_params(groups)
         options, comm = setting.options, setting.comm
+        #: The mesh of DTensor parameters, or None.
+        self.mesh = find_mesh(self.params, setting.where("prepare"))
+        check_axis(comm, self.mesh, "optimizer.prepare")
         if placement is None:
             self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
             check_memory(self.params, self.layout)
@@ -170,8 +182,7 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.table = StepTable(self.layout, len(groups), setting.device)
         self.kernels = make_kernels(comm, options, self.table)
-        if comm is not None:
-            check_ranks(comm, self.layout, groups, options)
+        check_ranks(comm, self.mesh, self.layout, groups, options)
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:
@@ -210,6 +221,11 @@ class ShardedStep:
         self.gradients = placement.gradients(
             self.params, self.layout, self.buckets, setting.accumulator
         )
+
+    @property
+    def ranks(self) -> CommRanks | MeshRanks | None:
+        """The ranks that train the model together; None for this one alone."""
+        return ranks_of(self.setting.comm, self.mesh)
 
     @property
     def two_passes(self) -> bool:
@@ -352,9 +368,13 @@ class ShardedStep:
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         for bucket, row in zip(self.buckets, words, strict=True):
             self.kernels.reduce_norm(bucket, kind, row)
-        total = combine(words, kind)
+            if self.mesh is not None and not self.mesh.counts(bucket.layout.mesh_dims):
+                leave_to_replica(row)
+        total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
         if comm is not None:
-            comm.all_reduce(total, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
+            comm.all_reduce(total, op)
+        if self.mesh is not None:
+            self.mesh.all_reduce(total, op)
         one = torch.ones((), dtype=torch.float64, device=place)
         return _FirstPass(total, kind, one, self.gradients.mark())
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import GetSetDescriptorType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ Tensor = torch.Tensor
 plainly = torch._C.DisableTorchFunctionSubclass
 # The attribute of an absent parameter that holds its name.
 _NAME = "_ringcomm_absent"
+# The attribute of an absent parameter's class that holds the class of a present one.
+_KIND = "_ringcomm_kind"
 # Attributes that are views of the values.
 _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
 _FACTS = """
@@ -72,18 +74,40 @@ class Absent:
         if func in _ALLOWED:
             with plainly():
                 return func(*args, **kwargs)
-        name = next(_names_in((args, kwargs)), "?")
-        raise ArgumentError(
-            f"zero: parameter {name}: {_called(func)} needs its values, and at "
-            "stage 3 a parameter has them only while its module runs and in "
-            "ringcomm.zero.gathered(module). Read it in there, and change it in "
-            "ringcomm.zero.gathered(module, write_from=0)"
-        )
+        raise _needs_values(next(_names_in((args, kwargs)), "?"), _called(func))
 
     def __repr__(self: Any) -> str:
         with plainly():
             facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"<parameter {vars(self)[_NAME]}, not gathered, {facts}>"
+
+
+class AbsentPart(Absent):
+    """The same for a DTensor, some of whose methods are no tensor functions."""
+
+    def to_local(self, **_: Any) -> NoReturn:
+        """Raises ArgumentError."""
+        self._refuse("to_local")
+
+    def redistribute(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ArgumentError."""
+        self._refuse("redistribute")
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        """Raises ArgumentError."""
+        self._refuse("full_tensor")
+
+    def _refuse(self, called: str) -> NoReturn:
+        raise _needs_values(vars(self)[_NAME], called)
+
+
+def _needs_values(name: str, called: str) -> ArgumentError:
+    return ArgumentError(
+        f"zero: parameter {name}: {called} needs its values, and at "
+        "stage 3 a parameter has them only while its module runs and in "
+        "ringcomm.zero.gathered(module). Read it in there, and change it in "
+        "ringcomm.zero.gathered(module, write_from=0)"
+    )
 
 
 def _called(func: Callable[..., Any]) -> str:
@@ -107,7 +131,8 @@ def _names_in(value: Any) -> Iterator[str]:
 
 @cache
 def _absent_kind(kind: type) -> type:
-    return type(f"Absent{kind.__name__}", (Absent, kind), {})
+    mixed_in = AbsentPart if hasattr(kind, "to_local") else Absent
+    return type(f"Absent{kind.__name__}", (mixed_in, kind), {_KIND: kind})
 
 
 def make_absent(params: Sequence[nn.Parameter], names: Sequence[str]) -> list[int]:
@@ -132,7 +157,7 @@ def make_present(params: Sequence[nn.Parameter]) -> list[int]:
         versions = [param._version for param in params]
         for index, param in enumerate(params):
             if isinstance(param, Absent):
-                param.__class__ = type(param).__mro__[2]
+                param.__class__ = getattr(type(param), _KIND)
                 del vars(param)[_NAME]
                 versions[index] -= 1
         return _set_versions(params, versions)

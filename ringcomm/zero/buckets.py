@@ -17,6 +17,7 @@ from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
+from ringcomm.optim.dtensors import Sharding, apart, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
 from ringcomm.zero.absent import make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
@@ -79,7 +80,8 @@ def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpe
     It is contiguous so that in checkpoints a piece of a bucket is a piece of the flattened
     parameter.
     """
-    return ParamSpec(tuple(param.shape), dtype or param.dtype, name=name)
+    shape = tuple(local_of(param).shape)
+    return ParamSpec(shape, dtype or param.dtype, name=name, sharding=Sharding.of(param))
 
 
 def by_optimizer(
@@ -101,8 +103,8 @@ def by_optimizer(
         index = index_of.get(id(param))
         tied_to = seen.setdefault(id(param), at)
         if index is None:
-            shape = tuple(param.shape)
-            specs.append(ParamSpec(shape, param.dtype, group, name, False, _earlier(tied_to, at)))
+            frozen = ParamSpec.of(param, group, name, _earlier(tied_to, at))
+            specs.append(replace(frozen, trainable=False, stride=None))
             continue
         spec = replace(plan.layout.params[index], group=group)
         if name:
@@ -235,11 +237,11 @@ class ReplicatedBucket(ParamBucket):
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
         self._round(values, self.flat, keeps_wide)
         for placed in self.params:
-            placed.param.data = placed.view(self.flat)
+            set_local(placed.param, apart(placed.param, placed.view(self.flat)))
 
     def check(self) -> None:
         for placed, address in zip(self.params, self._addresses, strict=True):
-            if placed.param.data_ptr() != address:
+            if local_of(placed.param).data_ptr() != address:
                 raise self._moved(placed)
 
 
@@ -387,7 +389,7 @@ class ShardedBucket(ParamBucket):
         with plainly():
             self._check()
             for param, view in zip(self._parameters, self._views, strict=True):
-                param.data = view
+                set_local(param, view)
         self._addresses = [view.data_ptr() for view in self._views]
         self._versions = make_present(self._parameters)
         self.is_here = True
@@ -436,7 +438,7 @@ class ShardedBucket(ParamBucket):
     def _leave(self) -> None:
         with plainly():
             for param, absent in zip(self._parameters, self._absent, strict=True):
-                param.data = absent
+                set_local(param, absent)
         self._in_the_open = False
         self._addresses = self._absent_addresses
         self._versions = make_absent(self._parameters, self._names)
@@ -478,7 +480,7 @@ class ShardedBucket(ParamBucket):
             self.params, self._addresses, self._versions, strict=True
         ):
             param = placed.param
-            if param.data_ptr() != address:
+            if local_of(param).data_ptr() != address:
                 raise self._moved(placed)
             if param._version != version:
                 self._forget_changes()

@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
+from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
@@ -70,6 +72,7 @@ class ShardEngine:
         number: number of the module among those that its communicator reduces for.
         order: the communicator's order of reductions.
         slots: the places of the parameters in the module.
+        mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``place_params``.
     """
 
@@ -84,6 +87,7 @@ class ShardEngine:
         self.profile = StepProfile()
         self.reduction = self._make_reduction() if self.stage > 1 else None
         self.gatherer = self._make_gatherer() if self.stage == 3 else None
+        self.mesh = find_mesh(self.parts.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._takes_part = False
@@ -96,6 +100,7 @@ class ShardEngine:
             where("zero", parts.comm.rank, parts.comm.world_size),
         )
         self.slots.watch_loads(self.keep)
+        self._align_gradients()
         if self.reduction is not None:
             self._watch_gradients()
             self._zero_grad_of_module = parts.module.zero_grad
@@ -131,6 +136,23 @@ class ShardEngine:
         self._watched.append(module)
 
     # ---- gradients ------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> CommRanks | MeshRanks:
+        """The ranks that train the module together."""
+        ranks = ranks_of(self.comm, self.mesh)
+        assert ranks is not None
+        return ranks
+
+    def _align_gradients(self) -> None:
+        """Has gradients of DTensors aligned when they come, so that all ranks do so in one order.
+
+        What is done with them afterwards may depend on which buffers are free, and is not done on
+        ranks that have nothing of the parameter.
+        """
+        for param in self.plan.params:
+            if is_distributed(param):
+                self.keep(param.register_post_accumulate_grad_hook(align_gradient))  # type: ignore[no-untyped-call]
 
     def _watch_gradients(self) -> None:
         # A weak reference, since parameters may outlive the module and keep their hooks alive.

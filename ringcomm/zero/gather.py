@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
@@ -291,6 +293,11 @@ class Gatherer:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor lies in the memory of a bucket that is here."""
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):
+            # A DTensor, or what a collective of one has yet to finish: the memory is inside.
+            inside = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+            return any(self.has(each) for each in inside if isinstance(each, torch.Tensor))
         if not torch._C._has_storage(tensor):
             return False
         at = tensor.untyped_storage().data_ptr()

@@ -19,7 +19,8 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
-from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients, check_gradient
+from ringcomm.optim.dtensors import local_gradient
+from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -278,10 +279,9 @@ class BucketedGradients(Gradients):
         """Moves the gradient of a slot's parameter."""
         slot = self._slots[number]
         grad = slot.param.grad
-        if grad is not None and grad is not slot.view:
-            check_gradient(grad, slot.param, self.label(slot.number))
-            slot.view.copy_(grad.detach())
-            slot.param.grad = slot.view
+        if grad is not None and grad is not slot.shown:
+            slot.view.copy_(local_gradient(slot.param, self.label(slot.number)))
+            slot.param.grad = slot.shown
 
 
 def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, _: Tensor) -> None:

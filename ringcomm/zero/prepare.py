@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim.layout import DTYPE_NAMES, is_distributed
+from ringcomm.optim.dtensors import check_placements, is_distributed, local_of, set_local
+from ringcomm.optim.layout import DTYPE_NAMES
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
     BucketParam,
@@ -31,8 +32,9 @@ def check_shardable(root: nn.Module) -> None:
     """Checks that ``shard()`` can take the modules and parameters in ``root``.
 
     Raises:
-        ArgumentError: some are sharded or distributed by torch, or have no shape yet.
-        UnsupportedError: a module writes to its parameter in forward.
+        ArgumentError: some are sharded by torch, or have no shape yet.
+        UnsupportedError: a module writes to its parameter in forward; or a DTensor is not
+            contiguous, or placed in other ways than tensor parallelism does.
     """
     # Looked up in sys.modules, to import nothing: no module can be an FSDP module otherwise.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
@@ -51,10 +53,11 @@ def check_shardable(root: nn.Module) -> None:
                 "gathered(module, write_from=0))"
             )
     for name, param in root.named_parameters():
-        if is_distributed(param):
-            raise ArgumentError(
-                f"shard: parameter {name} is a DTensor, which has its own way of being sharded or "
-                "replicated; use one of both: replace it by nn.Parameter(param.full_tensor())"
+        check_placements(param, f"shard: parameter {name}")
+        if is_distributed(param) and not param.is_contiguous():
+            raise UnsupportedError(
+                f"shard: parameter {name}: expected a DTensor that is contiguous, got strides "
+                f"{param.stride()}; make it contiguous before it is distributed"
             )
         if is_lazy(param):
             raise ArgumentError(
@@ -68,7 +71,7 @@ Tensor = torch.Tensor
 
 def _put_back(param: nn.Parameter, data: Tensor) -> None:
     make_present([param])
-    param.data = data
+    set_local(param, data)
 
 
 class Rollback:
@@ -96,12 +99,12 @@ class Rollback:
     def keep_data(self, param: nn.Parameter) -> None:
         """Keeps the memory of a parameter that is about to get other memory."""
         if id(param) not in self.meta:
-            self.call(_put_back, param, param.data)
+            self.call(_put_back, param, local_of(param).data)
 
     def keep_values(self, tensor: Tensor) -> None:
         """Keeps a copy of a tensor that is about to be written to."""
         if id(tensor) not in self.meta:
-            there = tensor.detach()
+            there = local_of(tensor).detach()
             self.call(there.copy_, there.clone())
 
     def keep_entry(self, table: dict[str, Any], key: str) -> None:
@@ -260,7 +263,7 @@ def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Ten
     moves = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
     values: dict[int, Tensor] = {}
     for param in unit.params.values():
-        value = param.detach()
+        value = local_of(param).detach()
         if id(param) in moves:
             rollback.keep_data(param)
             # The rollback keeps the memory of ``value``, so the broadcast must not write to it.
@@ -284,14 +287,16 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     """
     comm, options = parts.comm, parts.options
     precision = options.precision
-    placed = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
+    buckets = (*parts.stored, *parts.stored_frozen)
+    placed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in parts.module.parameters():
         if id(param) in placed:
             continue
         casts = precision.param is not None and param.dtype in DTYPE_NAMES
-        if casts or not param.is_contiguous():
+        local = local_of(param).detach()
+        if casts or not local.is_contiguous():
             rollback.keep_data(param)
-            param.data = param.to(precision.param if casts else param.dtype).contiguous()
+            set_local(param, local.to(precision.param if casts else param.dtype).contiguous())
     # Several modules may have one buffer. The keys are ids of the old buffers, which ``rollback``
     # keeps alive.
     settled: dict[int, Tensor] = {}
@@ -310,7 +315,7 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
             if options.broadcast and buffer.numel():
                 if comm.rank != 0:
                     rollback.keep_values(buffer)
-                comm.broadcast(buffer, 0)
+                comm.broadcast(local_of(buffer), 0)
             if precision.buffer is not None and buffer.is_floating_point():
                 buffer = owner._buffers[name] = buffer.to(precision.buffer)
             settled[was] = buffer

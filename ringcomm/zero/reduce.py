@@ -28,7 +28,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
-from ringcomm.optim.gradients import check_gradient
+from ringcomm.optim.dtensors import local_gradient
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket
@@ -75,15 +75,14 @@ class GradientBucket:
     def take(self, index: int) -> None:
         """Moves a parameter's gradient, if it has one, into the buffer."""
         placed, buffer = self.stored.params[index], self.buffer
-        grad = placed.param.grad
-        if grad is None or buffer is None:
+        if placed.param.grad is None or buffer is None:
             return
-        check_gradient(grad, placed.param, f"parameter {placed.name}")
+        grad = local_gradient(placed.param, f"parameter {placed.name}")
         view = placed.view(buffer)
         if index in self.taken:
-            view.add_(grad.detach())
+            view.add_(grad)
         else:
-            view.copy_(grad.detach())
+            view.copy_(grad)
             self.taken.add(index)
         placed.param.grad = None
 

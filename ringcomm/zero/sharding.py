@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
-from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
+from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.placement import check_memory
+from ringcomm.optim.placement import check_axis, check_memory
 from ringcomm.optim.step import check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
@@ -106,9 +108,11 @@ def shard(
     Raises:
         ArgumentError: a bad stage, no trainable parameter, a module that is sharded already, a
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
-            lazy, distributed already, or a DistributedDataParallel among several ranks; a ``comm``
-            that this rank is not in; ranks of a launcher that have no group.
-        UnsupportedError: an embedding with ``max_norm``; nodes with different numbers of ranks,
+            lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
+            that this rank is not in, or of ranks that have different parts of DTensor parameters;
+            ranks of a launcher that have no group.
+        UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
+            placements than Shard and Replicate; nodes with different numbers of ranks,
             where each shall have a copy.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
@@ -126,6 +130,8 @@ def shard(
     check_shardable(module)
     options = ZeroOptions() if options is None else options
     ranks = _communicator(comm, module)
+    mesh = find_mesh(module.parameters(), "shard")
+    check_axis(ranks, mesh, "shard")
     check_nodes(ranks, "shard", options.algorithm, "native")
     options = options.for_nodes(stage, ranks)
     units = find_units(module, options.units)
@@ -136,7 +142,7 @@ def shard(
             "requires_grad_() on what shall be trained before shard()"
         )
     frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
-    _check_same(ranks, stage, plan, frozen, options)
+    _check_same(ranks, mesh, stage, (plan, frozen), options)
     rollback = Rollback(module)
     stored: list[ParamBucket] = []
     stored_frozen: list[ParamBucket] = []
@@ -146,7 +152,7 @@ def shard(
         parts = EngineParts(
             module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn
         )
-        with all_or_none(ranks, "shard"):
+        with all_or_none(ranks, "shard", mesh):
             _check_devices(module, ranks)
             check_memory(plan.params, plan.layout)
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
@@ -156,7 +162,7 @@ def shard(
         move_in(parts, init, rollback)
         settle_rest(parts, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
-        with all_or_none(ranks, "shard"):
+        with all_or_none(ranks, "shard", mesh):
             _attach(parts, rollback)
     if not ranks.launches:
         keep_freed_memory()
@@ -235,17 +241,21 @@ def _no_plan(options: ZeroOptions) -> BucketPlan:
 
 
 def _check_same(
-    comm: Communicator, stage: int, plan: BucketPlan, frozen: BucketPlan, options: ZeroOptions
+    comm: Communicator,
+    mesh: PartMesh | None,
+    stage: int,
+    plans: tuple[BucketPlan, BucketPlan],
+    options: ZeroOptions,
 ) -> None:
-    mine = {
-        "layout": plan.layout.describe(),
-        "options": {
-            "stage": stage,
-            "frozen parameters": frozen.layout.describe(),
-            **options.describe(),
-        },
-    }
-    check_agreement(comm, "shard", mine)
+    """Compares the ranks' trainable and frozen parameters and options; collective."""
+
+    def told(describe: Callable[[ShardLayout], dict[str, Any]]) -> dict[str, Any]:
+        trained, frozen = (describe(plan.layout) for plan in plans)
+        chosen = {"stage": stage, "frozen parameters": frozen, **options.describe()}
+        return {"layout": trained, "options": chosen}
+
+    check_agreement(comm, "shard", told(ShardLayout.describe))
+    check_on_mesh(comm, mesh, "shard", told(ShardLayout.describe_whole))
 
 
 def _check_devices(module: nn.Module, comm: Communicator) -> None:
@@ -352,7 +362,7 @@ def _all_here(engine: ShardEngine) -> Iterator[None]:
 def _take_changes(engine: ShardEngine, rank: int) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective."""
     comm = engine.comm
-    engine.slots.check_all(comm, "gathered")
+    engine.slots.check_all(comm, "gathered", engine.mesh)
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     placed: set[int] = set()
@@ -366,7 +376,7 @@ def _take_changes(engine: ShardEngine, rank: int) -> None:
         placed.update(id(each.param) for each in bucket.params)
     for param in engine.parts.module.parameters():
         if id(param) not in placed and param.numel():
-            comm.broadcast(param.detach(), rank)
+            comm.broadcast(local_of(param).detach(), rank)
     engine.placement.refresh_masters()
     comm.barrier()
 
@@ -386,7 +396,7 @@ def unshard(module: nn.Module) -> nn.Module:
     engine = engine_of(module, "unshard")
     root = engine.parts.module
     with _all_here(engine):
-        copies = [(param, param.detach().clone()) for param in root.parameters()]
+        copies = [(param, local_of(param).detach().clone()) for param in root.parameters()]
     # Peers may still be reading this rank's chunks.
     engine.comm.barrier()
     engine.close()
@@ -394,6 +404,6 @@ def unshard(module: nn.Module) -> nn.Module:
         engine.order.leave(engine.number)
     make_present([param for param, _ in copies])
     for param, copy in copies:
-        param.data = copy
+        set_local(param, copy)
     forget_engine(root)
     return module

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.agreement import all_or_none
+from ringcomm.optim.dtensors import PartMesh
 from ringcomm.zero.buckets import BucketParam
 
 Tensor = torch.Tensor
@@ -69,9 +70,9 @@ class Slots:
                 return self._look()
         return None
 
-    def check_all(self, comm: Communicator, operation: str) -> None:
+    def check_all(self, comm: Communicator, operation: str, mesh: PartMesh | None) -> None:
         """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
-        with all_or_none(comm, operation):
+        with all_or_none(comm, operation, mesh):
             self.check()
 
     def _look(self) -> None:

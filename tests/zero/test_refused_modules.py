@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_module
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
@@ -39,11 +38,6 @@ def test_a_module_of_fsdp2(worlds, mesh):
     module = nn.Sequential(nn.Linear(4, 4))
     fully_shard(module[0], mesh=mesh)
     refuse(worlds, module, ArgumentError, r"module '0' is sharded by fully_shard\(\).*use one of")
-
-
-def test_a_module_of_dtensors(worlds, mesh):
-    module = distribute_module(nn.Linear(4, 4), mesh)
-    refuse(worlds, module, ArgumentError, r"parameter weight is a DTensor.*full_tensor\(\)")
 
 
 def test_a_module_whose_shapes_are_not_known_yet(worlds):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from ringcomm.zero.checkpoint.manifest import (
     SavedTensor,
     check_fill,
     file_name,
+    flat_boxes,
     piece_key,
     rank_key,
 )
@@ -31,6 +32,14 @@ if TYPE_CHECKING:
 # A part of a flat tensor, as checkpoints take it.
 
 Tensor = torch.Tensor
+
+
+class Box(NamedTuple):
+    """A box of a tensor as it is cut, and this rank's memory of it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: Tensor
 
 
 class FlatShard(torch.Tensor):
@@ -65,12 +74,16 @@ class FlatShard(torch.Tensor):
         cls, elems: int, begin: int, data: Tensor, shape: Sequence[int] | None = None
     ) -> FlatShard:
         _check(elems, begin, data, shape)
-        made: FlatShard = torch.Tensor._make_wrapper_subclass(
-            cls, (elems,), dtype=data.dtype, device=data.device
-        )
+        made: FlatShard = cls._make((elems,), data)
         made.elems, made.begin, made.local = elems, begin, data.detach()
         made.param_shape = (elems,) if shape is None else tuple(shape)
         return made
+
+    @classmethod
+    def _make(cls, size: Sequence[int], data: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(size), dtype=data.dtype, device=data.device
+        )
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -90,12 +103,22 @@ class FlatShard(torch.Tensor):
         if func is torch.ops.aten.new_empty.default:
             # torch's staging of background saves makes these, and fills their ``local``.
             like, device = args[0], (kwargs or {}).get("device")
-            local = torch.empty_like(like.local, device=device)
-            return cls(like.elems, like.begin, local, like.param_shape)
+            return like.with_memory(torch.empty_like(like.local, device=device))
         raise UnsupportedError(
             f"{func}: a FlatShard is a part of a tensor, for checkpoints only; compute with its "
             ".local"
         )
+
+    def with_memory(self, local: Tensor) -> FlatShard:
+        """Returns the same elements in other memory."""
+        return FlatShard(self.elems, self.begin, local, self.param_shape)
+
+    def boxes(self) -> list[Box]:
+        """Returns the boxes of the saved tensor, of the size ``self.size()``, that are here."""
+        # An empty part may begin where another rank's begins, and torch keeps one of those.
+        if self.elems and not self.local.numel():
+            return []
+        return [Box((self.begin,), tuple(self.local.shape), self.local)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -110,7 +133,7 @@ class FlatShard(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, torch.Size([self.elems])),
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.size())),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -118,18 +141,72 @@ class FlatShard(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        # An empty part may begin where another rank's begins, and torch keeps one of those.
-        if self.elems and not self.local.numel():
-            return []
-        return [ChunkStorageMetadata(torch.Size([self.begin]), self.local.size())]
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        if index.offset is not None and tuple(index.offset) != (self.begin,):
+        here = {box.offsets: box.local for box in self.boxes()}
+        if index.offset is None and len(here) == 1:
+            return next(iter(here.values()))
+        offsets = tuple(index.offset or ())
+        if offsets not in here:
             raise ArgumentError(
-                f"{index.fqn}: expected the part that begins at {self.begin}, which this rank "
-                f"has, got {tuple(index.offset)}"
+                f"{index.fqn}: expected a part that begins at one of {list(here)}, which this rank "
+                f"has, got {offsets}"
             )
-        return self.local
+        return here[offsets]
+
+
+class Part(NamedTuple):
+    """A box of a tensor that some ranks have together, under tensor parallelism.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        offsets, sizes: of the box, by dimension.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class PartShard(FlatShard):
+    """Elements [begin, begin + data.numel()) of a flattened box of a tensor.
+
+    It is saved as boxes of the tensor in its real shape, since a run of a box's elements is none of
+    the tensor's.
+
+    Args:
+        part: the box.
+        begin: of the first element that is here, in the flattened box.
+        data: [n], contiguous, on any device, perhaps empty.
+    """
+
+    part: Part
+
+    @staticmethod
+    def __new__(cls, part: Part, begin: int, data: Tensor) -> PartShard:
+        _check(prod(part.sizes), begin, data, None)
+        made: PartShard = cls._make(part.shape, data)
+        made.part, made.param_shape = part, tuple(part.shape)
+        made.elems, made.begin, made.local = prod(part.sizes), begin, data.detach()
+        return made
+
+    def with_memory(self, local: Tensor) -> FlatShard:
+        return PartShard(self.part, self.begin, local)
+
+    def boxes(self) -> list[Box]:
+        if not prod(self.part.shape):
+            return [Box((0,) * len(self.part.shape), self.part.shape, self.local.view(self.shape))]
+        end, done = self.begin + self.local.numel(), 0
+        found = []
+        for at, sizes in flat_boxes(self.part.sizes, self.begin, end):
+            offsets = tuple(a + b for a, b in zip(self.part.offsets, at, strict=True))
+            found.append(Box(offsets, sizes, self.local[done : done + prod(sizes)].view(sizes)))
+            done += prod(sizes)
+        return found
 
 
 def _check(elems: int, begin: int, data: Tensor, shape: Sequence[int] | None) -> None:
@@ -179,9 +256,9 @@ class Contents:
                 raise ArgumentError(
                     f"tensor {name!r}: expected a FlatShard, got {type(shard).__name__}"
                 )
-            n = shard.local.numel()
+            boxes = [[*each[:2]] for each in shard.boxes() if each.local.numel()]
             dtype = dtype_name(shard.dtype, name)
-            parts[name] = [dtype, shard.elems, list(shard.param_shape), shard.begin, n]
+            parts[name] = [dtype, list(shard.size()), list(shard.param_shape), boxes]
         own = {}
         for name, tensor in self.rank_tensors.items():
             check_name(name)
@@ -201,13 +278,14 @@ class Contents:
         """The tensors that go into this rank's file."""
         parts = [
             Entry(
-                piece_key(name, (shard.begin,)),
+                piece_key(name, box.offsets),
                 shard.dtype,
-                tuple(shard.local.shape),
-                partial(host_blocks, shard.local),
+                box.sizes,
+                partial(host_blocks, box.local),
             )
             for name, shard in self.tensors.items()
-            if shard.local.numel()
+            for box in shard.boxes()
+            if box.local.numel()
         ]
         own = [
             Entry(rank_key(name), tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor))
@@ -243,28 +321,29 @@ def put_together(
                 f"{operation}: ranks 0 and {rank} give different data; give what differs as "
                 "rank_data"
             )
-        for name, (dtype, elems, shape, begin, n) in each["tensors"].items():
-            head = [dtype, elems, shape]
+        for name, (dtype, size, shape, boxes) in each["tensors"].items():
+            head = [dtype, size, shape]
             first, expected = heads.setdefault(name, (rank, head))
             if head != expected:
                 raise MismatchError(
-                    f"{operation}: tensor {name!r} has dtype, elements and shape {expected} on "
+                    f"{operation}: tensor {name!r} has dtype, size and shape {expected} on "
                     f"rank {first} and {head} on rank {rank}"
                 )
-            if n:
-                piece = Piece((begin,), (n,), file_name(rank), piece_key(name, (begin,)))
+            for offsets, sizes in boxes:
+                key = piece_key(name, offsets)
+                piece = Piece(tuple(offsets), tuple(sizes), file_name(rank), key)
                 pieces.setdefault(name, []).append(piece)
     tensors = {}
-    for name, (_, (dtype, elems, shape)) in heads.items():
+    for name, (_, (dtype, size, shape)) in heads.items():
         parts = tuple(sorted(pieces.get(name, []), key=lambda piece: piece.offsets))
         try:
-            check_fill((elems,), parts)
+            check_fill(size, parts)
         except ValueError as error:
             raise ArgumentError(
-                f"{operation}: tensor {name!r}: {error}; expected each of its {elems} elements on "
-                "one rank"
+                f"{operation}: tensor {name!r}: {error}; expected each of its {prod(size)} "
+                "elements on one rank"
             ) from None
-        tensors[name] = SavedTensor(dtype, (elems,), tuple(shape), parts)
+        tensors[name] = SavedTensor(dtype, tuple(size), tuple(shape), parts)
     return tensors, tuple(_record(rank, each) for rank, each in enumerate(described))
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from torch.futures import Future
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import decode, encode, text_of
 from ringcomm.zero.checkpoint import commit
-from ringcomm.zero.checkpoint.contents import FlatShard, check_name
+from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard, check_name
 from ringcomm.zero.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -48,6 +49,7 @@ from ringcomm.zero.checkpoint.manifest import (
     RankRecord,
     SavedTensor,
     file_name,
+    flat_boxes,
     piece_key,
 )
 from ringcomm.zero.checkpoint.reader import Reader
@@ -93,6 +95,16 @@ class LoadPlanner(DefaultLoadPlanner):
     Arguments are those of ``DefaultLoadPlanner``.
     """
 
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.metadata is not None:
+            self.state_dict, self.metadata = _alike(self.state_dict, self.metadata)
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         loaded = decode(json.loads(value.getvalue()))
@@ -101,6 +113,33 @@ class LoadPlanner(DefaultLoadPlanner):
         for key in path:
             container = container[_own_key(container, key)]
         container[_own_key(container, last)] = loaded
+
+
+def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Metadata]:
+    """Returns both with flat shards and parts of a tensor cut alike; see :class:`PartShard`."""
+    state, described = dict(state), dict(saved.state_dict_metadata)
+    for name, wanted in state.items():
+        there = described.get(name)
+        if not isinstance(wanted, FlatShard) or not isinstance(there, TensorStorageMetadata):
+            continue
+        shape = wanted.param_shape
+        if wanted.size() == there.size or prod(shape) != prod(there.size):
+            continue  # alike, or of another tensor, which torch refuses
+        if isinstance(wanted, PartShard):
+            described[name] = replace(there, size=torch.Size(shape), chunks=_boxes(there, shape))
+        else:
+            whole = Part(shape, (0,) * len(shape), shape)
+            state[name] = PartShard(whole, wanted.begin, wanted.local)
+    return state, replace(saved, state_dict_metadata=described)
+
+
+def _boxes(flat: TensorStorageMetadata, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
+    """Returns the chunks of a flat tensor as boxes of its real shape."""
+    return [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for chunk in flat.chunks
+        for offsets, sizes in flat_boxes(shape, chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+    ]
 
 
 def _own_key(container: Any, key: str | int) -> Any:

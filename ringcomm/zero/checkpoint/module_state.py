@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from torch import nn
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import encode
 from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
 from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
 from ringcomm.optim.state import check_groups, pack_groups, take_groups
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket, ShardedBucket
+from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
 from ringcomm.zero.engine import ShardEngine
 
@@ -43,13 +45,37 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class StatePart:
-    """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds."""
+    """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds.
+
+    Under tensor parallelism the flat tensor may be a part of the parameter, of a local tensor's
+    shape. ``sharding`` then says which one.
+    """
 
     name: str
     elems: int
     begin: int
     local: Tensor
-    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    sharding: Sharding | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.local_shape if self.sharding is None else self.sharding.shape
+
+    def shard(self) -> FlatShard:
+        """Returns what a checkpoint saves of it, or loads."""
+        if self.sharding is None:
+            return FlatShard(self.elems, self.begin, self.local, self.local_shape)
+        part = Part(self.sharding.shape, self.sharding.offsets, self.local_shape)
+        return PartShard(part, self.begin, self.local)
+
+    def saved_by(self, mesh: PartMesh | None) -> StatePart:
+        """Returns what this rank saves: nothing if another one has the same on the mesh."""
+        dims = () if self.sharding is None else self.sharding.mesh_dims
+        if mesh is None or mesh.counts(dims):
+            return self
+        return replace(self, begin=0, local=self.local[:0])
 
 
 def overlap(placed: BucketParam, chunk: Chunk) -> tuple[int, int]:
@@ -74,9 +100,8 @@ def bucket_parts(
         low, high = overlap(placed, wanted)
         local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
         begin = low - placed.begin if low < high else 0
-        yield StatePart(
-            prefix + placed.name, placed.end - placed.begin, begin, local, placed.spec.shape
-        )
+        elems, spec = placed.end - placed.begin, placed.spec
+        yield StatePart(prefix + placed.name, elems, begin, local, spec.shape, spec.sharding)
 
 
 def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
@@ -113,11 +138,13 @@ def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
     for name, param in engine.parts.module.named_parameters():
         if id(param) in placed:
             continue
-        flat, shape = param.detach().reshape(-1), tuple(param.shape)
+        here = local_of(param).detach()
+        flat, shape = here.reshape(-1), tuple(here.shape)
         elems = flat.numel()
         low = 0 if whole else comm.rank * elems // comm.world_size
         high = elems if whole else (comm.rank + 1) * elems // comm.world_size
-        yield StatePart(f"model.{name}", elems, low, flat[low:high], shape)
+        sharding = Sharding.of(param)
+        yield StatePart(f"model.{name}", elems, low, flat[low:high], shape, sharding)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -126,7 +153,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+                found[f"{prefix}.{name}" if prefix else name] = local_of(buffer)
     return found
 
 
@@ -175,6 +202,7 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
         "version": VERSION,
         "stage": engine.stage,
         "world_size": engine.comm.world_size,
+        **({} if engine.mesh is None else {"mesh": engine.mesh.sizes}),
         "params": [name for name, _ in engine.parts.module.named_parameters()],
         "optimizer": None,
     }

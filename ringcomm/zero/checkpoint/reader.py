@@ -22,7 +22,7 @@ from ringcomm.zero.checkpoint.manifest import (
     SavedTensor,
     flat_boxes,
 )
-from ringcomm.zero.checkpoint.tensor_file import DTYPE_OF_NAME, DTYPES, crc32_of
+from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES, DTYPE_OF_NAME, DTYPES, crc32_of
 
 Tensor = torch.Tensor
 
@@ -124,25 +124,38 @@ class Reader:
             filled += target.numel()
 
     def read_box(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Fills ``out`` with a box of a tensor as it was cut; else as :meth:`read`.
+        """Fills ``out`` with a box of a tensor; else as :meth:`read`.
 
         Args:
             name: of a tensor.
-            offsets: of the box, by dimension of the tensor's ``size`` in the manifest.
+            offsets: of the box, by dimension of the tensor's ``size`` in the manifest, or where it
+                was saved flat, by dimension of its shape.
             out: [box], of the saved dtype, on any device.
         """
         saved = self._saved(name)
+        if len(offsets) != len(saved.size) and len(saved.size) == 1:
+            return self._read_slabs(name, offsets, out)
         self._check_out(name, saved, out)
-        fits = len(offsets) == out.dim() == len(saved.size) and all(
-            0 <= offset <= offset + extent <= whole
-            for offset, extent, whole in zip(offsets, out.shape, saved.size, strict=True)
-        )
-        if not fits:
-            raise ArgumentError(
-                f"read {name}: expected a box in size {saved.size}, got {tuple(out.shape)} at "
-                f"{tuple(offsets)}"
-            )
+        _check_box(name, saved.size, offsets, out)
         self._fill(saved, offsets, out)
+        return None
+
+    def _read_slabs(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
+        """Fills ``out`` with a box of a tensor that was saved flat, from whole rows of it."""
+        saved = self._saved(name)
+        if saved.size == saved.shape:
+            raise ArgumentError(f"read {name}: expected a box in size {saved.size}, got {offsets}")
+        _check_box(name, saved.shape, offsets, out)
+        row_elems = prod(saved.shape[1:])
+        rows = max(1, BLOCK_BYTES // max(1, row_elems * out.element_size()))
+        inner = [slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True)]
+        within = (slice(None), *inner)
+        for row in range(0, out.shape[0] if out.numel() else 0, rows):
+            target = out[row : row + rows]
+            shape = (target.shape[0], *saved.shape[1:])
+            slab = torch.empty(shape, dtype=out.dtype, device="cpu")
+            self.read(name, (offsets[0] + row) * row_elems, slab.view(-1))
+            target.copy_(slab[within])
 
     def verify(self, files: Iterable[str] | None = None) -> None:
         """Reads files and compares their checksums; those that were compared before are skipped.
@@ -249,6 +262,18 @@ class Reader:
         except (SafetensorError, OSError, ValueError) as error:
             raise self._damaged(piece.file, f"{piece.key}: cannot be read: {error}") from error
         return taken
+
+
+def _check_box(name: str, size: Sequence[int], offsets: Sequence[int], out: Tensor) -> None:
+    fits = len(offsets) == out.dim() == len(size) and all(
+        0 <= offset <= offset + extent <= whole
+        for offset, extent, whole in zip(offsets, out.shape, size, strict=True)
+    )
+    if not fits:
+        raise ArgumentError(
+            f"read {name}: expected a box in size {tuple(size)}, got {tuple(out.shape)} at "
+            f"{tuple(offsets)}"
+        )
 
 
 def _within(box: Box, offsets: Sequence[int]) -> tuple[slice, ...]:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import CheckpointError, where
 from ringcomm.json_reader import decode, encode
 from ringcomm.optim.adamw import ShardedAdam
-from ringcomm.optim.agreement import agreed_load, all_or_none, exchange
+from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
@@ -43,24 +42,6 @@ from ringcomm.zero.units import aliases
 # ``save()``: a sharded module and its optimizer in a crash-safe checkpoint.
 
 Tensor = torch.Tensor
-
-
-class CommRanks:
-    """The ranks of a communicator, as checkpoints want them."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    @property
-    def rank(self) -> int:
-        return self._comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._comm.world_size
-
-    def exchange(self, mine: Any) -> list[Any]:
-        return exchange(self._comm, mine)
 
 
 def save(
@@ -100,12 +81,12 @@ def save(
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
             sharded.refuse_if_torn("save")
-        engine.slots.check_all(engine.comm, "save")
-        buffers = module_state.buffers_of(engine.parts.module)
+        engine.slots.check_all(engine.comm, "save", engine.mesh)
         extra = _extra_state(engine)
+        buffers = module_state.buffers_of(engine.parts.module)
         tensors, generators = save_generators(engine.comm.device)
         own = {f"buffer.{name}": buffer.detach() for name, buffer in buffers.items()}
-        checkpoints = Checkpoints(root, keep=keep, ranks=CommRanks(engine.comm))
+        checkpoints = Checkpoints(root, keep=keep, ranks=engine.ranks)
         return checkpoints.save(
             step,
             shards_of(engine, sharded),
@@ -123,16 +104,13 @@ def _extra_state(engine: ShardEngine) -> ExtraState:
     module, comm = engine.parts.module, engine.comm
     if not modules_with_extra_state(module):
         return ExtraState({}, {})
-    with all_or_none(comm, "save"):
+    with all_or_none(comm, "save", engine.mesh):
         return save_extra_state(module, where("save", comm.rank, comm.world_size))
 
 
 def shards_of(engine: ShardEngine, step: ShardedStep | None) -> dict[str, FlatShard]:
     """Returns what this rank saves, by name."""
-    return {
-        part.name: FlatShard(part.elems, part.begin, part.local, part.shape)
-        for part in _parts(engine, step)
-    }
+    return {part.name: part.saved_by(engine.mesh).shard() for part in _parts(engine, step)}
 
 
 def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
@@ -140,7 +118,7 @@ def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_sta
     yield from module_state.loose_parts(engine, whole=False)
     for name, buffer in module_state.buffers_of(engine.parts.module).items():
         flat = buffer.detach().contiguous().reshape(-1)
-        local = flat if engine.comm.rank == 0 else flat[:0]
+        local = flat if engine.ranks.rank == 0 else flat[:0]
         yield module_state.StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
     if step is not None:
         yield from module_state.state_parts(engine, step, whole=False)
@@ -197,8 +175,8 @@ def load(
     operation = where("load", comm.rank, comm.world_size)
     with torch.no_grad():
         sharded = module_state.step_of(engine, optimizer, "load")
-        engine.slots.check_all(comm, "load")
-        with agreed_load(comm, operation) as agreement:
+        engine.slots.check_all(comm, "load", engine.mesh)
+        with agreed_load(engine.ranks, operation) as agreement:
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step
             loading = _Loading(engine, sharded, checkpoints.reader(found), operation)
@@ -211,7 +189,7 @@ def load(
         comm.barrier()
         if loading.extra:
             # Behind the barrier, since a module may look at its parameters.
-            with all_or_none(comm, "load"):
+            with all_or_none(comm, "load", engine.mesh):
                 set_extra_state(engine.parts.module, loading.extra, loading.fail)
     return Loaded(int(found or 0), loading.data["user"], loading.exact)
 
@@ -228,7 +206,9 @@ class _Loading:
         self.operation = operation
         self.data = self._read_data(reader.data)
         self.saved: Mapping[str, Any] = self.data["ringcomm"]
-        self.exact = self.saved["world_size"] == engine.comm.world_size
+        mesh = None if engine.mesh is None else engine.mesh.sizes
+        world = self.saved["world_size"], self.saved.get("mesh")
+        self.exact = world == (engine.comm.world_size, mesh)
         self.names = set(reader.names())
         self.groups: list[dict[str, Any]] = []
         self.own: dict[str, Tensor] = {}
@@ -273,7 +253,7 @@ class _Loading:
 
     def _check_own(self) -> None:
         """Checks what each rank has for itself, and what is read last."""
-        rank = self.engine.comm.rank if self.exact else 0
+        rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
         for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
             saved = self.own.get(f"buffer.{name}")
@@ -304,8 +284,8 @@ class _Loading:
 
     def _verify(self) -> None:
         """Checksums of this rank's share of the files: together the ranks check them all."""
-        comm = self.engine.comm
-        self.reader.verify(sorted(self.reader.manifest.files)[comm.rank :: comm.world_size])
+        ranks = self.engine.ranks
+        self.reader.verify(sorted(self.reader.manifest.files)[ranks.rank :: ranks.world_size])
 
     # ---- what is taken over ---------------------------------------------------------------------
 
@@ -339,8 +319,11 @@ class _Loading:
 
     def _read(self, parts: Iterator[StatePart]) -> None:
         for part in parts:
-            if part.local.numel():
+            if part.sharding is None and part.local.numel():
                 self.reader.read(part.name, part.begin, part.local)
+            elif part.local.numel():
+                for box in part.shard().boxes():
+                    self.reader.read_box(part.name, box.offsets, box.local)
 
     def _take_buffers(self) -> None:
         for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
@@ -388,9 +371,7 @@ class TrainState:
         if step is not None:
             step.refuse_if_torn("state_dict")
             parts += module_state.state_parts(engine, step, True)
-        shards = {
-            part.name: FlatShard(part.elems, part.begin, part.local, part.shape) for part in parts
-        }
+        shards = {part.name: part.shard() for part in parts}
         buffers = module_state.buffers_of(engine.parts.module)
         extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
         # A checkpoint of modules without extra state has no such entry.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm.optim.agreement import CommRanks
 from ringcomm.zero.checkpoint import Checkpoints
-from ringcomm.zero.checkpoint.save_load import CommRanks
 from tests.c10d.conftest import two_ranks
 from tests.comm import conftest
 from tests.support.rank_pool import RankPool

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ringcomm.optim.agreement import CommRanks
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
-from ringcomm.zero.checkpoint.save_load import CommRanks
 from tests.comm.conftest import Worlds
 
 Tensor = torch.Tensor

@@ -133,7 +133,7 @@ FLAWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         MismatchError,
         "on rank 0 and .*float64.* on rank 1",
     ),
-    "elems": ({"x": part(X[:60], [40], 1)}, MismatchError, r"77, \[77\]\] on rank 0 and .*60"),
+    "elems": ({"x": part(X[:60], [40], 1)}, MismatchError, r"\[77\], \[77\]\] on rank 0 and .*60"),
     "shape": (
         {"x": part(X, [40], 1, (7, 11))},
         MismatchError,

@@ -19,8 +19,8 @@ from torch.distributed import FileStore
 
 from ringcomm import Communicator
 from ringcomm.errors import CheckpointError, RingcommError
+from ringcomm.optim.agreement import CommRanks
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, tensor_file
-from ringcomm.zero.checkpoint.save_load import CommRanks
 from tests.support.faults import die
 from tests.support.ranks import run_ranks
 from tests.zero.checkpoint.states import assert_step, files_below, save_step

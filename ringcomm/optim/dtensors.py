@@ -1,0 +1,348 @@
+"""DTensor parameters: the part of one that this rank has, its gradient, and the mesh of the parts.
+
+Under tensor parallelism a parameter is a ``DTensor``, of which a rank has a part, its *local
+tensor*. That is what lies in buckets and is sharded over the data-parallel ranks, which all have
+the same part. The DTensor stays the module's parameter, and ``p.grad`` is one, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ringcomm.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tensor = torch.Tensor
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a DTensor, whose data differs between ranks."""
+    return getattr(tensor, "device_mesh", None) is not None
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns what this rank has of a tensor: all of a plain one, and a DTensor's local tensor."""
+    if not is_distributed(tensor):
+        return tensor
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def set_local(param: Tensor, local: Tensor) -> None:
+    """Gives a parameter other memory, perhaps of another dtype; it stays the same object.
+
+    A view of memory that stays is to be :func:`apart`.
+    """
+    if not is_distributed(param):
+        param.data = local
+        return
+    there: Any = param
+    if local.dtype is not param.dtype:
+        spec = _spec_of_dtype(there, local.dtype)
+        param.data = _dtensor(local, spec)
+        there._spec = spec
+    there._local_tensor = local
+
+
+def apart(param: Tensor, view: Tensor) -> Tensor:
+    """Returns a view that is to be a DTensor's local tensor, with a storage of its own.
+
+    It has the same memory. Dynamo cannot trace two DTensors that share a storage.
+    """
+    return torch.from_dlpack(view) if is_distributed(param) and view.numel() else view
+
+
+def distributed_as(param: Tensor, local: Tensor) -> Tensor:
+    """Returns ``local`` as a tensor that lies on the ranks as ``param`` does, perhaps a DTensor."""
+    if not is_distributed(param):
+        return local
+    there: Any = param
+    return _dtensor(local, _spec_of_dtype(there, local.dtype))
+
+
+def _spec_of_dtype(param: Any, dtype: torch.dtype) -> Any:
+    return replace(param._spec, tensor_meta=param._spec.tensor_meta._replace(dtype=dtype))
+
+
+def _dtensor(local: Tensor, spec: Any) -> Tensor:
+    # Imported here, since it takes long, and has happened where there is a DTensor.
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def lies_alike(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors lie on the same ranks in the same way: plain, or as DTensors."""
+    if is_distributed(one) != is_distributed(other):
+        return False
+    if not is_distributed(one):
+        return True
+    same_mesh: bool = one.device_mesh == other.device_mesh  # type: ignore[attr-defined]
+    return same_mesh and _placements(one) == _placements(other)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The part of a parameter that a rank has, where it has not all of it.
+
+    Attributes:
+        shape: shape of the whole parameter.
+        offsets: by dimension, the first index that this rank has.
+        mesh_dims: the dimensions of the mesh that divide the parameter.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    mesh_dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Tensor) -> Sharding | None:
+        """Returns the sharding of a parameter; None where this rank has all of it."""
+        if not is_distributed(param):
+            return None
+        mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+        dims = tuple(d for d, each in enumerate(placements) if each.is_shard() and mesh.size(d) > 1)
+        if not dims:
+            return None
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offsets = compute_local_shape_and_global_offset(param.shape, mesh, placements)
+        return cls(tuple(param.shape), tuple(offsets), dims)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the sharding as plain JSON types."""
+        return {name: list(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_description(cls, described: Mapping[str, Any]) -> Sharding:
+        """Undoes :meth:`describe`; raises ValueError for what is none."""
+        shape, offsets, dims = (tuple(described[n]) for n in ("shape", "offsets", "mesh_dims"))
+        if len(shape) != len(offsets) or not all(type(n) is int for n in (*shape, *offsets, *dims)):
+            raise ValueError(f"sharding {described}")
+        return cls(shape, offsets, dims)
+
+    def part_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns this rank's part, of the given shape, of a tensor of the parameter's shape."""
+        if not prod(shape):
+            return whole.new_empty(tuple(shape))
+        begins = zip(self.offsets, shape, strict=True)
+        return whole[tuple(slice(begin, begin + size) for begin, size in begins)]
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+def _placements(tensor: Tensor) -> tuple[Any, ...]:
+    placements: tuple[Any, ...] = tensor.placements  # type: ignore[attr-defined]
+    return placements
+
+
+def of_fully_shard() -> Iterator[Tensor]:
+    """Yields the parameters that ``fully_shard()`` (FSDP2) has sharded in this process."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    # Without FSDP2 nothing of it is imported, so that nothing can be its.
+    if states is None or "torch.distributed.fsdp" not in sys.modules:
+        return
+    for reference in list(states._module_state_mapping.values()):
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            for each in group.fsdp_params:
+                yield each.sharded_param
+
+
+def check_placements(param: Tensor, called: str) -> None:
+    """Checks that a parameter can be trained: plain, or a DTensor of tensor parallelism.
+
+    Raises:
+        ArgumentError: a DTensor that is FSDP2's, that is a sum to come, or of other ranks.
+        UnsupportedError: a DTensor that two dimensions of a mesh divide in torch's strided way.
+    """
+    if not is_distributed(param):
+        return
+    if any(each is param for each in of_fully_shard()):
+        raise ArgumentError(
+            f"{called}: expected a tensor that every rank of comm= has whole, got a "
+            f"{type(param).__name__} of fully_shard(), which shards it over the same ranks; use "
+            "torch.optim for it, or ringcomm.zero.shard() in place of fully_shard()"
+        )
+    mesh, placements = param.device_mesh, _placements(param)  # type: ignore[attr-defined]
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(
+            f"{called}: expected a DTensor on a mesh with this rank, got one on the ranks "
+            f"{mesh.mesh.tolist()}"
+        )
+    if any(each.is_partial() for each in placements):
+        raise ArgumentError(
+            f"{called}: expected a DTensor that is sharded or replicated, got {placements}; "
+            "redistribute() it before it becomes a parameter"
+        )
+    there: Any = param
+    usual = all(type(each).__name__ in ("Shard", "Replicate") for each in placements)
+    order = there._spec.shard_order
+    if not usual or order != there._spec.compute_default_shard_order(placements):
+        raise UnsupportedError(
+            f"{called}: expected a DTensor with the placements Shard and Replicate, in the mesh's "
+            f"order, got {placements} in the order {order}; use torch.optim for it"
+        )
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, placements)
+    if tuple(shape) != tuple(local_of(param).shape):
+        raise ArgumentError(
+            f"{called}: expected a local tensor of shape {tuple(shape)}, as {placements} on "
+            f"{mesh} give it of {tuple(param.shape)}, got {tuple(local_of(param).shape)}; pass "
+            "shape= to DTensor.from_local()"
+        )
+
+
+# ---- gradients ------------------------------------------------------------------------------
+
+
+def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
+    """Checks that a gradient fits its parameter.
+
+    Raises:
+        UnsupportedError: it is sparse.
+        ArgumentError: it has another shape, dtype, device or mesh.
+    """
+    if grad.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{called}: expected a dense gradient, got layout {grad.layout}; use "
+            "torch.optim.SparseAdam for it, or an embedding with sparse=False"
+        )
+    for kind in ("shape", "dtype", "device"):
+        wanted, got = getattr(param, kind), getattr(grad, kind)
+        if wanted != got:
+            raise ArgumentError(f"{called}: expected a gradient of {kind} {wanted}, got {got}")
+    wanted, got = (getattr(each, "device_mesh", None) for each in (param, grad))
+    if wanted != got:
+        raise ArgumentError(f"{called}: expected a gradient on mesh {wanted}, got one on {got}")
+
+
+def align_gradient(param: Tensor) -> None:
+    """Brings ``p.grad`` to the placements of its DTensor; collective on the mesh if they differ.
+
+    Where a replicated weight meets a sharded input, for instance, the gradient is a sum to come.
+    """
+    grad = param.grad
+    if grad is not None and is_distributed(param) and is_distributed(grad):
+        wanted = _placements(param)
+        if _placements(grad) != wanted:
+            with torch.no_grad():
+                param.grad = grad.redistribute(placements=wanted)  # type: ignore[attr-defined]
+
+
+def local_gradient(param: Tensor, called: str) -> Tensor:
+    """Returns the local tensor of ``p.grad``, which there is, aligned by :func:`align_gradient`.
+
+    Raises:
+        ArgumentError, UnsupportedError: see :func:`check_gradient`.
+    """
+    assert param.grad is not None
+    check_gradient(param.grad, param, called)
+    if not is_distributed(param):
+        return param.grad.detach()
+    align_gradient(param)
+    local = local_of(param.grad.detach())
+    wait = getattr(local, "wait", None)  # a functional collective's result may be on its way
+    return local if wait is None else wait()
+
+
+# ---- the mesh -------------------------------------------------------------------------------
+
+
+class PartMesh:
+    """The mesh on which the parts of DTensor parameters lie, seen from one rank."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.coordinate: list[int] = list(mesh.get_coordinate() or ())
+
+    @property
+    def dims(self) -> list[int]:
+        """The dimensions that have several ranks."""
+        return [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of ranks along each dimension."""
+        return list(self.mesh.shape)
+
+    @property
+    def number(self) -> int:
+        """The number of this rank on the mesh, by the order of :meth:`all_gather`."""
+        number = 0
+        for dim in range(self.mesh.ndim):
+            number = number * self.mesh.size(dim) + self.coordinate[dim]
+        return number
+
+    def describe(self) -> dict[str, Any]:
+        """Returns where on the mesh this rank is, as plain JSON types."""
+        return {
+            "names": list(self.mesh.mesh_dim_names or ()),
+            "sizes": self.sizes,
+            "coordinate": self.coordinate,
+        }
+
+    def counts(self, mesh_dims: Sequence[int]) -> bool:
+        """Returns whether this rank stands for its replicas in a sum over the mesh.
+
+        Args:
+            mesh_dims: the dimensions of the mesh that divide what is summed.
+        """
+        return not any(self.coordinate[dim] for dim in self.dims if dim not in mesh_dims)
+
+    def all_gather(self, text: bytes, device: torch.device) -> list[bytes]:
+        """Returns the text of every rank of the mesh; collective on it.
+
+        Args:
+            text: of this rank; blanks behind it may be added.
+            device: of the tensors to gather by.
+        """
+        texts = [text]
+        for dim in reversed(self.dims):
+            longest = torch.tensor([max(map(len, texts))], device=device)
+            group, count = self.mesh.get_group(dim), self.mesh.size(dim)
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+            padded = b"".join(each.ljust(int(longest)) for each in texts)
+            mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+            rows = [torch.empty_like(mine) for _ in range(count)]
+            dist.all_gather(rows, mine, group=group)
+            joined = [bytes(row.tolist()) for row in rows]
+            size = int(longest)
+            texts = [each[at : at + size] for each in joined for at in range(0, len(each), size)]
+        return texts
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """Reduces a tensor over all ranks of the mesh by a ``ReduceOp``; collective on it."""
+        for dim in self.dims:
+            dist.all_reduce(tensor, op, group=self.mesh.get_group(dim))
+
+
+def find_mesh(params: Iterable[Tensor], operation: str) -> PartMesh | None:
+    """Returns the mesh of the DTensors among parameters; None where none is on several ranks.
+
+    Raises:
+        UnsupportedError: they are on different meshes.
+    """
+    found: list[DeviceMesh] = []
+    for param in params:
+        if is_distributed(param):
+            mesh = param.device_mesh  # type: ignore[attr-defined]
+            if mesh.size() > 1 and mesh not in found:
+                found.append(mesh)
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{operation}: expected DTensor parameters on one DeviceMesh, got {found[0]} and "
+            f"{found[1]}, over which no norm can be taken together; use an optimizer for each"
+        )
+    return PartMesh(found[0]) if found else None

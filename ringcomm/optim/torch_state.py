@@ -1,0 +1,282 @@
+"""Saving and loading of an optimizer's state in the format of torch's ``state_dict()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ringcomm.errors import CheckpointError
+from ringcomm.optim import kernels
+from ringcomm.optim.agreement import agreed_load
+from ringcomm.optim.buckets import Bucket, join_master, split_master
+from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.placement import end_changes
+from ringcomm.optim.state import ChunkTensors, check_groups, pack_groups, take_groups, take_state
+from ringcomm.optim.step import ShardedStep
+
+Tensor = torch.Tensor
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_LOAD = "load_torch_state_dict"
+
+
+def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
+    """Returns the state of all parameters on rank ``dst``, or on all ranks; collective."""
+    sharded.refuse_if_torn("full_state_dict")
+    sharded.written.take_over()
+    steps: list[float] = sharded.table.step.tolist()
+    amsgrad = [group["amsgrad"] for group in sharded.groups]
+    state: dict[int, dict[str, Tensor]] = {}
+    masters: dict[int, Tensor] = {}
+    for index, spec in enumerate(sharded.layout.params):
+        # As in torch, a parameter has state from its first gradient on.
+        if steps[index]:
+            step = torch.tensor(steps[index], dtype=_scalar_dtype(), device="cpu")
+            state[index] = {"step": step}
+            if not spec.elems:
+                names = _MOMENTS if amsgrad[spec.group] else _MOMENTS[:2]
+                zeros = torch.zeros(spec.shape, device=sharded.setting.device)
+                param = sharded.params[index]
+                state[index].update({n: distributed_as(param, zeros.clone()) for n in names})
+    if sharded.setting.options.master != "none":
+        masters = {index: _nothing_of(sharded, index) for index in _empty_parts(sharded.layout)}
+    keeps = dst is None or sharded.setting.rank == dst
+    for bucket in sharded.buckets:
+        tensors = {k: v for k, v in bucket.state.tensors().items() if k in _MOMENTS}
+        master = master_of(bucket)
+        if master is not None:
+            tensors["master"] = master
+        for name, tensor in tensors.items():
+            whole = _whole(sharded, bucket, tensor)
+            for index, view in sharded.layout.views(bucket.number, whole):
+                if keeps and name == "master":
+                    masters[index] = distributed_as(sharded.params[index], view.clone())
+                elif keeps and index in state and _has(name, amsgrad, sharded, index):
+                    state[index][name] = distributed_as(sharded.params[index], view.clone())
+    if not keeps:
+        return {}
+    packed = pack_groups(sharded.groups, sharded.layout)
+    full = {"state": dict(sorted(state.items())), "param_groups": packed}
+    return {**full, "master": dict(sorted(masters.items()))} if masters else full
+
+
+def _empty_parts(layout: ShardLayout) -> list[int]:
+    """Returns the 16-bit parameters of which this rank has nothing, and others have something."""
+    return [
+        index
+        for index, spec in enumerate(layout.params)
+        if spec.trainable
+        and spec.tied_to is None
+        and spec.sharding is not None
+        and not spec.elems
+        and spec.dtype is not torch.float32
+    ]
+
+
+def _nothing_of(sharded: ShardedStep, index: int) -> Tensor:
+    shape, device = sharded.layout.params[index].shape, sharded.setting.device
+    return distributed_as(sharded.params[index], torch.empty(shape, device=device))
+
+
+def _scalar_dtype() -> torch.dtype:
+    """Returns the dtype in which torch keeps "step"."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def _has(name: str, amsgrad: list[bool], sharded: ShardedStep, index: int) -> bool:
+    return name != "max_exp_avg_sq" or amsgrad[sharded.layout.params[index].group]
+
+
+def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
+    """Gathers all ranks' chunks of one tensor: float32 [bucket elements]; collective."""
+    sharers = sharded.setting.sharers
+    if sharers is None or sharded.shard_of[1] == 1:
+        return own
+    whole = own.new_empty(bucket.layout.elems)
+    chunks = bucket.layout.chunks(sharers)
+    sharers.all_gather([whole[chunk.begin : chunk.end] for chunk in chunks], own)
+    return whole
+
+
+def master_of(bucket: Bucket) -> Tensor | None:
+    """Returns the FP32 masters of this rank's chunk, or None if there are only parameters."""
+    remainder = bucket.state.remainder
+    if remainder is None:
+        return bucket.state.master
+    return join_master(bucket.own_params, remainder)
+
+
+def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
+    """Takes this rank's part of a whole state in torch's format; collective.
+
+    Raises:
+        CheckpointError: the state does not fit the parameters; nothing was changed.
+    """
+    operation = sharded.setting.where(_LOAD)
+    with agreed_load(sharded.ranks, operation) as agreement:
+        if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+            raise CheckpointError(f'{operation}: expected a dict with "state" and "param_groups"')
+        groups = check_groups(
+            sharded.groups, given.get("param_groups"), sharded.setting.device, operation
+        )
+        entries = {
+            index: _local_entry(sharded, index, entry, operation)
+            for index, entry in _by_index(sharded, given).items()
+        }
+        both = zip(sharded.groups, groups, strict=True)
+        amsgrad = [{**mine, **new}["amsgrad"] for mine, new in both]
+        steps = [
+            _check_entry(sharded, index, entries.get(index), amsgrad, operation)
+            for index in range(len(sharded.layout.params))
+        ]
+        masters = _check_masters(sharded, given.get("master"), operation)
+        agreement.append(steps)
+    _take(sharded, entries, masters, any(amsgrad))
+    if sharded.setting.comm is not None:
+        end_changes(sharded.setting.comm, sharded.buckets)
+    take_groups(sharded.groups, groups)
+    sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
+    # torch counts steps by parameter, and the optimizer has taken at least the largest count.
+    sharded.table.control[kernels.STEPS].fill_(max(steps, default=0.0))
+    sharded.table.control[kernels.SKIPPED].zero_()
+    sharded.begin_anew()
+
+
+def _by_index(sharded: ShardedStep, given: Mapping[str, Any]) -> dict[int, Any]:
+    """Returns states by this optimizer's indices; torch's keys are in "params" of the groups."""
+    keys = [key for group in given["param_groups"] for key in group["params"]]
+    found: dict[int, Any] = {}
+    for index, key in enumerate(keys):
+        if sharded.layout.params[index].tied_to is None and key in given["state"]:
+            found[index] = given["state"][key]
+    return found
+
+
+def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -> Any:
+    """Returns a parameter's state with what this rank has of each tensor."""
+    if not isinstance(entry, Mapping):
+        return entry
+    called = f"{operation}: parameter {index}"
+    return {
+        name: _local_part(sharded, index, each, f"{called}: {name}") if name in _MOMENTS else each
+        for name, each in entry.items()
+    }
+
+
+def _local_part(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
+    """Returns what this rank has of a state's tensor, which is whole or a DTensor as the parameter.
+
+    Raises:
+        CheckpointError: it is a DTensor that lies otherwise.
+    """
+    if not isinstance(given, Tensor):
+        return given
+    spec, param = sharded.layout.params[index], sharded.params[index]
+    if not is_distributed(given):
+        sharding = spec.sharding
+        whole = sharding is not None and tuple(given.shape) == sharding.shape
+        return sharding.part_of(given, spec.shape) if sharding is not None and whole else given
+    if not lies_alike(given, param):
+        raise CheckpointError(
+            f"{called}: expected a tensor that is whole, or a DTensor with the mesh and placements "
+            "of the parameter, got another DTensor; pass .full_tensor() of it"
+        )
+    return local_of(given)
+
+
+def _check_entry(
+    sharded: ShardedStep, index: int, entry: Any, amsgrad: list[bool], operation: str
+) -> float:
+    """Checks one parameter's state; returns its step."""
+    if entry is None:
+        return 0.0
+    spec = sharded.layout.params[index]
+    names = _MOMENTS if amsgrad[spec.group] else _MOMENTS[:2]
+    try:
+        step = float(entry["step"])
+        tensors = [entry[name] for name in names]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{operation}: parameter {index}: expected step, {', '.join(names)}, got {error!r}"
+        ) from error
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_tensor(tensor, spec.shape, f"{operation}: parameter {index}: {name}")
+    if not 0 <= step < 2**53:
+        raise CheckpointError(f"{operation}: parameter {index}: expected a step >= 0, got {step}")
+    return step
+
+
+def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.shape != shape or not tensor.is_floating_point():
+        got = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else tensor
+        raise CheckpointError(f"{called}: expected floating-point of shape {shape}, got {got}")
+
+
+def _check_masters(
+    sharded: ShardedStep, given: Mapping[int, Any] | None, operation: str
+) -> dict[int, Tensor] | None:
+    """Checks the masters; returns this rank's parts by index, or None when there are none."""
+    if given is None:
+        return None
+    masters = {}
+    for index, spec in enumerate(sharded.layout.params):
+        if spec.placed and spec.dtype is not torch.float32:
+            called = f"{operation}: parameter {index}: master"
+            masters[index] = _local_part(sharded, index, given.get(index), called)
+            _check_tensor(masters[index], spec.shape, called)
+    return masters
+
+
+def _take(
+    sharded: ShardedStep, entries: dict[int, Any], masters: dict[int, Tensor] | None, amsgrad: bool
+) -> None:
+    tensors: ChunkTensors = []
+    for bucket in sharded.buckets:
+        names = _MOMENTS if amsgrad else _MOMENTS[:2]
+        own = {name: torch.zeros_like(bucket.state.exp_avg) for name in names}
+        for begin, end, index in bucket.layout.segments:
+            low, high = max(begin, bucket.chunk.begin), min(end, bucket.chunk.end)
+            if low < high and index in entries:
+                for name, tensor in own.items():
+                    if name in entries[index]:
+                        flat = _in_order(sharded, index, entries[index][name])
+                        target = tensor[low - bucket.chunk.begin : high - bucket.chunk.begin]
+                        target.copy_(flat[low - begin : high - begin])
+        bucket.refresh_master()
+        if masters is not None:
+            _take_masters(sharded, bucket, masters)
+        # take_state() zeroes tensors that it is not given, so the masters are passed on.
+        kept = {k: v for k, v in bucket.state.tensors().items() if k not in _MOMENTS}
+        tensors.append({**own, **kept})
+    take_state(sharded, tensors)
+
+
+def _in_order(sharded: ShardedStep, index: int, tensor: Tensor) -> Tensor:
+    """Returns a tensor of a parameter's shape as float32 [elements], in the bucket's order."""
+    spec = sharded.layout.params[index]
+    flat = torch.empty(spec.elems, dtype=torch.float32, device=sharded.setting.device)
+    spec.view(flat).copy_(tensor)
+    return flat
+
+
+def _take_masters(sharded: ShardedStep, bucket: Bucket, masters: dict[int, Tensor]) -> None:
+    state, chunk = bucket.state, bucket.chunk
+    if state.master is None and state.remainder is None:
+        return
+    for begin, end, index in bucket.layout.segments:
+        flat = _in_order(sharded, index, masters[index])
+        low, high = max(begin, chunk.begin), min(end, chunk.end)
+        if state.remainder is not None:
+            # A remainder has a meaning only with the parameter that it was split from.
+            bucket.write_params(begin, split_master(flat)[0])
+        if low >= high:
+            continue
+        part = slice(low - chunk.begin, high - chunk.begin)
+        inside = flat[low - begin : high - begin]
+        if state.master is not None:
+            state.master[part].copy_(inside)
+        if state.remainder is not None:
+            state.remainder[part].copy_(split_master(inside)[1])
