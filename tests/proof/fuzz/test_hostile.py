@@ -37,7 +37,7 @@ SOURCES = [
     "retired",
     "waiter",
 ]
-CASES = 3000 * int(os.environ.get("RINGCOMM_FUZZ", "1"))
+CASES = 2000 * int(os.environ.get("RINGCOMM_FUZZ", "1"))
 # A run ends with the first case that finds its mutant: some need thousands.
 CASES_FOR_MUTANTS = 20_000
 MESSENGER, DESCRIBE = "host/messenger.cpp", "host/describe.cpp"

@@ -36,7 +36,6 @@ SOME = (
     ("direct", "barrier behind the acquire of await_acquire_sys in receive"),
     ("direct", "a vector a word too far"),
     ("direct", ONE_WARP_LESS),
-    ("steps", "release of offer in one_pass_direct"),
 )
 
 # Patterns of places of which no job shows that they are gone, and why. None of those is the only
