@@ -62,9 +62,9 @@ print(root, units.SOURCE, *names)
 """
 
 
-# What is packed is tried here, and not how fast it runs. An object that the build of this tree has is
-# taken from there, when its source and all headers have been found in the copy; others are compiled
-# without optimisation.
+# What is packed is tried here, and not how fast it runs. An object that the build of this tree has
+# is taken from there, when its source and all headers have been found in the copy; others are
+# compiled without optimisation.
 COMPILER = """#!/bin/sh
 for word; do
   [ "$before" = -o ] && out=$word

@@ -13,8 +13,8 @@ from tests.support.device_worlds import PACKET_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 
 MEANS = ("SUM", "AVG", "PREMUL_SUM")
-# What the emulator has kernels for; see its kernels_*.cpp. Each costs a second of compilation: every
-# dtype and every operator are there, and of their pairs those in which each shows what it is.
+# What the emulator has kernels for; see its kernels_*.cpp. Each costs a second of compilation:
+# every dtype and every operator are there, and of their pairs those that tests want.
 EMULATED = {
     torch.float32: (*MEANS, "PRODUCT", "MIN", "MAX"),
     torch.float64: (*MEANS, "MAX"),

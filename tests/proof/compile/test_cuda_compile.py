@@ -32,8 +32,8 @@ MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
 # instructions, where spills and narrow accesses show first; one optimizer; one by multicast, of
 # which tests/proof/ptx executes each type's spelling.
 REPRESENTATIVES = ("move", "reduce_float16/min", "adamw_bfloat16/bfloat16", "multicast_float16")
-# Whether another architecture takes the sources, and what it makes of waits and orders, shows in the
-# cheapest; the one by multicast is empty below sm_90.
+# Whether another architecture takes the sources, and what it makes of waits and orders, shows in
+# the cheapest; the one by multicast is empty below sm_90.
 CHEAPEST = ("move/packet_move", "multicast_float16")
 MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
 for target in OTHER_TARGETS:

@@ -30,8 +30,8 @@ FOLDER = Path(__file__).resolve().parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 INTERPRETER = FOLDER.parent / "ptx"
 OPTIONS = ["-std=c++20", "-Wall", "-Wextra", "-ffp-contract=off"]
-# What is compiled at once, so that common headers are read once, and how it is optimised. To optimise
-# the kernels takes longer than all their calls in the tests do; the interpreter is worth it.
+# What is compiled at once, so that common headers are read once, and how it is optimised. To
+# optimise the kernels takes longer than all their calls in the tests; the interpreter is worth it.
 UNITS: dict[str, tuple[str, tuple[str, ...]]] = {
     "integers": ("-O0", ("kernels_integer.cpp",)),
     "instructions": ("-O1", ("../ptx/instructions.cpp",)),
