@@ -236,16 +236,23 @@ def compile_text(
         nvrtc.destroyProgram(program)
 
 
-# The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters.
-_PART = re.compile(r"^RC_(?:REDUCE|ADAMW)_KERNELS\((\w+),.*\n", re.MULTILINE)
+# The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
+# one of those that move.
+_PART = re.compile(
+    r"^RC_(?:(?:REDUCE|ADAMW)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
+)
 
 
 def kernels_of(name: str) -> set[str]:
     """Returns the kernels that :func:`compile_unit` makes of ``name``."""
     unit, _, part = name.partition("/")
     parts = set(_PART.findall(units.read_source(units.source_root(), units.UNITS[unit]).text))
-    left_out = parts - {part} if part else set()
-    return {each for each in units.UNITS[unit].kernels if each.split("_")[-1] not in left_out}
+    kernels = units.UNITS[unit].kernels
+    if not part:
+        return set(kernels)
+    # By the longest: rc_packet_move is of the part packet_move.
+    of = {k: max((p for p in parts if k.endswith(f"_{p}")), key=len, default=part) for k in kernels}
+    return {kernel for kernel, its_part in of.items() if its_part == part}
 
 
 def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
@@ -253,7 +260,7 @@ def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
 
     Args:
         name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
-            ``adamw_float16/float32``, with one dtype of parameters alone.
+            ``adamw_float16/float32``, with one dtype of parameters alone, or ``move/packet_move``.
     """
     name, _, part = name.partition("/")
     unit = units.UNITS[name]

@@ -13,12 +13,13 @@ from tests.support.device_worlds import PACKET_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 
 MEANS = ("SUM", "AVG", "PREMUL_SUM")
-# What the emulator has kernels for; see its kernels_*.cpp.
+# What the emulator has kernels for; see its kernels_*.cpp. Each costs a second of compilation:
+# every dtype and every operator are there, and of their pairs those that tests want.
 EMULATED = {
     torch.float32: (*MEANS, "PRODUCT", "MIN", "MAX"),
-    torch.float64: (*MEANS, "PRODUCT", "MIN", "MAX"),
-    torch.bfloat16: (*MEANS, "PRODUCT", "MIN", "MAX"),
-    torch.float16: (*MEANS, "MAX"),
+    torch.float64: (*MEANS, "MAX"),
+    torch.bfloat16: (*MEANS, "MAX"),
+    torch.float16: MEANS,
     torch.complex64: MEANS,
     torch.int32: (*MEANS, "PRODUCT", "MIN", "MAX"),
     torch.uint32: ("SUM", "PRODUCT"),
@@ -27,7 +28,7 @@ EMULATED = {
     torch.int16: MEANS,
     torch.uint16: ("SUM",),
     torch.int8: (*MEANS, "MIN"),
-    torch.uint8: (*MEANS, "MAX"),
+    torch.uint8: MEANS,
     torch.bool: ("SUM", "MAX"),
 }
 UNSIGNED_AS_SIGNED = (torch.uint16, torch.uint32, torch.uint64)

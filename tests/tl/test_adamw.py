@@ -100,7 +100,7 @@ def test_norms_have_the_words_of_the_native_kernel():
 # Size, kind, operator, norm, accumulated, algorithm: all of each, not all of all.
 COLLECTIVES = (
     (5003, KINDS[0], "AVG", "l2", True, "direct"),
-    (5003, KINDS[6], "SUM", "l1", False, "ring"),
+    (2000, KINDS[6], "SUM", "l1", False, "ring"),
     (600, KINDS[5], "AVG", "inf", False, "direct"),
     (600, KINDS[2], "SUM", "l2", True, "ring"),
     (1, KINDS[3], "AVG", "l1", False, "ring"),
@@ -115,7 +115,7 @@ def _collectives(store, rank, world):
     wrong = []
     with connect(store, rank, world, kernels="native") as comm:
         # The interpreter is slow: all cases where the ranks have a core each.
-        cases = COLLECTIVES if world == 2 else COLLECTIVES[:4]
+        cases = COLLECTIVES if world == 2 else COLLECTIVES[2:4]
         for elems, kind, op, norm, accumulate, algorithm in cases:
             case = Case(elems, *kind, op=op)
             steps = Steps(comm, algorithm)

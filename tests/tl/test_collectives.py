@@ -63,12 +63,12 @@ def _everything(store, rank, world):
     with connect(store, rank, world, segment_bytes=2048) as comm:
         for algorithm in ("direct", "ring"):
             # The interpreter is slow: all sizes where the ranks have a core each.
-            counts = {1: ALL_COUNTS, 2: ALL_COUNTS, 3: (4, 257, 1100)}.get(world, (world + 1,))
+            counts = {2: ALL_COUNTS, 3: (4, 257)}.get(world, (world + 1,))
             for turn, count in enumerate(counts):
                 dtype = DTYPES[turn % 3]
                 place = ("plain", "heap", "unaligned")[(turn + len(algorithm)) % 3]
                 _check_all(comm, count, dtype, place, algorithm, ("SUM", "AVG")[turn % 2])
-        if world <= 3:
+        if world == 2:
             # Zero copy begins at 16 KiB of a chunk.
             _check_all(comm, 8200, torch.bfloat16, "heap", "direct")
             _in_place(comm)
@@ -118,13 +118,12 @@ def _bits(store, rank, world):
     with connect(store, rank, world) as comm:
         for dtype in DTYPES:
             torch.manual_seed(rank)
-            given = (torch.randn(1000) * 10.0 ** torch.randint(-3, 4, (1000,))).to(dtype)
-            for op in ("SUM", "AVG"):
-                for algorithm in ("direct", "ring"):
-                    both = [given.clone(), given.clone()]
-                    for tensor, kernels in zip(both, ("native", "triton"), strict=True):
-                        comm.all_reduce(tensor, op_of(op), kernels=kernels, algorithm=algorithm)
-                    assert torch.equal(*both), (dtype, op, algorithm)
+            given = (torch.randn(500) * 10.0 ** torch.randint(-3, 4, (500,))).to(dtype)
+            for op, algorithm in (("SUM", "direct"), ("AVG", "ring")):
+                both = [given.clone(), given.clone()]
+                for tensor, kernels in zip(both, ("native", "triton"), strict=True):
+                    comm.all_reduce(tensor, op_of(op), kernels=kernels, algorithm=algorithm)
+                assert torch.equal(*both), (dtype, op, algorithm)
     return True
 
 

@@ -440,6 +440,9 @@ def marked(place, monkeypatch):
     monkeypatch.setattr(stages, "TEST_FOLDERS", (".",))
     (place.folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # Every test of these has a pytest of its own, most of whose start would be plugins.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
     place.runner = Runner(place.folder, place.folder / "log", os.environ)
 
     def write(name, *bodies):

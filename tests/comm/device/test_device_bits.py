@@ -47,8 +47,11 @@ def reduced_on_host(host_world, given, op):
     return results[0]
 
 
-@pytest.mark.parametrize("place", ["plain", "heap", "unaligned"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+# Sums do not know where their operands lie: each dtype has a place.
+PLACED = [*zip(FLOATS, ("plain", "heap", "unaligned", "heap"), strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "place"), PLACED, ids=str)
 def test_the_bits_of_the_host(devices, host_world, dtype, place):
     cases = []
     for count in COUNTS:

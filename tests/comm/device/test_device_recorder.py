@@ -65,7 +65,7 @@ def test_what_is_recorded_of_collectives(devices):
 
     def body(comm):
         before_ns = time.monotonic_ns()
-        comm.all_reduce(ones(comm, 4).half(), op=torch.distributed.ReduceOp.MAX, algorithm="ring")
+        comm.all_reduce(ones(comm, 4).char(), op=torch.distributed.ReduceOp.MIN, algorithm="ring")
         comm.broadcast(ones(comm, 6), 1)
         comm.barrier()
         comm.all_reduce(ones(comm, 8))
@@ -86,7 +86,7 @@ def test_what_is_recorded_of_collectives(devices):
     assert first == second and one_id == other_id != 0
     # 16 KiB in pieces of 4096 bytes: four times two launches, which kernels number, too.
     assert first == [
-        (1, ("all_reduce", "float16", "MAX", -1, "ring", "native", 8), 8, here(2, body)),
+        (1, ("all_reduce", "int8", "MIN", -1, "ring", "native", 4), 4, here(2, body)),
         (2, ("broadcast", "float32", "", 1, "direct", "native", 24), 24, here(3, body)),
         (3, ("barrier", "uint8", "", -1, "direct", "native", 0), 0, here(4, body)),
         (4, ("all_reduce", "float32", "SUM", -1, "packet", "native", 32), 32, here(5, body)),

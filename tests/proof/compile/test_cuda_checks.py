@@ -145,7 +145,7 @@ WRONG = {
     ),
     "a division in a function that a loop calls": Wrong(
         "long_divisions",
-        "a loop calls $k$",
+        "a loop calls $wrong",
         COPY,
         COPY + " w[1] = quotient(packets[0].x, packets[1].x);",
         COUNTS,
@@ -165,15 +165,16 @@ WRONG = {
     ),
 }
 
+# Each is given a binary with one kernel, and the kernel's name.
 RULES = {
-    "local_memory": checks.local_memory,
-    "launch_bounds": checks.launch_bounds,
-    "memory_orders": checks.memory_orders,
-    "protocol": lambda binary: checks.protocol(binary, "k"),
-    "packet_protocol": lambda binary: checks.packet_protocol(binary, "k"),
-    "long_divisions": lambda binary: checks.long_divisions(binary.kernels["k"]),
-    "copy_loop": lambda binary: checks.copy_loop(binary.kernels["k"]),
-    "reduce_loop": lambda binary: checks.reduce_loop(binary.kernels["k"]),
+    "local_memory": lambda binary, _: checks.local_memory(binary),
+    "launch_bounds": lambda binary, _: checks.launch_bounds(binary),
+    "memory_orders": lambda binary, _: checks.memory_orders(binary),
+    "protocol": checks.protocol,
+    "packet_protocol": checks.packet_protocol,
+    "long_divisions": lambda binary, name: checks.long_divisions(binary.kernels[name]),
+    "copy_loop": lambda binary, name: checks.copy_loop(binary.kernels[name]),
+    "reduce_loop": lambda binary, name: checks.reduce_loop(binary.kernels[name]),
 }
 TARGETS = ("sm_80", "sm_90a", "sm_100a")
 # What is right is accepted everywhere; ``make cuda-compile`` rejects what is wrong everywhere, too.
@@ -183,18 +184,61 @@ EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_right_is_accepted(target):
     binary = compile_text(RIGHT, target)
-    assert {name: rule(binary) for name, rule in RULES.items()} == {name: [] for name in RULES}
+    assert {name: rule(binary, "k") for name, rule in RULES.items()} == {name: [] for name in RULES}
 
 
-@pytest.mark.parametrize("target", TARGETS if EVERYTHING else ["sm_90a"])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_rejected(wrong, target):
+def kernel_of(wrong):
+    return f"wrong_{list(WRONG).index(wrong)}"
+
+
+def text_of(wrong):
+    """The kernel with what is wrong, in a namespace of its own."""
     case = WRONG[wrong]
     assert RIGHT.count(case.old) == 1
     assert not case.old2 or RIGHT.count(case.old2) == 1
     text = RIGHT.replace(case.old, case.new)
     text = text.replace(case.old2, case.new2) if case.old2 else text
-    found = RULES[case.rule](compile_text(text, target))
+    name = kernel_of(wrong)
+    return f"namespace of_{name} {{\n{text.replace(' k(', f' {name}(')}\n}}\n"
+
+
+@pytest.fixture(scope="module", params=TARGETS if EVERYTHING else ["sm_90a"])
+def all_wrong(request):
+    """All in one binary: to read one back takes longer than to compile all."""
+    return compile_text("".join(map(text_of, WRONG)), request.param)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What the rules read of a binary, of one kernel and what it calls."""
+
+    whole: cuda_code.Binary
+    name: str
+
+    @property
+    def functions(self):
+        return self.whole.reachable(self.name)
+
+    def reachable(self, kernel):
+        return self.whole.reachable(kernel)
+
+    @property
+    def resources(self):
+        return {name: self.whole.resources[name] for name in self.functions}
+
+    @property
+    def thread_bounds(self):
+        return {self.name: self.whole.thread_bounds[self.name]}
+
+    @property
+    def kernels(self):
+        return {self.name: self.whole.kernels[self.name]}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_rejected(wrong, all_wrong):
+    case, name = WRONG[wrong], kernel_of(wrong)
+    found = RULES[case.rule](Alone(all_wrong, name), name)
     assert any(case.words in each for each in found), found
 
 

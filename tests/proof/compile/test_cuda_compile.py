@@ -27,15 +27,17 @@ pytestmark = pytest.mark.compiles
 
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
-# One that moves; of those that reduce, the operator and dtype with the most registers and
-# instructions, where spills and narrow accesses show first; one optimizer. What an architecture can
-# change of the protocol, the widths and the orders, shows in the one that moves.
-REPRESENTATIVES = ("move", "reduce_float16/min", "adamw_bfloat16/bfloat16")
-# Of those by multicast each type has a spelling of its own, which is that of all architectures.
 MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
-MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else (*REPRESENTATIVES, *MULTICAST))]
+# One that moves; of those that reduce, the operator and dtype with the most registers and
+# instructions, where spills and narrow accesses show first; one optimizer; one by multicast, of
+# which tests/proof/ptx executes each type's spelling.
+REPRESENTATIVES = ("move", "reduce_float16/min", "adamw_bfloat16/bfloat16", "multicast_float16")
+# Whether another architecture takes the sources, and what it makes of waits and orders, shows in
+# the cheapest; the one by multicast is empty below sm_90.
+CHEAPEST = ("move/packet_move", "multicast_float16")
+MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
 for target in OTHER_TARGETS:
-    MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else ["move", "multicast_float16"])]
+    MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else CHEAPEST)]
 # The longest first, so that none is left alone at the end.
 MATRIX.sort(key=lambda each: each[0] == "move")
 
@@ -168,7 +170,7 @@ def configure(folder: Path, *options: str) -> str:
 
 
 def nvcc_units():
-    return list(UNITS) if EVERYTHING else ["move"]
+    return list(UNITS) if EVERYTHING else ["multicast_float16"]
 
 
 def nvcc_targets():
@@ -194,6 +196,8 @@ def test_nvcc_makes_what_a_wheel_carries(tmp_path, unit):
     for path in made.values():
         usage = output_of(tool("cuobjdump"), "-res-usage", path)
         binary = cuda_code.Binary(path.read_bytes(), ptx.read_text(), usage)
-        assert set(binary.kernels) == set(UNITS[unit].kernels)
+        empty = unit in MULTICAST and ".sm_80." in path.name
+        assert set(binary.kernels) == (set() if empty else kernels_of(unit))
         assert checks.local_memory(binary) == []
-        assert checks.memory_orders(binary) == []
+        # Alias fences are counted in the PTX that machine code is made from, which is not this one.
+        assert unit in MULTICAST or checks.memory_orders(binary) == []

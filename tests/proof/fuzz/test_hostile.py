@@ -37,7 +37,7 @@ SOURCES = [
     "retired",
     "waiter",
 ]
-CASES = 3000 * int(os.environ.get("RINGCOMM_FUZZ", "1"))
+CASES = 2000 * int(os.environ.get("RINGCOMM_FUZZ", "1"))
 # A run ends with the first case that finds its mutant: some need thousands.
 CASES_FOR_MUTANTS = 20_000
 MESSENGER, DESCRIBE = "host/messenger.cpp", "host/describe.cpp"
@@ -151,7 +151,7 @@ def test_without_a_check_it_is_found(program):
     def survives(number: int) -> bool:
         return run(program, 2, CASES_FOR_MUTANTS, number).returncode == 0
 
-    assert survives(0)
+    assert run(program, 2, CASES).returncode == 0
     with ThreadPoolExecutor(2) as pool:
         alive = list(pool.map(survives, range(1, len(MUTANTS) + 1)))
     assert [name for name, lives in zip(MUTANTS, alive, strict=True) if lives] == []

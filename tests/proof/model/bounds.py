@@ -10,31 +10,28 @@ def model(source: str, world: int, defines: str, epochs: int = 4) -> Model:
 
 
 EVERY_KIND = "KINDS=127"  # of direct.pml
+# What make test explores.
 RIGHT: dict[str, Model] = {
-    "direct, three calls": model("direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=3 {EVERY_KIND}"),
-    "direct, zero copy": model("direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=2 {EVERY_KIND} LEND"),
-    "direct, three ranks": model("direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND"),
+    "direct, two segments": model("direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=2 {EVERY_KIND}"),
+    "direct, zero copy": model("direct.pml", 2, "START=2 SEGMENTS=3 CALLS=2 KINDS=7 LEND"),
+    "direct, three ranks": model("direct.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=112 LEND"),
     "direct, faults": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
-    ),
-    "direct, three ranks, faults": model(
-        "direct.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=3 LEND FAULTS=1"
+        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND FAULTS=2"
     ),
     "two communicators": model(
-        "direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=17 COMMUNICATORS=2"
+        "direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"
     ),
     "ring, three ranks": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=3"),
-    "ring, four ranks": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2"),
-    "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=2 FAULTS=2"),
+    "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=1 FAULTS=2"),
     "packets": model("packet.pml", 2, "START=0 CALLS=18 FAULTS=1"),
-    "packets, three ranks": model("packet.pml", 3, "START=0 CALLS=4"),
     "sleep": model("sleep.pml", 2, "START=2 ITEMS=5"),
     "sleep, fences for all": model("sleep.pml", 2, "START=2 ITEMS=5 FENCES_FOR_ALL"),
     "lent buffers": model("lend.pml", 2, ""),
     "regions": model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=2"),
-    "regions, three ranks": model("retired.pml", 3, "COMMUNICATORS=2 FAULTS=1"),
 }
+# And what make model-check explores, too.
 LARGE: dict[str, Model] = {
+    "ring, faults of two calls": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=2 FAULTS=2"),
     "direct, three calls of two segments": model(
         "direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=3 {EVERY_KIND}"
     ),
@@ -88,8 +85,25 @@ SLEEP_FOR_ALL = model("sleep.pml", 2, "START=2 ITEMS=3 FENCES_FOR_ALL")
 LEND = model("lend.pml", 2, "")
 REGIONS = model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=1")
 
-# What is wrong, where it shows, and the error that it must be.
+# What is wrong, where it shows, and the error that it must be: of each model and each kind of error
+# one, beside those that mistakes in the headers make (test_model_check.py).
+SAMPLE: list[tuple[Model, str, str]] = [
+    (SHARED, "MUTANT_ONE_READER_AWAITED", "assertion"),
+    (LENT, "MUTANT_BUFFER_RETURNED_EARLY", "assertion"),
+    (
+        model("direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"),
+        "MUTANT_ONE_REGION",
+        "assertion",
+    ),
+    (RING, "MUTANT_RELEASED_BEFORE_REDUCED", "assertion"),
+    (PACKETS, "MUTANT_NOT_CLEARED", "assertion"),
+    (SLEEP, "MUTANT_NO_FENCE_OF_THE_SLEEPER", "deadlock"),
+    (SLEEP, "MUTANT_LOADED_ONCE", "cycle"),
+    (REGIONS, "MUTANT_REUSED_WITHOUT_FAREWELL", "assertion"),
+    (FAULTY, "MUTANT_NO_DEADLINE", "deadlock"),
+]
 MUTANTS: list[tuple[Model, str, str]] = [
+    *SAMPLE,
     (PAIR, "MUTANT_READY_NOT_AWAITED", "assertion"),
     (PAIR, "MUTANT_WRONG_EPOCH", "assertion"),
     (PAIR, "MUTANT_CONSUMED_NOT_AWAITED", "assertion"),
@@ -100,11 +114,9 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (PAIR, "MUTANT_FAREWELL_COUNTS_MORE", "assertion"),
     (PAIR, "LOOKAHEAD=2", "deadlock"),
     (model("direct.pml", 2, "START=0 SEGMENTS=3 CALLS=1 KINDS=1", epochs=2), "", "deadlock"),
-    (SHARED, "MUTANT_ONE_READER_AWAITED", "assertion"),
     (ONE_HOP, "MUTANT_ACKNOWLEDGED_BEFORE_REDUCED", "assertion"),
     (ONE_HOP, "MUTANT_SLOT_FILLED_UNASKED", "assertion"),
     (ONE_HOP, "MUTANT_REDUCED_WITHOUT_ARRIVAL", "assertion"),
-    (LENT, "MUTANT_BUFFER_RETURNED_EARLY", "assertion"),
     (IN_PLACE, "MUTANT_SHARED_BEFORE_REDUCED", "assertion"),
     (FAULTY, "MUTANT_NO_LOOK_AFTER_THE_LAST_READ", "assertion"),
     (FAULTY, "MUTANT_NO_ABORT_RAISED", "assertion"),
@@ -113,33 +125,23 @@ MUTANTS: list[tuple[Model, str, str]] = [
         "MUTANT_NO_LOOK_AT_ABORT_WORDS",
         "deadlock",
     ),
-    (
-        model("direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"),
-        "MUTANT_ONE_REGION",
-        "assertion",
-    ),
     (RING, "MUTANT_READY_NOT_AWAITED", "assertion"),
     (RING, "MUTANT_WRONG_EPOCH", "assertion"),
     (RING, "MUTANT_SLOT_REUSED_EARLY", "assertion"),
     (RING, "MUTANT_SLOT_AWAITED_LONGER", "deadlock"),
-    (RING, "MUTANT_RELEASED_BEFORE_REDUCED", "assertion"),
     (PACKETS, "MUTANT_ONE_SET", "deadlock"),
     (PACKETS, "MUTANT_FLAG_ZERO_USED", "assertion"),
-    (PACKETS, "MUTANT_NOT_CLEARED", "assertion"),
     (PACKETS, "MUTANT_OWN_SET_CLEARED", "deadlock"),
     (PACKETS, "MUTANT_PACKETS_NOT_AWAITED", "assertion"),
     (model("packet.pml", 3, "START=0 CALLS=4"), "MUTANT_ONE_PEER_AWAITED", "deadlock"),
     (SLEEP, "MUTANT_NO_FENCE_OF_THE_WRITER", "deadlock"),
-    (SLEEP, "MUTANT_NO_FENCE_OF_THE_SLEEPER", "deadlock"),
     (SLEEP_FOR_ALL, "MUTANT_FENCES_FOR_ITSELF", "deadlock"),
     (SLEEP, "MUTANT_NO_FLAG_RAISED", "deadlock"),
     (SLEEP, "MUTANT_SLEEPS_WITHOUT_COMPARING", "deadlock"),
-    (SLEEP, "MUTANT_LOADED_ONCE", "cycle"),
     (LEND, "MUTANT_NO_FENCE_AFTER_THE_WORD", "assertion"),
     (LEND, "MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED", "assertion"),
     (LEND, "MUTANT_CLOSED_WITHOUT_A_WORD", "assertion"),
     (LEND, "MUTANT_LOOKED_BEFORE_THE_LAST_READ", "assertion"),
-    (REGIONS, "MUTANT_REUSED_WITHOUT_FAREWELL", "assertion"),
     (REGIONS, "MUTANT_WRITTEN_BEFORE_ALL_CONNECTED", "assertion"),
     (model("retired.pml", 3, "COMMUNICATORS=3"), "MUTANT_ONE_FAREWELL_IS_ENOUGH", "assertion"),
     *(
@@ -150,5 +152,6 @@ MUTANTS: list[tuple[Model, str, str]] = [
             "MUTANT_NO_LOOK_AT_FAREWELLS",
             "MUTANT_NO_LOOK_AT_PROCESSES",
         )
+        if (right, mutant) != (FAULTY, "MUTANT_NO_DEADLINE")
     ),
 ]

@@ -89,12 +89,12 @@ CHECKS = {
 SOME = (
     (2, "all_reduce", "direct", F32, "SUM"),
     (2, "all_reduce", "ring", BF16, "AVG"),
-    (2, "reduce_scatter", "direct", F32, "SUM"),
-    (2, "all_gather", "ring", torch.int16, "SUM"),
-    (4, "reduce_scatter", "ring", F16, "AVG"),
     (4, "all_gather", "direct", torch.int32, "SUM"),
 )
 MORE = (
+    (2, "reduce_scatter", "direct", F32, "SUM"),
+    (2, "all_gather", "ring", torch.int16, "SUM"),
+    (4, "reduce_scatter", "ring", F16, "AVG"),
     (2, "all_reduce", "direct", F16, "AVG"),
     (2, "all_reduce", "ring", F32, "SUM"),
     (2, "reduce_scatter", "ring", F32, "SUM"),

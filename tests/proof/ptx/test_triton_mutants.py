@@ -31,16 +31,11 @@ pytestmark = [
 _SCATTER = "reduce_piece in reduce_scatter_direct"
 SOME = (
     ("direct", "acquire of await_acquire_sys in receive"),
-    ("direct", "acquire of await_acquire_sys in await_slot"),
-    ("direct", "release of send_piece in send_chunks"),
     ("direct", f"release of {_SCATTER}"),
     ("direct", f"all barriers of the release of {_SCATTER}"),
     ("direct", "barrier behind the acquire of await_acquire_sys in receive"),
     ("direct", "a vector a word too far"),
-    ("direct", "a signal's other operand"),
     ("direct", ONE_WARP_LESS),
-    ("steps", "release of offer in one_pass_direct"),
-    ("steps", "another lane of a shuffle"),
 )
 
 # Patterns of places of which no job shows that they are gone, and why. None of those is the only

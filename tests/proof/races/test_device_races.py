@@ -44,7 +44,6 @@ TEAMS: list[Team] = [
     (3, 2, 2, 2, NEAR_CLEARING),
     (4, 4, 1, 1, NEAR_WRAP),
     (7, 1, 1, 1, NEAR_CLEARING),
-    (8, 1, 2, 1, 0),
 ]
 # Rounds 0: each kernel once, with a rank that does something else.
 FAULT_TEAMS: list[Team] = [(2, 1, 4, 0, 0), (3, 2, 2, 0, NEAR_WRAP)]
@@ -52,8 +51,8 @@ FAULT_TEAMS: list[Team] = [(2, 1, 4, 0, 0), (3, 2, 2, 0, NEAR_WRAP)]
 LONG_TEAMS: list[Team] = [
     (2, 1, 1, 40, 0),
     (2, 4, 2, 10, NEAR_WRAP),
-    (3, 1, 4, 15, 0),
-    (4, 2, 2, 10, NEAR_CLEARING),
+    (3, 1, 4, 10, 0),
+    (4, 2, 2, 5, NEAR_CLEARING),
     (7, 3, 1, 5, 0),
     (8, 1, 1, 5, NEAR_WRAP),
 ]
@@ -218,17 +217,16 @@ def programs(tmp_path_factory):
     write_sources(folder, MUTANTS, DAWDLING)
     chosen = (f"-I{folder}", "-include", str(folder / "chosen.h"))
     mutated, right = folder / "kernels/include", ROOT / "kernels/include"
-    fast = (*PLAIN, "-O2")
     with ThreadPoolExecutor(2) as pool:
         yield {
             "mutated": pool.submit(compile_to, folder / "mutated", mutated, SOURCE, extra=chosen),
-            "fast": pool.submit(compile_to, folder / "fast", right, SOURCE, flags=fast),
+            "fast": pool.submit(compile_to, folder / "fast", right, SOURCE, flags=PLAIN),
         }
 
 
 def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
     """With time for a busy machine, except where ranks may wait in vain."""
-    timeout_ms = 3000 if mutant > 0 else 300 if team[3] == 0 else 120000
+    timeout_ms = 1000 if mutant > 0 else 300 if team[3] == 0 else 120000
     environment = {
         **os.environ,
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",

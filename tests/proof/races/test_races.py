@@ -89,7 +89,7 @@ def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProce
         VARIABLE: str(mutant),
     }
     # A mutant may wait for what never comes.
-    timeout_ms = ["3000"] if mutant > 0 else []
+    timeout_ms = ["1000"] if mutant > 0 else []
     arguments = [*LOW_PRIORITY, str(program), *map(str, team), *timeout_ms]
     return subprocess.run(
         arguments, capture_output=True, text=True, timeout=200, env=environment, check=False

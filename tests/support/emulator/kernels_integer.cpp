@@ -2,7 +2,10 @@
 
 void add_integer_kernels(KernelMap& kernels) {
   using ringcomm::RedOp;
-  add_arithmetic<int32_t>(kernels, "reduce_int32");
+  add_reduction<int32_t, RedOp::kSum>(kernels, "reduce_int32", "sum");
+  add_reduction<int32_t, RedOp::kProduct>(kernels, "reduce_int32", "product");
+  add_reduction<int32_t, RedOp::kMin>(kernels, "reduce_int32", "min");
+  add_reduction<int32_t, RedOp::kMax>(kernels, "reduce_int32", "max");
   add_reduction<int64_t, RedOp::kSum>(kernels, "reduce_int64", "sum");
   add_reduction<int64_t, RedOp::kMax>(kernels, "reduce_int64", "max");
   add_reduction<int64_t, RedOp::kBand>(kernels, "reduce_int64", "band");
@@ -12,7 +15,6 @@ void add_integer_kernels(KernelMap& kernels) {
   add_reduction<int8_t, RedOp::kSum>(kernels, "reduce_int8", "sum");
   add_reduction<int8_t, RedOp::kMin>(kernels, "reduce_int8", "min");
   add_reduction<uint8_t, RedOp::kSum>(kernels, "reduce_uint8", "sum");
-  add_reduction<uint8_t, RedOp::kMax>(kernels, "reduce_uint8", "max");
   add_reduction<ringcomm::Bool, RedOp::kMax>(kernels, "reduce_bool", "max");
   add_reduction<ringcomm::Bool, RedOp::kSum>(kernels, "reduce_bool", "sum");
 }

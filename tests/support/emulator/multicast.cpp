@@ -25,7 +25,7 @@ extern "C" void* emu_device_get();
 namespace emulator {
 namespace {
 
-constexpr uint64_t kGranularity = 2 << 20, kMagic = 0x52434d554c544943;
+constexpr uint64_t kGranularity = 2 << 20, kMulticastMagic = 0x52434d554c544943;
 constexpr int kMostDevices = 64, kMulticastSupported = 132, kDeviceMemory = 1, kDescriptor = 1;
 
 struct Member {
@@ -188,7 +188,7 @@ int cuMulticastCreate(uint64_t* handle, const CUmulticastObjectProp* prop) {
   void* ptr = made ? map_all(made->fd, sizeof(ObjectFile)) : nullptr;
   if (ptr == nullptr) return kOutOfMemory;
   made->object = static_cast<ObjectFile*>(ptr);
-  made->object->magic = kMagic;
+  made->object->magic = kMulticastMagic;
   made->object->bytes = made->bytes = prop->size;
   made->object->devices = int32_t(prop->numDevices);
   *handle = new_handle(std::move(made));
@@ -264,7 +264,7 @@ int cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type) {
   auto made = std::make_shared<Allocation>();
   made->fd = fd;
   made->object = static_cast<ObjectFile*>(map_all(fd, sizeof(ObjectFile)));
-  if (made->object == nullptr || made->object->magic != kMagic) return kInvalidValue;
+  if (made->object == nullptr || made->object->magic != kMulticastMagic) return kInvalidValue;
   made->bytes = made->object->bytes;
   *handle = new_handle(std::move(made));
   return kSuccess;

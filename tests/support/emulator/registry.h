@@ -19,11 +19,3 @@ void add_reduction(KernelMap& kernels, const std::string& unit, const std::strin
   kernels[unit + "/rc_all_reduce_" + name] = all_reduce_kernel<T, op>();
   kernels[unit + "/rc_packet_" + name] = packet_kernel<T, op>();
 }
-
-template <class T>
-void add_arithmetic(KernelMap& kernels, const std::string& unit) {
-  add_reduction<T, ringcomm::RedOp::kSum>(kernels, unit, "sum");
-  add_reduction<T, ringcomm::RedOp::kProduct>(kernels, unit, "product");
-  add_reduction<T, ringcomm::RedOp::kMin>(kernels, unit, "min");
-  add_reduction<T, ringcomm::RedOp::kMax>(kernels, unit, "max");
-}

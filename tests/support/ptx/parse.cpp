@@ -13,8 +13,6 @@
 namespace ptx {
 namespace {
 
-constexpr int32_t kNoRow = Instruction::kNoRow;
-
 struct Token {
   std::string_view text;
   uint32_t line;
@@ -318,7 +316,7 @@ class Parser {
       made.code[index].target = found->second;
     }
     if (made.code.empty() || made.code.back().control != Control::kReturn ||
-        made.code.back().guard != kNoRow) {
+        made.code.back().guard != Instruction::kNoRow) {
       Instruction end;
       end.control = Control::kReturn;
       end.text = "the end";
@@ -402,7 +400,7 @@ class Parser {
   }
 
   struct Operand {
-    int32_t row = kNoRow;
+    int32_t row = Instruction::kNoRow;
     int bits = 0;
     std::string_view word;
   };

@@ -13,8 +13,6 @@
 namespace ptx {
 namespace {
 
-constexpr int32_t kNoRow = Instruction::kNoRow;
-
 using Bits = std::vector<uint64_t>;
 bool test(const Bits& bits, uint32_t i) { return (bits[i / 64] >> (i % 64) & 1) != 0; }
 void set(Bits& bits, uint32_t i) { bits[i / 64] |= uint64_t(1) << (i % 64); }
@@ -39,13 +37,13 @@ void for_each_definition(const Instruction& i, F f) {
     if (row >= 0) f(uint32_t(row));
 }
 
-struct Block {
+struct BasicBlock {
   uint32_t begin, end;
   std::vector<uint32_t> next;
   Bits used, defined, live_in, live_out;
 };
 
-std::vector<Block> blocks_of(const std::vector<Instruction>& code, uint32_t count) {
+std::vector<BasicBlock> blocks_of(const std::vector<Instruction>& code, uint32_t count) {
   std::set<uint32_t> starts = {0};
   for (uint32_t at = 0; at < code.size(); ++at) {
     if (code[at].control == Control::kBranch) starts.insert(code[at].target);
@@ -53,7 +51,7 @@ std::vector<Block> blocks_of(const std::vector<Instruction>& code, uint32_t coun
       starts.insert(at + 1);
   }
   starts.erase(uint32_t(code.size()));
-  std::vector<Block> blocks;
+  std::vector<BasicBlock> blocks;
   std::vector<uint32_t> block_at(code.size() + 1, 0);
   for (auto it = starts.begin(); it != starts.end(); ++it) {
     const auto after = std::next(it);
@@ -61,10 +59,11 @@ std::vector<Block> blocks_of(const std::vector<Instruction>& code, uint32_t coun
     blocks.push_back(
         {*it, after == starts.end() ? uint32_t(code.size()) : *after, {}, {}, {}, {}, {}});
   }
-  for (Block& block : blocks) {
+  for (BasicBlock& block : blocks) {
     const Instruction& last = code[block.end - 1];
-    const bool falls_through = last.guard != kNoRow || (last.control != Control::kBranch &&
-                                                        last.control != Control::kReturn);
+    const bool falls_through =
+        last.guard != Instruction::kNoRow ||
+        (last.control != Control::kBranch && last.control != Control::kReturn);
     if (last.control == Control::kBranch) block.next.push_back(block_at[last.target]);
     if (falls_through && block.end < code.size()) block.next.push_back(block_at[block.end]);
     for (Bits* bits : {&block.used, &block.defined, &block.live_in, &block.live_out})
@@ -75,7 +74,7 @@ std::vector<Block> blocks_of(const std::vector<Instruction>& code, uint32_t coun
       });
       for_each_definition(code[at], [&](uint32_t r) {
         // Under a guard the old value stays for some lanes, so that it is used, too.
-        if (code[at].guard != kNoRow && !test(block.defined, r)) set(block.used, r);
+        if (code[at].guard != Instruction::kNoRow && !test(block.defined, r)) set(block.used, r);
         set(block.defined, r);
       });
     }
@@ -83,7 +82,7 @@ std::vector<Block> blocks_of(const std::vector<Instruction>& code, uint32_t coun
   return blocks;
 }
 
-void spread_liveness(std::vector<Block>& blocks) {
+void spread_liveness(std::vector<BasicBlock>& blocks) {
   for (bool changed = true; changed;) {
     changed = false;
     for (auto block = blocks.rbegin(); block != blocks.rend(); ++block)
@@ -110,12 +109,12 @@ struct Interval {
 
 uint32_t assign_rows(std::vector<Instruction>& code, uint32_t count) {
   if (code.empty()) return 0;
-  std::vector<Block> blocks = blocks_of(code, count);
+  std::vector<BasicBlock> blocks = blocks_of(code, count);
   spread_liveness(blocks);
   // An instruction has the points 2 * at and 2 * at + 1. Its sources and results all cover the
   // second one, so that a result never has the row of a source.
   std::vector<Interval> intervals(count);
-  for (const Block& block : blocks) {
+  for (const BasicBlock& block : blocks) {
     for_each_set(block.live_in, [&](uint32_t r) { intervals[r].cover(2 * block.begin); });
     for_each_set(block.live_out, [&](uint32_t r) { intervals[r].cover(2 * block.end); });
     for (uint32_t at = block.begin; at < block.end; ++at) {

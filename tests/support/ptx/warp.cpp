@@ -13,7 +13,6 @@
 namespace ptx {
 namespace {
 
-constexpr int32_t kNoRow = Instruction::kNoRow;
 // Branches backwards after which a group gives way to others of its warp, and a warp to others of
 // its block: enough for lanes that left a short loop early to be met again behind it.
 constexpr uint32_t kBackwardPerGroup = 64;
@@ -71,7 +70,7 @@ void Warp::drop_frame(Frame* frame, int lanes) {
 }
 
 Mask Warp::guarded(const Instruction& i) const {
-  if (i.guard == kNoRow) return mask_;
+  if (i.guard == Instruction::kNoRow) return mask_;
   const uint64_t* guard = in(i.guard);
   Mask true_lanes = 0;
   for (int lane = 0; lane < kLanes; ++lane) true_lanes |= Mask(guard[lane] & 1) << lane;

@@ -21,7 +21,7 @@ from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
 # On an emulated device a replay takes 20 ms; this many use every slot again dozens of times.
-REPLAYS = {"emulated": 150, "cuda": 1000}
+REPLAYS = {"emulated": 50, "cuda": 1000}
 GRACE_S = 0.05
 UNJOINED = 904
 # Elements: a small message, and one of several segments.
@@ -92,7 +92,7 @@ def test_other_calls_before_between_and_after_replays(place: Place) -> None:
             chain.call()
         with place.capture() as replay_other:
             other.call()
-        for turn in range(40):
+        for turn in range(REPLAYS[place.kind] // 3):
             for each, again in ((chain, replay), (other, replay_other)):
                 each.fill(turn)
                 if turn % 3 == 0:
