@@ -154,7 +154,11 @@ def of_fully_shard() -> Iterator[Tensor]:
     if states is None or "torch.distributed.fsdp" not in sys.modules:
         return
     for reference in list(states._module_state_mapping.values()):
-        for group in getattr(reference(), "_fsdp_param_groups", ()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # an older torch, which has one for each module, or none
+            groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
+        for group in groups:
             for each in group.fsdp_params:
                 yield each.sharded_param
 
@@ -164,7 +168,7 @@ def check_placements(param: Tensor, called: str) -> None:
 
     Raises:
         ArgumentError: a DTensor that is FSDP2's, that is a sum to come, or of other ranks.
-        UnsupportedError: a DTensor that two dimensions of a mesh divide in torch's strided way.
+        UnsupportedError: a DTensor whose parts lie otherwise than its placements say by default.
     """
     if not is_distributed(param):
         return
