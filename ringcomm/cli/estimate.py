@@ -334,6 +334,17 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS",
         help="of full checkpointing (default: %(default)s)",
     )
+    group = parser.add_argument_group("model parallelism", "of a transformer; --world is then dp")
+    add = group.add_argument
+    add("--tp", type=int, default=1, help="ranks that share a matrix product (default: 1)")
+    add("--pp", type=int, default=1, help="pipeline stages, as 1F1B runs them (default: 1)")
+    add("--micro-batches", type=int, default=1, help="of a step, in a pipeline (default: 1)")
+    add("--sequence-parallel", action="store_true", help="tp ranks share the tokens in between")
+    add(
+        "--partition-checkpoints",
+        action="store_true",
+        help="tp ranks divide the inputs of checkpointed layers (P_a)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -28,10 +28,14 @@ from ringcomm.zero.estimate import (
     Transformer,
     WorkingBytes,
     World,
-    activations,
     largest_model,
     model_state,
     working_buffers,
+)
+from ringcomm.zero.estimate_model_parallel import (
+    ModelParallel,
+    stage_activations,
+    stage_model,
 )
 from ringcomm.zero.estimate_time import (
     StepTime,
@@ -111,6 +115,7 @@ class Forward:
     micro_batch: int
     checkpointing: str
     every: int
+    parallel: ModelParallel = field(default_factory=ModelParallel)
 
     @property
     def recomputes(self) -> bool:
@@ -162,7 +167,8 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
     _check_counts(args)
     world = _world(args, cluster)
     shape = _shape(args)
-    called, model = _model(args, shape)
+    parallel = _parallel(args, shape, cluster)
+    called, model = _model(args, shape, parallel)
     dtype = DTYPES[args.dtype]
     reduce = torch.float32 if args.reduce == "fp32" else dtype
     return Request(
@@ -175,7 +181,9 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         elem_bytes=dtype.itemsize,
         options=ZeroOptions(bucket_elems=args.bucket_elems),
         two_passes=args.clip,
-        forward=Forward(shape, args.micro_batch, args.checkpointing, args.checkpoint_every),
+        forward=Forward(
+            shape, args.micro_batch, args.checkpointing, args.checkpoint_every, parallel
+        ),
         timing=_timing(args),
         budget_bytes=None if args.budget_gb is None else round(args.budget_gb * 10**9),
     )
@@ -226,11 +234,45 @@ def _shape(args: argparse.Namespace) -> Transformer | None:
     )
 
 
-def _model(args: argparse.Namespace, shape: Transformer | None) -> tuple[str, ModelElems]:
+def _parallel(
+    args: argparse.Namespace, shape: Transformer | None, cluster: Cluster | None
+) -> ModelParallel:
+    """Reads how a replica is divided; that needs its shape."""
+    parallel = ModelParallel(
+        args.tp,
+        args.pp,
+        args.sequence_parallel,
+        args.micro_batches,
+        args.partition_checkpoints,
+    )
+    if parallel == ModelParallel():
+        return parallel
+    if shape is None or args.params is not None:
+        raise ArgumentError(
+            "--tp, --pp and --micro-batches: expected the model as --layers, --width, --heads, "
+            "--context and --vocab, since they divide these"
+        )
+    if cluster is not None:
+        raise ArgumentError("--tp, --pp: expected --world, since --nodes predicts replicas alone")
+    if args.bandwidth_gbps is not None or args.peak_tflops is not None:
+        raise ArgumentError("--tp, --pp: expected no times with them, which are those of replicas")
+    if parallel.partitioned and args.checkpointing != "full":
+        raise ArgumentError("--partition-checkpoints: expected --checkpointing full with it")
+    parallel.check(shape)
+    return parallel
+
+
+def _model(
+    args: argparse.Namespace, shape: Transformer | None, parallel: ModelParallel
+) -> tuple[str, ModelElems]:
     if args.module is not None:
         return args.module, ModelElems.of_module(build_on_meta(args.module))
     if shape is not None and args.params is None:
-        return f"{shape.layers} layers of width {shape.width}", shape.model
+        called = f"{shape.layers} layers of width {shape.width}"
+        if parallel.ranks == 1:
+            return called, shape.model
+        called += f" / (tp {parallel.tp} x pp {parallel.pp})"
+        return called, stage_model(shape, parallel)
     if args.params is None:
         raise ArgumentError(
             "no model: give --params COUNT, --module PACKAGE.MODULE:CALLABLE, or all of --layers, "
@@ -340,9 +382,10 @@ def work_out(request: Request) -> Report:
     """
     forward, held = request.forward, None
     if forward.shape is not None:
-        held = activations(
+        held = stage_activations(
             forward.shape,
             forward.micro_batch,
+            forward.parallel,
             forward.checkpointing,
             forward.every,
             request.elem_bytes,

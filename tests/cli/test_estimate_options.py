@@ -6,12 +6,19 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from ringcomm.cli import main
 from ringcomm.cli.estimate_figures import build_on_meta, parse_count
+from ringcomm.zero.estimate import Transformer
+from ringcomm.zero.estimate_model_parallel import (
+    ModelParallel,
+    stage_activations,
+    stage_model,
+)
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
 MACHINE = ("--bandwidth-gbps", 25, "--peak-tflops", 100)
@@ -84,6 +91,11 @@ def test_modules_are_built_on_the_meta_device(modules):
         ),
         ((*GPT2, "--heads", 7), "expected a width that is a multiple of 7 heads, got 768"),
         ((*GPT2, "--micro-batch", 0), "--micro-batch: expected at least 1, got 0"),
+        ((*GPT2, "--pp", 5), "layers that 5 divides, got 12"),
+        ((*GPT2, "--sequence-parallel"), "sequence: expected tensor-parallel ranks (tp > 1)"),
+        ((*GPT2, "--tp", 2, "--partition-checkpoints"), "expected --checkpointing full with it"),
+        ((*GPT2, "--tp", 2, *MACHINE), "--tp, --pp: expected no times with them"),
+        (("--params", "1M", "--tp", 2), "--tp, --pp and --micro-batches: expected the model as"),
         ((*GPT2, "--checkpoint-every", -1), "--checkpoint-every: expected at least 1, got -1"),
         (("--params", "1M", "--world", 0), "--world: expected at least 1, got 0"),
         (("--params", "1M", *MACHINE), "times need --bandwidth-gbps, --peak-tflops and --context"),
@@ -120,6 +132,20 @@ def test_what_makes_no_sense_is_refused(capsys, modules, arguments, says):
     assert (code, out) == (2, "")
     assert err.startswith("ringcomm estimate: ") and len(err.splitlines()) == 1
     assert says in err
+
+
+def test_the_share_of_a_rank_under_model_parallelism(capsys):
+    divided = ("--tp", 2, "--pp", 3, "--micro-batches", 8, "--world", 4, "--json")
+    code, out, _ = estimate(capsys, *GPT2, *divided)
+    told = json.loads(out)
+    shape = Transformer(12, 768, 12, 1024, 50257)
+    parallel = ModelParallel(tp=2, pp=3, micro_batches=8)
+    assert code == 0 and told["world"] == 4
+    assert (
+        told["stages"][0]["model_state_bytes"]["params"] == 2 * stage_model(shape, parallel).total
+    )
+    assert told["activations"] == asdict(stage_activations(shape, 1, parallel))
+    assert "12 layers of width 768 / (tp 2 x pp 3)" in estimate(capsys, *GPT2, *divided[:-1])[1]
 
 
 @pytest.mark.parametrize(
