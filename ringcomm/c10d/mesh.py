@@ -46,7 +46,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     sizes = _sizes(axes, group.rank(), group.size())
     nodes = _nodes(group)
     ranks = sorted(range(group.size()), key=lambda rank: (nodes[rank], rank))
-    grid = torch.tensor(ranks, dtype=torch.int).view(*sizes.values())
+    grid = torch.tensor(ranks, dtype=torch.int, device="cpu").view(*sizes.values())
     if group.rank() == 0:
         _warn_of_axes_over_nodes(sizes, grid, nodes)
     return DeviceMesh(device or _device_type(group), grid, mesh_dim_names=tuple(sizes))

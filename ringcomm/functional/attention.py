@@ -68,9 +68,10 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
 
 
 def _positions(length: int, world_size: int, rank: int, zigzag: bool) -> Tensor:
+    whole = torch.arange(length, device="cpu")
     if not zigzag:
-        return torch.arange(length).chunk(world_size)[rank]
-    chunks = torch.arange(length).chunk(2 * world_size)
+        return whole.chunk(world_size)[rank]
+    chunks = whole.chunk(2 * world_size)
     return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
 
 
