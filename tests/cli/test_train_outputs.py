@@ -26,21 +26,29 @@ def text(tmp_path_factory):
     return path
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS)
+
+
 @pytest.fixture
-def no_matplotlib(tmp_path):
-    """A folder that makes matplotlib missing for a Python that finds modules there first."""
+def without_matplotlib(tmp_path):
+    """A program that is the command, and in whose folder Python finds that matplotlib is missing.
+
+    Its ranks are forks: other places to find modules in would make each an interpreter of its own.
+    """
     folder = tmp_path / "no_matplotlib"
     (folder / "matplotlib").mkdir(parents=True)
     missing = "raise ModuleNotFoundError(\"No module named 'matplotlib'\")\n"
     (folder / "matplotlib" / "__init__.py").write_text(missing)
-    return folder
+    program = folder / "train.py"
+    program.write_text("import sys\nfrom ringcomm.cli import main\nsys.exit(main(sys.argv[1:]))\n")
+    return (*TORCHRUN, program)
 
 
-def trained(folder, text, *options, **settings):
+def trained(folder, text, *options, program=("-m", "ringcomm")):
     """The record of a short run, and what it printed."""
     record = folder / "record.json"
     common = ("--data", text, "--steps", STEPS, "--memory", "--json", record)
-    done = run(*train_arguments(*SIZE, *common, *options), **settings)
+    done = run(*program, *train_arguments(*SIZE, *common, *options)[2:])
     assert done.returncode == 0, done.stderr
     return json.loads(record.read_text()), done
 
@@ -85,11 +93,11 @@ def test_all_outputs_of_a_split_model(tmp_path, text):
 
 
 def test_without_matplotlib_the_picture_is_text_and_training_goes_well(
-    tmp_path, text, no_matplotlib
+    tmp_path, text, without_matplotlib
 ):
     picture = tmp_path / "x.png"
     record, done = trained(
-        tmp_path, text, "--stage", 0, "--plot", picture, "--ranks", RANKS, path=no_matplotlib
+        tmp_path, text, "--stage", 0, "--plot", picture, program=without_matplotlib
     )
     assert f"--plot {picture}: expected matplotlib, got No module named 'matplotlib'" in done.stderr
     assert not picture.exists()

@@ -20,7 +20,10 @@ NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 # -g1 has the lines that reports name; more takes a fifth of the compilation.
 _USUAL = ("-std=c++20", "-g1", "-ffp-contract=off", "-pthread", f"-I{ROOT}")
 PLAIN = (*_USUAL, "-O1")
-THREAD_SANITIZER = (*PLAIN, "-fsanitize=thread", "-Wno-tsan")
+_RACES = ("-fsanitize=thread", "-Wno-tsan")
+THREAD_SANITIZER = (*PLAIN, *_RACES)
+# For what is compiled for longer than it runs.
+THREAD_SANITIZER_UNOPTIMISED = (*_USUAL, "-O0", *_RACES)
 ADDRESS_SANITIZER = (
     *_USUAL,
     *("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),

@@ -67,8 +67,8 @@ def devices() -> Iterator[Devices]:
 
 @pytest.mark.parametrize(
     ("world_size", "schedule"),
-    [(2, UPWARDS), (2, AGAINST_PROGRESS), (4, AT_RANDOM)],
-    ids=["2, upwards", "2, a lane may wait for good", "4, at random"],
+    [(2, UPWARDS), (2, AGAINST_PROGRESS), (4 if EVERYTHING else 3, AT_RANDOM)],
+    ids=["2, upwards", "2, a lane may wait for good", "many, at random"],
 )
 def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
     algorithms, places = (
@@ -136,12 +136,10 @@ STEPS = {
     torch.bfloat16: (2, AdamWOptions(master="remainder")),
     torch.float16: (2, AdamWOptions(master="none", rounding="stochastic", seed=7)),
 }
-# Each algorithm with each form.
+# Each algorithm, and each form.
 SOME_STEPS = [
-    (torch.float32, "direct", "one pass"),
-    (torch.float32, "ring", "two passes"),
+    (torch.float32, "ring", "one pass"),
     (torch.bfloat16, "direct", "two passes"),
-    (torch.bfloat16, "ring", "one pass"),
 ]
 EVERY_STEP = list(itertools.product(STEPS, ("direct", "ring"), ("one pass", "two passes")))
 
@@ -156,21 +154,24 @@ def test_steps(devices: Devices, dtype: torch.dtype, algorithm: str, form: str) 
 
 
 def test_a_graph_is_replayed(devices: Devices) -> None:
+    turns, large_elems = (12, 3001) if EVERYTHING else (6, 700)
     world = devices.world(2)
     assert devices.emulated is not None
     with devices.as_on_gpu():
-        small, large = ([put(comm, torch.ones(n), "heap") for comm in world] for n in (30, 3001))
+        sizes = (30, large_elems)
+        small, large = ([put(comm, torch.ones(n), "heap") for comm in world] for n in sizes)
         with devices.emulated.capture() as graph:
             for algorithm in ("packet", "direct", "ring"):
                 world.all_reduce(small if algorithm == "packet" else large, algorithm=algorithm)
-        for turn in range(12):
+        for turn in range(turns):
             for rank in range(2):
                 small[rank].fill_(turn + rank)
                 large[rank].fill_(turn - rank)
             devices.emulated.replay(graph)
             for rank in range(2):
                 assert torch.equal(on_host(small[rank]), torch.full((30,), 2.0 * turn + 1))
-                assert torch.equal(on_host(large[rank]), torch.full((3001,), 4.0 * turn - 2))
+                wanted = torch.full((large_elems,), 4.0 * turn - 2)
+                assert torch.equal(on_host(large[rank]), wanted)
 
 
 def _errors(devices: Devices, world, body) -> list[RingcommError | None]:

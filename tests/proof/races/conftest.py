@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.compiler import compile_to, shared_by_workers, skip_without_sanitizer
+from tests.support.compiler import (
+    THREAD_SANITIZER_UNOPTIMISED,
+    compile_to,
+    shared_by_workers,
+    skip_without_sanitizer,
+)
 
 # The loops over elements, and the waits, in neither of which a mutant is.
 STEADY = ("isa_baseline", "waiter")
@@ -15,7 +20,8 @@ STEADY = ("isa_baseline", "waiter")
 def compile_objects(folder: Path) -> None:
     def compiled(name: str) -> Path:
         source = ROOT / f"kernels/host/{name}.cpp"
-        return compile_to(folder / f"{name}.o", ROOT / "kernels/include", source, extra=("-c",))
+        output, flags = folder / f"{name}.o", THREAD_SANITIZER_UNOPTIMISED
+        return compile_to(output, ROOT / "kernels/include", source, flags=flags, extra=("-c",))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, STEADY))

@@ -6,8 +6,9 @@ to be: one compilation instead of dozens.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,18 @@ from tests.support import ROOT
 
 VARIABLE = "CHOSEN_MUTANT"
 
-# What `race_test` or `device_race_test` is run with.
+# What `race_test` or `device_race_test` is run with; the world comes first.
 Team = tuple[int, ...]
+
+# ``make tsan`` has every world. A large one has no other code than a small one.
+EVERYTHING = os.environ.get("RINGCOMM_TSAN") == "all"
+LARGEST_WORLD = 4
+
+
+def of_this_run(teams: Sequence[Team]) -> list[Team]:
+    """Those of the teams that are run: ``make test`` leaves out large worlds."""
+    return [team for team in teams if EVERYTHING or team[0] <= LARGEST_WORLD]
+
 
 PACKET, ENDPOINT = "include/ringcomm/protocol/packet.h", "include/ringcomm/protocol/endpoint.h"
 ATOMICS, SIGNAL = "include/ringcomm/core/atomics.h", "include/ringcomm/protocol/signal.h"

@@ -8,7 +8,12 @@ import pytest
 from tests.proof.races.mutants import Mutant, write_sources
 from tests.proof.races.test_races import run
 from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, compile_to, together
+from tests.support.compiler import (
+    NEEDS_COMPILER,
+    THREAD_SANITIZER_UNOPTIMISED,
+    compile_to,
+    together,
+)
 
 # World, generations, rounds; the first shows the mutants.
 SHOWING = (2, 20, 12)
@@ -89,7 +94,8 @@ def program(sanitized_objects, tmp_path_factory) -> Path:
 
     def compiled(job: tuple[Path, tuple[str, ...]]) -> Path:
         source, extra = job
-        return compile_to(folder / f"{source.stem}.o", include, source, extra=extra)
+        output, flags = folder / f"{source.stem}.o", THREAD_SANITIZER_UNOPTIMISED
+        return compile_to(output, include, source, flags=flags, extra=extra)
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compiled, jobs))

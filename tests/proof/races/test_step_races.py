@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races import test_races as races
-from tests.proof.races.mutants import SIGNAL, Mutant, without, write_sources
+from tests.proof.races.mutants import SIGNAL, Mutant, of_this_run, without, write_sources
 from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, compile_to
 
@@ -56,7 +56,7 @@ def program(sanitized_objects, tmp_path_factory) -> Path:
 
 
 def test_no_race_and_right_results(program):
-    races.assert_right(program, TEAMS)
+    races.assert_right(program, of_this_run(TEAMS))
 
 
 def test_mutants_are_rejected(program):
