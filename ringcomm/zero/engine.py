@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
@@ -47,6 +48,7 @@ class EngineParts:
         stored: the buckets of ``plan``.
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
+        others: the mesh of other stages and parts of the model, or None.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class EngineParts:
     stored: Sequence[ParamBucket]
     stored_frozen: Sequence[ParamBucket]
     number: int = 0
+    others: DeviceMesh | None = None
 
 
 class ShardEngine:
