@@ -197,6 +197,12 @@ class ShardEngine:
                 self.gatherer.held = True
             self.order.take_part(self)
 
+    def leave_over(self) -> None:
+        """Called where a backward of some rank may leave gradients unreduced."""
+        # Even if no gradient comes on this rank: others may have some.
+        assert self.reduction is not None
+        self.reduction.has_left_over = True
+
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
         assert self.reduction is not None
@@ -256,10 +262,8 @@ class ShardEngine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Stops backwards from reducing; see ``ringcomm.zero.no_sync``."""
-        assert self.reduction is not None
         self.order.pause(self.number)
-        # Even if no gradient comes on this rank: others may have some.
-        self.reduction.has_left_over = True
+        self.leave_over()
         try:
             yield
         finally:
