@@ -15,7 +15,7 @@ from ringcomm import zero
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 16, 32  # sequences of all ranks together
 DIM, HEAD_DIM = 32, 8
-STAGES, MICRO_BATCHES, STEPS, LEARNING_RATE = 2, 4, 30, 1e-2
+STAGES, MICRO_BATCHES, STEPS, LEARNING_RATE = 2, 4, 15, 1e-2
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
 PLAN = {"q": COLUMNS, "k": COLUMNS, "v": COLUMNS, "o": ROWS, "up": COLUMNS, "down": ROWS}
 

@@ -12,7 +12,7 @@ import ringcomm
 from ringcomm import zero
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 64  # sequences of all ranks together
-STEPS, LEARNING_RATE = 30, 3e-3
+STEPS, LEARNING_RATE = 15, 5e-3
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 

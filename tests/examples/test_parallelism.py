@@ -22,10 +22,10 @@ from tests.support import ROOT
 
 Tensor = torch.Tensor
 EXAMPLES = ROOT / "docs" / "examples"
-# Sums differ in their order, so that losses differ by some 2^-23 of what is added. A step moves a
-# parameter by its learning rate whatever the size of its gradient, so a gradient that is all
-# rounding error makes another step of up to twice that; such parameters hardly change the loss.
-CLOSE = 2e-3
+# Sums are added in another order, so that losses differ by some 2^-23 of themselves, and what is
+# printed by 1e-6. A parameter whose gradient is all rounding error may move in another direction,
+# since Adam's step does not know how small that is; but the loss hardly depends on it.
+CLOSE = 2e-5
 
 
 def losses(name: str) -> list[float]:
@@ -115,12 +115,12 @@ REFERENCES = {
         pytest.param(
             "llama_tp.py",
             4,
-            1 / 4,
+            1 / 2,
             marks=pytest.mark.skipif(
                 find_spec("transformers") is None, reason="transformers is not installed"
             ),
         ),
-        ("long_context.py", 4, 1 / 2),
+        ("long_context.py", 4, 1 / 4),
     ],
 )
 def test_as_one_process(rank_pools: Any, example: str, ranks: int, share: float) -> None:
