@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
@@ -17,6 +18,7 @@ from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
 from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.meshes import over_mesh, read_mesh
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import check_order, placement_of
 from ringcomm.optim.reduction import norm_kind
@@ -105,6 +107,7 @@ class ShardedAdam(torch.optim.Optimizer):
         comm: CommArgument,
         options: AdamWOptions | None,
         loss_scaler: LossScaler | None,
+        mesh: DeviceMesh | None,
     ) -> None:
         if defaults["differentiable"]:
             raise UnsupportedError(
@@ -120,13 +123,18 @@ class ShardedAdam(torch.optim.Optimizer):
             )
         params = listed(params)
         self.placement = placement_of(params)
+        comm, others = self._chosen_mesh(comm, mesh)
+        if others is not None and params == []:
+            params = [{"params": []}]  # a stage without parameters takes part in norms
         found = self._chosen_comm(comm, params)
         device = torch.device("cpu") if found is None else found.device
         self.communicator = found
         # On a device a communicator launches the kernels, even one of a single rank.
         alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
-        self._setting = Setting(None if alone else found, device, options, loss_scaler, accumulator)
+        self._setting = Setting(
+            None if alone else found, device, options, loss_scaler, accumulator, others
+        )
         self._sharded: ShardedStep | None = None
         chosen_for_user = comm is None and self.placement is None and self._setting.world_size > 1
         self._built_on: list[Tensor] | None = [] if chosen_for_user else None
@@ -141,7 +149,22 @@ class ShardedAdam(torch.optim.Optimizer):
             loss_scaler.bind(self)
         # torch.distributed.checkpoint takes a step to fill an empty state, and would still find it
         # empty afterwards, so the state gets an entry here.
-        self.state[self.param_groups[0]["params"][0]] = {}
+        for param in self.param_groups[0]["params"][:1]:
+            self.state[param] = {}
+
+    def _chosen_mesh(
+        self, comm: CommArgument, mesh: DeviceMesh | None
+    ) -> tuple[CommArgument, DeviceMesh | None]:
+        """Returns the argument ``comm``, and the mesh of other stages and parts, or None."""
+        comm, others = read_mesh(mesh, comm, type(self).__name__)
+        if self.placement is None:
+            return comm, others
+        if mesh is not None and others != self.placement.others:
+            raise ArgumentError(
+                f"{type(self).__name__}: mesh: the parameters were sharded over another mesh; "
+                "pass the same to shard(), or leave mesh= away here"
+            )
+        return comm, self.placement.others
 
     def _chosen_comm(self, comm: CommArgument, params: Any) -> Communicator | None:
         """Returns the placement's communicator, the argument's, or this device's world of one."""
@@ -166,9 +189,10 @@ class ShardedAdam(torch.optim.Optimizer):
 
     @property
     def mesh(self) -> PartMesh | None:
-        """The mesh of DTensor parameters, over which norms are taken; None without any."""
+        """The mesh over which norms are taken, of stages and DTensors; None without any."""
         params = (param for group in self.param_groups for param in group["params"])
-        return find_mesh(params, type(self).__name__)
+        operation = type(self).__name__
+        return over_mesh(self._setting.others, find_mesh(params, operation), operation)
 
     @property
     def accumulator(self) -> Accumulator | None:
@@ -458,10 +482,12 @@ class AdamW(ShardedAdam):
             for this rank whatever groups there are, as under DDP, which reduces by itself.
         options: ringcomm's own choices.
         loss_scaler: the scaler of the losses, whose scale the steps update.
+        mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
+            is the ``comm``; norms are taken over all axes, so those of all stages of "pp".
 
     Raises:
         ArgumentError: hyper-parameters or parameters that cannot be used; a ``comm`` that this rank
-            is not in; ranks of a launcher that have no group.
+            is not in; ranks of a launcher that have no group; a ``mesh`` without an axis "dp".
         UnsupportedError: ``differentiable=True``.
     """
 
@@ -482,6 +508,7 @@ class AdamW(ShardedAdam):
         comm: CommArgument = None,
         options: AdamWOptions | None = None,
         loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -496,7 +523,7 @@ class AdamW(ShardedAdam):
             "fused": fused,
             "decoupled_weight_decay": True,
         }
-        super().__init__(params, defaults, comm, options, loss_scaler)
+        super().__init__(params, defaults, comm, options, loss_scaler, mesh)
 
 
 class Adam(ShardedAdam):
@@ -523,6 +550,7 @@ class Adam(ShardedAdam):
         comm: CommArgument = None,
         options: AdamWOptions | None = None,
         loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -537,4 +565,4 @@ class Adam(ShardedAdam):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, comm, options, loss_scaler)
+        super().__init__(params, defaults, comm, options, loss_scaler, mesh)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
@@ -210,6 +211,8 @@ class Placement(ABC):
     comm: Communicator | None
     #: Number of the chunk that this rank keeps state for, and how many there are.
     shard_of: tuple[int, int]
+    #: The mesh of other stages and parts of the model, or None.
+    others: DeviceMesh | None
 
     @abstractmethod
     def names(self) -> Mapping[int, str]:

@@ -9,20 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
-from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
+from ringcomm.optim.agreement import CommRanks, MeshRanks, check_on_mesh, ranks_of
 from ringcomm.optim.buckets import BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.meshes import over_mesh
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
+    OPERATION,
     Placement,
     all_params,
     check_axis,
@@ -99,6 +102,7 @@ class Setting:
         options: ringcomm's own choices.
         loss_scaler: the scaler of the losses, or None.
         accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
+        others: the mesh of other stages and parts of the model, or None.
     """
 
     comm: Communicator | None
@@ -106,6 +110,7 @@ class Setting:
     options: AdamWOptions
     loss_scaler: LossScaler | None = None
     accumulator: Accumulator | None = None
+    others: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -173,6 +178,8 @@ class ShardedStep:
         options, comm = setting.options, setting.comm
         #: The mesh of DTensor parameters, or None.
         self.mesh = find_mesh(self.params, setting.where("prepare"))
+        #: The mesh of all stages and parts, over which norms are taken, or None.
+        self.over = over_mesh(setting.others, self.mesh, setting.where("prepare"))
         check_axis(comm, self.mesh, "optimizer.prepare")
         if placement is None:
             self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
@@ -183,6 +190,11 @@ class ShardedStep:
         self.table = StepTable(self.layout, len(groups), setting.device)
         self.kernels = make_kernels(comm, options, self.table)
         check_ranks(comm, self.mesh, self.layout, groups, options)
+        if setting.others is not None:
+            # What decides whether a step asks the other stages.
+            asks = options.check_finite, setting.loss_scaler is not None
+            told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
+            check_on_mesh(comm, self.over, OPERATION, {"options": told})
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:
@@ -368,13 +380,13 @@ class ShardedStep:
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         for bucket, row in zip(self.buckets, words, strict=True):
             self.kernels.reduce_norm(bucket, kind, row)
-            if self.mesh is not None and not self.mesh.counts(bucket.layout.mesh_dims):
+            if self.over is not None and not self.over.counts(bucket.layout.mesh_dims):
                 leave_to_replica(row)
         total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
         if comm is not None:
             comm.all_reduce(total, op)
-        if self.mesh is not None:
-            self.mesh.all_reduce(total, op)
+        if self.over is not None:
+            self.over.all_reduce(total, op)
         one = torch.ones((), dtype=torch.float64, device=place)
         return _FirstPass(total, kind, one, self.gradients.mark())
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
@@ -47,6 +48,7 @@ class EngineParts:
         stored: the buckets of ``plan``.
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
+        others: the mesh of other stages and parts of the model, or None.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class EngineParts:
     stored: Sequence[ParamBucket]
     stored_frozen: Sequence[ParamBucket]
     number: int = 0
+    others: DeviceMesh | None = None
 
 
 class ShardEngine:
@@ -194,6 +197,12 @@ class ShardEngine:
                 self.gatherer.held = True
             self.order.take_part(self)
 
+    def leave_over(self) -> None:
+        """Called where a backward of some rank may leave gradients unreduced."""
+        # Even if no gradient comes on this rank: others may have some.
+        assert self.reduction is not None
+        self.reduction.has_left_over = True
+
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
         assert self.reduction is not None
@@ -253,10 +262,8 @@ class ShardEngine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Stops backwards from reducing; see ``ringcomm.zero.no_sync``."""
-        assert self.reduction is not None
         self.order.pause(self.number)
-        # Even if no gradient comes on this rank: others may have some.
-        self.reduction.has_left_over = True
+        self.leave_over()
         try:
             yield
         finally:

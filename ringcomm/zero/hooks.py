@@ -147,17 +147,29 @@ def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
     return watched
 
 
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules that can be called: a list of modules has no forward."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
+
+
 class _RootHooks:
     """The hooks that tell the engine when a backward begins, before any backward inside it."""
 
     def __init__(self, engine: ShardEngine, root: nn.Module) -> None:
         self._engine = engine
-        engine.keep(root.register_forward_hook(self._after))
+        for module in _called(root):
+            engine.keep(module.register_forward_hook(self._after))
 
     @only_inlined
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         # A compiled graph of the whole module has one backward, with no backward inside it.
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+            if not self._engine.in_backward:
+                self._engine.order.runs(self._engine.number)
             _watch_gradients(output, self._backward)
 
     def _backward(self, grad: Tensor) -> None:

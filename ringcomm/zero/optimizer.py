@@ -297,6 +297,7 @@ class ModulePlacement(Placement):
         self._engine = engine
         self._owner: weakref.ref[BucketOwner] | None = None
         self.comm = engine.comm
+        self.others = engine.parts.others
         sharers = sharers_of(engine.comm, engine.options.state)
         assert sharers is not None
         whole = engine.stage == 0

@@ -30,6 +30,7 @@ import torch
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
+from ringcomm.zero.pipelines import in_pipeline
 
 
 class BucketOrder:
@@ -93,6 +94,9 @@ class ReducingModule(Protocol):
     def expects_gradients(self) -> bool:
         """Returns whether the running backward will add to some parameter's gradient."""
 
+    def leave_over(self) -> None:
+        """Called where a backward of some rank may leave gradients unreduced."""
+
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
 
@@ -132,6 +136,8 @@ class ModuleOrder:
         self._last_number = 0
         self._numbers: list[int] = []
         self._paused: list[int] = []
+        # Modules whose last forward was called by a stage of a pipeline.
+        self._pipelined: set[int] = set()
         self._modules: weakref.WeakValueDictionary[int, ReducingModule] = (
             weakref.WeakValueDictionary()
         )
@@ -172,6 +178,7 @@ class ModuleOrder:
         """Removes a module that is sharded no longer; to be called on all ranks."""
         self._numbers.remove(number)
         self._modules.pop(number, None)
+        self._pipelined.discard(number)
         self._learned.clear()
 
     def pause(self, number: int) -> None:
@@ -181,6 +188,17 @@ class ModuleOrder:
     def resume(self, number: int) -> None:
         """Ends one :meth:`pause`."""
         self._paused.remove(number)
+
+    def runs(self, number: int) -> None:
+        """Called in the forward of a module whose backward is to come.
+
+        See NOTE [Micro-batches of a schedule] in ``zero/pipelines.py``.
+        """
+        if in_pipeline():
+            self._pipelined.add(number)
+            self._module(number).leave_over()
+        else:
+            self._pipelined.discard(number)
 
     # ---- during backward ------------------------------------------------------------------------
 
@@ -202,7 +220,11 @@ class ModuleOrder:
 
     def _begin(self) -> None:
         """Determines which modules this backward reduces, and in what order; collective."""
-        reducing = [number for number in self._numbers if number not in self._paused]
+        if in_pipeline():
+            for module in list(self._modules.values()):
+                self._pipelined.add(module.number)
+                module.leave_over()
+        reducing = [number for number in self._numbers if not self._waits(number)]
         mine = [
             number in self._modules and self._modules[number].expects_gradients()
             for number in reducing
@@ -224,6 +246,10 @@ class ModuleOrder:
         for number in numbers:
             self._module(number).begin_reducing()
 
+    def _waits(self, number: int) -> bool:
+        """Returns whether a module's gradients are not to be reduced yet."""
+        return number in self._paused or number in self._pipelined
+
     def _module(self, number: int) -> ReducingModule:
         module = self._modules.get(number)
         if module is None:
@@ -237,7 +263,7 @@ class ModuleOrder:
 
     def arrived(self, number: int) -> bool:
         """Notes that a module has a gradient; returns whether this backward reduces it."""
-        if not self._reduces or number in self._paused:
+        if not self._reduces or self._waits(number):
             return False
         if number not in self._arrived:
             self._arrived.append(number)
@@ -286,7 +312,7 @@ class ModuleOrder:
         others = [
             number
             for number in self._numbers
-            if number not in self._expected and number not in self._paused
+            if number not in self._expected and not self._waits(number)
         ]
         unexpected = any_of(self._comm, others, [number in self._arrived for number in others])
         self._begin_reducing(unexpected[::-1])

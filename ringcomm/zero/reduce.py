@@ -192,7 +192,7 @@ class Reduction:
             )
             for each in stored
         ]
-        most = max(each.layout.elems for each in stored)
+        most = max((each.layout.elems for each in stored), default=0)
         self._buffers = Buffers(most, options.in_flight, comm.heap_device)
         self._order = BucketOrder(len(self.buckets))
         self.has_left_over = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
@@ -19,6 +20,7 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
 from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.meshes import over_mesh, read_mesh, stages_of
 from ringcomm.optim.placement import check_axis, check_memory
 from ringcomm.optim.step import check_nodes
 from ringcomm.rendezvous.environment import available_cores
@@ -81,6 +83,7 @@ def shard(
     comm: CommArgument = None,
     options: ZeroOptions | None = None,
     init: Initialize | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Prepares a module for data-parallel training with sharded state; collective.
 
@@ -101,6 +104,9 @@ def shard(
         options: choices, equal on all ranks.
         init: called with each module that has parameters or buffers on the meta device, to fill
             its own; None calls the module's ``reset_parameters()``.
+        mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
+            is the ``comm``; an optimizer's norms are taken over all axes, so those of all stages of
+            "pp", of which some may have no parameters.
 
     Returns:
         ``module``.
@@ -110,7 +116,7 @@ def shard(
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
             that this rank is not in, or of ranks that have different parts of DTensor parameters;
-            ranks of a launcher that have no group.
+            ranks of a launcher that have no group; a ``mesh`` without an axis "dp".
         UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
             placements than Shard and Replicate; nodes with different numbers of ranks,
             where each shall have a copy.
@@ -127,22 +133,25 @@ def shard(
     returned, module = module, uncompiled(module)
     if any(_ENGINE in vars(each) for each in module.modules()):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
-    check_shardable(module)
-    options = ZeroOptions() if options is None else options
+    comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, module)
-    mesh = find_mesh(module.parameters(), "shard")
-    check_axis(ranks, mesh, "shard")
-    check_nodes(ranks, "shard", options.algorithm, "native")
-    options = options.for_nodes(stage, ranks)
-    units = find_units(module, options.units)
-    plan = plan_buckets(units, options, trainable=True)
-    if not plan.layout.buckets:
-        raise ArgumentError(
-            "shard: module: expected at least one trainable parameter, got none; call "
-            "requires_grad_() on what shall be trained before shard()"
-        )
-    frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
-    _check_same(ranks, mesh, stage, (plan, frozen), options)
+    options = ZeroOptions() if options is None else options
+    with _together(ranks, others):
+        check_shardable(module)
+        parted = find_mesh(module.parameters(), "shard")
+        over = over_mesh(others, parted, "shard")
+        check_nodes(ranks, "shard", options.algorithm, "native")
+        options = options.for_nodes(stage, ranks)
+        units = find_units(module, options.units)
+        plan = plan_buckets(units, options, trainable=True)
+        frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
+        if not plan.layout.buckets and stages_of(others) == 1:
+            raise ArgumentError(
+                "shard: module: expected at least one trainable parameter, got none; call "
+                "requires_grad_() on what shall be trained before shard()"
+            )
+    check_axis(ranks, parted, "shard")
+    _check_same(ranks, parted, stage, (plan, frozen), options)
     rollback = Rollback(module)
     stored: list[ParamBucket] = []
     stored_frozen: list[ParamBucket] = []
@@ -150,9 +159,9 @@ def shard(
     with rollback.put_back_on_failure():
         turn = _join(ranks, rollback) if stage > 1 else 0
         parts = EngineParts(
-            module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn
+            module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn, others
         )
-        with all_or_none(ranks, "shard", mesh):
+        with all_or_none(ranks, "shard", over):
             _check_devices(module, ranks)
             check_memory(plan.params, plan.layout)
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
@@ -162,11 +171,16 @@ def shard(
         move_in(parts, init, rollback)
         settle_rest(parts, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
-        with all_or_none(ranks, "shard", mesh):
+        with all_or_none(ranks, "shard", over):
             _attach(parts, rollback)
     if not ranks.launches:
         keep_freed_memory()
     return returned
+
+
+def _together(ranks: Communicator, others: DeviceMesh | None) -> AbstractContextManager[None]:
+    """Has ranks with other modules, which may find nothing wrong in theirs, fail with this one."""
+    return nullcontext() if others is None else all_or_none(ranks, "shard", PartMesh(others))
 
 
 def engine_of(module: nn.Module, operation: str) -> ShardEngine:

@@ -34,8 +34,8 @@ LINE_ELEMS = 64
 # What a rank has on the wire per segment and peer, and what part of that the first and the last
 # segment are. Two nodes of 2 ranks in network namespaces, 2 shared Zen 4 cores, 16 MiB, 13 to 15
 # rounds in one run, 256 KiB to 2 MiB with ends of 1 to 1/8: at 1 Gbit/s small ends bring a
-# reduce-scatter from 74 to 71 ms at best (a bare exchange of the bytes: 70), and at 20 Gbit/s, where
-# the cores are the limit, segments of 2 MiB take 0.8 times as long as those of 1 MiB.
+# reduce-scatter from 74 to 71 ms at best (a bare exchange of the bytes: 70), and at 20 Gbit/s,
+# where the cores are the limit, segments of 2 MiB take 0.8 times as long as those of 1 MiB.
 SEGMENT_BYTES = 2 << 20
 ENDS_ARE = 8
 

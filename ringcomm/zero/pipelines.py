@@ -1,0 +1,28 @@
+"""Whether a stage of one of torch's pipeline schedules runs a module.
+
+NOTE [Micro-batches of a schedule]
+A schedule of ``torch.distributed.pipelining`` runs a backward for each micro-batch, and divides
+``p.grad`` by their number at its end. At stages 2 and 3 a gradient must therefore stay in
+``p.grad`` until then, as under ``no_sync``: a backward that reduced it would also communicate once
+per micro-batch. A schedule tells only modules of DDP and FSDP which micro-batch is the last. But
+its stage calls the module, and its frame is on the stack: of the forward, on whatever device; and
+of the backward where autograd runs on the caller's thread, which it does on a CPU. The latter is
+seen even if the forward was compiled, whose hooks do not run.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+_MODULE = "torch.distributed.pipelining.stage"
+
+
+def in_pipeline() -> bool:
+    """Returns whether this thread is in a call of a pipeline stage."""
+    if _MODULE not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _MODULE:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,118 @@
+"""torch's pipeline schedules, and parallelism of three kinds at once, against Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.rank_pool import default_group
+
+LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
+MICRO_BATCHES = 4
+
+
+def layers(count: int) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count)]
+
+
+def schedule_of(kind: Any, rank: int, world_size: int) -> list[Any]:
+    """The losses and gradients of a schedule whose ranks have two stages each."""
+    count = 2 * world_size
+    second = rank + world_size if kind in LOOPED else count - 1 - rank
+    modules = layers(count)
+    stages = [PipelineStage(modules[n], n, count, torch.device("cpu")) for n in (rank, second)]
+    runner = kind(stages, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    x = torch.arange(8 * 6, dtype=torch.float32).view(8, 6) / 48
+    losses: list[torch.Tensor] = []
+    for _ in range(2):
+        last = {"target": torch.ones(8, 6), "losses": losses} if count - 1 in (rank, second) else {}
+        runner.step(*([x] if rank == 0 else []), **last)
+    grads = [p.grad for n in (rank, second) for p in modules[n].parameters()]
+    assert all(grad is not None for grad in grads)
+    return [losses, grads]
+
+
+def schedules(rank: int, world_size: int) -> list[Any]:
+    kinds = (*LOOPED, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    return [schedule_of(kind, rank, world_size) for kind in kinds]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def three_dimensions(rank: int, world_size: int) -> list[Any]:
+    """Two stages, each under FSDP2 and tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    torch.manual_seed(1)
+    block = [Block(), Block()][mesh.get_local_rank("pp")]
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp"])
+    stage = PipelineStage(
+        block, mesh.get_local_rank("pp"), 2, torch.device("cpu"), group=mesh.get_group("pp")
+    )
+    runner = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
+    losses: list[torch.Tensor] = []
+    for _ in range(2):
+        x = torch.randn(8, 8, generator=draw)
+        if stage.is_first:
+            runner.step(x)
+        else:
+            runner.step(target=torch.ones(8, 8), losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [p.full_tensor() for p in block.parameters() if isinstance(p, DTensor)]
+    assert len(whole) == 4
+    return [losses, whole]
+
+
+def ulysses(rank: int, world_size: int) -> list[Any]:
+    """Attention whose ranks have tokens outside and heads inside, by an all-to-all each way."""
+    group = default_group()
+    draw = torch.Generator().manual_seed(rank)
+    qkv = torch.randn(3, 4, 5, 6, generator=draw).requires_grad_()  # [3, heads, tokens, dim]
+
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_to_all_single_autograd(x.contiguous(), None, None, group)
+
+    heads = qkv.shape[1] // world_size
+    by_rank = exchanged(qkv.transpose(0, 1)).unflatten(0, (world_size, heads))
+    query, key, value = by_rank.movedim(0, 2).flatten(2, 3).unbind(1)
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    by_tokens = mixed.unflatten(1, (world_size, -1)).transpose(0, 1).flatten(0, 1)
+    back = exchanged(by_tokens).unflatten(0, (world_size, heads)).flatten(0, 1)
+    (back.square().sum() * (rank + 1)).backward()
+    return [back.detach(), qkv.grad]
+
+
+@pytest.mark.parametrize("check", [schedules, ulysses], ids=lambda check: check.__name__)
+def test_two_ranks(two_ranks, check):
+    two_ranks.compare(check)
+
+
+def test_three_dimensions(rank_pools):
+    rank_pools(8).compare(three_dimensions)

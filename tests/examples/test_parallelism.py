@@ -1,0 +1,131 @@
+"""The examples of parallelism in docs/ run, learn, and print what a reference prints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+import runpy
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support import ROOT
+
+Tensor = torch.Tensor
+EXAMPLES = ROOT / "docs" / "examples"
+# Sums are added in another order, so that losses differ by some 2^-23 of themselves, and what is
+# printed by 1e-6. A parameter whose gradient is all rounding error may move in another direction,
+# since Adam's step does not know how small that is; but the loss hardly depends on it.
+CLOSE = 2e-5
+
+
+def losses(name: str) -> list[float]:
+    """The losses that this rank's run of an example prints, in the group that there is."""
+    printed = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(EXAMPLES / name))["main"]()
+    lines = printed.getvalue().splitlines()
+    found = [re.fullmatch(r"step +\d+ loss (\d+\.\d+)", line) for line in lines]
+    assert all(found), lines
+    return [float(match[1]) for match in found if match]
+
+
+def check(example: str, share: float, rank: int, world_size: int) -> list[float]:
+    """Runs an example on a rank; on the one that prints, compares it with one process."""
+    found = losses(example)
+    printing = world_size - 1 if example == "gpt_3d.py" else 0
+    assert bool(found) == (rank == printing)
+    if found:
+        assert found[-1] < share * found[0], found
+        if example in REFERENCES:
+            parts = runpy.run_path(str(EXAMPLES / example))
+            expected = REFERENCES[example](parts)
+            assert len(found) == len(expected)
+            assert all(abs(a - b) < CLOSE for a, b in zip(found, expected, strict=True)), expected
+    return found
+
+
+def trained(parts: dict[str, Any], model: nn.Module, loss_of: Any, clips: bool) -> list[float]:
+    """The losses of one process, by torch alone; ``loss_of`` is of a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=parts["LEARNING_RATE"], foreach=False)
+    found = []
+    for step in range(parts["STEPS"]):
+        loss = loss_of(parts["make_batch"](step))
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def gpt_of_one_process(parts: dict[str, Any]) -> list[float]:
+    model = nn.Sequential(*parts["make_stages"]())
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        loss: Tensor = parts["loss_of"](model(tokens[:, :-1]), tokens[:, 1:])
+        return loss
+
+    return trained(parts, model, loss_of, clips=True)
+
+
+def llama_of_one_process(parts: dict[str, Any]) -> list[float]:
+    model = parts["make_model"]()
+    return trained(parts, model, lambda x: model(input_ids=x, labels=x).loss, clips=True)
+
+
+def whole_context(parts: dict[str, Any]) -> list[float]:
+    model = parts["make_model"]()
+    at = torch.arange(parts["LENGTH"])
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        loss: Tensor = parts["loss_of"](model(tokens, at, attend), tokens)
+        return loss
+
+    return trained(parts, model, loss_of, clips=False)
+
+
+REFERENCES = {
+    "gpt_3d.py": gpt_of_one_process,
+    "llama_tp.py": llama_of_one_process,
+    "long_context.py": whole_context,
+}
+
+
+@pytest.mark.parametrize(
+    ("example", "ranks", "share"),
+    [
+        ("gpt_3d.py", 8, 1 / 4),
+        pytest.param(
+            "llama_tp.py",
+            4,
+            1 / 2,
+            marks=pytest.mark.skipif(
+                find_spec("transformers") is None, reason="transformers is not installed"
+            ),
+        ),
+        ("long_context.py", 4, 1 / 4),
+    ],
+)
+def test_as_one_process(rank_pools: Any, example: str, ranks: int, share: float) -> None:
+    rank_pools(ranks).run(functools.partial(check, example, share))
+
+
+def test_as_on_gloo(rank_pools: Any) -> None:
+    rank_pools(4).compare(functools.partial(check, "fsdp2_tp.py", 1 / 4))

@@ -1,0 +1,279 @@
+"""ZeRO within the stages of a pipeline: torch's schedules, norms and failures of all stages."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError
+from ringcomm.optim import AdamW
+from tests.support.meshes import mesh_of_stages
+from tests.support.rank_pool import same
+from tests.zero.tensor_parallel import Model, batch, parallelized, whole_params
+
+Tensor = torch.Tensor
+OPTIONS = zero.ZeroOptions(bucket_elems=512)
+
+
+def second_stage() -> nn.Module:
+    """Small whole numbers, as those of the first stage."""
+    stage = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
+    with torch.no_grad():
+        for param in stage.parameters():
+            param.copy_(torch.arange(param.numel()).view(param.shape) % 5 - 2)
+    return stage
+
+
+def coefficients(rows: int) -> Tensor:
+    return (torch.arange(5.0) - 2).expand(rows, 4, 5)
+
+
+def norm_of_one_process(stages: list[nn.Module], max_norm: float) -> tuple[Tensor, list[Any]]:
+    """The norm of all stages' gradients for two ranks' batches; steps them."""
+    params = [param for stage in stages for param in stage.parameters()]
+    alone = AdamW(params, lr=0.05, comm="alone")
+    for stage in stages:
+        out = stage(torch.cat([batch(0, 0), batch(0, 1)]))
+        (out * coefficients(4)).sum().div(2).backward()
+    norm = alone.clip_grad_norm_(max_norm)
+    alone.step()
+    return norm, [{name: p.detach() for name, p in stage.named_parameters()} for stage in stages]
+
+
+def norms_are_of_all_stages(rank: int, world_size: int) -> None:
+    """A clipped step has the bits of one process with all stages, at each stage of ZeRO."""
+    mesh = mesh_of_stages(2, 2, 2)
+    number = mesh.get_local_rank("pp")
+    norm, stepped = norm_of_one_process([Model().whole_numbers(), second_stage()], 1.0)
+    for stage in (0, 1, 2, 3):
+        module = first_or_second(mesh)
+        zero.shard(module, stage, mesh=mesh, options=OPTIONS)
+        optimizer = AdamW(module.parameters(), lr=0.05)
+        (module(batch(0, mesh.get_local_rank("dp"))) * coefficients(2)).sum().backward()
+        same(optimizer.clip_grad_norm_(1.0), norm)
+        optimizer.step()
+        same(whole_params(module), stepped[number])
+
+
+def first_or_second(mesh: DeviceMesh) -> nn.Module:
+    if mesh.get_local_rank("pp") == 0:
+        return parallelized(Model().whole_numbers(), mesh["tp"])
+    return second_stage()
+
+
+def a_stage_without_parameters(rank: int, world_size: int) -> None:
+    mesh = mesh_of_stages(2, 2, 2)
+    norm, stepped = norm_of_one_process([second_stage()], 1.0)
+    for stage in (0, 1, 2, 3):
+        module = second_stage() if mesh.get_local_rank("pp") else nn.Tanh()
+        zero.shard(module, stage, mesh=mesh, options=OPTIONS)
+        optimizer = AdamW(module.parameters(), lr=0.05, mesh=mesh)
+        x = batch(0, mesh.get_local_rank("dp"))
+        if mesh.get_local_rank("pp"):
+            (module(x) * coefficients(2)).sum().backward()
+        else:
+            module(x.requires_grad_()).sum().backward()
+        same(optimizer.clip_grad_norm_(1.0), norm)
+        optimizer.step()
+        same(whole_params(module), stepped[0] if mesh.get_local_rank("pp") else {})
+        zero.unshard(module)
+
+
+def all_stages_fail_together(rank: int, world_size: int) -> None:
+    mesh = mesh_of_stages(2, 2, 2)
+    with pytest.raises(ArgumentError, match="expected comm= or mesh=, got both"):
+        zero.shard(second_stage(), comm=mesh["dp"], mesh=mesh)
+    with pytest.raises(ArgumentError, match=r"an axis 'dp'.*with the axes \('pp', 'tp'\)"):
+        zero.shard(second_stage(), mesh=mesh["pp", "tp"])
+    module = first_or_second(mesh)
+    # What is wrong with the second stage the first one cannot see.
+    second = mesh.get_local_rank("pp") == 1
+    with pytest.raises(ArgumentError, match="has no shape yet" if second else "rank 4 failed, so"):
+        zero.shard(nn.LazyLinear(3) if second else module, mesh=mesh)
+    zero.shard(module, mesh=mesh)
+    other = mesh_of_stages(1, 4, 2)
+    with pytest.raises(ArgumentError, match="sharded over another mesh"):
+        AdamW(module.parameters(), mesh=other)
+
+
+# ---- schedules, on 2 x 2 ranks ---------------------------------------------------------------
+
+MICRO_BATCHES = 4
+SINGLE = (ScheduleGPipe, Schedule1F1B)
+
+
+def layers(count: int) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count)]
+
+
+def numbers(kind: Any, mesh: DeviceMesh) -> list[int]:
+    """The layers of this rank, each a stage."""
+    rank = mesh.get_local_rank("pp")
+    return [rank] if kind in SINGLE else [rank, rank + 2]
+
+
+def schedule(kind: Any, modules: nn.ModuleList, mesh: DeviceMesh, loss: Any) -> Any:
+    own = numbers(kind, mesh)
+    count = mesh.size(0) * len(own)
+    group = mesh.get_group("pp")
+    stages = [
+        PipelineStage(module, number, count, torch.device("cpu"), group=group)
+        for module, number in zip(modules, own, strict=True)
+    ]
+    chosen = stages[0] if kind in SINGLE else stages
+    return kind(chosen, n_microbatches=MICRO_BATCHES, loss_fn=loss)
+
+
+def run(runner: Any, mesh: DeviceMesh, x: Tensor, target: Tensor) -> list[Tensor]:
+    """Runs a schedule once; returns the losses on the last rank."""
+    losses: list[Tensor] = []
+    if mesh.get_local_rank("pp") == 0:
+        runner.step(x)
+    else:
+        runner.step(target=target, losses=losses)
+    return [loss.detach() for loss in losses]
+
+
+def data(mesh: DeviceMesh, step: int) -> Tensor:
+    draw = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp"))
+    return torch.randn(8, 6, generator=draw)
+
+
+def by_data_parallelism(count: int, mesh: DeviceMesh) -> tuple[list[Any], dict[str, Tensor]]:
+    """Norms, losses and parameters without a pipeline, for the same micro-batches."""
+    model = nn.Sequential(*layers(count))
+    zero.shard(model, 2, comm=mesh["dp"], options=OPTIONS)
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    told: list[Any] = []
+    for step in range(2):
+        losses = []
+        with zero.no_sync(model):
+            for x in data(mesh, step).chunk(MICRO_BATCHES):
+                losses.append(nn.functional.mse_loss(model(x), torch.ones(2, 6)))
+                losses[-1].backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.div_(MICRO_BATCHES)
+        told.append((optimizer.clip_grad_norm_(0.5), [loss.detach() for loss in losses]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, whole_params(model)
+
+
+def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
+    """Bits of every schedule at every stage; gradients are reduced once a step."""
+    mesh = mesh_of_stages(2, 2, 1)
+    references = {count: by_data_parallelism(count, mesh) for count in (2, 4)}
+    for kind in (*SINGLE, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        own = numbers(kind, mesh)
+        told, params = references[2 * len(own)]
+        for stage in (0, 1, 2, 3):
+            modules = nn.ModuleList([layers(2 * len(own))[number] for number in own])
+            zero.shard(modules, stage, mesh=mesh, options=OPTIONS)
+            optimizer = AdamW(modules.parameters(), lr=0.05)
+            runner = schedule(kind, modules, mesh, nn.functional.mse_loss)
+            # A schedule that splits backwards asks for parameters between them.
+            splits = stage == 3 and kind is ScheduleInterleavedZeroBubble
+            for step, (norm, losses) in enumerate(told):
+                with (
+                    zero.gathered(modules) if splits else nullcontext(),
+                    zero.profiled(modules) as profile,
+                ):
+                    found = run(runner, mesh, data(mesh, step), torch.ones(8, 6))
+                    assert not [each for each in profile.spans if "reduce" in each.name]
+                    same(found, losses if mesh.get_local_rank("pp") else [])
+                with zero.profiled(modules) as profile:
+                    same(optimizer.clip_grad_norm_(0.5), norm)
+                    reductions = [each for each in profile.spans if each.name == "reduce_scatter"]
+                    assert len(reductions) == (len(own) if stage > 1 else 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            for place, number in enumerate(own):
+                for name in ("0.weight", "0.bias"):
+                    same(whole_params(modules)[f"{place}.{name}"], params[f"{number}.{name}"])
+
+
+class Unhooked(nn.Module):
+    """Runs a module without its hooks, as a compiled graph of it does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module.forward(x)
+        return out
+
+
+def weighted(out: Tensor, target: Tensor) -> Tensor:
+    return (out * target).sum()
+
+
+def a_step_is_exact(rank: int, world_size: int) -> None:
+    """With whole numbers a step has the bits of one process; then the modules train elsewhere."""
+    mesh = mesh_of_stages(2, 2, 1)
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randint(-3, 4, (2, 8, 6), generator=draw).float()
+    target = (torch.arange(6.0) - 2).expand(8, 6)
+    whole = nn.Sequential(linear(0), linear(1))
+    alone = AdamW(whole.parameters(), lr=0.05, comm="alone")
+    weighted(whole(x.flatten(0, 1)), target.repeat(2, 1)).div(2 * MICRO_BATCHES).backward()
+    norm = alone.clip_grad_norm_(1.0)
+    alone.step()
+    mine: Any = whole[mesh.get_local_rank("pp")]
+    stepped = {name: param.detach() for name, param in mine.named_parameters()}
+    for wrap, stage in ((Unhooked, 2), (nn.Sequential, 2), (nn.Sequential, 3)):
+        module = linear(mesh.get_local_rank("pp"))
+        zero.shard(module, stage, mesh=mesh, options=OPTIONS)
+        optimizer = AdamW(module.parameters(), lr=0.05)
+        runner = schedule(ScheduleGPipe, nn.ModuleList([wrap(module)]), mesh, weighted)
+        run(runner, mesh, x[mesh.get_local_rank("dp")], target)
+        same(optimizer.clip_grad_norm_(1.0), norm)
+        optimizer.step()
+        same(whole_params(module), stepped)
+        optimizer.zero_grad()
+    # Where autograd has a thread of its own, only the forward tells that a stage has called.
+    stage_calls = {"__name__": PipelineStage.__module__, "module": module, "x": x[0]}
+    out = eval("module(x)", stage_calls)
+    with zero.profiled(module) as profile:
+        out.sum().backward()
+        assert not [each.name for each in profile.spans if each.name == "reduce_scatter"]
+    # Outside of a schedule a backward reduces again.
+    with zero.profiled(module) as profile:
+        module(x[0]).sum().backward()
+        assert [each.name for each in profile.spans if each.name == "reduce_scatter"]
+
+
+def linear(number: int) -> nn.Linear:
+    made = nn.Linear(6, 6)
+    with torch.no_grad():
+        for param in made.parameters():
+            values = torch.arange(number, number + param.numel())
+            param.copy_(values.view(param.shape) % 5 - 2)
+    return made
+
+
+CHECKS = [norms_are_of_all_stages, a_stage_without_parameters, all_stages_fail_together]
+SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact]
+
+
+@pytest.mark.parametrize("check", SCHEDULES, ids=lambda check: check.__name__)
+def test_schedules(rank_pools: Any, check: Any) -> None:
+    rank_pools(4).run(check)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_stages(rank_pools: Any, check: Any) -> None:
+    rank_pools(8).run(check)
