@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 
-from ringcomm.comm.arguments import CallChecks
+from ringcomm.comm.arguments import readable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group
 from ringcomm.comm.peer_memory import lent_to_peers
@@ -35,12 +35,22 @@ from ringcomm.memory import empty
 Tensor = torch.Tensor
 
 # Choices by size; every rank makes the same, since they depend on what is equal on all ranks alone.
+# Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch 2.13, 2
+# ranks of a thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k and m of 256
+# to 4096 (docs/performance.md).
+#
 # From so many bytes of a rank's rows on these are read where they lie; below they are gathered.
-READ_FROM_BYTES = 0
-# From so many rows on a product of their own is made of each sequence of a batch and each rank.
+# Against all-gather and product that was 0.91 to 1.02 times as fast below, where each product packs
+# the weights again and the ranks meet once more, 0.98 to 1.13 at 2 MiB, 1.05 to 1.13 at 4 MiB with
+# m = 256 (0.98 to 1.02 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 at
+# 16 MiB, where a new tensor's pages are new, too.
+READ_FROM_BYTES = 2 << 20
+# From so many bytes of products on these are made in the heap. Against product and reduce-scatter
+# that was 0.93 times as fast at 512 KiB, 1.04 at 2 MiB and 1.16 at 32 MiB.
+IN_HEAP_FROM_BYTES = 2 << 20
+# From so many rows on a product of their own is made of each sequence of a batch and each rank;
+# below, one product of the batch, which is copied.
 ROWS_OF_A_PRODUCT = 128
-# From so many bytes of products on these are made in the heap.
-IN_HEAP_FROM_BYTES = 0
 
 
 def all_gather_matmul(tensor: Tensor, weight: Tensor, group: Group = None) -> Tensor:
@@ -89,8 +99,8 @@ def matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: Group = None) -
 
 
 def _called(function: str, tensor: Tensor, weight: Tensor, group: Group) -> Tensor:
-    # Both arguments are entered: each needs a gradient on all ranks or on none.
     key, world_size = enter(function, tensor, group)
+    # Each of the two needs a gradient on all ranks or on none, which is what this may compare.
     enter(function, weight, group)
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind):
@@ -104,35 +114,24 @@ def _called(function: str, tensor: Tensor, weight: Tensor, group: Group) -> Tens
 
 
 def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Communicator:
-    """Returns the communicator, with the tensors checked but for the shapes of the products."""
+    """Returns the communicator; checks the tensors, of which the first is shared by ranks."""
     communicator = find(group, world_size, named(function))
     checks = communicator.checks(named(function))
-    first = next(iter(tensors.values()))
-    for name, each in tensors.items():
-        checks.tensor(name, each)
-        if each.dtype is not first.dtype:
-            checks.fail(f"{name}: expected {first.dtype} as tensor has, got {each.dtype}")
+    (_, first), (name, second) = tensors.items()
+    checks.tensor("tensor", first)
+    checks.tensor(name, second)
+    if second.dtype is not first.dtype:
+        checks.fail(f"{name}: expected {first.dtype} as tensor has, got {second.dtype}")
     if first.dim() not in (2, 3):
         checks.fail(
             f"tensor: expected [rows, columns] or [batch, rows, columns], got {tuple(first.shape)}"
         )
+    if name == "weight" and (second.dim() != 2 or second.size(0) != first.size(-1)):
+        checks.fail(
+            f"weight: expected a matrix of {first.size(-1)} rows, as tensor {tuple(first.shape)} "
+            f"has columns, got {tuple(second.shape)}"
+        )
     return communicator
-
-
-def _check_weight(checks: CallChecks, tensor: Tensor, weight: Tensor) -> None:
-    if weight.dim() != 2 or weight.size(0) != tensor.size(-1):
-        checks.fail(
-            f"weight: expected a matrix of {tensor.size(-1)} rows, as tensor "
-            f"{tuple(tensor.shape)} has columns, got {tuple(weight.shape)}"
-        )
-
-
-def _check_shared(checks: CallChecks, tensor: Tensor) -> None:
-    if tensor.size(-2) % checks.world_size:
-        checks.fail(
-            f"tensor: expected rows that world_size {checks.world_size} divides, got "
-            f"{tensor.size(-2)} of {tuple(tensor.shape)}; pad it"
-        )
 
 
 def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
@@ -147,8 +146,11 @@ def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
 
 def _gathered(communicator: Communicator, tensor: Tensor) -> Tensor:
     """Returns the rows of all ranks: [W n, k] or [batch, W n, k]."""
-    own = tensor.resolve_conj().resolve_neg().contiguous()
-    world_size = communicator.world_size
+    own, world_size = readable(tensor), communicator.world_size
+    if own.dim() == 2:
+        rows = own.new_empty((world_size * own.size(0), own.size(1)))
+        communicator.all_gather_into_tensor(rows, own)
+        return rows
     by_rank = own.new_empty((world_size, *own.shape))
     communicator.all_gather_into_tensor(by_rank, own)
     return by_rank.movedim(0, -3).flatten(-3, -2)
@@ -178,7 +180,6 @@ def _multiply(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 def _all_gather_matmul(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
     operation = "all_gather_matmul"
     communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
-    _check_weight(communicator.checks(named(operation)), tensor, weight)
     if not _reads_peers(communicator, tensor):
         return torch.matmul(_gathered(communicator, tensor), weight)
     out = _shape_of_gathered(tensor, weight, group, world_size)
@@ -196,24 +197,23 @@ def _shape_of_gathered(tensor: Tensor, weight: Tensor, group: str, world_size: i
 def _matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
     operation = "matmul_reduce_scatter"
     communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
-    checks = communicator.checks(named(operation))
-    _check_weight(checks, tensor, weight)
-    _check_shared(checks, tensor)
+    if tensor.size(-2) % world_size:
+        communicator.checks(named(operation)).fail(
+            f"tensor: expected rows that world_size {world_size} divides, got {tensor.size(-2)} "
+            f"of {tuple(tensor.shape)}; pad it"
+        )
     out = _shape_of_scattered(tensor, weight, group, world_size)
-    products_bytes = out.nbytes * world_size
-    # A gathered batch has its rows by sequence, and what is scattered lies by rank.
-    rows = tensor.size(-2) // world_size
-    by_rank = tensor.reshape(*tensor.shape[:-2], world_size, rows, tensor.size(-1)).movedim(-3, 0)
     shape = (world_size, *out.shape)
-    if communicator.launches or products_bytes < IN_HEAP_FROM_BYTES:
-        products = torch.matmul(by_rank, weight).contiguous()
+    if communicator.launches or out.nbytes * world_size < IN_HEAP_FROM_BYTES:
+        products = out.new_empty(shape)
     else:
         products = empty(shape, dtype=out.dtype)
-        if tensor.dim() == 2:
-            torch.mm(tensor, weight, out=products.flatten(0, 1))
-        else:
-            for theirs, its in zip(by_rank, products, strict=True):
-                _multiply(theirs, weight, its)
+    if tensor.dim() == 2:
+        torch.mm(tensor, weight, out=products.flatten(0, 1))
+    else:
+        # The rows of a batch lie by sequence, and what is scattered by rank.
+        for rank, its in enumerate(products):
+            _multiply(_part(tensor, rank, out.size(-2)), weight, its)
     communicator.reduce_scatter_tensor(out, products)
     return out
 
@@ -227,7 +227,6 @@ def _weight_gradient(tensor: Tensor, grad: Tensor, group: str, world_size: int) 
     """The rows of all ranks, transposed, times ``grad``: [n, k] and [W n, m] give [k, m]."""
     operation = "weight_gradient"
     communicator = _find(operation, group, world_size, tensor=tensor, grad=grad)
-    _check_shared(communicator.checks(named(operation)), grad)
     # In 16 bits a sum of products that are each rounded is less exact than one product.
     wide = tensor.dtype.itemsize >= 4
     if not (wide and _reads_peers(communicator, tensor)):
