@@ -210,8 +210,12 @@ def _matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: str, world_siz
         products = empty(shape, dtype=out.dtype)
     if tensor.dim() == 2:
         torch.mm(tensor, weight, out=products.flatten(0, 1))
+    # The rows of a batch lie by sequence, and what is scattered by rank.
+    elif out.size(-2) < ROWS_OF_A_PRODUCT:
+        whole = torch.matmul(tensor, weight)
+        for rank, its in enumerate(products):
+            its.copy_(_part(whole, rank, out.size(-2)))
     else:
-        # The rows of a batch lie by sequence, and what is scattered by rank.
         for rank, its in enumerate(products):
             _multiply(_part(tensor, rank, out.size(-2)), weight, its)
     communicator.reduce_scatter_tensor(out, products)
