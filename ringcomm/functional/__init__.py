@@ -20,6 +20,7 @@ from ringcomm.functional.collectives import (
     reduce_scatter,
 )
 from ringcomm.functional.matmul import all_gather_matmul, matmul_reduce_scatter
+from ringcomm.functional.sequence import join_sequence, split_sequence
 
 __all__ = [
     "all_gather",
@@ -28,9 +29,11 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "context_positions",
+    "join_sequence",
     "matmul_reduce_scatter",
     "partitioned_checkpoint",
     "reduce_scatter",
     "ring_attention",
+    "split_sequence",
     "ulysses_attention",
 ]

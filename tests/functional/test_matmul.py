@@ -303,3 +303,26 @@ def test_ranks_with_other_rows_are_told(each_way):
 
     with ringcomm.local_world(2, timeout=20) as world:
         world.run(body)
+
+
+# ---- where sequence parallelism begins and ends ----------------------------------------------
+
+
+def test_splits_and_joins(worlds):
+    """Each is the other's gradient."""
+
+    def body(comm: Communicator) -> list[Tensor]:
+        whole = torch.arange(12.0).view(6, 2).requires_grad_()
+        part = F.split_sequence(whole, comm)
+        assert torch.equal(part, whole.detach().chunk(comm.world_size)[comm.rank])
+        part.square().sum().backward()
+        joined = F.join_sequence(part.detach().requires_grad_(), comm)
+        own = part.detach().requires_grad_()
+        F.join_sequence(own, comm).square().sum().backward()
+        assert whole.grad is not None and own.grad is not None
+        return [joined.detach(), whole.grad, own.grad]
+
+    for rank, (joined, of_whole, of_part) in enumerate(worlds(3).run(body)):
+        assert torch.equal(joined, torch.arange(12.0).view(6, 2))
+        assert torch.equal(of_whole, 2 * joined)
+        assert torch.equal(of_part, 2 * joined.chunk(3)[rank])
