@@ -27,7 +27,7 @@ from ringcomm.errors import (
 
 if TYPE_CHECKING:
     from ringcomm import fsdp2 as fsdp2
-    from ringcomm import functional, optim, zero
+    from ringcomm import functional, optim, parallel, zero
     from ringcomm import tl as tl
     from ringcomm.c10d.mesh import Mesh
     from ringcomm.comm.arguments import ReduceOp, premul_sum
@@ -133,7 +133,7 @@ _HOMES = {
     "ringcomm.memory": ("empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("fsdp2", "functional", "optim", "tl", "zero")
+_MODULES = ("fsdp2", "functional", "optim", "parallel", "tl", "zero")
 
 
 def __getattr__(name: str) -> Any:
@@ -218,6 +218,7 @@ __all__ = [
     "local_world",
     "new_group",
     "optim",
+    "parallel",
     "premul_sum",
     "recv",
     "reduce",

@@ -21,7 +21,7 @@ _layers = (
     ["_tl"],
     ["comm"],
     ["c10d", "functional", "tl"],
-    ["fsdp2", "optim"],
+    ["fsdp2", "optim", "parallel"],
     ["zero"],
     ["launch"],
     ["examples"],

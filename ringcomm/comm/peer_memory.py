@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ringcomm.comm.arguments import is_plain
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.errors import MismatchError, where
+from ringcomm.memory import empty
+from ringcomm.memory.host_heap import process_heap
 
 Tensor = torch.Tensor
 
@@ -81,3 +86,61 @@ def _on_host(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:
     # The tensor holds the array, and the array the mapping.
     memory.heap = heap  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# NOTE [Lent until the next call]
+# What a rank lends must stay as it is until its peers have read it. A copy of the caller's tensor
+# is kept until the rendezvous of the next call, which no peer enters before it has done with this
+# one, so no rank waits for the others to end. A tensor that lies in the heap is lent where it lies,
+# and the caller may write to it once the call returns: then all ranks wait for each other at the
+# end.
+_lent: WeakKeyDictionary[Communicator, Tensor] = WeakKeyDictionary()
+
+
+@contextmanager
+def lent_to_peers(
+    comm: Communicator, tensor: Tensor, operation: str
+) -> Iterator[tuple[Tensor, ...]]:
+    """Gives the tensors that all ranks passed, by rank, to be read within the block; collective.
+
+    Args:
+        comm: ranks on the host, all of one node.
+        tensor: of equal shape and dtype on all ranks, with at least one dimension, in any memory;
+            not to be written to within the block.
+        operation: named in errors.
+
+    Raises:
+        MismatchError: the ranks' tensors differ in their number of rows or their size.
+    """
+    heap = process_heap()
+    in_place = is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
+    own = tensor
+    if not in_place and tensor.numel():
+        own = empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    offset = own.data_ptr() - heap.base_ptr if own.numel() else 0
+    mine = torch.tensor([own.size(0), own.nbytes, own.element_size(), in_place, offset])
+    everyone = torch.empty((comm.world_size, mine.numel()), dtype=mine.dtype)
+    comm.all_gather_into_tensor(everyone, mine)
+    if in_place:
+        _lent.pop(comm, None)
+    else:
+        _lent[comm] = own
+    rows: list[list[int]] = everyone.tolist()
+    for rank, row in enumerate(rows):
+        if row[:3] != rows[comm.rank][:3]:
+            raise MismatchError(
+                f"{where(operation, comm.rank, comm.world_size)}: expected a tensor of "
+                f"{tuple(tensor.shape)} in elements of {tensor.element_size()} bytes on all ranks, "
+                f"but rank {rank} has {row[0]} rows, {row[1]} bytes in elements of {row[2]}"
+            )
+    heaps, view = _heaps_of(comm)
+    yield tuple(
+        own
+        if rank == comm.rank or not own.numel()
+        else view(heaps[rank], heaps[rank].base_ptr + row[-1], own.nbytes)
+        .view(own.dtype)
+        .view(own.shape)
+        for rank, row in enumerate(rows)
+    )
+    if any(row[3] for row in rows):
+        comm.barrier()

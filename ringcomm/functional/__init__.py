@@ -1,4 +1,4 @@
-"""Collectives that return new tensors, attention over ranks, and checkpoints that ranks divide.
+"""Collectives that return new tensors, and matrix products, attention and checkpoints over ranks.
 
 The collectives are operators of the namespace ``ringcomm`` in ``torch.ops``, so ``torch.compile``
 traces through them. ``docs/functional.md`` says what is promised.
@@ -19,15 +19,21 @@ from ringcomm.functional.collectives import (
     broadcast,
     reduce_scatter,
 )
+from ringcomm.functional.matmul import all_gather_matmul, matmul_reduce_scatter
+from ringcomm.functional.sequence import join_sequence, split_sequence
 
 __all__ = [
     "all_gather",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "context_positions",
+    "join_sequence",
+    "matmul_reduce_scatter",
     "partitioned_checkpoint",
     "reduce_scatter",
     "ring_attention",
+    "split_sequence",
     "ulysses_attention",
 ]

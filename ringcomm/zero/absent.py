@@ -163,6 +163,18 @@ def make_present(params: Sequence[nn.Parameter]) -> list[int]:
         return _set_versions(params, versions)
 
 
+def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
+    """Changes the versions of DTensors' local tensors, which autograd may have saved by themselves.
+
+    Args:
+        tensors: local tensors of gathered memory, or what stood for it.
+        by: 1 when they become absent, -1 when they are here again.
+    """
+    if tensors:
+        versions = tuple(each._version + by for each in tensors)
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), versions)
+
+
 def _set_versions(params: Sequence[nn.Parameter], versions: list[int]) -> list[int]:
     if params:
         torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))

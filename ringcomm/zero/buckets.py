@@ -17,9 +17,9 @@ from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
-from ringcomm.optim.dtensors import Sharding, apart, local_of, set_local
+from ringcomm.optim.dtensors import Sharding, apart, is_distributed, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
-from ringcomm.zero.absent import make_absent, make_present, plainly
+from ringcomm.zero.absent import advance_versions, make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.units import Unit
 
@@ -358,7 +358,18 @@ class ShardedBucket(ParamBucket):
     def _make_flat(self) -> None:
         """Makes ``flat``, whose storage has no memory yet."""
         self.flat = torch.empty(self.full_elems, dtype=self.layout.dtype, device=self.comm.device)
-        self._views = [placed.view(self.flat) for placed in self.params]
+        # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets one
+        # here, which does not count the gathers that write to ``flat``.
+        self._views = [
+            placed.view(self.flat).data if is_distributed(placed.param) else placed.view(self.flat)
+            for placed in self.params
+        ]
+        self._local_views = [
+            view
+            for placed, view in zip(self.params, self._views, strict=True)
+            if is_distributed(placed.param)
+        ]
+        advance_versions(self._local_views, 1)
         self._references: int | None = None
         self._references_at_first = 0
         self._drop()
@@ -367,6 +378,7 @@ class ShardedBucket(ParamBucket):
         """Frees the memory, or leaves it to its holders; see NOTE [Memory that others hold]."""
         storage = self.flat.untyped_storage()
         if is_held or not storage.resizable():
+            advance_versions(self._local_views, -1)  # whoever holds them has their values
             self._make_flat()
         else:
             storage.resize_(0)
@@ -392,6 +404,8 @@ class ShardedBucket(ParamBucket):
                 set_local(param, view)
         self._addresses = [view.data_ptr() for view in self._views]
         self._versions = make_present(self._parameters)
+        if not self.is_here:
+            advance_versions(self._local_views, -1)
         self.is_here = True
         self._references_at_first = self._count_references()
         if self._references is None:
@@ -442,6 +456,8 @@ class ShardedBucket(ParamBucket):
         self._in_the_open = False
         self._addresses = self._absent_addresses
         self._versions = make_absent(self._parameters, self._names)
+        if self.is_here:
+            advance_versions(self._local_views, 1)
         self.is_here = False
 
     def check(self) -> None:

@@ -1,0 +1,321 @@
+"""Matrix products of rows that the ranks of a group share: the linear layers of tensor parallelism.
+
+Each of W ranks has n of W n rows of a matrix (tokens of a sequence), and a matrix of weights:
+
+* :func:`all_gather_matmul` multiplies the rows of all ranks by this rank's weights. On the host it
+  reads the peers' rows where they lie, in their heaps, and makes no gathered copy of them.
+* :func:`matmul_reduce_scatter` multiplies rows of all W n by this rank's weights, and gives this
+  rank its n rows of the sum over all ranks. On the host the products are made in the heap, where
+  the peers read them.
+
+Each is the gradient of the other. The gradient of the weights is :func:`_weight_gradient`, of which
+the two are the gradients in turn. Between nodes and on devices the collectives of
+``ringcomm.functional`` do what is described above, with a gathered copy.
+
+Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
+Deep Learning Models" (ASPLOS 2023), has the decomposition by ranks; Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022, arXiv:2205.05198), the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from ringcomm.comm.arguments import readable
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.groups import Group
+from ringcomm.comm.peer_memory import lent_to_peers
+from ringcomm.functional.collectives import enter, library, named, register
+from ringcomm.functional.traced_groups import find
+from ringcomm.memory import empty
+
+Tensor = torch.Tensor
+
+# Choices by size; every rank makes the same, since they depend on what is equal on all ranks alone.
+# Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch 2.13, 2
+# ranks of a thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k and m of 256
+# to 4096 (docs/performance.md).
+#
+# From so many bytes of a rank's rows on these are read where they lie; below they are gathered.
+# Against all-gather and product that was 0.91 to 1.02 times as fast below, where each product packs
+# the weights again and the ranks meet once more, 0.98 to 1.13 at 2 MiB, 1.05 to 1.13 at 4 MiB with
+# m = 256 (0.98 to 1.02 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 at
+# 16 MiB, where a new tensor's pages are new, too.
+READ_FROM_BYTES = 2 << 20
+# From so many bytes of products on these are made in the heap. Against product and reduce-scatter
+# that was 0.93 times as fast at 512 KiB, 1.04 at 2 MiB and 1.16 at 32 MiB.
+IN_HEAP_FROM_BYTES = 2 << 20
+# From so many rows on a product of their own is made of each sequence of a batch and each rank;
+# below, one product of the batch, which is copied.
+ROWS_OF_A_PRODUCT = 128
+
+
+def all_gather_matmul(tensor: Tensor, weight: Tensor, group: Group = None) -> Tensor:
+    """The rows of all ranks, one rank's after the other's, times this rank's ``weight``.
+
+    Its gradients are :func:`matmul_reduce_scatter` for ``tensor``, and for ``weight`` the product
+    of the gathered rows and the gradient; so all ranks must take part in backward.
+
+    Args:
+        tensor: [n, k] or [batch, n, k], of one shape and dtype on all ranks; any strides. On the
+            host, one in the heap (``ringcomm.empty``) is not copied.
+        weight: [k, m], of the same dtype, with an m of its own on each rank; any strides.
+        group: a Communicator; None means the default group.
+
+    Returns:
+        [world_size * n, m] or [batch, world_size * n, m], contiguous.
+
+    Raises:
+        ArgumentError: bad argument; no peer was disturbed.
+        RingcommError: a fault; see ``ringcomm.errors``.
+    """
+    return _called("all_gather_matmul", tensor, weight, group)
+
+
+def matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: Group = None) -> Tensor:
+    """This rank's rows of the sum over all ranks of ``tensor @ weight``.
+
+    The products are rounded to their dtype, and summed as by ``reduce_scatter``. The gradients are
+    :func:`all_gather_matmul` for ``tensor``, and for ``weight`` the product of ``tensor`` and the
+    gathered gradient; so all ranks must take part in backward.
+
+    Args:
+        tensor: [world_size * n, k] or [batch, world_size * n, k], with a k of its own on each rank,
+            and else of one shape and dtype on all ranks; any strides.
+        weight: [k, m], of the same dtype; any strides.
+        group: a Communicator; None means the default group.
+
+    Returns:
+        [n, m] or [batch, n, m], contiguous: rows rank * n and following.
+
+    Raises:
+        ArgumentError: bad argument; no peer was disturbed.
+        RingcommError: a fault; see ``ringcomm.errors``.
+    """
+    return _called("matmul_reduce_scatter", tensor, weight, group)
+
+
+def _called(function: str, tensor: Tensor, weight: Tensor, group: Group) -> Tensor:
+    key, world_size = enter(function, tensor, group)
+    # Each of the two needs a gradient on all ranks or on none, which is what this may compare.
+    enter(function, weight, group)
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensor, weight = tensor.to(dtype), weight.to(dtype)
+    operator = getattr(torch.ops.ringcomm, function)
+    return cast(Tensor, operator(tensor, weight, key, world_size))
+
+
+# ---- what the operators do ------------------------------------------------------------------
+
+
+def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Communicator:
+    """Returns the communicator; checks the tensors, of which the first is shared by ranks."""
+    communicator = find(group, world_size, named(function))
+    checks = communicator.checks(named(function))
+    (_, first), (name, second) = tensors.items()
+    checks.tensor("tensor", first)
+    checks.tensor(name, second)
+    if second.dtype is not first.dtype:
+        checks.fail(f"{name}: expected {first.dtype} as tensor has, got {second.dtype}")
+    if first.dim() not in (2, 3):
+        checks.fail(
+            f"tensor: expected [rows, columns] or [batch, rows, columns], got {tuple(first.shape)}"
+        )
+    if name == "weight" and (second.dim() != 2 or second.size(0) != first.size(-1)):
+        checks.fail(
+            f"weight: expected a matrix of {first.size(-1)} rows, as tensor {tuple(first.shape)} "
+            f"has columns, got {tuple(second.shape)}"
+        )
+    return communicator
+
+
+def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
+    """Whether the ranks' rows are read where they lie, and not gathered."""
+    return (
+        not communicator.launches
+        and communicator.num_nodes == 1
+        and communicator.world_size > 1
+        and tensor.nbytes >= READ_FROM_BYTES
+    )
+
+
+def _gathered(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Returns the rows of all ranks: [W n, k] or [batch, W n, k]."""
+    own, world_size = readable(tensor), communicator.world_size
+    if own.dim() == 2:
+        rows = own.new_empty((world_size * own.size(0), own.size(1)))
+        communicator.all_gather_into_tensor(rows, own)
+        return rows
+    by_rank = own.new_empty((world_size, *own.shape))
+    communicator.all_gather_into_tensor(by_rank, own)
+    return by_rank.movedim(0, -3).flatten(-3, -2)
+
+
+def _part(tensor: Tensor, rank: int, rows: int) -> Tensor:
+    return tensor.narrow(-2, rank * rows, rows)
+
+
+def _own_first(communicator: Communicator) -> Iterator[int]:
+    """The ranks in the order in which this one reads: no two read one peer's rows at once."""
+    world_size = communicator.world_size
+    return ((communicator.rank + step) % world_size for step in range(world_size))
+
+
+def _multiply(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Writes ``rows @ weight`` to ``out``, of which each sequence is contiguous, but not all."""
+    if rows.dim() == 2:
+        torch.mm(rows, weight, out=out)
+    elif rows.size(-2) < ROWS_OF_A_PRODUCT:
+        out.copy_(torch.matmul(rows, weight))
+    else:
+        for each, its in zip(rows, out, strict=True):
+            torch.mm(each, weight, out=its)
+
+
+def _all_gather_matmul(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+    operation = "all_gather_matmul"
+    communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
+    if not _reads_peers(communicator, tensor):
+        return torch.matmul(_gathered(communicator, tensor), weight)
+    out = _shape_of_gathered(tensor, weight, group, world_size)
+    with lent_to_peers(communicator, tensor, named(operation)) as lent:
+        for rank in _own_first(communicator):
+            _multiply(lent[rank], weight, _part(out, rank, tensor.size(-2)))
+    return out
+
+
+def _shape_of_gathered(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+    shape = (*tensor.shape[:-2], tensor.size(-2) * world_size, weight.size(1))
+    return tensor.new_empty(shape)
+
+
+def _matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+    operation = "matmul_reduce_scatter"
+    communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
+    if tensor.size(-2) % world_size:
+        communicator.checks(named(operation)).fail(
+            f"tensor: expected rows that world_size {world_size} divides, got {tensor.size(-2)} "
+            f"of {tuple(tensor.shape)}; pad it"
+        )
+    out = _shape_of_scattered(tensor, weight, group, world_size)
+    shape = (world_size, *out.shape)
+    if communicator.launches or out.nbytes * world_size < IN_HEAP_FROM_BYTES:
+        products = out.new_empty(shape)
+    else:
+        products = empty(shape, dtype=out.dtype)
+    if tensor.dim() == 2:
+        torch.mm(tensor, weight, out=products.flatten(0, 1))
+    # The rows of a batch lie by sequence, and what is scattered by rank.
+    elif out.size(-2) < ROWS_OF_A_PRODUCT:
+        whole = torch.matmul(tensor, weight)
+        for rank, its in enumerate(products):
+            its.copy_(_part(whole, rank, out.size(-2)))
+    else:
+        for rank, its in enumerate(products):
+            _multiply(_part(tensor, rank, out.size(-2)), weight, its)
+    communicator.reduce_scatter_tensor(out, products)
+    return out
+
+
+def _shape_of_scattered(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+    shape = (*tensor.shape[:-2], tensor.size(-2) // world_size, weight.size(1))
+    return tensor.new_empty(shape)
+
+
+def _weight_gradient(tensor: Tensor, grad: Tensor, group: str, world_size: int) -> Tensor:
+    """The rows of all ranks, transposed, times ``grad``: [n, k] and [W n, m] give [k, m]."""
+    operation = "weight_gradient"
+    communicator = _find(operation, group, world_size, tensor=tensor, grad=grad)
+    # In 16 bits a sum of products that are each rounded is less exact than one product.
+    wide = tensor.dtype.itemsize >= 4
+    if not (wide and _reads_peers(communicator, tensor)):
+        gathered = _gathered(communicator, tensor).flatten(0, -2)
+        return torch.mm(gathered.mH, grad.flatten(0, -2))
+    out = _shape_of_weights(tensor, grad, group, world_size)
+    with lent_to_peers(communicator, tensor, named(operation)) as lent:
+        for rank in range(communicator.world_size):
+            rows = lent[rank].flatten(0, -2)
+            theirs = _part(grad, rank, tensor.size(-2)).flatten(0, -2)
+            torch.addmm(out, rows.mH, theirs, beta=1 if rank else 0, out=out)
+    return out
+
+
+def _shape_of_weights(tensor: Tensor, grad: Tensor, group: str, world_size: int) -> Tensor:
+    return tensor.new_empty((tensor.size(-1), grad.size(-1)))
+
+
+# ---- the operators --------------------------------------------------------------------------
+
+_GROUP = "str group, int world_size"
+register(
+    "all_gather_matmul",
+    f"(Tensor tensor, Tensor weight, {_GROUP}) -> Tensor",
+    _all_gather_matmul,
+    _shape_of_gathered,
+)
+register(
+    "matmul_reduce_scatter",
+    f"(Tensor tensor, Tensor weight, {_GROUP}) -> Tensor",
+    _matmul_reduce_scatter,
+    _shape_of_scattered,
+)
+register(
+    "weight_gradient",
+    f"(Tensor tensor, Tensor grad, {_GROUP}) -> Tensor",
+    _weight_gradient,
+    _shape_of_weights,
+)
+_ops = torch.ops.ringcomm
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.place = inputs[2:]
+
+
+def _gradients_of_gathered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    tensor, weight = ctx.saved_tensors
+    for_tensor, for_weight = ctx.needs_input_grad[:2]
+    return (
+        _ops.matmul_reduce_scatter(grad, weight.mH, *ctx.place) if for_tensor else None,
+        _ops.weight_gradient(tensor, grad, *ctx.place) if for_weight else None,
+        None,
+        None,
+    )
+
+
+def _gradients_of_scattered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    tensor, weight = ctx.saved_tensors
+    for_tensor, for_weight = ctx.needs_input_grad[:2]
+    return (
+        _ops.all_gather_matmul(grad, weight.mH, *ctx.place) if for_tensor else None,
+        _ops.weight_gradient(grad, tensor, *ctx.place).mH if for_weight else None,
+        None,
+        None,
+    )
+
+
+def _gradients_of_weights(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    tensor, of_gathered = ctx.saved_tensors
+    for_tensor, for_gathered = ctx.needs_input_grad[:2]
+    return (
+        _ops.matmul_reduce_scatter(of_gathered, grad.mH, *ctx.place) if for_tensor else None,
+        _ops.all_gather_matmul(tensor, grad, *ctx.place) if for_gathered else None,
+        None,
+        None,
+    )
+
+
+for _name, _gradients in (
+    ("all_gather_matmul", _gradients_of_gathered),
+    ("matmul_reduce_scatter", _gradients_of_scattered),
+    ("weight_gradient", _gradients_of_weights),
+):
+    torch.library.register_autograd(
+        f"ringcomm::{_name}", _gradients, setup_context=_remember, lib=library
+    )

@@ -1,0 +1,328 @@
+"""Matrix products over ranks are those of one process, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+import ringcomm
+from ringcomm import ArgumentError, Communicator, MismatchError
+from ringcomm import functional as F
+from ringcomm.functional import matmul, traced_groups
+from tests.functional.cases import gradient
+from tests.functional.compiling import alone
+from tests.functional.lock_step import on_all_ranks
+
+Tensor = torch.Tensor
+
+ROWS, INNER, COLUMNS = 3, 4, 5
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
+
+
+def whole(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Integers of which every sum here is exact in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-1, 2, (2, *shape), generator=generator).double()
+    return torch.complex(*values).to(dtype) if dtype.is_complex else values[0].to(dtype)
+
+
+def gathers(inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(inputs, -2) @ weight for weight in weights]
+
+
+def scatters(inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    products = [each @ weight for each, weight in zip(inputs, weights, strict=True)]
+    return list(torch.stack(products).sum(0).chunk(len(inputs), -2))
+
+
+KINDS = {
+    "gather": (F.all_gather_matmul, gathers, False),
+    "scatter": (F.matmul_reduce_scatter, scatters, True),
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS))
+
+
+def problem(
+    kind: str, world_size: int, batch: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and weights of all ranks; one dimension of the weights is each rank's own."""
+    gathered = KINDS[kind][2]
+    inputs, weights = [], []
+    for rank in range(world_size):
+        rows = ROWS * world_size if gathered else ROWS
+        inner = INNER + (rank if gathered else 0)
+        columns = COLUMNS + (0 if gathered else rank)
+        inputs.append(whole(*batch, rows, inner, seed=rank, dtype=dtype))
+        weights.append(whole(inner, columns, seed=50 + rank, dtype=dtype))
+    return inputs, weights
+
+
+def feed(outputs: list[Tensor]) -> list[Tensor]:
+    return [
+        whole(*each.shape, seed=100 + rank, dtype=each.dtype) for rank, each in enumerate(outputs)
+    ]
+
+
+def check(
+    world: ringcomm.LocalWorld,
+    kind: str,
+    batch: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float64,
+    place: Callable[[Tensor], Tensor] = torch.clone,
+) -> None:
+    """Values and gradients, to the bit."""
+    call, reference, _ = KINDS[kind]
+    inputs, weights = problem(kind, len(world), batch, dtype)
+    leaves = [[each.clone().requires_grad_() for each in given] for given in (inputs, weights)]
+    outputs = reference(leaves[0], leaves[1])
+    fed = feed([each.detach() for each in outputs])
+    flat = [each for given in leaves for each in given]
+    expected = torch.autograd.grad(outputs, flat, fed)
+
+    def body(comm: Communicator) -> list[Tensor]:
+        rank = comm.rank
+        own = [place(given[rank]).requires_grad_() for given in (inputs, weights)]
+        found = call(own[0], own[1], comm)
+        assert found.is_contiguous()
+        grads = torch.autograd.grad(found, own, fed[rank])
+        return [found.detach(), *grads]
+
+    for rank, found in enumerate(world.run(body)):
+        wanted = [outputs[rank], expected[rank], expected[len(world) + rank]]
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.fixture(params=["read", "gathered"])
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small sizes by the way of large ones, and by their own."""
+    limit = 0 if request.param == "read" else 1 << 40
+    monkeypatch.setattr(matmul, "READ_FROM_BYTES", limit)
+    monkeypatch.setattr(matmul, "IN_HEAP_FROM_BYTES", limit)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2,)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@every_kind
+def test_it_is_the_product_of_one_process(worlds, each_way, kind, world_size, batch):
+    check(worlds(world_size), kind, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_kind
+def test_every_dtype(worlds, each_way, kind, dtype):
+    check(worlds(3), kind, (2,), dtype)
+
+
+@every_kind
+def test_products_of_each_sequence(worlds, each_way, kind, monkeypatch):
+    monkeypatch.setattr(matmul, "ROWS_OF_A_PRODUCT", 1)
+    check(worlds(2), kind, (2,))
+
+
+@every_kind
+def test_in_the_heap_and_in_any_layout(worlds, each_way, kind):
+    def in_heap(tensor: Tensor) -> Tensor:
+        return ringcomm.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+    check(worlds(2), kind, (2,), place=in_heap)
+    check(worlds(2), kind, (2,), place=lambda each: each.mT.contiguous().mT)
+    check(worlds(2), kind, dtype=torch.complex128, place=lambda each: each.conj().clone().conj())
+
+
+@every_kind
+def test_over_nodes(each_way, kind):
+    with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
+        check(world, kind, (2,))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@every_kind
+def test_few_rows_or_none(worlds, each_way, kind, rows):
+    def body(comm: Communicator) -> Tensor:
+        gathered = KINDS[kind][2]
+        tensor = torch.ones(rows * (2 if gathered else 1), 2)
+        return KINDS[kind][0](tensor, torch.ones(2, 3), comm)
+
+    for found in worlds(2).run(body):
+        assert found.tolist() == [[4.0 if kind == "scatter" else 2.0] * 3] * found.size(0)
+        assert found.size(0) == (rows if kind == "scatter" else 2 * rows)
+
+
+def test_what_is_lent_may_be_written_to_afterwards(worlds, each_way):
+    """A peer that is late reads what was there when the function was called."""
+
+    def body(comm: Communicator, in_heap: bool) -> list[float]:
+        empty = ringcomm.empty if in_heap else torch.empty
+        tensor = empty((64, 8), dtype=torch.float32)
+        found = []
+        for step in range(50):
+            tensor.fill_(step + comm.rank)
+            found.append(F.all_gather_matmul(tensor, torch.ones(8, 1), comm).sum().item())
+        return found
+
+    for in_heap in (False, True):
+        for found in worlds(3).run(body, in_heap):
+            assert found == [3 * 64 * 8 * (step + 1.0) for step in range(50)]
+
+
+def test_sixteen_bits_have_the_bits_of_the_collectives(worlds, each_way):
+    """Sums of rounded products in FP32 and rank order, rounded once; one product of weights."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 6, 32, generator=generator).bfloat16()
+    w = torch.randn(3, 32, 8, generator=generator).bfloat16()
+
+    def body(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+        own, weight = x[comm.rank], w[comm.rank].clone().requires_grad_()
+        F.all_gather_matmul(own, weight, comm).float().square().sum().backward()
+        apart = w[comm.rank].clone().requires_grad_()
+        (F.all_gather(own, comm) @ apart).float().square().sum().backward()
+        scattered = F.matmul_reduce_scatter(own, w[comm.rank], comm)
+        return [
+            (scattered, F.reduce_scatter(own @ w[comm.rank], group=comm)),
+            (gradient(weight), gradient(apart)),
+        ]
+
+    for found in worlds(3).run(body):
+        for ours, theirs in found:
+            assert torch.equal(ours, theirs)
+
+
+# ---- derivatives ----------------------------------------------------------------------------
+
+
+@every_kind
+def test_derivatives(worlds, each_way, kind):
+    world = worlds(2)
+    call = KINDS[kind][0]
+    inputs, weights = problem(kind, 2, (2,))
+    leaves = [
+        each.mul(0.5).requires_grad_()
+        for pair in zip(inputs, weights, strict=True)
+        for each in pair
+    ]
+
+    def of_rank(comm: Communicator, tensor: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (call(tensor.square(), weight.square(), comm),)
+
+    def function(*tensors: Tensor) -> Any:
+        return on_all_ranks(world, of_rank, tensors)
+
+    assert gradcheck(function, leaves, fast_mode=True)
+    assert gradgradcheck(function, leaves, fast_mode=True)
+
+
+# ---- torch.compile, autocast, operators -----------------------------------------------------
+
+
+def block(x: Tensor, into: Tensor, out_of: Tensor, group: Communicator) -> Tensor:
+    return F.matmul_reduce_scatter(F.all_gather_matmul(x, into, group).relu(), out_of, group)
+
+
+def test_it_compiles_to_one_graph(worlds, fresh_dynamo):
+    """On one thread: two ranks' graphs would be made at the same time."""
+    comm = alone("matmul")
+    parts = [whole(4, 3, seed=1), whole(3, 5, seed=2), whole(5, 3, seed=3)]
+    found = []
+    for call in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        leaves = [each.clone().requires_grad_() for each in parts]
+        result = call(leaves[0], leaves[1], leaves[2], comm)
+        found.append([result.detach(), *torch.autograd.grad(result.square().sum(), leaves)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3)])
+def test_operators_are_what_torch_expects(shape):
+    comm = alone("matmul")
+    place = (traced_groups.key_of(comm), 1)
+    tensor, weight = (whole(*each, seed=1).requires_grad_() for each in (shape, (3, 5)))
+    operators = torch.ops.ringcomm
+    for operator in (operators.all_gather_matmul, operators.matmul_reduce_scatter):
+        opcheck(operator.default, (tensor, weight, *place))
+    opcheck(operators.weight_gradient.default, (tensor, whole(*shape, seed=2), *place))
+
+
+def test_autocast_is_that_of_a_product(worlds):
+    def body(comm: Communicator) -> None:
+        tensor, weight = torch.ones(2, 4).requires_grad_(), torch.ones(4, 4).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = block(tensor, weight, weight, comm)
+        assert found.dtype is torch.bfloat16
+        found.sum().backward()
+        assert weight.grad is not None and weight.grad.dtype is torch.float32
+
+    worlds(2).run(body)
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "tensor", "weight", "says"),
+    [
+        (F.all_gather_matmul, (4, 3), (4, 3), r"weight: expected a matrix of 3 rows, as tensor"),
+        (F.all_gather_matmul, (4, 3), (3,), r"weight: expected a matrix of 3 rows.*got \(3,\)"),
+        (F.all_gather_matmul, (3,), (3, 2), r"expected \[rows, columns\] or \[batch, rows"),
+        (F.matmul_reduce_scatter, (3, 3), (3, 2), "rows that world_size 2 divides, got 3 of"),
+        (F.matmul_reduce_scatter, (2, 2, 2, 2), (2, 2), r"expected \[rows, columns\]"),
+    ],
+)
+def test_wrong_shapes(worlds, call, tensor, weight, says):
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=says):
+            call(torch.zeros(tensor), torch.zeros(weight), comm)
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_wrong_dtypes_and_no_tensors(worlds):
+    def body(comm: Communicator) -> None:
+        tensor: Any = torch.zeros(2, 2)
+        with pytest.raises(ArgumentError, match=r"weight: expected torch\.float32 as tensor has"):
+            F.all_gather_matmul(tensor, tensor.double(), comm)
+        no_tensor: Any = 1
+        for one, other in ((tensor, no_tensor), (no_tensor, tensor)):
+            with pytest.raises(ArgumentError, match="expected a tensor, got int"):
+                F.matmul_reduce_scatter(one, other, comm)
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+def test_ranks_with_other_rows_are_told(each_way):
+    def body(comm: Communicator) -> None:
+        with pytest.raises(MismatchError, match=r"rank . has|different calls"):
+            F.all_gather_matmul(torch.zeros(2 + comm.rank, 4), torch.zeros(4, 2), comm)
+
+    with ringcomm.local_world(2, timeout=20) as world:
+        world.run(body)
+
+
+# ---- where sequence parallelism begins and ends ----------------------------------------------
+
+
+def test_splits_and_joins(worlds):
+    """Each is the other's gradient."""
+
+    def body(comm: Communicator) -> list[Tensor]:
+        whole = torch.arange(12.0).view(6, 2).requires_grad_()
+        part = F.split_sequence(whole, comm)
+        assert torch.equal(part, whole.detach().chunk(comm.world_size)[comm.rank])
+        part.square().sum().backward()
+        joined = F.join_sequence(part.detach().requires_grad_(), comm)
+        own = part.detach().requires_grad_()
+        F.join_sequence(own, comm).square().sum().backward()
+        assert whole.grad is not None and own.grad is not None
+        return [joined.detach(), whole.grad, own.grad]
+
+    for rank, (joined, of_whole, of_part) in enumerate(worlds(3).run(body)):
+        assert torch.equal(joined, torch.arange(12.0).view(6, 2))
+        assert torch.equal(of_whole, 2 * joined)
+        assert torch.equal(of_part, 2 * joined.chunk(3)[rank])
