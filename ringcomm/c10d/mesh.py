@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
-from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError, where
 
 #: The axes that a mesh may have, from the outermost to the innermost: the further in, the more
 #: often its ranks exchange something. Stages of a pipeline send activations, replicas sum gradients
@@ -34,6 +35,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     Raises:
         ArgumentError: there is no such axis, or the sizes do not multiply to the number of ranks;
             on all ranks alike.
+        MismatchError: the ranks ask for different axes.
         RingcommError: there is no default group of ``torch.distributed``.
     """
     if not dist.is_initialized():
@@ -43,6 +45,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
         )
     group = dist.group.WORLD
     assert group is not None
+    _check_same(axes, group)
     sizes = _sizes(axes, group.rank(), group.size())
     nodes = _nodes(group)
     ranks = sorted(range(group.size()), key=lambda rank: (nodes[rank], rank))
@@ -50,6 +53,18 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     if group.rank() == 0:
         _warn_of_axes_over_nodes(sizes, grid, nodes)
     return DeviceMesh(device or _device_type(group), grid, mesh_dim_names=tuple(sizes))
+
+
+def _check_same(axes: dict[str, int], group: dist.ProcessGroup) -> None:
+    """Compares what all ranks ask for; collective, so that all of them raise or none."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, sorted(axes.items()), group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise MismatchError(
+                f"{where('Mesh', group.rank(), group.size())}: the ranks ask for different axes: "
+                f"rank 0 for {dict(everyone[0])}, rank {rank} for {dict(theirs)}"
+            )
 
 
 def _sizes(axes: dict[str, int], rank: int, world_size: int) -> dict[str, int]:

@@ -256,6 +256,11 @@ def _parallel(
         raise ArgumentError("--tp, --pp: expected --world, since --nodes predicts replicas alone")
     if args.bandwidth_gbps is not None or args.peak_tflops is not None:
         raise ArgumentError("--tp, --pp: expected no times with them, which are those of replicas")
+    if args.budget_gb is not None:
+        raise ArgumentError(
+            "--tp, --pp: expected no --budget-gb with them, since the largest model is that of an "
+            "undivided replica"
+        )
     if parallel.partitioned and args.checkpointing != "full":
         raise ArgumentError("--partition-checkpoints: expected --checkpointing full with it")
     parallel.check(shape)

@@ -465,6 +465,8 @@ class NodesCommunicator(Communicator):
     def _over(
         cls, membership: Membership, found: SeveralNodes, heap_bytes: int | None
     ) -> NodesCommunicator:
+        if membership.options.kernels == "triton":  # on all ranks, which have compared it
+            raise UnsupportedError(f"{found.meeting.operation}: {_TRITON_IS_OF_NODES}")
         made = cls(build(membership, found, heap_bytes, Communicator._meet), membership)
         awaited = made._watch.awaiting.of
         made._watch.trace = NodeTrace(made._recorder, found.places, awaited, found.world_id)
@@ -622,5 +624,7 @@ class DeviceNodesCommunicator(DeviceNodesCalls, NodesCommunicator):
 
 
 def _options(options: CommOptions | None, timeout: timedelta | float | None) -> CommOptions:
+    if options is not None and not isinstance(options, CommOptions):
+        raise ArgumentError(f"options: expected a ringcomm.CommOptions, got {options!r:.80}")
     options = options or CommOptions()
     return options if timeout is None else replace(options, timeout=timeout)

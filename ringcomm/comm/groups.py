@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch.distributed import Store
@@ -22,6 +22,10 @@ from ringcomm.comm.options import CommOptions
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.rendezvous.environment import read_environment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _NonMember:
@@ -37,7 +41,7 @@ class GroupMember:
     NON_GROUP_MEMBER = _NonMember()
 
 
-Group = Communicator | _NonMember | None
+Group: TypeAlias = "Communicator | ProcessGroup | DeviceMesh | _NonMember | None"
 
 
 class _Thread(threading.local):
@@ -74,6 +78,8 @@ def default_communicator(operation: str) -> Communicator:
 def communicator_of(group: Any, operation: str) -> Communicator:
     """Returns the communicator behind the ``group`` argument of a module-level function.
 
+    Of a process group of the backend, or a mesh of one dimension, it is that of the host.
+
     Raises:
         ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.
         RingcommError: there is no default group.
@@ -88,9 +94,25 @@ def communicator_of(group: Any, operation: str) -> Communicator:
             f"{operation} on rank {rank}: expected a group that this rank is in, got "
             "GroupMember.NON_GROUP_MEMBER; only members may call"
         )
+    if callable(getattr(group, "get_group", None)):
+        return _of_mesh(group, operation)
+    behind = getattr(group, "communicator", None)
+    if isinstance(behind, Communicator):
+        return behind
     raise ArgumentError(
-        f"{operation}: expected a ringcomm.Communicator as the group, got {type(group).__name__}"
+        f"{operation}: expected a ringcomm.Communicator as the group, a process group of the "
+        f'backend "ringcomm" or a DeviceMesh of one dimension, got {type(group).__name__}'
     )
+
+
+def _of_mesh(mesh: Any, operation: str) -> Communicator:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("tp",)
+        raise ArgumentError(
+            f"{operation}: expected a DeviceMesh of one dimension as the group, such as "
+            f"mesh[{names[-1]!r}], got one of {mesh.ndim}"
+        )
+    return communicator_of(mesh.get_group(), operation)
 
 
 def is_available() -> bool:

@@ -222,7 +222,9 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
             f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
             f"carrier={membership.options.carrier_name}, wire={membership.options.wire}, "
-            f"rails={membership.options.rails}"
+            f"rails={membership.options.rails}, kernels={membership.options.kernels}, "
+            f"objects={membership.options.objects}, "
+            f"largest_object_bytes={membership.options.largest_object_bytes}"
         ),
     )
 

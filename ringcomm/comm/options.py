@@ -121,6 +121,8 @@ class CommOptions:
                 raise ArgumentError(
                     f"{name}: expected 0 or a multiple of 64, got {getattr(self, name)}"
                 )
+        if type(self.single_copy) is not bool:
+            raise ArgumentError(f"single_copy: expected True or False, got {self.single_copy!r}")
         if self.kernels not in ("native", "triton"):
             raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
         if not callable(self.carrier) and self.carrier not in ("auto", "gloo", "nccl"):

@@ -217,6 +217,8 @@ def _check(comm: Communicator, function: str, query: Tensor, key: Tensor, value:
             raise ArgumentError(
                 f"{head}: {name}: expected a tensor [batch, heads, tokens, dim], got {got!r:.80}"
             )
+        if not tensor.is_floating_point():
+            raise ArgumentError(f"{head}: {name}: expected floating-point numbers: {tensor.dtype}")
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ArgumentError(
                 f"{head}: {name}: expected {query.dtype} on {query.device} as the query, got "

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import communicator_of
+from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError, MismatchError, where
 from ringcomm.functional.collectives import named
 
@@ -32,7 +32,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def partitioned_checkpoint(
     function: Callable[..., Any],
     *args: Any,
-    group: Communicator,
+    group: Group,
     preserve_rng_state: bool = True,
 ) -> Any:
     """Calls ``function(*args)``, and computes it again in backward, from inputs that W ranks share.
@@ -54,10 +54,10 @@ def partitioned_checkpoint(
         MismatchError: in backward, on the host: a tensor did not have the same bits on all ranks.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    if not isinstance(group, Communicator):
+    if group is None:
         raise ArgumentError(
-            f"{_OPERATION}: group: expected the Communicator of tensor-parallel ranks, which have "
-            f"the same activations, got {group!r:.80}. Data-parallel ranks have different ones, of "
+            f"{_OPERATION}: group: expected the tensor-parallel ranks, such as mesh['tp'], which "
+            "have the same activations, got None. Data-parallel ranks have different ones, of "
             "which nothing can be divided: use torch.utils.checkpoint there"
         )
     comm = communicator_of(group, _OPERATION)

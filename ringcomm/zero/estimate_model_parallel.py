@@ -56,6 +56,12 @@ class ModelParallel:
                     "the same activations; data-parallel ranks have different ones"
                 )
 
+        if self.sequence and self.partitioned:
+            raise ArgumentError(
+                "model parallelism: expected either sequence or partitioned: under sequence "
+                "parallelism the inputs of layers are divided already"
+            )
+
     @property
     def ranks(self) -> int:
         """The ranks of a replica."""

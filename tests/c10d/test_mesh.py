@@ -7,10 +7,11 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from tests.support.ranks import run_ranks
 
 
@@ -33,6 +34,13 @@ def meshes(store: Any, rank: int, world_size: int) -> list[Any]:
             with pytest.raises(ArgumentError) as error:
                 ringcomm.Mesh(**axes)  # type: ignore[arg-type]
             refused.append(str(error.value).partition(": ")[2])
+        with pytest.raises(MismatchError, match=r"rank 0 for .*'tp': 1.*, rank 1 for .*'tp': 2"):
+            ringcomm.Mesh(dp=4 if rank == 0 else 2, tp=1 if rank == 0 else 2)
+        one = torch.ones(4)
+        ringcomm.all_reduce(one, group=mesh["tp"])
+        assert one.tolist() == [2.0] * 4
+        with pytest.raises(ArgumentError, match=r"such as mesh\['tp'\], got one of 2"):
+            ringcomm.all_reduce(one, group=mesh)
         return [*found, refused]
     finally:
         dist.destroy_process_group()

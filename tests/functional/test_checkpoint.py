@@ -96,4 +96,4 @@ def test_ranks_with_different_inputs_are_told():
 
 def test_it_needs_ranks_that_have_the_same():
     with pytest.raises(ArgumentError, match="Data-parallel ranks have different ones"):
-        partitioned_checkpoint(torch.relu, torch.ones(1), group=None)  # type: ignore[arg-type]
+        partitioned_checkpoint(torch.relu, torch.ones(1), group=None)

@@ -76,6 +76,7 @@ def test_parameters():
         (lambda: ModelParallel(tp=0), "tp"),
         (lambda: ModelParallel(sequence=True), "data-parallel ranks have different ones"),
         (lambda: ModelParallel(partitioned=True), "data-parallel ranks have different ones"),
+        (lambda: ModelParallel(tp=2, sequence=True, partitioned=True), "divided already"),
         (lambda: stage_model(SHAPE, ModelParallel(pp=3)), "layers that 3 divides, got 8"),
         (lambda: stage_model(SHAPE, ModelParallel(tp=3)), "heads that 3 divides, got 8"),
         (lambda: stage_activations(SHAPE, 1, ModelParallel(), "some"), "checkpointing: expected"),

@@ -294,6 +294,8 @@ class Connector:
         thread = threading.Thread(target=make, name="ringcomm-connect", daemon=True)
         start_thread(thread, self._operation, "The communicator was not built")
         self._watch(thread, ended)
+        if outcome.error is not None and not isinstance(outcome.error, Exception):
+            raise outcome.error  # a Ctrl-C
         if outcome.error is not None:
             raise self._failed(outcome.error, ranks) from outcome.error
         group = outcome.group

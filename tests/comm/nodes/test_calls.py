@@ -307,6 +307,8 @@ def test_what_is_refused():
 
     with world_of((1, 1)) as world:
         world.run(body)
+    with pytest.raises(UnsupportedError, match=r"rendezvous.*within a node"):
+        world_of((1, 1), kernels="triton")
     with pytest.raises(UnsupportedError, match="nccl"):
         world_of((1, 1), carrier="nccl")
     for nodes in (2, "11", [1.0, 1], [2, 0], [1], [True, 1]):
