@@ -409,9 +409,10 @@ class Rendezvous:
             if not behind:
                 return ""
             often, few, fewer = few, behind[0], came[behind[0]]
+        other = f"rank {few} only {fewer}" if often != few else "this process is not the last"
         return (
-            f" Rank {often} has come {came[often]} times, and rank {few} only {fewer}: was rank "
-            f"{often} given to two processes, or has it tried again by itself?"
+            f" Rank {often} has come {came[often]} times, and {other}: was rank {often} given to "
+            "two processes, or has it tried again by itself?"
         )
 
     def look_for_failures(self) -> None:
