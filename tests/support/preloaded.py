@@ -13,6 +13,7 @@ import sys
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.launcher.api
+import torch.distributed.pipelining
 
 import ringcomm.c10d.creation
 import ringcomm.comm.communicator

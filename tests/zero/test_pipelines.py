@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -256,6 +257,23 @@ def a_step_is_exact(rank: int, world_size: int) -> None:
         assert [each.name for each in profile.spans if each.name == "reduce_scatter"]
 
 
+def each_stage_has_its_checkpoints(folder: str, rank: int, world_size: int) -> None:
+    mesh = mesh_of_stages(2, 2, 1)
+    number = mesh.get_local_rank("pp")
+    trained, loaded = linear(number), linear(1 - number)
+    for module, stage in ((trained, 2), (loaded, 3)):
+        zero.shard(module, stage, mesh=mesh, options=OPTIONS)
+    optimizer, other = (AdamW(module.parameters(), lr=0.05) for module in (trained, loaded))
+    for param in trained.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    zero.save(f"{folder}/stage{number}", 1, trained, optimizer)
+    zero.load(f"{folder}/stage{number}", loaded, other)
+    same(whole_params(loaded), whole_params(trained))
+    assert other.steps_taken == 1
+
+
 def linear(number: int) -> nn.Linear:
     made = nn.Linear(6, 6)
     with torch.no_grad():
@@ -272,6 +290,10 @@ SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact]
 @pytest.mark.parametrize("check", SCHEDULES, ids=lambda check: check.__name__)
 def test_schedules(rank_pools: Any, check: Any) -> None:
     rank_pools(4).run(check)
+
+
+def test_checkpoints(rank_pools: Any, tmp_path: Any) -> None:
+    rank_pools(4).run(functools.partial(each_stage_has_its_checkpoints, str(tmp_path)))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
