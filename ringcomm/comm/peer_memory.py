@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -88,20 +87,14 @@ def _on_host(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# NOTE [Lent until the next call]
-# What a rank lends must stay as it is until its peers have read it. A copy of the caller's tensor
-# is kept until the rendezvous of the next call, which no peer enters before it has done with this
-# one, so no rank waits for the others to end. A tensor that lies in the heap is lent where it lies,
-# and the caller may write to it once the call returns: then all ranks wait for each other at the
-# end.
-_lent: WeakKeyDictionary[Communicator, Tensor] = WeakKeyDictionary()
-
-
 @contextmanager
 def lent_to_peers(
     comm: Communicator, tensor: Tensor, operation: str
 ) -> Iterator[tuple[Tensor, ...]]:
     """Gives the tensors that all ranks passed, by rank, to be read within the block; collective.
+
+    The block ends when all ranks have come to its end: only then may what was lent be written to,
+    or its memory be used again.
 
     Args:
         comm: ranks on the host, all of one node.
@@ -113,18 +106,15 @@ def lent_to_peers(
         MismatchError: the ranks' tensors differ in their number of rows or their size.
     """
     heap = process_heap()
-    in_place = is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
     own = tensor
+    in_place = is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
     if not in_place and tensor.numel():
         own = empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     offset = own.data_ptr() - heap.base_ptr if own.numel() else 0
-    mine = torch.tensor([own.size(0), own.nbytes, own.element_size(), in_place, offset])
-    everyone = torch.empty((comm.world_size, mine.numel()), dtype=mine.dtype)
+    words = [own.size(0), own.nbytes, own.element_size(), offset]
+    mine = torch.tensor(words, device=comm.device)
+    everyone = mine.new_empty((comm.world_size, mine.numel()))
     comm.all_gather_into_tensor(everyone, mine)
-    if in_place:
-        _lent.pop(comm, None)
-    else:
-        _lent[comm] = own
     rows: list[list[int]] = everyone.tolist()
     for rank, row in enumerate(rows):
         if row[:3] != rows[comm.rank][:3]:
@@ -142,5 +132,4 @@ def lent_to_peers(
         .view(own.shape)
         for rank, row in enumerate(rows)
     )
-    if any(row[3] for row in rows):
-        comm.barrier()
+    comm.barrier()
