@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -57,14 +57,24 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
 
 def _check_same(axes: dict[str, int], group: dist.ProcessGroup) -> None:
     """Compares what all ranks ask for; collective, so that all of them raise or none."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, sorted(axes.items()), group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    sizes = [axes.get(name, 0) for name in AXES]
+    # The sum stands for what is no size of an axis, which _sizes() then refuses on all ranks alike.
+    asked = [size if type(size) is int else 0 for size in sizes]
+    asked.append(zlib.crc32(repr(sorted(axes.items())).encode()))
+    mine = torch.tensor(asked, dtype=torch.int64, device=_device_type(group))
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    found = [each.tolist() for each in everyone]
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
             raise MismatchError(
                 f"{where('Mesh', group.rank(), group.size())}: the ranks ask for different axes: "
-                f"rank 0 for {dict(everyone[0])}, rank {rank} for {dict(theirs)}"
+                f"rank 0 for {_named(found[0])}, rank {rank} for {_named(theirs)}"
             )
+
+
+def _named(asked: list[int]) -> dict[str, int]:
+    return {name: size for name, size in zip(AXES, asked, strict=False) if size}
 
 
 def _sizes(axes: dict[str, int], rank: int, world_size: int) -> dict[str, int]:
