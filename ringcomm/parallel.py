@@ -188,7 +188,7 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass
 class _Plan:
-    """What becomes of each module, and what is wrong with it, in words.
+    """The user's plan, read against the model: the kind of each module, and all that is wrong.
 
     Attributes:
         model: the whole.

@@ -37,29 +37,29 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
 
     Args:
         comm: the ranks.
-        tensor: in the heap, contiguous; of equal size and dtype on all ranks.
+        tensor: in the heap, contiguous; of equal shape and dtype on all ranks.
         operation: named in errors.
 
     Returns:
         Tensors like ``tensor``; this rank's is ``tensor`` itself.
 
     Raises:
-        MismatchError: the ranks' tensors differ in size or dtype.
+        MismatchError: the ranks' tensors differ in their number of rows, size or dtype.
     """
     heaps, view = _heaps_of(comm)
     offset = tensor.data_ptr() - heaps[comm.rank].base_ptr if tensor.numel() else 0
-    mine = torch.tensor([offset, tensor.nbytes, tensor.element_size()], device=comm.device)
-    everyone = torch.empty(comm.world_size * 3, dtype=torch.int64, device=comm.device)
+    own = [tensor.size(0), tensor.nbytes, tensor.element_size()]
+    mine = torch.tensor([*own, offset], device=comm.device)
+    everyone = torch.empty(comm.world_size * 4, dtype=torch.int64, device=comm.device)
     comm.all_gather_into_tensor(everyone, mine)
     comm.finish_host_side()
-    rows = everyone.view(-1, 3).tolist()
     found = []
-    for rank, (at, size_bytes, elem_bytes) in enumerate(rows):
-        if (size_bytes, elem_bytes) != (tensor.nbytes, tensor.element_size()):
+    for rank, (rows, size_bytes, elem_bytes, at) in enumerate(everyone.view(-1, 4).tolist()):
+        if [rows, size_bytes, elem_bytes] != own:
             raise MismatchError(
-                f"{where(operation, comm.rank, comm.world_size)}: expected a tensor of "
-                f"{tensor.nbytes} bytes in elements of {tensor.element_size()} on all ranks, but "
-                f"rank {rank} has {size_bytes} bytes in elements of {elem_bytes}"
+                f"{where(operation, comm.rank, comm.world_size)}: expected a tensor of {own[0]} "
+                f"rows, {own[1]} bytes in elements of {own[2]} on all ranks, but rank {rank} has "
+                f"{rows} rows, {size_bytes} bytes in elements of {elem_bytes}"
             )
         if rank == comm.rank or not size_bytes:
             found.append(tensor)
@@ -105,31 +105,8 @@ def lent_to_peers(
     Raises:
         MismatchError: the ranks' tensors differ in their number of rows or their size.
     """
-    heap = process_heap()
     own = tensor
-    in_place = is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
-    if not in_place and tensor.numel():
+    if not (is_plain(own) and process_heap().contains(own.data_ptr(), own.nbytes)):
         own = empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    offset = own.data_ptr() - heap.base_ptr if own.numel() else 0
-    words = [own.size(0), own.nbytes, own.element_size(), offset]
-    mine = torch.tensor(words, device=comm.device)
-    everyone = mine.new_empty((comm.world_size, mine.numel()))
-    comm.all_gather_into_tensor(everyone, mine)
-    rows: list[list[int]] = everyone.tolist()
-    for rank, row in enumerate(rows):
-        if row[:3] != rows[comm.rank][:3]:
-            raise MismatchError(
-                f"{where(operation, comm.rank, comm.world_size)}: expected a tensor of "
-                f"{tuple(tensor.shape)} in elements of {tensor.element_size()} bytes on all ranks, "
-                f"but rank {rank} has {row[0]} rows, {row[1]} bytes in elements of {row[2]}"
-            )
-    heaps, view = _heaps_of(comm)
-    yield tuple(
-        own
-        if rank == comm.rank or not own.numel()
-        else view(heaps[rank], heaps[rank].base_ptr + row[-1], own.nbytes)
-        .view(own.dtype)
-        .view(own.shape)
-        for rank, row in enumerate(rows)
-    )
+    yield peer_tensors(comm, own, operation)
     comm.barrier()

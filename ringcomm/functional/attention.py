@@ -245,7 +245,7 @@ def _check_zigzag(comm: Communicator, function: str, query: Tensor, zigzag: bool
 
 
 class _Form(NamedTuple):
-    """What is the same in forward and backward."""
+    """The group and the options, which forward and backward have in common."""
 
     comm: Communicator
     is_causal: bool

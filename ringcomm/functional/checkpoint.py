@@ -69,7 +69,7 @@ def partitioned_checkpoint(
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a rank keeps of a tensor.
+    """The share of a tensor that a rank keeps until backward.
 
     Attributes:
         comm: the ranks that have the other pieces.

@@ -24,11 +24,11 @@ from typing import Any, cast
 
 import torch
 
-from ringcomm.comm.arguments import readable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group
 from ringcomm.comm.peer_memory import lent_to_peers
 from ringcomm.functional.collectives import enter, library, named, register
+from ringcomm.functional.sequence import gathered_rows
 from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
 
@@ -145,18 +145,6 @@ def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
     )
 
 
-def _gathered(communicator: Communicator, tensor: Tensor) -> Tensor:
-    """Returns the rows of all ranks: [W n, k] or [batch, W n, k]."""
-    own, world_size = readable(tensor), communicator.world_size
-    if own.dim() == 2:
-        rows = own.new_empty((world_size * own.size(0), own.size(1)))
-        communicator.all_gather_into_tensor(rows, own)
-        return rows
-    by_rank = own.new_empty((world_size, *own.shape))
-    communicator.all_gather_into_tensor(by_rank, own)
-    return by_rank.movedim(0, -3).flatten(-3, -2)
-
-
 def _part(tensor: Tensor, rank: int, rows: int) -> Tensor:
     return tensor.narrow(-2, rank * rows, rows)
 
@@ -182,7 +170,7 @@ def _all_gather_matmul(tensor: Tensor, weight: Tensor, group: str, world_size: i
     operation = "all_gather_matmul"
     communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
     if not _reads_peers(communicator, tensor):
-        return torch.matmul(_gathered(communicator, tensor), weight)
+        return torch.matmul(gathered_rows(communicator, tensor), weight)
     out = _shape_of_gathered(tensor, weight, group, world_size)
     with lent_to_peers(communicator, tensor, named(operation)) as lent:
         for rank in _own_first(communicator):
@@ -235,7 +223,7 @@ def _weight_gradient(tensor: Tensor, grad: Tensor, group: str, world_size: int) 
     # In 16 bits a sum of products that are each rounded is less exact than one product.
     wide = tensor.dtype.itemsize >= 4
     if not (wide and _reads_peers(communicator, tensor)):
-        gathered = _gathered(communicator, tensor).flatten(0, -2)
+        gathered = gathered_rows(communicator, tensor).flatten(0, -2)
         return torch.mm(gathered.mH, grad.flatten(0, -2))
     out = _shape_of_weights(tensor, grad, group, world_size)
     with lent_to_peers(communicator, tensor, named(operation)) as lent:

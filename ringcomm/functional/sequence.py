@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from ringcomm.comm.arguments import readable
+from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group
 from ringcomm.functional.collectives import enter, library, named, register
 from ringcomm.functional.traced_groups import find
@@ -84,9 +85,14 @@ def _join(tensor: Tensor, group: str, world_size: int) -> Tensor:
     checks.tensor("tensor", tensor)
     if tensor.dim() < 2:
         checks.fail(f"tensor: expected [..., tokens, columns], got {tuple(tensor.shape)}")
-    by_rank = tensor.new_empty((world_size, *tensor.shape))
+    return gathered_rows(communicator, tensor)
+
+
+def gathered_rows(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Returns [..., n, k] of all ranks as [..., world_size * n, k], rank by rank."""
+    by_rank = tensor.new_empty((communicator.world_size, *tensor.shape))
     communicator.all_gather_into_tensor(by_rank, readable(tensor))
-    return by_rank.movedim(0, -3).reshape(_shape_of_whole(tensor, group, world_size).shape)
+    return by_rank.movedim(0, -3).flatten(-3, -2)
 
 
 def _shape_of_whole(tensor: Tensor, group: str, world_size: int) -> Tensor:

@@ -496,61 +496,32 @@ def attention_core_bytes(shape: Transformer, micro_batch: int, elem_bytes: int =
     return (2 * elem_bytes + 1) * shape.heads * shape.context**2 * micro_batch
 
 
-def layer_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:
-    """Returns what a layer keeps for its backward: equation 1 in 16 bits.
+def layer_bytes(
+    shape: Transformer, micro_batch: int, elem_bytes: int = 2, tp: int = 1, sequence: bool = False
+) -> int:
+    """Returns what a layer keeps for its backward: equation 1 in 16 bits, 2 and 4 if divided.
 
-    34 s b h is 16 elements and 2 masks of one byte per channel and token.
-    """
-    linear = (16 * elem_bytes + 2) * shape.context * micro_batch * shape.width
-    return linear + attention_core_bytes(shape, micro_batch, elem_bytes)
-
-
-def activations(
-    shape: Transformer,
-    micro_batch: int,
-    checkpointing: str = "none",
-    every: int = 1,
-    elem_bytes: int = 2,
-) -> ActivationBytes:
-    """Activations of a rank at the peak, with dropout, and attention scores in memory.
+    34 s b h is 16 elements and 2 masks of one byte per channel and token, of which tensor-parallel
+    ranks divide 12 elements, and all where they share the tokens, too.
 
     Args:
         shape: of the model.
         micro_batch: sequences of a forward.
-        checkpointing: "none"; "selective": all but the attention's core is kept (equation 6);
-            "full": the input of every ``every``-th layer is kept, s b h elements each.
-        every: layers between two checkpoints of "full" ("ci" in ZeRO-Infinity, equation 3).
         elem_bytes: of an activation.
-
-    Raises:
-        ArgumentError: there is no such checkpointing, or a size is not positive.
+        tp: ranks that share each matrix product.
+        sequence: whether they share the tokens between the products.
     """
-    if checkpointing not in CHECKPOINTING:
-        raise ArgumentError(
-            f"checkpointing: expected one of {', '.join(CHECKPOINTING)}, got {checkpointing!r}"
-        )
-    require_at_least("activations", 1, micro_batch=micro_batch, every=every, elem_bytes=elem_bytes)
-    tokens = shape.context * micro_batch
-    layer = layer_bytes(shape, micro_batch, elem_bytes)
+    plane = shape.context * micro_batch * shape.width
+    whole = (4 * elem_bytes + 2) * plane // (tp if sequence else 1)
     core = attention_core_bytes(shape, micro_batch, elem_bytes)
-    checkpoints = -(-shape.layers // every)
-    kept, again = {
-        "none": (shape.layers * layer, 0),
-        "selective": (shape.layers * (layer - core), core),
-        "full": (
-            checkpoints * elem_bytes * tokens * shape.width,
-            min(every, shape.layers) * layer,
-        ),
-    }[checkpointing]
-    ends = (2 * elem_bytes + 1) * tokens * shape.width + 4 * tokens * shape.vocab
-    return ActivationBytes(layers=kept, recomputed=again, ends=ends)
+    return whole + 12 * elem_bytes * plane // tp + core // tp
 
 
 def checkpoint_working_bytes(shape: Transformer, micro_batch: int, every: int = 1) -> int:
     """Activations between two checkpoints as ZeRO-Infinity estimates them, in bytes.
 
     bsz seq ci (16 hd + 2 attn_heads seq), Rajbhandari et al. (SC'21), section 3: one copy of the
-    scores, no masks. It is less than the ``recomputed`` of :func:`activations`.
+    scores, no masks. It is less than the ``recomputed`` of :class:`ActivationBytes`.
 
     Raises:
         ArgumentError: a size is not positive.

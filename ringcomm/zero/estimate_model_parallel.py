@@ -22,6 +22,7 @@ from ringcomm.zero.estimate import (
     ModelElems,
     Transformer,
     attention_core_bytes,
+    layer_bytes,
     require_at_least,
 )
 
@@ -117,8 +118,9 @@ def stage_activations(
         shape: of the whole model.
         micro_batch: sequences of a forward.
         parallel: how the model is divided.
-        checkpointing: as of :func:`ringcomm.zero.estimate.activations`.
-        every: layers between two checkpoints of "full".
+        checkpointing: "none"; "selective": all but the attention's core is kept (equation 6);
+            "full": the input of every ``every``-th layer is kept, s b h elements each.
+        every: layers between two checkpoints of "full" ("ci" in ZeRO-Infinity, equation 3).
         elem_bytes: of an activation.
 
     Raises:
@@ -134,12 +136,12 @@ def stage_activations(
     tp, layers = parallel.tp, shape.layers // parallel.pp
     shared = tp if parallel.sequence else 1
     core = attention_core_bytes(shape, micro_batch, elem_bytes) // tp
-    linear = (4 * elem_bytes + 2) * plane // shared + 12 * elem_bytes * plane // tp
+    layer = layer_bytes(shape, micro_batch, elem_bytes, tp, parallel.sequence)
     kept_of_checkpoint = elem_bytes * plane // (tp if parallel.partitioned else shared)
     kept, again = {
-        "none": (layers * (linear + core), 0),
-        "selective": (layers * linear, core),
-        "full": (-(-layers // every) * kept_of_checkpoint, min(every, layers) * (linear + core)),
+        "none": (layers * layer, 0),
+        "selective": (layers * (layer - core), core),
+        "full": (-(-layers // every) * kept_of_checkpoint, min(every, layers) * layer),
     }[checkpointing]
     mask = plane // shared
     logits = 2 * elem_bytes * plane // shared + 4 * shape.context * micro_batch * shape.vocab // tp

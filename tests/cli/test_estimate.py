@@ -9,7 +9,8 @@ import pytest
 
 from ringcomm.cli import main
 from ringcomm.cli.estimate import count, number
-from ringcomm.zero.estimate import Transformer, activations
+from ringcomm.zero.estimate import Transformer
+from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations
 from tests.cli.processes import run
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
@@ -71,7 +72,8 @@ def test_a_transformer_on_a_machine(estimate):
     assert (
         told["model"]["trainable"] == sum(told["model"]["units"]) + told["model"]["root"] == elems
     )
-    held = activations(Transformer(12, 768, 12, 1024, 50257), 4, "full").total
+    gpt2 = Transformer(12, 768, 12, 1024, 50257)
+    held = stage_activations(gpt2, 4, ModelParallel(), "full").total
     for stage, row in enumerate(told["stages"]):
         assert row["stage"] == stage
         assert row["activation_bytes"] == held

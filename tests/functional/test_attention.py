@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,11 +126,7 @@ def test_over_nodes():
 
 def test_zigzag_gives_all_ranks_the_same_to_do():
     def scores(rank: int, world_size: int, zigzag: bool) -> int:
-        class Ranks:
-            pass
-
-        comm: Any = Ranks()
-        comm.rank, comm.world_size = rank, world_size
+        comm: Any = SimpleNamespace(rank=rank, world_size=world_size)
         form = attention._Form(comm, True, zigzag, None)
         parts = (attention._part_of(form, owner, 8) for owner in range(world_size))
         return sum(

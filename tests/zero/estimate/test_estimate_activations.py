@@ -9,14 +9,15 @@ from torch import nn
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.estimate import (
     Transformer,
-    activations,
     attention_core_bytes,
     checkpoint_working_bytes,
     layer_bytes,
 )
+from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations
 
 SHAPE = Transformer(layers=3, width=24, heads=4, context=10, vocab=50)
 MICRO_BATCH = 2
+ALONE = ModelParallel()
 # Korthikanti et al. (2022), table 3: GPT-3 and Megatron-Turing NLG.
 GPT3 = Transformer(layers=96, width=12288, heads=96, context=2048, vocab=51200)
 MT_NLG = Transformer(layers=105, width=20480, heads=128, context=2048, vocab=51200)
@@ -92,7 +93,8 @@ def test_checkpointing():
     s, b, h, a, v = SHAPE.context, MICRO_BATCH, SHAPE.width, SHAPE.heads, SHAPE.vocab
     layer, ends = 34 * s * b * h + 5 * a * s**2 * b, 5 * s * b * h + 4 * s * b * v
     none, selective, full = (
-        activations(SHAPE, b, checkpointing) for checkpointing in ("none", "selective", "full")
+        stage_activations(SHAPE, b, ALONE, checkpointing)
+        for checkpointing in ("none", "selective", "full")
     )
     assert (none.layers, none.recomputed, none.ends) == (3 * layer, 0, ends)
     assert (selective.layers, selective.recomputed) == (3 * 34 * s * b * h, 5 * a * s**2 * b)
@@ -103,7 +105,7 @@ def test_checkpointing():
 
 @pytest.mark.parametrize(("every", "checkpoints", "again"), [(1, 3, 1), (2, 2, 2), (5, 1, 3)])
 def test_fewer_checkpoints_recompute_more(every, checkpoints, again):
-    told = activations(SHAPE, MICRO_BATCH, "full", every)
+    told = stage_activations(SHAPE, MICRO_BATCH, ALONE, "full", every)
     tokens = SHAPE.context * MICRO_BATCH
     assert told.layers == 2 * tokens * SHAPE.width * checkpoints
     assert told.recomputed == again * layer_bytes(SHAPE, MICRO_BATCH)
@@ -111,7 +113,7 @@ def test_fewer_checkpoints_recompute_more(every, checkpoints, again):
 
 def test_checkpoints_of_zero_infinity():
     """Equation 3: 2 bsz seq hd nl / ci."""
-    told = activations(GPT3, 32, "full", every=4)
+    told = stage_activations(GPT3, 32, ALONE, "full", every=4)
     assert told.layers * 4 == 2 * 32 * 2048 * 12288 * 96
     working = checkpoint_working_bytes(GPT3, 32, every=4)
     assert working == 32 * 2048 * 4 * (16 * 12288 + 2 * 96 * 2048)
@@ -120,7 +122,7 @@ def test_checkpoints_of_zero_infinity():
 
 def test_activations_of_four_bytes():
     s, b, h, a, v = SHAPE.context, MICRO_BATCH, SHAPE.width, SHAPE.heads, SHAPE.vocab
-    told = activations(SHAPE, b, "none", elem_bytes=4)
+    told = stage_activations(SHAPE, b, ALONE, "none", elem_bytes=4)
     assert told.layers == 3 * (66 * s * b * h + 9 * a * s**2 * b)
     assert told.ends == 9 * s * b * h + 4 * s * b * v
 
@@ -129,11 +131,14 @@ def test_activations_of_four_bytes():
     ("call", "says"),
     [
         (
-            lambda: activations(SHAPE, 1, "some"),
+            lambda: stage_activations(SHAPE, 1, ALONE, "some"),
             "expected one of none, selective, full, got 'some'",
         ),
-        (lambda: activations(SHAPE, 0), "expected micro_batch of at least 1, got 0"),
-        (lambda: activations(SHAPE, 1, "full", 0), "expected every of at least 1, got 0"),
+        (lambda: stage_activations(SHAPE, 0, ALONE), "expected micro_batch of at least 1, got 0"),
+        (
+            lambda: stage_activations(SHAPE, 1, ALONE, "full", 0),
+            "expected every of at least 1, got 0",
+        ),
         (lambda: checkpoint_working_bytes(SHAPE, -1), "expected micro_batch of at least 1, got -1"),
     ],
 )
