@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,16 @@ def test_rank_that_ignores_sigterm_is_ended_all_the_same(monkeypatch, tmp_path):
     assert not ranks_of(os.getpid())
 
 
+def ids_of_ranks(folder: Path, ranks: int) -> list[int]:
+    """Process ids that the ranks wrote, once all have: a file is empty before its text is in it."""
+
+    def said() -> list[str]:
+        return [text for path in folder.glob("rank*") if (text := path.read_text())]
+
+    wait_until(lambda: len(said()) == ranks, "the ranks' start")
+    return [int(text) for text in said()]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(number, tmp_path):
     config = json.dumps({"acts": ["sleep", "sleep"], "folder": str(tmp_path)})
@@ -67,8 +78,7 @@ def test_ranks_end_with_their_launcher(number, tmp_path):
         f"sys.exit(launch(LaunchPlan({MODULE!r}, json.loads(sys.argv[1]), ranks=2, threads=1)))"
     )
     with start("-c", program, config, anew=True) as process:
-        wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2, "the ranks' start")
-        pids = [int(path.read_text()) for path in tmp_path.glob("rank*")]
+        pids = ids_of_ranks(tmp_path, 2)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     if number in (signal.SIGINT, signal.SIGTERM):

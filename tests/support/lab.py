@@ -56,6 +56,7 @@ SHOWN_CHARACTERS = 4000
 
 _NEW_MOUNTS, _NEW_HOST_NAME, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_PROCESSES, _NEW_NETWORK = 0x20000000, 0x40000000
+PROCESS_KINDS = _NEW_MOUNTS | _NEW_PROCESSES
 NODE_KINDS = _NEW_MOUNTS | _NEW_HOST_NAME | _NEW_IPC | _NEW_PROCESSES | _NEW_NETWORK
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG = 1
@@ -112,7 +113,7 @@ def burst_bytes(gbps: float) -> int:
 
 
 class NodePopen(Popen):
-    """``subprocess.Popen`` of any command in the namespaces of a node."""
+    """``subprocess.Popen`` of any command in namespaces, those of a node for example."""
 
     def __init__(self, namespaces: Namespaces, command: Sequence[str], **how: Any) -> None:
         self.namespaces = namespaces
@@ -560,6 +561,12 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
         raise OSError(ctypes.get_errno(), f"mount {source} at {target} failed")
 
 
+def own_proc() -> None:
+    """Shows this process, the first of its process namespace, what is in there, and nobody else."""
+    _mount("none", "/", flags=_RECURSIVE | _PRIVATE)
+    _mount("proc", "/proc", "proc")
+
+
 def _hold(name: str, boot_id: str, hosts: str) -> None:
     """Makes this process the first of a node, and ends with the lab: with it ends the node."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -568,8 +575,7 @@ def _hold(name: str, boot_id: str, hosts: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests, which share the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans leave no zombies
     socket.sethostname(name)
-    _mount("none", "/", flags=_RECURSIVE | _PRIVATE)
-    _mount("proc", "/proc", "proc")
+    own_proc()
     _mount("shm", "/dev/shm", "tmpfs")
     texts = {"/etc/hosts": f"127.0.0.1 localhost\n{hosts}"}
     texts["/proc/sys/kernel/random/boot_id"] = f"{boot_id}\n"

@@ -105,6 +105,9 @@ class Ranks:
         store_path = str(Path(self._directory.name) / "store")
         self._answers: list[Connection] = []
         self.processes: list[BaseProcess] = []
+        # The server that forks them asks at once how they ended: only a file that stands for the
+        # process keeps a signal from another one that has got its pid since.
+        self._handles: list[int] = []
         for rank in range(world_size):
             mine, theirs = how.Pipe(duplex=False)
             process = how.Process(
@@ -116,16 +119,18 @@ class Ranks:
             theirs.close()
             self._answers.append(mine)
             self.processes.append(process)
+            self._handles.append(os.pidfd_open(process.pid or 0))
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                self.signal(self.processes.index(process), signal.SIGCONT)
-                process.kill()
+        for rank, process in enumerate(self.processes):
+            for number in (signal.SIGCONT, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    self.signal(rank, number)
             process.join()
+            os.close(self._handles[rank])
         for answer in self._answers:
             answer.close()
         self._directory.cleanup()
@@ -135,7 +140,7 @@ class Ranks:
         return [process.pid or 0 for process in self.processes]
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.pids[rank], number)
+        signal.pidfd_send_signal(self._handles[rank], number)
 
     def wait(self, timeout_s: float = 60.0, ranks: list[int] | None = None) -> list[Outcome]:
         """The outcomes of ``ranks`` (default all); fails when one of them does not end in time."""

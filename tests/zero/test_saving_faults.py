@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -134,8 +133,8 @@ def test_killed_while_it_saves_the_last_checkpoint_loads(tmp_path):
             while len(list(root.glob("step-*"))) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(rng.random() * 0.1)
-            for pid in ranks.pids:
-                os.kill(pid, signal.SIGKILL)
+            for rank in range(2):
+                ranks.signal(rank, signal.SIGKILL)
         last = run_ranks(_load_after, 2, root)[0]
         assert last >= 1
 

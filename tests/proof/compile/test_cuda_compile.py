@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from ringcomm.cuda.units import UNITS
 from ringcomm.errors import UnsupportedError
 from tests.support import ROOT, cuda_code
 from tests.support import cuda_checks as checks
-from tests.support.cuda_code import compile_unit, kernels_of, output_of, tool
+from tests.support.cuda_code import Binary, compile_unit, kernels_of, output_of, tool
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import library
 
@@ -52,15 +53,26 @@ def compilations():
     Processes: NVRTC compiles one program of a process at a time.
     """
     context = get_context("spawn")
+    others = set(active_children())
     with ProcessPoolExecutor(os.cpu_count(), context, os.nice, (10,)) as pool:
-        yield {each: pool.submit(compile_unit, *each) for each in MATRIX}
+        under_way = {each: pool.submit(compile_unit, *each) for each in MATRIX}
+        processes = set(active_children()) - others
+
+        def take(unit: str, target: str) -> Binary:
+            try:
+                # Taken out, so that its memory is free when the next one is looked at.
+                return under_way.pop((unit, target)).result()
+            except BrokenProcessPool:
+                ends = [process.exitcode for process in processes]
+                pytest.fail(f"a compiling process died; they ended with {ends}, signals negative")
+
+        yield take
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module", params=MATRIX, ids=["-".join(each) for each in MATRIX])
 def binary(request, compilations):
-    # Taken out, so that its memory is free when the next one is looked at.
-    return compilations.pop(request.param).result()
+    return compilations(*request.param)
 
 
 def figures_of(kernel: int) -> tuple[int, int]:
