@@ -104,6 +104,10 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   flags["l2"] = kAdamL2;
   flags["amsgrad"] = kAdamAmsgrad;
   flags["maximize"] = kAdamMaximize;
+  flags["sgd"] = kSgd;
+  flags["momentum"] = kMomentum;
+  flags["nesterov"] = kNesterov;
+  flags["lion"] = kLion;
   kinds["l2"] = int(NormKind::kTwo);
   kinds["l1"] = int(NormKind::kOne);
   kinds["inf"] = int(NormKind::kInf);

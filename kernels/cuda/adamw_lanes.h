@@ -5,6 +5,7 @@
 #include "kernels/cuda/grad_sum.h"
 #include "ringcomm/optimizer/adamw_element.h"
 #include "ringcomm/optimizer/buckets.h"
+#include "ringcomm/optimizer/one_moment_element.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -58,9 +59,32 @@ struct Updater {
     return reinterpret_cast<P*>(copies[c]) + s.begin + at;
   }
 
+  // The moments that a parameter's update reads and writes.
+  RC_TEAM_FN static bool has_first(const AdamWFactors& f) {
+    return (f.flags & (kSgd | kMomentum)) != kSgd;
+  }
+  RC_TEAM_FN static bool has_second(const AdamWFactors& f) {
+    return (f.flags & (kSgd | kLion)) == 0;
+  }
+
+  RC_TEAM_FN static void update_sgd(float& p, float g, float& m, const AdamWFactors& f) {
+    const bool l2 = (f.flags & kAdamL2) != 0;
+    if ((f.flags & kMomentum) == 0)
+      l2 ? sgd_element<SgdPath<true, false, false>>(p, g, m, f)
+         : sgd_element<SgdPath<false, false, false>>(p, g, m, f);
+    else if ((f.flags & kNesterov) != 0)
+      l2 ? sgd_element<SgdPath<true, true, true>>(p, g, m, f)
+         : sgd_element<SgdPath<false, true, true>>(p, g, m, f);
+    else
+      l2 ? sgd_element<SgdPath<true, true, false>>(p, g, m, f)
+         : sgd_element<SgdPath<false, true, false>>(p, g, m, f);
+  }
+
   RC_TEAM_FN static void update(float& p, float g, float& m, float& v, float& v_max,
                                 const AdamWFactors& f) {
     g = adamw_gradient(g, f);
+    if ((f.flags & kSgd) != 0) return update_sgd(p, g, m, f);
+    if ((f.flags & kLion) != 0) return lion_element(p, g, m, f);
     const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
                from_end = !(f.one_minus_beta1 < 0.5f);
     // Uniform branches: every lane of a block works on one parameter.
@@ -98,11 +122,12 @@ struct Updater {
 
   RC_TEAM_FN void one(uint64_t at, float g, const AdamWFactors& f) const {
     const bool amsgrad = (f.flags & kAdamAmsgrad) != 0;
-    float p = master_of(*own(at), at), m = s.exp_avg[at], v = s.exp_avg_sq[at],
-          v_max = amsgrad ? s.max_exp_avg_sq[at] : 0.0f;
+    const bool first = has_first(f), second = has_second(f);
+    float p = master_of(*own(at), at), m = first ? s.exp_avg[at] : 0.0f,
+          v = second ? s.exp_avg_sq[at] : 0.0f, v_max = amsgrad ? s.max_exp_avg_sq[at] : 0.0f;
     update(p, g, m, v, v_max, f);
-    s.exp_avg[at] = m;
-    s.exp_avg_sq[at] = v;
+    if (first) s.exp_avg[at] = m;
+    if (second) s.exp_avg_sq[at] = v;
     if (amsgrad) s.max_exp_avg_sq[at] = v_max;
     const P param = param_of(p, at, f);
     *own(at) = param;
@@ -157,23 +182,29 @@ struct Updater {
   }
 
   RC_TEAM_FN void eight(uint64_t at, const GradSum<G>& grads, const AdamWFactors& f) const {
-    const bool amsgrad = (f.flags & kAdamAmsgrad) != 0;
-    float p[kTurnElems], g[kTurnElems], m[kTurnElems], v[kTurnElems], v_max[kTurnElems] = {};
+    const bool amsgrad = (f.flags & kAdamAmsgrad) != 0, first = has_first(f),
+               second = has_second(f);
+    float p[kTurnElems], g[kTurnElems], m[kTurnElems] = {}, v[kTurnElems] = {},
+                                        v_max[kTurnElems] = {};
     Eight<float> held_m, held_v, held_max;
-    held_m.load(s.exp_avg + at);
-    held_v.load(s.exp_avg_sq + at);
+    if (first) held_m.load(s.exp_avg + at);
+    if (second) held_v.load(s.exp_avg_sq + at);
     if (amsgrad) held_max.load(s.max_exp_avg_sq + at);
     load_masters(at, p);
     grads.eight(at, g);
-    held_m.get(m);
-    held_v.get(v);
+    if (first) held_m.get(m);
+    if (second) held_v.get(v);
     if (amsgrad) held_max.get(v_max);
     RC_UNROLL
     for (int k = 0; k < kTurnElems; ++k) update(p[k], g[k], m[k], v[k], v_max[k], f);
-    held_m.set(m);
-    held_v.set(v);
-    held_m.store(s.exp_avg + at);
-    held_v.store(s.exp_avg_sq + at);
+    if (first) {
+      held_m.set(m);
+      held_m.store(s.exp_avg + at);
+    }
+    if (second) {
+      held_v.set(v);
+      held_v.store(s.exp_avg_sq + at);
+    }
     if (amsgrad) {
       held_max.set(v_max);
       held_max.store(s.max_exp_avg_sq + at);

@@ -6,6 +6,7 @@
 #include "kernels/host/isa_kernels.h"
 #include "ringcomm/optimizer/adamw_element.h"
 #include "ringcomm/optimizer/grad_norm.h"
+#include "ringcomm/optimizer/one_moment_element.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
@@ -102,9 +103,37 @@ inline void update_run(float* RC_RESTRICT p, const float* RC_RESTRICT g, float* 
   }
 }
 
+template <class Path>
+inline void sgd_run(float* RC_RESTRICT p, const float* RC_RESTRICT g, float* RC_RESTRICT m,
+                    const AdamWFactors& factors, uint64_t n) {
+  const AdamWFactors f = factors;
+  for (uint64_t i = 0; i < n; ++i) {
+    float unused = 0.0f;
+    sgd_element<Path>(p[i], adamw_gradient(g[i], f), Path::kHasMoment ? m[i] : unused, f);
+  }
+}
+
+inline void update_sgd(float* p, const float* g, float* m, const AdamWFactors& f, uint64_t n) {
+  const bool l2 = (f.flags & kAdamL2) != 0, nesterov = (f.flags & kNesterov) != 0;
+  const auto run = [&](auto path) { sgd_run<decltype(path)>(p, g, m, f, n); };
+  if ((f.flags & kMomentum) == 0)
+    return l2 ? run(SgdPath<true, false, false>{}) : run(SgdPath<false, false, false>{});
+  if (nesterov) return l2 ? run(SgdPath<true, true, true>{}) : run(SgdPath<false, true, true>{});
+  l2 ? run(SgdPath<true, true, false>{}) : run(SgdPath<false, true, false>{});
+}
+
+inline void update_lion(float* RC_RESTRICT p, const float* RC_RESTRICT g, float* RC_RESTRICT m,
+                        const AdamWFactors& factors, uint64_t n) {
+  const AdamWFactors f = factors;
+  for (uint64_t i = 0; i < n; ++i) lion_element(p[i], adamw_gradient(g[i], f), m[i], f);
+}
+
 inline void update(float* p, const float* g, const AdamWShard& s, uint64_t at,
                    const AdamWFactors& f, uint64_t n) {
-  float *const m = s.exp_avg + at, *const v = s.exp_avg_sq + at;
+  float* const m = s.exp_avg != nullptr ? s.exp_avg + at : nullptr;
+  if ((f.flags & kSgd) != 0) return update_sgd(p, g, m, f, n);
+  if ((f.flags & kLion) != 0) return update_lion(p, g, m, f, n);
+  float* const v = s.exp_avg_sq + at;
   const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
              from_end = !(f.one_minus_beta1 < 0.5f);
   float* const v_max = amsgrad ? s.max_exp_avg_sq + at : nullptr;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -22,6 +22,28 @@ def code(dtype: torch.dtype) -> int:
     return _native.DTYPES[str(dtype).removeprefix("torch.")]
 
 
+FLAGS = _native.ADAMW_FLAGS
+# Hyper-parameters of two groups: lr, beta1 or dampening, beta2 or momentum, eps, decay, flags.
+RULES = {
+    "adamw": [
+        [1e-2, 0.9, 0.999, 1e-8, 1e-2, 0],
+        [1e-3, 0.4, 0.9, 1e-8, 1e-1, FLAGS["l2"] | FLAGS["amsgrad"]],
+    ],
+    "sgd": [
+        [1e-2, 0, 0, 0, 0, FLAGS["sgd"] | FLAGS["l2"]],
+        [1e-1, 0, 0, 0, 1e-1, FLAGS["sgd"] | FLAGS["l2"] | FLAGS["maximize"]],
+    ],
+    "momentum": [
+        [1e-2, 0.1, 0.9, 0, 0, FLAGS["sgd"] | FLAGS["l2"] | FLAGS["momentum"]],
+        [1e-2, 0, 0.8, 0, 1e-2, FLAGS["sgd"] | FLAGS["l2"] | FLAGS["momentum"] | FLAGS["nesterov"]],
+    ],
+    "lion": [
+        [1e-2, 0.9, 0.99, 0, 0, FLAGS["lion"]],
+        [1e-3, 0.4, 0.7, 0, 1e-1, FLAGS["lion"] | FLAGS["maximize"]],
+    ],
+}
+
+
 @dataclass
 class Shard:
     """One rank's shard of a bucket of ``elems`` in two groups, and the tables of its steps."""
@@ -33,26 +55,14 @@ class Shard:
     kind: str = "master"  # or "remainder", "stochastic"
     in_heap: bool = False
     elems_before: int = 0  # in the parameters' memory
-    hyper: list[list[float]] = field(
-        default_factory=lambda: [
-            [1e-2, 0.9, 0.999, 1e-8, 1e-2, 0],
-            [
-                1e-3,
-                0.4,
-                0.9,
-                1e-8,
-                1e-1,
-                _native.ADAMW_FLAGS["l2"] | _native.ADAMW_FLAGS["amsgrad"],
-            ],
-        ]
-    )
+    rule: str = "adamw"
 
     def __post_init__(self) -> None:
         cut = max(self.elems // 3, 1)
         rows = [[0, cut, 0], [min(cut + 7, self.elems), self.elems, 1]]
         self.segments = torch.tensor([row for row in rows if row[0] < row[1]], dtype=torch.int64)
         self.factors = torch.zeros(2, 48, dtype=torch.uint8)
-        self.hypers = torch.tensor(self.hyper, dtype=torch.float64)
+        self.hypers = torch.tensor(RULES[self.rule], dtype=torch.float64)
         self.control = torch.tensor([0.5, 0.75, 0, 0, 0], dtype=torch.float64)
         self.group, self.active = torch.arange(2), torch.ones(2, dtype=torch.float64)
         self.step = torch.zeros(2, dtype=torch.float64)
@@ -67,6 +77,9 @@ class Shard:
         self.state = torch.zeros(3, max(self.own, 1))
         self.master = values[self.begin : self.begin + self.own].float()
         self.low = torch.zeros(max(self.own, 1), dtype=torch.int16)
+        # What a rule does not need, it must not touch.
+        moments = {"adamw": 3, "sgd": 0}.get(self.rule, 1)
+        state = [self.state[k].data_ptr() if k < moments else 0 for k in range(3)]
         has_master = self.kind == "master" and self.dtype != torch.float32
         self.native = _native.AdamWShard(
             segments=self.segments.data_ptr(),
@@ -77,9 +90,9 @@ class Shard:
             elems=self.own,
             master=self.master.data_ptr() if has_master else 0,
             remainder=self.low.data_ptr() if self.kind == "remainder" else 0,
-            exp_avg=self.state[0].data_ptr(),
-            exp_avg_sq=self.state[1].data_ptr(),
-            max_exp_avg_sq=self.state[2].data_ptr(),
+            exp_avg=state[0],
+            exp_avg_sq=state[1],
+            max_exp_avg_sq=state[2],
             params=self.params.data_ptr(),
             param_dtype=code(self.dtype),
             stochastic=self.kind == "stochastic",
@@ -115,16 +128,17 @@ def isa():
     _native.force_isa("")
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["master", "remainder", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_every_instruction_set_gives_the_same_bits(isa, dtype, kind):
+def test_every_instruction_set_gives_the_same_bits(isa, dtype, kind, rule):
     if kind == "remainder" and dtype != torch.bfloat16:
         kind = "master"
     results = []
     for name in ("avx512", "avx2", "baseline"):
         if not isa(name):
             continue
-        shard = Shard(5003, dtype, kind=kind)
+        shard = Shard(5003, dtype, kind=kind, rule=rule)
         words = torch.empty(_native.GRAD_NORM_WORDS, dtype=torch.int64)
         for turn in range(3):
             grad = gradient(5003, dtype, 0, turn)
@@ -136,6 +150,62 @@ def test_every_instruction_set_gives_the_same_bits(isa, dtype, kind):
         torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
     )
     assert len(results) > 1 or _native.isa() == "baseline"
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms", in torch."""
+
+    def __init__(self, params, lr, betas, weight_decay, maximize) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "wd": weight_decay, "max": maximize})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                g = -p.grad if group["max"] else p.grad
+                p.mul_(1 - lr * group["wd"])
+                p.add_(m.mul(beta1).add_(g, alpha=1 - beta1).sign_(), alpha=-lr)
+                m.mul_(beta2).add_(g, alpha=1 - beta2)
+
+
+def in_torch(rule: str, row: list[float], param: torch.Tensor) -> torch.optim.Optimizer:
+    """torch's own optimizer for a group of ``RULES``."""
+    lr, beta1, beta2, _, decay, flags = row
+    maximize = bool(int(flags) & FLAGS["maximize"])
+    if rule == "lion":
+        return Lion([param], lr, (beta1, beta2), decay, maximize)
+    nesterov = bool(int(flags) & FLAGS["nesterov"])
+    return torch.optim.SGD(
+        [param], lr, beta2, beta1, decay, nesterov, maximize=maximize, foreach=False
+    )
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "lion"])
+def test_updates_with_one_moment_have_the_bits_of_torch(rule):
+    shard = Shard(5003, torch.float32, rule=rule)
+    cuts = [slice(*row[:2]) for row in shard.segments.tolist()]
+    params = [torch.nn.Parameter(shard.params[cut].clone()) for cut in cuts]
+    optimizers = [
+        in_torch(rule, row, param) for row, param in zip(RULES[rule], params, strict=True)
+    ]
+    for turn in range(4):
+        grad = gradient(5003, torch.float32, 0, turn % 2)
+        grad[:3] = torch.tensor([float("nan"), -0.0, float("inf")]) if turn == 2 else -0.0
+        shard.active[1] = float(turn != 0)  # it begins later
+        shard.prepare()
+        _native.adamw_shard(shard.native, grad.data_ptr(), code(torch.float32))
+        for number, (optimizer, param, cut) in enumerate(
+            zip(optimizers, params, cuts, strict=True)
+        ):
+            if shard.active[number]:
+                param.grad = grad[cut] * 0.5 * 0.75
+                optimizer.step()
+                assert torch.equal(bits(param.detach()), bits(shard.params[cut])), (turn, number)
+                for moment in optimizer.state[param].values():
+                    if isinstance(moment, torch.Tensor):
+                        assert torch.equal(bits(moment), bits(shard.state[0][cut]))
 
 
 class Step:
@@ -200,9 +270,11 @@ class Step:
         self.comm.all_gather(outputs, params[shard.begin : shard.begin + shard.own].clone())
 
 
-def train(comm, form: str, elems: int, dtypes, algorithm: str, step_bytes: int = 0):
+def train(
+    comm, form: str, elems: int, dtypes, algorithm: str, step_bytes: int = 0, rule: str = "adamw"
+):
     grad_dtype, dtype = dtypes
-    shard = Shard(elems, dtype, comm.rank, comm.world_size, in_heap=True)
+    shard = Shard(elems, dtype, comm.rank, comm.world_size, in_heap=True, rule=rule)
     grads = ringcomm.empty(elems, dtype=grad_dtype)
     step = Step(comm, shard, grads, algorithm, step_bytes)
     for turn in range(3):
@@ -238,6 +310,18 @@ def test_one_pass_two_passes_and_separate_kernels_give_the_same_bits(world_size,
                 results[form] = params
             assert torch.equal(results["one_pass"], results["two_passes"])
             assert torch.equal(results["one_pass"], results["separate"])
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "lion"])
+def test_forms_of_updates_with_one_moment_give_the_same_bits(rule):
+    """The forms know nothing of what the update does: a world and a mix of dtypes stand for all."""
+    with ringcomm.local_world(3, timeout=60) as world:
+        results = [
+            params
+            for form in ("one_pass", "two_passes", "separate")
+            for params, _ in world.run(train, form, 9 * BLOCK + 3, MIXES[2], "direct", 0, rule)
+        ]
+        assert all(torch.equal(each, results[0]) for each in results)
 
 
 @pytest.mark.parametrize("dtypes", MIXES, ids=str)

@@ -1,5 +1,6 @@
-// The data of an AdamW step on a shard: written by ringcomm/optim, read by the host's, CUDA's and
-// Triton's kernels alike. Every number that changes from step to step lies in
+// The data of an optimizer's step on a shard: written by ringcomm/optim, read by the host's, CUDA's
+// and Triton's kernels alike. The step is AdamW's, whose names the data have, or, by its flags, that
+// of SGD or Lion (one_moment_element.h), which use some of them otherwise. Every number that changes from step to step lies in
 // memory that the device reads, so that no step waits for the host and a captured graph replays.
 //
 // A *bucket* is a run of parameters of one dtype, flat in the heap. Its *chunk* r, the part of rank
@@ -16,16 +17,20 @@ constexpr int kBlockShift = 9;
 constexpr uint64_t kBlockElems = 1 << kBlockShift;
 
 // The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a
-// tensor.
+// tensor. SGD has its dampening as beta1 and its momentum as beta2.
 struct AdamWHyper {
   double lr, beta1, beta2, eps, weight_decay;
-  double flags;  // kAdamL2 | kAdamAmsgrad | kAdamMaximize
+  double flags;  // kAdam*, and one of kSgd and kLion or neither
 };
 
 constexpr uint32_t kAdamActive = 1;  // the parameter takes this step
 constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (Adam), not decoupled
 constexpr uint32_t kAdamAmsgrad = 4;
 constexpr uint32_t kAdamMaximize = 8;
+constexpr uint32_t kSgd = 16;       // the update is that of SGD
+constexpr uint32_t kMomentum = 32;  // SGD has a momentum, which lies in exp_avg
+constexpr uint32_t kNesterov = 64;  // Nesterov's
+constexpr uint32_t kLion = 128;     // the update is that of Lion, whose moment lies in exp_avg
 
 // The scalars of one optimizer; all doubles, one tensor.
 struct AdamWControl {
@@ -43,9 +48,20 @@ struct AdamWFactors {
   uint32_t step;   // of this parameter, from 1
   float decay;     // 1 - lr * weight_decay
   float weight_decay;
-  float one_minus_beta1, beta2, one_minus_beta2;
-  float negative_step_size;     // -lr / (1 - beta1^step)
-  float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+  union {
+    float one_minus_beta1;
+    float one_minus_dampening;  // SGD's
+  };
+  union {
+    float beta2;
+    float momentum;  // SGD's
+  };
+  float one_minus_beta2;
+  float negative_step_size;  // AdamW: -lr / (1 - beta1^step); others: -lr
+  union {
+    float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+    float beta1;                  // Lion's
+  };
   float eps;
   float grad_scale, clip;  // the gradient is multiplied by one, then by the other
 };
@@ -69,8 +85,8 @@ struct AdamWShard {
   // `remainder` (bfloat16: the master's low halves); neither (with stochastic rounding).
   float* master;          // [elems] or null
   uint16_t* remainder;    // [elems] or null
-  float* exp_avg;         // [elems]
-  float* exp_avg_sq;      // [elems]
+  float* exp_avg;         // [elems]; null: no group has such a moment (SGD without momentum)
+  float* exp_avg_sq;      // [elems]; null: no group has such a moment (SGD, Lion)
   float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad
   char* params;           // [bucket_elems] of param_dtype
   DType param_dtype;      // kFloat32, kBFloat16 or kFloat16

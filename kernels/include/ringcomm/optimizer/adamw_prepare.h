@@ -7,23 +7,46 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// In double precision, as torch computes them in Python, and rounded to FP32 where torch's kernels
-// round them.
-RC_FN AdamWFactors adamw_factors(const AdamWHyper& h, double step, double inv_scale, double clip) {
-  const uint32_t flags = uint32_t(h.flags);
-  AdamWFactors f{};
-  f.flags = flags | kAdamActive;
-  f.step = uint32_t(step);
-  f.decay = float(1.0 - h.lr * h.weight_decay);
-  f.weight_decay = float(h.weight_decay);
-  // Adam without decay adds nothing to the gradient, not zero times the parameter.
-  if (h.weight_decay == 0.0) f.flags &= ~kAdamL2;
+RC_FN void set_sgd_factors(AdamWFactors& f, const AdamWHyper& h) {
+  f.one_minus_dampening = float(1.0 - h.beta1);
+  f.momentum = float(h.beta2);
+  f.negative_step_size = float(-h.lr);
+}
+
+RC_FN void set_lion_factors(AdamWFactors& f, const AdamWHyper& h) {
+  f.beta1 = float(h.beta1);
+  f.one_minus_beta1 = float(1.0 - h.beta1);
+  f.beta2 = float(h.beta2);
+  f.one_minus_beta2 = float(1.0 - h.beta2);
+  f.negative_step_size = float(-h.lr);
+}
+
+RC_FN void set_adam_factors(AdamWFactors& f, const AdamWHyper& h, double step) {
   f.one_minus_beta1 = float(1.0 - h.beta1);
   f.beta2 = float(h.beta2);
   f.one_minus_beta2 = float(1.0 - h.beta2);
   f.negative_step_size = float(-(h.lr / (1.0 - power(h.beta1, step))));
   f.bias_correction2_sqrt = float(square_root(1.0 - power(h.beta2, step)));
   f.eps = float(h.eps);
+}
+
+// In double precision, as torch computes them in Python, and rounded to FP32 where torch's kernels
+// round them.
+RC_FN AdamWFactors factors_of(const AdamWHyper& h, double step, double inv_scale, double clip) {
+  const uint32_t flags = uint32_t(h.flags);
+  AdamWFactors f{};
+  f.flags = flags | kAdamActive;
+  f.step = uint32_t(step);
+  f.decay = float(1.0 - h.lr * h.weight_decay);
+  f.weight_decay = float(h.weight_decay);
+  // Without decay nothing is added to the gradient, not zero times the parameter.
+  if (h.weight_decay == 0.0) f.flags &= ~kAdamL2;
+  if ((flags & kSgd) != 0)
+    set_sgd_factors(f, h);
+  else if ((flags & kLion) != 0)
+    set_lion_factors(f, h);
+  else
+    set_adam_factors(f, h, step);
   f.grad_scale = (flags & kAdamMaximize) != 0 ? -float(inv_scale) : float(inv_scale);
   f.clip = float(clip);
   return f;
@@ -46,7 +69,7 @@ RC_FN void prepare_adamw(const AdamWTable& t, int lane, int lanes) {
     t.step[i] = step;
     // Most parameters share their group and step with the one before, and powers are slow.
     if (t.group[i] != last_group || step != last_step)
-      last = adamw_factors(t.hyper[t.group[i]], step, inv_scale, clip);
+      last = factors_of(t.hyper[t.group[i]], step, inv_scale, clip);
     last_group = t.group[i];
     last_step = step;
     t.factors[i] = last;
