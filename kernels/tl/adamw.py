@@ -1,4 +1,4 @@
-"""AdamW: the update of one element, of a run of a shard, and the kernel of a whole shard."""
+"""AdamW, SGD and Lion: the update of one element, of a run of a shard, and of a whole shard."""
 
 import triton
 import triton.language as tl
@@ -12,16 +12,19 @@ from .words import word32, word64
 # --------------------------------------------------------------------------------------------------
 # The update of one element, and how the result is stored.
 #
-# The Triton twin of ringcomm/optimizer/adamw_element.h, whose comments say why each operation is
-# what it is: the same bits. It counts on kernels compiled with ``enable_fp_fusion=False``, so that
-# a product and a sum become one fused multiply-add where this says so, and nowhere else.
+# The Triton twin of ringcomm/optimizer/adamw_element.h and one_moment_element.h, whose comments say
+# why each operation is what it is: the same bits. It counts on kernels compiled with
+# ``enable_fp_fusion=False``, so that a product and a sum become one fused multiply-add where this
+# says so, and nowhere else.
 # --------------------------------------------------------------------------------------------------
 
 ACTIVE = tl.constexpr(ADAMW_FLAGS["active"])
 L2 = tl.constexpr(ADAMW_FLAGS["l2"])
 AMSGRAD = tl.constexpr(ADAMW_FLAGS["amsgrad"])
+NESTEROV = tl.constexpr(ADAMW_FLAGS["nesterov"])
 
-# Floats of AdamWFactors, in the order in which load_factors() returns them.
+# Floats of AdamWFactors, in the order in which load_factors() returns them. As there, "beta2" is
+# SGD's momentum, "one_minus_beta1" has its dampening, and "bias_correction2_sqrt" is Lion's beta1.
 _NAMES = (
     "decay",
     "weight_decay",
@@ -119,6 +122,30 @@ def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
     denominator = tl.div_rn(tl.sqrt_rn(root), factors[8]) + factors[9]
     p = p + tl.div_rn(factors[7] * m, denominator)
     return p, m, v, v_max
+
+
+@triton.jit
+def sgd_element(p, g, m, factors, HAS_MOMENT: tl.constexpr):
+    """The update of SGD; returns p and m, which has no meaning without HAS_MOMENT."""
+    flags = factors[1]
+    g = g * factors[10] * factors[11]
+    g = tl.where((flags & L2) != 0, fused_multiply_add(factors[3], p, g), g)
+    if HAS_MOMENT:
+        m = tl.where(factors[0] == 1, g, fused_multiply_add(factors[4], g, m * factors[5]))
+        g = tl.where((flags & NESTEROV) != 0, fused_multiply_add(factors[5], m, g), m)
+    return fused_multiply_add(factors[7], g, p), m
+
+
+@triton.jit
+def lion_element(p, g, m, factors):
+    """The update of Lion; returns p and m."""
+    g = g * factors[10] * factors[11]
+    p = p * factors[2]
+    c = fused_multiply_add(factors[4], g, m * factors[8])
+    sign = (c > 0.0).to(tl.float32) - (c < 0.0).to(tl.float32)
+    p = fused_multiply_add(factors[7], sign, p)
+    m = fused_multiply_add(factors[6], g, m * factors[5])
+    return p, m
 
 
 # ---- the master copy as a bfloat16 parameter and the 16 bits below it --------------------------
@@ -349,16 +376,24 @@ def _turn(
     mask = (at + lanes >= low) & (at + lanes < high)
     g = gradient(sources, at - first, lanes, mask, KIND.grad, KIND.divisor, MASKED)
     p = _master(dests[0], state, at, mask, KIND, MASKED)
-    m = _load(state[0], at, mask, tl.float32, MASKED)
-    v = _load(state[1], at, mask, tl.float32, MASKED)
-    v_max = v
-    if KIND.keeps_max:
-        v_max = _load(state[2], at, mask, tl.float32, MASKED)
-    p, m, v, v_max = adamw_element(p, g, m, v, v_max, factors, KIND.keeps_max)
-    _store(state[0], at, m, mask, tl.float32, MASKED)
-    _store(state[1], at, v, mask, tl.float32, MASKED)
-    if KIND.keeps_max:
-        _store(state[2], at, v_max, mask, tl.float32, MASKED)
+    m = g
+    if KIND.rule != "sgd":
+        m = _load(state[0], at, mask, tl.float32, MASKED)
+    if KIND.rule == "lion":
+        p, m = lion_element(p, g, m, factors)
+    elif KIND.rule != "adamw":
+        p, m = sgd_element(p, g, m, factors, KIND.rule == "momentum")
+    else:
+        v = _load(state[1], at, mask, tl.float32, MASKED)
+        v_max = v
+        if KIND.keeps_max:
+            v_max = _load(state[2], at, mask, tl.float32, MASKED)
+        p, m, v, v_max = adamw_element(p, g, m, v, v_max, factors, KIND.keeps_max)
+        _store(state[1], at, v, mask, tl.float32, MASKED)
+        if KIND.keeps_max:
+            _store(state[2], at, v_max, mask, tl.float32, MASKED)
+    if KIND.rule != "sgd":
+        _store(state[0], at, m, mask, tl.float32, MASKED)
     if KIND.master == "remainder":
         result, remainder = split_master(p)
         _store(state[4], at, remainder, mask, tl.uint16, MASKED)

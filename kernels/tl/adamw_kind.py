@@ -20,6 +20,7 @@ class ShardKind:
         keeps_max: some group uses amsgrad.
         stochastic: how 16-bit parameters are rounded.
         divisor: the sum of the gradients is divided by it.
+        rule: the update: "adamw" (with Adam), "sgd" (without momentum), "momentum" or "lion".
     """
 
     grad: Any
@@ -28,6 +29,7 @@ class ShardKind:
     keeps_max: bool
     stochastic: bool
     divisor: int
+    rule: str = "adamw"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,15 @@ _PROGRAM_ELEMS = 1024
 
 
 def shard_kind(
-    grad: str, param: str, op: str, world: int, *, master: str, keeps_max: bool, stochastic: bool
+    grad: str,
+    param: str,
+    op: str,
+    world: int,
+    *,
+    master: str,
+    keeps_max: bool,
+    stochastic: bool,
+    rule: str = "adamw",
 ) -> ShardKind:
     """Returns the constants that the kernels of a shard are compiled for.
 
@@ -52,6 +60,7 @@ def shard_kind(
         master: "fp32", "remainder" or "none"; FP32 parameters are their own.
         keeps_max: the shard has max_exp_avg_sq.
         stochastic: how 16-bit parameters are rounded.
+        rule: of the update, as :class:`ShardKind` names it.
     """
     own = param == "float32"
     return ShardKind(
@@ -61,6 +70,7 @@ def shard_kind(
         keeps_max,
         stochastic and not own,
         world if op == "AVG" else 1,
+        rule,
     )
 
 

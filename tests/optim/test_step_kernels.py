@@ -159,7 +159,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "wd": weight_decay, "max": maximize})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], group["lr"]
             for p in group["params"]:

@@ -18,7 +18,10 @@ Tensor = torch.Tensor
 PARAMS = 6
 ACTIVE = (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 STEPS = (0.0, 5.0, 3.0, 100.0, 1e6, 0.0)
-L2, AMSGRAD, MAXIMIZE = (_native.ADAMW_FLAGS[name] for name in ("l2", "amsgrad", "maximize"))
+L2, AMSGRAD, MAXIMIZE, SGD, MOMENTUM, NESTEROV, LION = (
+    _native.ADAMW_FLAGS[name]
+    for name in ("l2", "amsgrad", "maximize", "sgd", "momentum", "nesterov", "lion")
+)
 # lr, betas, eps, weight decay, flags: every path of the update, with beta1 on both sides of 1/2.
 HYPER = (
     (1e-2, 0.9, 0.999, 1e-8, 0.1, 0),
@@ -26,6 +29,15 @@ HYPER = (
     (1e-1, 0.3, 0.9, 1e-3, 0.1, MAXIMIZE | AMSGRAD),
     (1e-1, 0.9, 0.9, 1e-3, 0.1, L2),
 )
+# The flags of the same rows for the other rules.
+FLAGS_OF_RULE = {
+    "sgd": (SGD, SGD | L2, SGD | MAXIMIZE, SGD | L2),
+    "momentum": tuple(
+        flags | SGD | MOMENTUM for flags in (0, L2 | NESTEROV, MAXIMIZE | NESTEROV, L2)
+    ),
+    "lion": (LION, LION, LION | MAXIMIZE, LION),
+}
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 
 
 @dataclass(frozen=True)
@@ -39,12 +51,14 @@ class Case:
     amsgrad: bool = False
     stochastic: bool = False
     op: str = "SUM"
+    rule: str = "adamw"
 
 
-def make_factors(amsgrad: bool) -> Tensor:
+def make_factors(amsgrad: bool, rule: str) -> Tensor:
     """Returns what prepare_adamw() makes of six parameters, one of which takes no step."""
-    flags = L2 | MAXIMIZE | (AMSGRAD if amsgrad else 0)
-    hyper = [[*row[:-1], row[-1] & flags] for row in HYPER]
+    known = L2 | MAXIMIZE | (AMSGRAD if amsgrad else 0)
+    flags = FLAGS_OF_RULE.get(rule, tuple(row[-1] & known for row in HYPER))
+    hyper = [[*row[:-1], each] for row, each in zip(HYPER, flags, strict=True)]
 
     def table(*numbers: Any, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
@@ -91,7 +105,11 @@ class Memory:
     ) -> None:
         torch.manual_seed(case.elems)  # the same on all ranks, but for the gradients
         n = case.elems
-        self.case, self.factors, self.segments = case, make_factors(case.amsgrad), make_segments(n)
+        self.case, self.factors, self.segments = (
+            case,
+            make_factors(case.amsgrad, case.rule),
+            make_segments(n),
+        )
         chunk = _native.chunk_elems(n, world)
         self.begin = min(rank * chunk, n)
         self.elems = min(chunk, n - self.begin)
@@ -111,9 +129,9 @@ class Memory:
         self.params = room(dtype=case.param)[:n].copy_(params)
         self.grads = room(dtype=case.grad)[:n].copy_(grads)
         self.grads_ptr = self.grads.untyped_storage().data_ptr()
+        moments = zip(MOMENTS.get(case.rule, ("exp_avg",)), state, strict=False)
         self.tensors = {
-            "exp_avg": state[0][here].clone(),
-            "exp_avg_sq": state[1][here].clone(),
+            **{name: values[here].clone() for name, values in moments},
             "out": torch.ones(self.elems),
             "words": torch.zeros(_native.GRAD_NORM_WORDS, dtype=torch.int64),
             "params": self.params,
@@ -166,6 +184,7 @@ class Memory:
             master=case.master,
             keeps_max=case.amsgrad,
             stochastic=case.stochastic,
+            rule=case.rule,
         )
 
 

@@ -38,6 +38,13 @@ KINDS = (
 )
 
 
+OTHER_RULES = (
+    Case(5003, *KINDS[0], rule="momentum"),
+    Case(600, *KINDS[0], rule="sgd"),
+    Case(600, *KINDS[5], rule="lion"),
+)
+
+
 def _quiet():
     """NumPy, of which the interpreter is made, warns of infinities and NaN that are meant."""
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -48,16 +55,15 @@ def _shards(store, rank, world):
         from ringcomm._tl.adamw_launch import launch_adamw_shard
     _quiet()
     wrong, changed = [], 0
-    for kind in KINDS:
-        for elems in SIZES:
-            case = Case(elems, *kind)
-            ours, native = (Memory(case, 0, 1, hostile=elems > 700) for _ in range(2))
-            before = ours.params.clone()
-            grad = ours.grads.data_ptr()
-            _native.adamw_shard(native.shard, grad, DTYPE_CODES[case.grad])
-            launch_adamw_shard(ours.record.data_ptr(), grad, elems, ours.kind("SUM", 1))
-            changed += not torch.equal(ours.params, before)
-            wrong += [(case, *each) for each in differences(ours, native)]
+    cases = [Case(elems, *kind) for kind in KINDS for elems in SIZES]
+    for case in (*cases, *OTHER_RULES):
+        ours, native = (Memory(case, 0, 1, hostile=case.elems > 700) for _ in range(2))
+        before = ours.params.clone()
+        grad = ours.grads.data_ptr()
+        _native.adamw_shard(native.shard, grad, DTYPE_CODES[case.grad])
+        launch_adamw_shard(ours.record.data_ptr(), grad, case.elems, ours.kind("SUM", 1))
+        changed += not torch.equal(ours.params, before)
+        wrong += [(case, *each) for each in differences(ours, native)]
     return wrong, changed
 
 
@@ -65,7 +71,7 @@ def _shards(store, rank, world):
 def test_a_shard_is_updated_to_the_bits_of_the_native_kernel():
     ((wrong, changed),) = run_ranks(_shards, 1, timeout_s=LIMIT_S)
     assert wrong == []
-    assert changed >= 2 * len(KINDS)
+    assert changed >= 2 * len(KINDS) + len(OTHER_RULES)
 
 
 def _norms(store, rank, world):

@@ -22,8 +22,8 @@ constexpr std::array<Family, 11> kFamilies = {{
     {"rc_all_reduce_", 254},
     {"rc_adamw_prepare", 55, false},
     {"rc_grad_norm", 110, false},
-    {"rc_adamw_shard_", 114, false},
-    {"rc_adamw_step_", 242},
+    {"rc_adamw_shard_", 122, false},
+    {"rc_adamw_step_", 252},
     {"rc_multicast_sum", 120},
 }};
 
