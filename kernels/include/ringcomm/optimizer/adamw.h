@@ -1,7 +1,8 @@
 // The data of an optimizer's step on a shard: written by ringcomm/optim, read by the kernels of the
 // host, CUDA and Triton alike. The step is AdamW's, whose names the data have, or, by its flags,
-// that of SGD or Lion (one_moment_element.h), which use some of them otherwise. Every number that changes from step to step lies in
-// memory that the device reads, so that no step waits for the host and a captured graph replays.
+// that of SGD or Lion (one_moment_element.h), which use some of them otherwise. Every number that
+// changes from step to step lies in memory that the device reads, so that no step waits for the
+// host and a captured graph replays.
 //
 // A *bucket* is a run of parameters of one dtype, flat in the heap. Its *chunk* r, the part of rank
 // r, is what that rank keeps state for: its *shard*. Offsets count elements.
