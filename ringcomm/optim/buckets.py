@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,16 +64,12 @@ class ShardState:
     """The optimizer's state of a rank's chunk; all [chunk elements], zero in the padding.
 
     Attributes:
-        exp_avg: float32.
-        exp_avg_sq: float32.
-        max_exp_avg_sq: float32, or None while no group uses amsgrad.
+        moments: float32, by the names that torch gives them; see :meth:`Bucket.ensure`.
         master: float32, or None for float32 parameters or where the options keep none.
         remainder: the low 16 bits of the master as int16, or None.
     """
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None = None
+    moments: dict[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
     remainder: Tensor | None = None
 
@@ -88,15 +84,14 @@ class ShardState:
 
         wide = layout.dtype is torch.float32
         return cls(
-            plain(),
-            plain(),
             master=plain() if master == "fp32" and not wide else None,
             remainder=plain(torch.int16) if master == "remainder" and not wide else None,
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that are not None, by name."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        """Returns the tensors that there are, by name."""
+        masters = (("master", self.master), ("remainder", self.remainder))
+        return {**self.moments, **{name: each for name, each in masters if each is not None}}
 
 
 @dataclass(frozen=True)
@@ -254,14 +249,13 @@ class Bucket:
         if self.state.remainder is not None:
             self.state.remainder.zero_()
 
-    def ensure_max(self) -> bool:
-        """Allocates amsgrad's memory; returns False if it had some already."""
-        if self.state.max_exp_avg_sq is not None:
-            return False
-        self.state.max_exp_avg_sq = empty_for_streams(
-            self.chunk.elems, torch.float32, self._place
-        ).zero_()
-        return True
+    def ensure(self, names: Sequence[str]) -> bool:
+        """Allocates the moments of these names, of zeros; returns False if there were all."""
+        missing = [name for name in names if name not in self.state.moments]
+        for name in missing:
+            elems = self.chunk.elems
+            self.state.moments[name] = empty_for_streams(elems, torch.float32, self._place).zero_()
+        return bool(missing)
 
 
 def make_bucket(

@@ -9,8 +9,8 @@ import torch
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_device_type
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
 
@@ -45,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         sums: list[Tensor] | None = None
         mesh = None
-        if isinstance(optimizer, ShardedAdam):
+        if isinstance(optimizer, ShardedOptimizer):
             comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
             if sums is None and mesh is not None:
                 if not allow_fp16:
@@ -61,7 +61,7 @@ class GradScaler(torch.amp.GradScaler):
                 torch.autograd.graph.increment_version(sums)
             found = {local.device: local}
         else:
-            if isinstance(optimizer, ShardedAdam) and not allow_fp16:
+            if isinstance(optimizer, ShardedOptimizer) and not allow_fp16:
                 _check_not_fp16(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # A rank without gradients still takes part in the collective.
@@ -76,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer unless a gradient overflowed on some rank; collective."""
-        if not self._enabled or not isinstance(optimizer, ShardedAdam):
+        if not self._enabled or not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._found_inf_agreed = True
         try:
@@ -85,13 +85,13 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._found_inf_agreed = False
 
 
-def _local_gradients(optimizer: ShardedAdam) -> list[Tensor]:
+def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
     """Returns what this rank has of the gradients; torch takes no mixture with DTensors."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [local_of(param.grad) for param in params if param.grad is not None]
 
 
-def _check_not_fp16(optimizer: ShardedAdam) -> None:
+def _check_not_fp16(optimizer: ShardedOptimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.dtype is torch.float16:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import Call, Use, itself
-from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -27,8 +25,6 @@ Tensor = torch.Tensor
 
 # Columns of AdamWControl.
 INV_SCALE, CLIP, FOUND_INF, STEPS, SKIPPED = range(5)
-L2, AMSGRAD, MAXIMIZE = (_native.ADAMW_FLAGS[name] for name in ("l2", "amsgrad", "maximize"))
-FACTORS_BYTES = _native.OPTIMIZER_STRUCTURES["factors"]
 
 
 class StepTable:
@@ -37,11 +33,12 @@ class StepTable:
     Attributes:
         layout: layout of the parameters.
         control: float64 [5]: inverse loss scale, clip coefficient, found-inf, steps taken, skipped.
-        hyper: float64 [groups, 6]: lr, beta1, beta2, eps, weight decay, flags.
+        hyper: float64 [groups, columns]: the hyper-parameters that kernels read, lr first. AdamW's
+            are lr, beta1, beta2, eps, weight decay, flags.
         group: int64 [params]: param group of each parameter.
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
-        factors: uint8 [params, 48]: factors that the kernels compute from the other tensors.
+        factors: uint8 [params, bytes]: factors that the kernels compute from the other tensors.
         told: float64 [params, or params + 2 on a CPU]: ``active``, which all ranks reduce to its
             maximum, with the digest of the hyper-parameters behind it. See
             NOTE [Hyper-parameters are compared at each step].
@@ -53,11 +50,17 @@ class StepTable:
     would wait for the device.
     """
 
-    def __init__(self, layout: ShardLayout, groups: int, place: torch.device) -> None:
+    def __init__(
+        self,
+        layout: ShardLayout,
+        hyper_shape: tuple[int, int],
+        factors_bytes: int,
+        place: torch.device,
+    ) -> None:
         params = len(layout.params)
         self.layout = layout
         self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=place)
-        self.hyper = torch.zeros(groups, 6, dtype=torch.float64, device=place)
+        self.hyper = torch.zeros(hyper_shape, dtype=torch.float64, device=place)
         self.group = layout.group_table(place)
         # A bytearray, since struct writes two numbers in far less time than a tensor op does.
         self._memory = bytearray(8 * (params + 2)) if place.type == "cpu" else None
@@ -68,29 +71,32 @@ class StepTable:
         self.told = torch.zeros_like(self._here)
         self.active, self._digests = self.told[:params], self.told[params:]
         self.step = torch.zeros(params, dtype=torch.float64, device=place)
-        self.factors = torch.zeros(params, FACTORS_BYTES, dtype=torch.uint8, device=place)
+        self.factors = torch.zeros(params, factors_bytes, dtype=torch.uint8, device=place)
         self._rows: list[list[float]] = []
         self._given: list[float] = []
 
-    def write_hyper(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the hyper-parameters of checked groups; a tensor lr is copied on its device."""
-        rows = [_row(group) for group in groups]
+    def write_hyper(self, rows: list[list[float]], rates: Sequence[object]) -> None:
+        """Writes rows of hyper-parameters; those of ``rates`` that are tensors replace the lr."""
         if rows != self._rows:
             self.hyper.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
             self._rows = rows
-        for row, group in zip(self.hyper, groups, strict=True):
-            if isinstance(group["lr"], Tensor):
-                row[0].copy_(group["lr"].detach().view(()))
+        for row, rate in zip(self.hyper, rates, strict=True):
+            if isinstance(rate, Tensor):
+                row[0].copy_(rate.detach().view(()))
 
-    def write_active(self, active: list[float], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Writes which parameters have a gradient here, and the digest of checked groups."""
+    @property
+    def compares(self) -> bool:
+        """True if ranks compare digests of hyper-parameters; see the note."""
+        return self._memory is not None
+
+    def write_active(self, active: list[float], digest: float) -> None:
+        """Writes which parameters have a gradient here, and the digest of hyper-parameters."""
         params = len(active)
         if active != self._given:
             self._given = active
             given = torch.tensor(active, dtype=torch.float64, device="cpu")
             self._here[:params].copy_(given)
         if self._memory is not None:
-            digest = _digest(groups)
             struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)
         # Copied anew each time, since the ranks reduce ``told`` in place. Usually no data come from
         # the host, so that a graph can record the step.
@@ -101,60 +107,6 @@ class StepTable:
         """True if the ranks' digests differ, once ``told`` is reduced; always False on a GPU."""
         digests = self._digests.tolist()
         return bool(digests) and digests[0] != -digests[1]
-
-
-def _row(group: Mapping[str, Any]) -> list[float]:
-    lr = group["lr"]
-    flags = 0 if group["decoupled_weight_decay"] else L2
-    flags |= AMSGRAD if group["amsgrad"] else 0
-    flags |= MAXIMIZE if group["maximize"] else 0
-    beta1, beta2 = group["betas"]
-    # A tensor's row has -1.0, which no float lr is, so that a float after a tensor is a change.
-    known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
-    return [known_lr, beta1, beta2, group["eps"], group["weight_decay"], float(flags)]
-
-
-def _digest(groups: Sequence[Mapping[str, Any]]) -> float:
-    """Returns a whole number below 2^52, equal in all processes for equal hyper-parameters."""
-    rows = tuple((float(group["lr"]), *_row(group)) for group in groups)
-    return float(hash(rows) & (1 << 52) - 1)
-
-
-def check_hyper(group: Mapping[str, Any], index: int, place: torch.device) -> None:
-    """Checks a group's hyper-parameters; a tensor lr on a GPU is not read.
-
-    Raises:
-        ArgumentError: a number is NaN, infinite or out of range, or lr lies elsewhere.
-    """
-
-    def fail(name: str, expected: str, got: Any) -> None:
-        raise ArgumentError(f"param group {index}: {name}: expected {expected}, got {got!r}")
-
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1 or not lr.is_floating_point():
-            fail("lr", "a tensor of one floating-point element", lr)
-        if lr.device != place:
-            fail("lr", f"a tensor on {place}, where the parameters are", f"one on {lr.device}")
-    if not isinstance(lr, Tensor) or place.type == "cpu":
-        number = lr.item() if isinstance(lr, Tensor) else lr
-        if not _in(number, 0.0, math.inf):
-            fail("lr", "a number >= 0", lr)
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        fail("betas", "two numbers", betas)
-    for beta in betas:
-        if not _in(beta, 0.0, 1.0):
-            fail("betas", "numbers from 0 to below 1", betas)
-    for name in ("eps", "weight_decay"):
-        if not _in(group[name], 0.0, math.inf):
-            fail(name, "a number >= 0", group[name])
-
-
-def _in(number: Any, low: float, below: float) -> bool:
-    try:
-        return bool(low <= number < below)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 class Kernels(ABC):
@@ -255,9 +207,9 @@ def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native
         elems=bucket.chunk.elems,
         master=ptr_of(state.master),
         remainder=ptr_of(state.remainder),
-        exp_avg=ptr_of(state.exp_avg),
-        exp_avg_sq=ptr_of(state.exp_avg_sq),
-        max_exp_avg_sq=ptr_of(state.max_exp_avg_sq),
+        exp_avg=ptr_of(state.moments["exp_avg"]),
+        exp_avg_sq=ptr_of(state.moments["exp_avg_sq"]),
+        max_exp_avg_sq=ptr_of(state.moments.get("max_exp_avg_sq")),
         params=bucket.params_ptr,
         param_dtype=DTYPE_CODES[bucket.layout.dtype],
         stochastic=options.rounding == "stochastic",

@@ -30,7 +30,6 @@ Tensor = torch.Tensor
 Group = Mapping[str, Any]
 
 OPERATION = "optimizer.prepare"
-_COMPARED = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
 
 def all_params(groups: Sequence[Group]) -> list[Tensor]:
@@ -121,37 +120,24 @@ def check_ranks(
     comm: Communicator | None,
     mesh: PartMesh | None,
     layout: ShardLayout,
-    groups: Sequence[Group],
-    options: AdamWOptions,
+    told: Mapping[str, Any],
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
 
     Ranks with other parts of the parameters are compared in what they have in common.
 
+    Args:
+        comm: the ranks with the same parts; None for this one alone.
+        mesh: of the parts, or None.
+        layout: of the parameters.
+        told: options under "options" and hyper-parameters under "groups", as plain JSON types.
+
     Raises:
         MismatchError: two ranks differ; names both, and the first parameter that differs.
     """
-    compared = [{name: _plain(group[name]) for name in _COMPARED} for group in groups]
-    mine = {"options": options.describe(), "groups": compared}
     if comm is not None:
-        check_agreement(comm, OPERATION, {"layout": layout.describe(), **mine})
-    check_on_mesh(comm, mesh, OPERATION, {"layout": layout.describe_whole(), **mine})
-
-
-def check_hyper_parameters(comm: Communicator, groups: Sequence[Group]) -> None:
-    """Compares the hyper-parameters of all ranks, lr too; collective.
-
-    Raises:
-        MismatchError: two ranks differ; names both, and the first group that differs.
-    """
-    compared = [{name: _plain(group[name]) for name in ("lr", *_COMPARED)} for group in groups]
-    check_agreement(comm, "optimizer.step", {"groups": compared})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+        check_agreement(comm, OPERATION, {"layout": layout.describe(), **told})
+    check_on_mesh(comm, mesh, OPERATION, {"layout": layout.describe_whole(), **told})
 
 
 def move_parameters(

@@ -2,7 +2,8 @@
 
 A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
-``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout.
+``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout,
+and, for another optimizer than AdamW, its name, and what other state each parameter has.
 The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``. With
 ``AdamWOptions(state="node")`` rank and world are those of the node, and nodes have equal shards.
 """
@@ -17,11 +18,13 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import kernels
+from ringcomm.optim.adamw_rule import MOMENTS, AdamWRule
 from ringcomm.optim.agreement import agreed_load
-from ringcomm.optim.kernels import check_hyper
+from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.rules import ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
 
 Group = dict[str, Any]
@@ -41,14 +44,13 @@ def pack_groups(groups: Sequence[Mapping[str, Any]], layout: ShardLayout) -> lis
     return packed
 
 
-def check_groups(
-    groups: Sequence[Group], saved: Any, place: torch.device, operation: str
-) -> list[Group]:
+def check_groups(sharded: ShardedStep, saved: Any, operation: str) -> list[Group]:
     """Checks saved groups, and returns them ready for :func:`take_groups`.
 
     Raises:
-        CheckpointError: they do not fit ``groups``, or have a bad hyper-parameter.
+        CheckpointError: they do not fit those of ``sharded``, or have a bad hyper-parameter.
     """
+    groups = sharded.groups
     if not isinstance(saved, Sequence) or len(saved) != len(groups):
         count = len(saved) if isinstance(saved, Sequence) else "none"
         raise CheckpointError(
@@ -63,19 +65,32 @@ def check_groups(
                 f"{operation}: param group {index}: expected {len(group['params'])} parameters, "
                 f"got {len(given['params'])}"
             )
-        taken = {key: deepcopy(value) for key, value in given.items() if key != "params"}
-        if isinstance(taken.get("betas"), list):  # JSON knows no tuples
-            taken["betas"] = tuple(taken["betas"])
-        if isinstance(taken.get("lr"), torch.Tensor):
-            taken["lr"] = taken["lr"].to(place)
-        # The class of the optimizer decides this, as in torch.
-        taken["decoupled_weight_decay"] = group["decoupled_weight_decay"]
+        taken = _read_group(group, given, sharded.setting.device)
         try:
-            check_hyper({**group, **taken}, index, place)
-        except ArgumentError as error:
+            sharded.rule.check_hyper({**group, **taken}, index, sharded.setting.device)
+        except (ArgumentError, UnsupportedError) as error:
             raise CheckpointError(f"{operation}: {error}") from error
         ready.append(taken)
     return ready
+
+
+def _read_group(group: Group, given: Mapping[str, Any], place: torch.device) -> Group:
+    """Returns copies of a saved group's entries, of the kinds that the optimizer's own have."""
+    taken = {key: deepcopy(value) for key, value in given.items() if key != "params"}
+    for key, value in taken.items():
+        if isinstance(value, list) and isinstance(group.get(key), tuple):  # JSON knows no tuples
+            taken[key] = tuple(value)
+        elif isinstance(value, Tensor):
+            taken[key] = value.to(place)
+    if "decoupled_weight_decay" in group:
+        # The class of the optimizer decides this, as in torch.
+        taken["decoupled_weight_decay"] = group["decoupled_weight_decay"]
+    return taken
+
+
+def merged_groups(groups: Sequence[Group], ready: Sequence[Group]) -> list[Group]:
+    """Returns the groups as they will be after :func:`take_groups`."""
+    return [{**group, **taken} for group, taken in zip(groups, ready, strict=True)]
 
 
 def take_groups(groups: Sequence[Group], ready: Sequence[Group]) -> None:
@@ -89,9 +104,36 @@ Shard = Mapping[str, Any]
 ChunkTensors = list[dict[str, Tensor]]  # by bucket and name
 
 SHARD_VERSION = 1
-_FLOATS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-DTYPE_OF = {**dict.fromkeys(_FLOATS, torch.float32), "remainder": torch.int16}
+MASTERS = ("master", "remainder")
 _SCALARS = ("steps_taken", "skipped_steps")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    return torch.int16 if name == "remainder" else torch.float32
+
+
+def describe_states(states: Sequence[ParamState | None]) -> list[Any]:
+    """Returns parameters' states as plain JSON types."""
+    return [
+        None if each is None else {"numbers": dict(each.numbers), "tensors": list(each.tensors)}
+        for each in states
+    ]
+
+
+def read_states(described: Sequence[Any]) -> list[ParamState | None]:
+    """Undoes :func:`describe_states`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is damaged.
+    """
+    states: list[ParamState | None] = []
+    for each in described:
+        if each is None:
+            states.append(None)
+            continue
+        numbers = {str(name): float(number) for name, number in each["numbers"].items()}
+        states.append(ParamState(numbers, tuple(map(str, each["tensors"]))))
+    return states
 
 
 def describe_shard(layout: ShardLayout, rank: int, world_size: int) -> dict[str, Any]:
@@ -126,6 +168,8 @@ class SavedShard:
             self.step: Tensor = self.state["step"]
             self.buckets: ChunkTensors = [dict(each) for each in self.state["buckets"]]
             self.scalars = {name: float(self.state[name]) for name in _SCALARS}
+            self.optimizer = str(shard.get("optimizer", AdamWRule.name))
+            self.states = read_states(shard.get("states", []))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{operation}: a shard cannot be read: {error!r}") from error
         self._check()
@@ -134,6 +178,13 @@ class SavedShard:
         raise CheckpointError(
             f"{self.operation}: shard of rank {self.rank} of {self.world_size}: {text}"
         )
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """The entries of "shard" that AdamW's has not."""
+        if self.optimizer == AdamWRule.name:
+            return {}
+        return {"optimizer": self.optimizer, "states": describe_states(self.states)}
 
     def _check(self) -> None:
         if self.version != SHARD_VERSION:
@@ -151,8 +202,9 @@ class SavedShard:
             self.fail(f"expected {len(self.layout.buckets)} buckets, got {len(self.buckets)}")
         for number, tensors in enumerate(self.buckets):
             elems = self.layout.chunk(number, self.rank, self.world_size).elems
-            for name in {"exp_avg", "exp_avg_sq", *tensors}:
-                tensor, dtype = tensors.get(name), DTYPE_OF.get(name)
+            required = MOMENTS if self.optimizer == AdamWRule.name else ()
+            for name in {*required, *tensors}:
+                tensor, dtype = tensors.get(name), _dtype_of(name)
                 if (
                     not isinstance(tensor, Tensor)
                     or tensor.shape != (elems,)
@@ -185,6 +237,8 @@ class SavedShards:
             "layouts": (shard.digest, first.digest),
             "steps": (shard.step.tolist(), first.step.tolist()),
             "step counts": (shard.scalars, first.scalars),
+            "optimizers": (shard.optimizer, first.optimizer),
+            "states of parameters": (shard.states, first.states),
             "kinds of state": (
                 [sorted(each) for each in shard.buckets],
                 [sorted(each) for each in first.buckets],
@@ -217,7 +271,7 @@ class SavedShards:
         for bucket in layout.buckets:
             chunk = bucket.chunk(rank, world_size)
             tensors = {
-                name: torch.zeros(chunk.elems, dtype=DTYPE_OF[name], device="cpu")
+                name: torch.zeros(chunk.elems, dtype=_dtype_of(name), device="cpu")
                 for name in self._names(bucket.segments[0].param)
             }
             for begin, end, param in bucket.segments:
@@ -276,7 +330,7 @@ def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
                 "buckets": saved.cut(saved.layout, rank, world_size),
             },
             "param_groups": first.param_groups,
-            "shard": describe_shard(saved.layout, rank, world_size),
+            "shard": {**describe_shard(saved.layout, rank, world_size), **first.more},
         }
         for rank in range(world_size)
     ]
@@ -298,8 +352,14 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
             "buckets": [bucket.state.tensors() for bucket in sharded.buckets],
         },
         "param_groups": pack_groups(sharded.groups, sharded.layout),
-        "shard": describe_shard(sharded.layout, *sharded.shard_of),
+        "shard": {**describe_shard(sharded.layout, *sharded.shard_of), **_told(sharded)},
     }
+
+
+def _told(sharded: ShardedStep) -> dict[str, Any]:
+    if not sharded.rule.keeps_more:
+        return {}
+    return {"optimizer": sharded.rule.name, "states": describe_states(sharded.states())}
 
 
 def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
@@ -313,16 +373,29 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
     with agreed_load(sharded.ranks, operation) as agreement:
         saved = SavedShards(shards, operation)
         check_same_params(sharded.layout, saved.layout, operation)
-        groups = check_groups(sharded.groups, saved.first.param_groups, setting.device, operation)
+        check_same_optimizer(sharded.rule, saved.first.optimizer, operation)
+        groups = check_groups(sharded, saved.first.param_groups, operation)
         tensors = _own(sharded, saved, operation)
-        _check_kinds(sharded, tensors, operation)
-        agreement.append([saved.first.step.tolist(), saved.first.scalars])
+        _check_kinds(sharded, tensors, merged_groups(sharded.groups, groups), operation)
+        states = saved.first.states
+        if sharded.rule.keeps_more and len(states) != len(sharded.layout.params):
+            saved.first.fail(f"states: expected those of {len(sharded.layout.params)} parameters")
+        agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
+    sharded.rule.take_states(states)
     take_groups(sharded.groups, groups)
     sharded.table.step.copy_(saved.first.step)
     sharded.table.control[kernels.STEPS].fill_(saved.first.scalars["steps_taken"])
     sharded.table.control[kernels.SKIPPED].fill_(saved.first.scalars["skipped_steps"])
     sharded.begin_anew()
+
+
+def check_same_optimizer(rule: UpdateRule, saved: str, operation: str) -> None:
+    """Raises CheckpointError unless a state was saved by an optimizer of the same class."""
+    if saved != rule.name:
+        raise CheckpointError(
+            f"{operation}: expected the state of {rule.name}, got that of {saved}"
+        )
 
 
 def check_same_params(mine: ShardLayout, saved: ShardLayout, operation: str) -> None:
@@ -355,23 +428,34 @@ def _own(sharded: ShardedStep, saved: SavedShards, operation: str) -> ChunkTenso
     return saved.cut(sharded.layout, rank, world_size)
 
 
-def _check_kinds(sharded: ShardedStep, tensors: ChunkTensors, operation: str) -> None:
+def _check_kinds(
+    sharded: ShardedStep, tensors: ChunkTensors, groups: Sequence[Group], operation: str
+) -> None:
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
-        mine = {*bucket.state.tensors()} - {"max_exp_avg_sq"}
-        theirs = {*given} - {"max_exp_avg_sq"}
-        if mine != theirs:
+        misfit = misfit_of(sharded, bucket, list(given), groups)
+        if misfit:
             raise CheckpointError(
-                f"{operation}: bucket {bucket.number}: expected the tensors {sorted(mine)}, which "
-                f"master={sharded.setting.options.master!r} keeps, got {sorted(theirs)}; convert "
+                f"{operation}: bucket {bucket.number}: {misfit}, got {sorted(given)}; convert "
                 "with full_state_dict() and load_torch_state_dict()"
             )
+
+
+def misfit_of(
+    sharded: ShardedStep, bucket: Bucket, names: Sequence[str], groups: Sequence[Group]
+) -> str:
+    """Says which tensors are expected of a bucket's saved state; "" if ``names`` fit."""
+    masters = sorted({*bucket.state.tensors()} & {*MASTERS})
+    misfit = sharded.rule.misfit([name for name in names if name not in MASTERS], groups)
+    if not misfit and masters == sorted({*names} & {*MASTERS}):
+        return ""
+    kept = ", ".join([misfit or "those of the optimizer", *masters])
+    return f"expected the tensors {kept}, which master={sharded.setting.options.master!r} keeps"
 
 
 def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
     """Copies checked tensors into this rank's state."""
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
-        if "max_exp_avg_sq" in given:
-            bucket.ensure_max()
+        bucket.ensure([name for name in given if name not in MASTERS])
         for name, tensor in bucket.state.tensors().items():
             if name in given:
                 tensor.copy_(given[name])

@@ -15,11 +15,17 @@ from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
-from ringcomm.optim.agreement import CommRanks, MeshRanks, check_on_mesh, ranks_of
+from ringcomm.optim.agreement import (
+    CommRanks,
+    MeshRanks,
+    check_agreement,
+    check_on_mesh,
+    ranks_of,
+)
 from ringcomm.optim.buckets import BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
-from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
+from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh
@@ -29,7 +35,6 @@ from ringcomm.optim.placement import (
     Placement,
     all_params,
     check_axis,
-    check_hyper_parameters,
     check_masters,
     check_memory,
     check_ranks,
@@ -46,6 +51,7 @@ from ringcomm.optim.reduction import (
     leave_to_replica,
     norm_of,
 )
+from ringcomm.optim.rules import ParamState, UpdateRule, plain
 
 Tensor = torch.Tensor
 
@@ -99,6 +105,7 @@ class Setting:
     Attributes:
         comm: the communicator, or None for a world of one.
         device: device of the parameters.
+        rule: how the optimizer updates its parameters.
         options: ringcomm's own choices.
         loss_scaler: the scaler of the losses, or None.
         accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
@@ -107,6 +114,7 @@ class Setting:
 
     comm: Communicator | None
     device: torch.device
+    rule: UpdateRule
     options: AdamWOptions
     loss_scaler: LossScaler | None = None
     accumulator: Accumulator | None = None
@@ -187,9 +195,13 @@ class ShardedStep:
         else:
             self.layout = placement.layout(self.params, groups)
         check_masters(self.layout, options)
-        self.table = StepTable(self.layout, len(groups), setting.device)
-        self.kernels = make_kernels(comm, options, self.table)
-        check_ranks(comm, self.mesh, self.layout, groups, options)
+        self.rule = rule = setting.rule
+        hyper_shape = (len(groups), rule.hyper_columns)
+        self.table = StepTable(self.layout, hyper_shape, rule.factors_bytes, setting.device)
+        self.kernels = self._make_kernels()
+        told = {"optimizer": rule.name, **options.describe()}
+        hyper = [rule.compared(group) for group in groups]
+        check_ranks(comm, self.mesh, self.layout, {"options": told, "groups": hyper})
         if setting.others is not None:
             # What decides whether a step asks the other stages.
             asks = options.check_finite, setting.loss_scaler is not None
@@ -201,10 +213,28 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
+        self.ensure(rule.names(groups))
+        rule.bind(self.layout, groups, self.buckets)
         self.written = OutsideWrites(self.params, self.buckets, options)
         self.torn = False
         self._reduced: _FirstPass | None = None
         self._seen_skipped = 0
+
+    def _make_kernels(self) -> Kernels:
+        """Makes the kernels that options and device ask for.
+
+        Raises:
+            UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too
+                small; or each node shall have a copy of the state, and they have different numbers
+                of ranks.
+        """
+        comm, options = self.setting.comm, self.setting.options
+        if comm is not None and comm.world_size > 1:
+            check_nodes(comm, "optimizer", options.algorithm, options.kernels)
+            if options.state == "node":
+                check_even(comm, "optimizer", 'state="node"', 'state="world"')
+            _check_segments(comm, ALGORITHMS[options.algorithm])
+        return self.rule.kernels(comm, options, self.table)
 
     def _take_over(self) -> None:
         """Moves the parameters into the optimizer's own buckets."""
@@ -270,19 +300,23 @@ class ShardedStep:
             ArgumentError: a hyper-parameter cannot be used; nothing was changed.
         """
         self._check_hyper()
-        self.table.write_hyper(self.groups)
-        if any(group["amsgrad"] for group in self.groups):
-            self.ensure_max()
+        rows = [self.rule.row(group) for group in self.groups]
+        self.table.write_hyper(rows, [group.get("lr") for group in self.groups])
+        self.ensure(self.rule.names(self.groups))
 
     def _check_hyper(self) -> None:
         for index, group in enumerate(self.groups):
-            kernels.check_hyper(group, index, self.setting.device)
+            self.rule.check_hyper(group, index, self.setting.device)
 
-    def ensure_max(self) -> None:
-        """Allocates amsgrad's memory, if it has none yet."""
+    def ensure(self, names: Sequence[str]) -> None:
+        """Allocates tensors of the state, where there are none of these names yet."""
         for bucket in self.buckets:
-            if bucket.ensure_max():
+            if bucket.ensure(names):
                 self.kernels.forget()
+
+    def states(self) -> list[ParamState | None]:
+        """Returns by parameter the state that it has, or None."""
+        return self.rule.states(self.layout, self.groups, self.table.step.tolist())
 
     def clip(self, max_norm: float, kind: str, error_if_nonfinite: bool) -> Tensor:
         """Runs the first pass of a step, keeps the clip coefficient, and returns the norm."""
@@ -367,11 +401,18 @@ class ShardedStep:
                 for spec in self.layout.params
             ]
         asked = comm if options.unused == "skip" else None
-        self.table.write_active(active, () if asked is None else self.groups)
+        compares = asked is not None and self.table.compares
+        self.table.write_active(active, self.rule.digest(self.groups) if compares else 0.0)
         if asked is not None:
             asked.all_reduce(self.table.told, ReduceOp.MAX)
             if self.table.hyper_differ:
-                check_hyper_parameters(asked, self.groups)
+                self._refuse_differences(asked)
+
+    def _refuse_differences(self, comm: Communicator) -> None:
+        """Raises MismatchError, which names the first group that differs; collective."""
+        groups = self.groups
+        hyper = [{"lr": plain(each.get("lr")), **self.rule.compared(each)} for each in groups]
+        check_agreement(comm, "optimizer.step", {"groups": hyper})
 
     def _reduce(self, kind: str) -> _FirstPass:
         """Runs the first of two passes; collective."""
@@ -423,36 +464,6 @@ class ShardedStep:
                 "optimizer: step skipped, its gradient is not finite (%d skipped so far)", skipped
             )
         self._seen_skipped = skipped
-
-
-def make_kernels(comm: Communicator | None, options: AdamWOptions, table: StepTable) -> Kernels:
-    """Makes the kernels that options and device ask for.
-
-    Args:
-        comm: the communicator, or None for a world of one.
-        options: options of the optimizer.
-        table: the table that :meth:`Kernels.begin` will be called with.
-
-    Raises:
-        UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too small;
-            or each node shall have a copy of the state, and they have different numbers of ranks.
-    """
-    if comm is not None and comm.world_size > 1:
-        check_nodes(comm, "optimizer", options.algorithm, options.kernels)
-        if options.state == "node":
-            check_even(comm, "optimizer", 'state="node"', 'state="world"')
-        _check_segments(comm, ALGORITHMS[options.algorithm])
-    native: Kernels
-    if comm is not None and comm.launches:
-        native = DeviceKernels(comm, options, table)
-    else:
-        native = HostKernels(comm, options, table)
-    if options.kernels == "native":
-        return native
-    # Imported here, since Triton takes seconds to import.
-    from ringcomm.optim.triton_kernels import TritonKernels
-
-    return TritonKernels(comm, options, table, native)
 
 
 def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str) -> None:

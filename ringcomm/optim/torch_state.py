@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,12 +14,21 @@ from ringcomm.optim.buckets import Bucket, join_master, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import end_changes
-from ringcomm.optim.state import ChunkTensors, check_groups, pack_groups, take_groups, take_state
+from ringcomm.optim.rules import ParamState
+from ringcomm.optim.state import (
+    MASTERS,
+    ChunkTensors,
+    check_groups,
+    describe_states,
+    merged_groups,
+    pack_groups,
+    take_groups,
+    take_state,
+)
 from ringcomm.optim.step import ShardedStep
 
 Tensor = torch.Tensor
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _LOAD = "load_torch_state_dict"
 
 
@@ -27,25 +36,23 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     """Returns the state of all parameters on rank ``dst``, or on all ranks; collective."""
     sharded.refuse_if_torn("full_state_dict")
     sharded.written.take_over()
-    steps: list[float] = sharded.table.step.tolist()
-    amsgrad = [group["amsgrad"] for group in sharded.groups]
-    state: dict[int, dict[str, Tensor]] = {}
+    states = sharded.states()
+    state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     for index, spec in enumerate(sharded.layout.params):
-        # As in torch, a parameter has state from its first gradient on.
-        if steps[index]:
-            step = torch.tensor(steps[index], dtype=_scalar_dtype(), device="cpu")
-            state[index] = {"step": step}
+        has = states[index]
+        if has is not None:
+            numbers = has.numbers.items()
+            state[index] = {name: sharded.rule.to_torch(name, each) for name, each in numbers}
             if not spec.elems:
-                names = _MOMENTS if amsgrad[spec.group] else _MOMENTS[:2]
                 zeros = torch.zeros(spec.shape, device=sharded.setting.device)
                 param = sharded.params[index]
-                state[index].update({n: distributed_as(param, zeros.clone()) for n in names})
+                state[index].update({n: distributed_as(param, zeros.clone()) for n in has.tensors})
     if sharded.setting.options.master != "none":
         masters = {index: _nothing_of(sharded, index) for index in _empty_parts(sharded.layout)}
     keeps = dst is None or sharded.setting.rank == dst
     for bucket in sharded.buckets:
-        tensors = {k: v for k, v in bucket.state.tensors().items() if k in _MOMENTS}
+        tensors = dict(bucket.state.moments)
         master = master_of(bucket)
         if master is not None:
             tensors["master"] = master
@@ -54,7 +61,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
             for index, view in sharded.layout.views(bucket.number, whole):
                 if keeps and name == "master":
                     masters[index] = distributed_as(sharded.params[index], view.clone())
-                elif keeps and index in state and _has(name, amsgrad, sharded, index):
+                elif keeps and _has(states[index], name):
                     state[index][name] = distributed_as(sharded.params[index], view.clone())
     if not keeps:
         return {}
@@ -81,13 +88,8 @@ def _nothing_of(sharded: ShardedStep, index: int) -> Tensor:
     return distributed_as(sharded.params[index], torch.empty(shape, device=device))
 
 
-def _scalar_dtype() -> torch.dtype:
-    """Returns the dtype in which torch keeps "step"."""
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
-def _has(name: str, amsgrad: list[bool], sharded: ShardedStep, index: int) -> bool:
-    return name != "max_exp_avg_sq" or amsgrad[sharded.layout.params[index].group]
+def _has(state: ParamState | None, name: str) -> bool:
+    return state is not None and name in state.tensors
 
 
 def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
@@ -119,22 +121,22 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
     with agreed_load(sharded.ranks, operation) as agreement:
         if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
             raise CheckpointError(f'{operation}: expected a dict with "state" and "param_groups"')
-        groups = check_groups(
-            sharded.groups, given.get("param_groups"), sharded.setting.device, operation
-        )
+        groups = check_groups(sharded, given.get("param_groups"), operation)
         entries = {
             index: _local_entry(sharded, index, entry, operation)
             for index, entry in _by_index(sharded, given).items()
         }
-        both = zip(sharded.groups, groups, strict=True)
-        amsgrad = [{**mine, **new}["amsgrad"] for mine, new in both]
-        steps = [
-            _check_entry(sharded, index, entries.get(index), amsgrad, operation)
+        merged = merged_groups(sharded.groups, groups)
+        states = [
+            _check_entry(sharded, index, entries.get(index), merged, operation)
             for index in range(len(sharded.layout.params))
         ]
+        steps = [_step_of(state) for state in states]
         masters = _check_masters(sharded, given.get("master"), operation)
-        agreement.append(steps)
-    _take(sharded, entries, masters, any(amsgrad))
+        agreement.append(describe_states(states))
+    names = sharded.rule.names(merged)
+    _take(sharded, _Given(states, entries, names), masters)
+    sharded.rule.take_states(states)
     if sharded.setting.comm is not None:
         end_changes(sharded.setting.comm, sharded.buckets)
     take_groups(sharded.groups, groups)
@@ -161,8 +163,7 @@ def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -
         return entry
     called = f"{operation}: parameter {index}"
     return {
-        name: _local_part(sharded, index, each, f"{called}: {name}") if name in _MOMENTS else each
-        for name, each in entry.items()
+        name: _local_part(sharded, index, each, f"{called}: {name}") for name, each in entry.items()
     }
 
 
@@ -188,25 +189,30 @@ def _local_part(sharded: ShardedStep, index: int, given: Any, called: str) -> An
 
 
 def _check_entry(
-    sharded: ShardedStep, index: int, entry: Any, amsgrad: list[bool], operation: str
-) -> float:
-    """Checks one parameter's state; returns its step."""
+    sharded: ShardedStep,
+    index: int,
+    entry: Any,
+    groups: Sequence[Mapping[str, Any]],
+    operation: str,
+) -> ParamState | None:
+    """Checks one parameter's entry, and returns which state it has."""
     if entry is None:
-        return 0.0
-    spec = sharded.layout.params[index]
-    names = _MOMENTS if amsgrad[spec.group] else _MOMENTS[:2]
+        return None
+    spec, called = sharded.layout.params[index], f"{operation}: parameter {index}"
     try:
-        step = float(entry["step"])
-        tensors = [entry[name] for name in names]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{operation}: parameter {index}: expected step, {', '.join(names)}, got {error!r}"
-        ) from error
-    for name, tensor in zip(names, tensors, strict=True):
-        _check_tensor(tensor, spec.shape, f"{operation}: parameter {index}: {name}")
-    if not 0 <= step < 2**53:
-        raise CheckpointError(f"{operation}: parameter {index}: expected a step >= 0, got {step}")
-    return step
+        state = sharded.rule.from_torch(entry, groups[spec.group])
+    except ValueError as error:
+        raise CheckpointError(f"{called}: {error}") from error
+    for name in () if state is None else state.tensors:
+        _check_tensor(entry[name], spec.shape, f"{called}: {name}")
+    if not 0 <= _step_of(state) < 2**53:
+        raise CheckpointError(f"{called}: expected a step >= 0, got {_step_of(state)}")
+    return state
+
+
+def _step_of(state: ParamState | None) -> float:
+    """Returns the steps that a parameter has taken; 1 where its optimizer does not count them."""
+    return 0.0 if state is None else state.numbers.get("step", 1.0)
 
 
 def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
@@ -230,26 +236,31 @@ def _check_masters(
     return masters
 
 
-def _take(
-    sharded: ShardedStep, entries: dict[int, Any], masters: dict[int, Tensor] | None, amsgrad: bool
-) -> None:
+class _Given(NamedTuple):
+    """What is loaded: by parameter which state it has, and the entry; names of all tensors."""
+
+    states: Sequence[ParamState | None]
+    entries: Mapping[int, Any]
+    names: Sequence[str]
+
+
+def _take(sharded: ShardedStep, given: _Given, masters: dict[int, Tensor] | None) -> None:
     tensors: ChunkTensors = []
     for bucket in sharded.buckets:
-        names = _MOMENTS if amsgrad else _MOMENTS[:2]
-        own = {name: torch.zeros_like(bucket.state.exp_avg) for name in names}
+        elems, place = bucket.chunk.elems, sharded.setting.device
+        own = {name: torch.zeros(elems, dtype=torch.float32, device=place) for name in given.names}
         for begin, end, index in bucket.layout.segments:
             low, high = max(begin, bucket.chunk.begin), min(end, bucket.chunk.end)
-            if low < high and index in entries:
-                for name, tensor in own.items():
-                    if name in entries[index]:
-                        flat = _in_order(sharded, index, entries[index][name])
-                        target = tensor[low - bucket.chunk.begin : high - bucket.chunk.begin]
-                        target.copy_(flat[low - begin : high - begin])
+            state = given.states[index]
+            for name in () if low >= high or state is None else state.tensors:
+                flat = _in_order(sharded, index, given.entries[index][name])
+                target = own[name][low - bucket.chunk.begin : high - bucket.chunk.begin]
+                target.copy_(flat[low - begin : high - begin])
         bucket.refresh_master()
         if masters is not None:
             _take_masters(sharded, bucket, masters)
         # take_state() zeroes tensors that it is not given, so the masters are passed on.
-        kept = {k: v for k, v in bucket.state.tensors().items() if k not in _MOMENTS}
+        kept = {k: v for k, v in bucket.state.tensors().items() if k in MASTERS}
         tensors.append({**own, **kept})
     take_state(sharded, tensors)
 

@@ -241,7 +241,7 @@ class TritonKernels(Kernels):
             op,
             self._triton.checks.world_size,
             master=master if state.remainder is None else "remainder",
-            keeps_max=state.max_exp_avg_sq is not None,
+            keeps_max="max_exp_avg_sq" in state.moments,
             stochastic=self._options.rounding == "stochastic",
         )
 

@@ -17,7 +17,6 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
-from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
 from ringcomm.optim.dtensors import local_gradient
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
@@ -26,6 +25,7 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place, sharers_of
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
+from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, by_optimizer
 from ringcomm.zero.engine import ShardEngine
@@ -457,11 +457,13 @@ def watch_optimizers() -> None:
 
 def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises ArgumentError if an optimizer that knows no sharding would step sharded parameters."""
-    if isinstance(optimizer, ShardedAdam):
+    if isinstance(optimizer, ShardedOptimizer):
         return
     found = first_placed(optimizer.param_groups)
     # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.
-    if found is None or any(isinstance(each, ShardedAdam) for each in vars(optimizer).values()):
+    if found is None or any(
+        isinstance(each, ShardedOptimizer) for each in vars(optimizer).values()
+    ):
         return
     param, placement = found
     kind = type(optimizer)

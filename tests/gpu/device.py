@@ -19,7 +19,7 @@ import torch
 import ringcomm
 from ringcomm import Communicator, cuda
 from ringcomm.c10d.comm_argument import CommArgument
-from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.sharded import ShardedOptimizer
 from tests.support.device_worlds import Devices
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def in_use() -> Iterator[None]:
         return
     devices = Devices("emulated", devices=1, physical=(0,), **_H200)
     try:
-        with mock.patch.object(ShardedAdam, "_chosen_comm", _chosen_on_emulated):
+        with mock.patch.object(ShardedOptimizer, "_chosen_comm", _chosen_on_emulated):
             yield
     finally:
         devices.close()
@@ -65,10 +65,12 @@ def take() -> None:
         Devices("emulated", devices=1, physical=(0,), **knobs)
 
 
-_CHOSEN = ShardedAdam._chosen_comm
+_CHOSEN = ShardedOptimizer._chosen_comm
 
 
-def _chosen_on_emulated(self: ShardedAdam, comm: CommArgument, params: Any) -> Communicator | None:
+def _chosen_on_emulated(
+    self: ShardedOptimizer, comm: CommArgument, params: Any
+) -> Communicator | None:
     """An optimizer's own communicator on a GPU, whose tensors look like the host's here."""
     found = _CHOSEN(self, comm, params)
     first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]

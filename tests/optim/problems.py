@@ -10,7 +10,7 @@ import torch
 
 from ringcomm import Communicator
 from ringcomm.optim import Adam, AdamW, AdamWOptions
-from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
 # Several buckets of 512 and of 1024 elements, parameters that cross chunks, a scalar, and nothing.
@@ -65,7 +65,7 @@ class Problem:
 
     def ours(
         self, params: list[Tensor], comm: Communicator | None, options: AdamWOptions = SMALL_BUCKETS
-    ) -> ShardedAdam:
+    ) -> ShardedOptimizer:
         kind = AdamW if self.torch_class is torch.optim.AdamW else Adam
         return kind(self.dealt(params), comm=comm, options=options, **_copied(self.settings))
 
@@ -108,7 +108,7 @@ def train(
 
 
 def go_on(
-    optimizer: ShardedAdam, problem: Problem, params: list[Tensor], first: int, steps: int
+    optimizer: ShardedOptimizer, problem: Problem, params: list[Tensor], first: int, steps: int
 ) -> None:
     """The same gradient on every rank, so that all worlds step alike."""
     for step in range(first, first + steps):
@@ -121,7 +121,7 @@ def started(
     problem: Problem,
     options: AdamWOptions = SMALL_BUCKETS,
     steps: int = 3,
-) -> tuple[list[Tensor], ShardedAdam]:
+) -> tuple[list[Tensor], ShardedOptimizer]:
     """An optimizer after some steps, with its parameters."""
     params = problem.params()
     optimizer = problem.ours(params, comm, options)

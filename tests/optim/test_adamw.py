@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ringcomm.optim import AdamWOptions
-from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.buckets import join_master, split_master
+from ringcomm.optim.sharded import ShardedOptimizer
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, assert_same_state, train, values
 
 Tensor = torch.Tensor
@@ -49,7 +49,9 @@ def unit(x: Tensor) -> Tensor:
     return torch.nextafter(x.abs(), torch.tensor(torch.inf)) - x.abs()
 
 
-def check_steps(optimizer: ShardedAdam, before: list[Tensor], results: list[list[Tensor]]) -> None:
+def check_steps(
+    optimizer: ShardedOptimizer, before: list[Tensor], results: list[list[Tensor]]
+) -> None:
     """Asserts that two steps' results are as near as the arithmetic promises (docs/optimizer.md).
 
     Args:

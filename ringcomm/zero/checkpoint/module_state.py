@@ -20,11 +20,22 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import encode
-from ringcomm.optim.adamw import ShardedAdam
+from ringcomm.optim.adamw_rule import AdamWRule
 from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
 from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
-from ringcomm.optim.state import check_groups, pack_groups, take_groups
+from ringcomm.optim.rules import ParamState
+from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.state import (
+    MASTERS,
+    check_groups,
+    check_same_optimizer,
+    describe_states,
+    merged_groups,
+    pack_groups,
+    read_states,
+    take_groups,
+)
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard
@@ -34,7 +45,7 @@ from ringcomm.zero.engine import ShardEngine
 # What of a sharded module and its optimizer a checkpoint holds, under which names.
 #
 #     model.<name>            a parameter, or a persistent buffer of rank 0
-#     optim.<kind>.<name>     exp_avg, exp_avg_sq, max_exp_avg_sq, master or remainder of a param
+#     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
 #
 # Both are flat, and each rank has the elements of its chunks, whatever the stage is: so a
 # checkpoint of one stage is one of all of them. Buffers differ between ranks, and are each rank's
@@ -158,7 +169,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def step_of(
-    engine: ShardEngine, optimizer: ShardedAdam | None, operation: str
+    engine: ShardEngine, optimizer: ShardedOptimizer | None, operation: str
 ) -> ShardedStep | None:
     """The step of an optimizer on the engine's module; collective before its first step.
 
@@ -167,7 +178,7 @@ def step_of(
     """
     if optimizer is None:
         return None
-    if not isinstance(optimizer, ShardedAdam) or optimizer.placement is not engine.placement:
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer.placement is not engine.placement:
         raise ArgumentError(
             f"{operation}: optimizer: expected one of ringcomm.optim that was built on the "
             f"sharded module's parameters, got {optimizer!r}"
@@ -221,6 +232,9 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
             "kinds": sorted({kind for each in step.buckets for kind in each.state.tensors()}),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
+        if step.rule.keeps_more:
+            states = dict(zip(names, describe_states(step.states()), strict=True))
+            told["optimizer"] |= {"name": step.rule.name, "states": states}
     return told
 
 
@@ -252,13 +266,7 @@ def check_optimizer(
 ) -> list[dict[str, Any]]:
     """The saved param groups, once everything about the optimizer fits; see :func:`describe`."""
     given = saved["optimizer"]
-    kinds = {kind for each in step.buckets for kind in each.state.tensors()}
-    amsgrad = {"max_exp_avg_sq"}
-    if kinds - amsgrad != set(given["kinds"]) - amsgrad:
-        raise fail(
-            f"expected state of the kinds {sorted(kinds)}, which "
-            f"master={step.setting.options.master!r} keeps, got {given['kinds']}"
-        )
+    check_same_optimizer(step.rule, given.get("name", AdamWRule.name), str(fail("optimizer")))
     names = names_of(engine, step)
     mine = group_names(names, list(step.groups))
     if mine != given["group_params"]:
@@ -277,7 +285,30 @@ def check_optimizer(
         raise fail("expected a loss scaler on both sides, or on none")
     if not all(0 <= given["steps"].get(name, -1) < 2**53 for name in names):
         raise fail("its step numbers are damaged")
-    return check_groups(list(step.groups), packed, step.setting.device, str(fail("groups")))
+    groups = check_groups(step, packed, str(fail("groups")))
+    _check_kinds(step, given["kinds"], merged_groups(step.groups, groups), fail)
+    if step.rule.keeps_more:
+        try:
+            _saved_states(names, given)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise fail("its states of parameters are damaged") from error
+    return groups
+
+
+def _check_kinds(
+    step: ShardedStep, kinds: Sequence[str], groups: Sequence[dict[str, Any]], fail: Fail
+) -> None:
+    mine = {kind for each in step.buckets for kind in each.state.tensors()}
+    misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
+    if misfit or {*mine} & {*MASTERS} != {*kinds} & {*MASTERS}:
+        raise fail(
+            f"expected state of the kinds {sorted(mine)}, which "
+            f"master={step.setting.options.master!r} keeps, got {kinds}"
+        )
+
+
+def _saved_states(names: Sequence[str], given: Mapping[str, Any]) -> list[ParamState | None]:
+    return read_states([given["states"][name] for name in names])
 
 
 def take_optimizer(
@@ -285,12 +316,15 @@ def take_optimizer(
 ) -> None:
     """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
     given = saved["optimizer"]
-    if "max_exp_avg_sq" not in given["kinds"]:
-        for bucket in step.buckets:
-            if bucket.state.max_exp_avg_sq is not None:
-                bucket.state.max_exp_avg_sq.zero_()
+    for bucket in step.buckets:
+        for name, moment in bucket.state.moments.items():
+            if name not in given["kinds"]:
+                moment.zero_()
+    names = names_of(engine, step)
+    if step.rule.keeps_more:
+        step.rule.take_states(_saved_states(names, given))
     take_groups(list(step.groups), groups)
-    steps = [given["steps"][name] for name in names_of(engine, step)]
+    steps = [given["steps"][name] for name in names]
     step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     step.table.control[STEPS].fill_(given["steps_taken"])
     step.table.control[SKIPPED].fill_(given["skipped_steps"])

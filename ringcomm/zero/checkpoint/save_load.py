@@ -14,9 +14,10 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError, where
 from ringcomm.json_reader import decode, encode
-from ringcomm.optim.adamw import ShardedAdam
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.state import MASTERS
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
 from ringcomm.zero.checkpoint.module_state import (
@@ -48,7 +49,7 @@ def save(
     root: str | os.PathLike[str],
     step: int,
     module: nn.Module,
-    optimizer: ShardedAdam | None = None,
+    optimizer: ShardedOptimizer | None = None,
     *,
     data: Any = None,
     keep: int | None = 2,
@@ -146,7 +147,7 @@ class Loaded:
 def load(
     root: str | os.PathLike[str],
     module: nn.Module,
-    optimizer: ShardedAdam | None = None,
+    optimizer: ShardedOptimizer | None = None,
     *,
     step: int | None = None,
 ) -> Loaded:
@@ -297,14 +298,15 @@ class _Loading:
     def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
         """And of the optimizer's state."""
         for part in module_state.state_parts(self.engine, step, whole=True):
-            if part.name in self.names or ".max_exp_avg_sq." not in part.name:
+            # A moment that was not saved had not begun, and is zeroed.
+            if part.name.split(".")[1] in self.saved["optimizer"]["kinds"]:
                 yield part
 
     def take(self) -> None:
         """Reads everything into place."""
         step = self.step
-        if step is not None and "max_exp_avg_sq" in self.saved["optimizer"]["kinds"]:
-            step.ensure_max()
+        if step is not None:
+            step.ensure([k for k in self.saved["optimizer"]["kinds"] if k not in MASTERS])
         self._read(self._model_parts())
         for stored in self.engine.stored:
             stored.wide = None
@@ -354,7 +356,7 @@ class TrainState:
         ArgumentError: the module is not sharded, or the optimizer is another's.
     """
 
-    def __init__(self, module: nn.Module, optimizer: ShardedAdam | None = None) -> None:
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer | None = None) -> None:
         self._engine = engine_of(module, "TrainState")
         with torch.no_grad():
             self._step = module_state.step_of(self._engine, optimizer, "TrainState")

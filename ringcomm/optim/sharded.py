@@ -1,0 +1,461 @@
+"""The base of optimizers whose state is sharded over a communicator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.local_world import local_world
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim import kernels, state, torch_state
+from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
+from ringcomm.optim.gradients import Accumulator
+from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
+from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.meshes import over_mesh, read_mesh
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.placement import check_order, placement_of
+from ringcomm.optim.reduction import norm_kind
+from ringcomm.optim.rules import UpdateRule
+from ringcomm.optim.step import Amp, Setting, ShardedStep
+
+Tensor = torch.Tensor
+
+
+def listed(params: Any) -> Any:
+    """Returns parameters, or groups of them, as lists: a generator can be read only once."""
+    if isinstance(params, (Tensor, set, str)):
+        return params  # torch raises its own error
+    return [
+        {**each, "params": listed(each["params"])}
+        if isinstance(each, dict) and "params" in each
+        else each
+        for each in params
+    ]
+
+
+def first_device(params: Any) -> torch.device | None:
+    """Returns the device of the first parameter, or None if there is none."""
+    first = next(iter(params), None) if isinstance(params, list) else None
+    while isinstance(first, (dict, tuple, list)):
+        inside = first["params"] if isinstance(first, dict) else first[1:]
+        first = inside if isinstance(inside, Tensor) else next(iter(inside), None)
+    return first.device if isinstance(first, Tensor) else None
+
+
+def check_param(entry: Any, called: str, place: torch.device) -> None:
+    """Checks an entry of "params": a tensor, or a name and a tensor.
+
+    Raises:
+        ArgumentError: its class, dtype, layout or device cannot be used.
+    """
+    param = entry[1] if isinstance(entry, tuple) else entry
+    if not isinstance(param, Tensor):
+        return  # torch raises its own error
+    check_placements(param, called)
+    if param.dtype not in DTYPE_NAMES:
+        way_out = "use torch.optim for it"
+        if not param.requires_grad:
+            way_out = (
+                "it is frozen, so leave it out: pass "
+                "[p for p in module.parameters() if p.requires_grad]"
+            )
+        raise ArgumentError(
+            f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; {way_out}"
+        )
+    if param.layout is not torch.strided:
+        raise ArgumentError(f"{called}: expected a dense tensor, got layout {param.layout}")
+    if param.device != place:
+        raise ArgumentError(
+            f"{called}: expected a tensor on {place}, as the communicator's or the first one, got "
+            f"one on {param.device}; all parameters must be on one device"
+        )
+
+
+Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The arguments of an optimizer that are not torch's; :class:`AdamW` says what they mean."""
+
+    comm: CommArgument = None
+    options: AdamWOptions | None = None
+    loss_scaler: LossScaler | None = None
+    mesh: DeviceMesh | None = None
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """The base of optimizers with sharded state, which add an update rule and defaults for it.
+
+    The parameters are replicated and the state is sharded: rank r keeps that of chunk r of every
+    bucket. At the first step (or :meth:`prepare`) the parameters move into the heap, where their
+    ``.data`` are views of the buckets, and gradients follow at each step.
+    """
+
+    # torch.amp.GradScaler hands over grad_scale and found_inf and leaves the rest to step().
+    _step_supports_amp_scaling = True
+    # Set by ringcomm's GradScaler around its call.
+    _found_inf_agreed = False
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        sharing: Sharing,
+        rule: UpdateRule,
+    ) -> None:
+        if defaults.get("differentiable"):
+            raise UnsupportedError(
+                f"{type(self).__name__}: differentiable=True: the step is a kernel that autograd "
+                "does not see; use torch.optim for it"
+            )
+        if defaults.get("fused") and defaults.get("foreach"):
+            raise ArgumentError(f"{type(self).__name__}: expected one of fused and foreach")
+        loss_scaler = sharing.loss_scaler
+        options = AdamWOptions() if sharing.options is None else sharing.options
+        if not isinstance(options, AdamWOptions):
+            raise ArgumentError(
+                f"{type(self).__name__}: options: expected AdamWOptions, got {options!r}"
+            )
+        params = listed(params)
+        self.placement = placement_of(params)
+        comm, others = self._chosen_mesh(sharing.comm, sharing.mesh)
+        if others is not None and params == []:
+            params = [{"params": []}]  # a stage without parameters takes part in norms
+        found = self._chosen_comm(comm, params)
+        device = torch.device("cpu") if found is None else found.device
+        self.communicator = found
+        # On a device a communicator launches the kernels, even one of a single rank.
+        alone = found is None or (found.world_size == 1 and not found.launches)
+        accumulator = None if options.accumulate_dtype is None else Accumulator()
+        self._setting = Setting(
+            None if alone else found, device, rule, options, loss_scaler, accumulator, others
+        )
+        self._sharded: ShardedStep | None = None
+        chosen_for_user = comm is None and self.placement is None and self._setting.world_size > 1
+        self._built_on: list[Tensor] | None = [] if chosen_for_user else None
+        defaults.update(rule.replaced(defaults))
+        super().__init__(params, defaults)
+        if loss_scaler is not None:
+            if loss_scaler.current.device != device:
+                raise ArgumentError(
+                    f"{type(self).__name__}: loss_scaler: expected one on {device}, got one on "
+                    f"{loss_scaler.current.device}; pass it device="
+                )
+            loss_scaler.bind(self)
+        # torch.distributed.checkpoint takes a step to fill an empty state, and would still find it
+        # empty afterwards, so the state gets an entry here.
+        for param in self.param_groups[0]["params"][:1]:
+            self.state[param] = {}
+
+    def _chosen_mesh(
+        self, comm: CommArgument, mesh: DeviceMesh | None
+    ) -> tuple[CommArgument, DeviceMesh | None]:
+        """Returns the argument ``comm``, and the mesh of other stages and parts, or None."""
+        comm, others = read_mesh(mesh, comm, type(self).__name__)
+        if self.placement is None:
+            return comm, others
+        if mesh is not None and others != self.placement.others:
+            raise ArgumentError(
+                f"{type(self).__name__}: mesh: the parameters were sharded over another mesh; "
+                "pass the same to shard(), or leave mesh= away here"
+            )
+        return comm, self.placement.others
+
+    def _chosen_comm(self, comm: CommArgument, params: Any) -> Communicator | None:
+        """Returns the placement's communicator, the argument's, or this device's world of one."""
+        operation, device = type(self).__name__, first_device(params)
+        if self.placement is not None:
+            own = self.placement.comm
+            if comm is None or _same_ranks(find_communicator(comm, operation, device), own):
+                return own
+            raise ArgumentError(
+                f"{operation}: comm: the parameters were sharded over another communicator; leave "
+                "comm= away"
+            )
+        found = find_communicator(comm, operation, device)
+        if found is None and device is not None and device.type == "cuda":
+            return local_world(1, device=device)[0]
+        return found
+
+    @property
+    def options(self) -> AdamWOptions:
+        """The options that the optimizer was built with."""
+        return self._setting.options
+
+    @property
+    def mesh(self) -> PartMesh | None:
+        """The mesh over which norms are taken, of stages and DTensors; None without any."""
+        params = (param for group in self.param_groups for param in group["params"])
+        operation = type(self).__name__
+        return over_mesh(self._setting.others, find_mesh(params, operation), operation)
+
+    @property
+    def accumulator(self) -> Accumulator | None:
+        """The sums to which backwards add their gradients, with ``accumulate_dtype``, or None."""
+        return self._setting.accumulator
+
+    @property
+    def steps_taken(self) -> Tensor:
+        """Number of steps that were not skipped: float64, a scalar on the device."""
+        return self._count(kernels.STEPS)
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """Number of steps skipped for an overflow: float64, a scalar on the device."""
+        return self._count(kernels.SKIPPED)
+
+    def _gradient_flats(self) -> list[Tensor] | None:
+        """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
+        if self.accumulator is not None:
+            return self.accumulator.flats()
+        return None if self.placement is None else self.sharded_step().gradients.flats()
+
+    def _count(self, column: int) -> Tensor:
+        # Preparing is collective, and reading a number must not be.
+        if self._sharded is None:
+            return torch.zeros((), dtype=torch.float64, device=self._setting.device)
+        return self._sharded.table.control[column].clone()
+
+    def prepare(self) -> None:
+        """Lays out the buckets and moves the parameters into them; collective.
+
+        Otherwise the first :meth:`step`, :meth:`clip_grad_norm_` or :meth:`load_state_dict` does.
+
+        Raises:
+            ArgumentError: two parameters share memory.
+            MismatchError: the ranks' parameters or options differ; names two ranks.
+            HeapError: the heap has no room.
+            UnsupportedError: there are no kernels for the parameters' device.
+        """
+        self.sharded_step()
+
+    def sharded_step(self) -> ShardedStep:
+        """Returns the step, which the first call makes; for ringcomm's own packages."""
+        if self._sharded is None:
+            check_order(self.placement, self.param_groups)
+            self._check_own_params()
+            with torch.no_grad():
+                self._sharded = ShardedStep(self.param_groups, self._setting)
+        return self._sharded
+
+    def _check_own_params(self) -> None:
+        """Checks that the parameters are still those that the optimizer was built on.
+
+        A library that replaces an optimizer's parameters, as DeepSpeed does, may have put shards
+        there that differ between ranks. Then a default group must not be used unasked.
+        """
+        if self._built_on is None:
+            return
+        own = set(map(id, self._built_on))
+        for index, group in enumerate(self.param_groups):
+            for number, param in enumerate(group["params"]):
+                if id(param) not in own:
+                    raise ArgumentError(
+                        f"{self._setting.where('prepare')}: param group {index}, parameter "
+                        f"{number}: expected one that the optimizer was built on, got another "
+                        'that has taken its place. Pass comm="alone" if that was DeepSpeed or '
+                        "another that shards or reduces by itself, else the ranks as comm="
+                    )
+        self._built_on = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does; before the first step only.
+
+        Raises:
+            ArgumentError: hyper-parameters or parameters that cannot be used.
+            UnsupportedError: the buckets are laid out already.
+        """
+        # The base class calls this method before it has set anything else up.
+        if self._sharded is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__}.add_param_group: the buckets were laid out at the first "
+                "step; add groups before it, or build a new optimizer"
+            )
+        if isinstance(param_group, dict) and "params" in param_group:
+            param_group = {**param_group, "params": listed(param_group["params"])}
+            group = {**self.defaults, **param_group}
+            index = len(self.param_groups)
+            replaced = self._setting.rule.replaced(group)
+            param_group.update(replaced)
+            self._setting.rule.check_hyper({**group, **replaced}, index, self._setting.device)
+            for number, param in enumerate(param_group["params"]):
+                called = f"param group {index}, parameter {number}"
+                check_param(param, called, self._setting.device)
+        super().add_param_group(param_group)
+        if self._built_on is not None:
+            self._built_on.extend(self.param_groups[-1]["params"])
+        accumulator = self._setting.accumulator
+        if accumulator is not None:
+            for number, param in enumerate(self.param_groups[-1]["params"]):
+                if param.requires_grad:
+                    called = f"param group {len(self.param_groups) - 1}, parameter {number}"
+                    accumulator.watch(param, called)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step on all ranks; collective.
+
+        Args:
+            closure: computes the loss and its gradients again; called first.
+
+        Returns:
+            The result of ``closure``, or None.
+
+        Raises:
+            ArgumentError: a gradient or hyper-parameter cannot be used; nothing was changed.
+            UnsupportedError: a sparse gradient; or torch's GradScaler with several ranks.
+            MismatchError: the ranks' hyper-parameters differ; on all ranks, nothing was changed.
+            RingcommError: a fault; see ``ringcomm.errors``. Further steps are refused then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.sharded_step().step(self._amp())
+        return loss
+
+    def _amp(self) -> Amp:
+        """Returns the scalars that a GradScaler set before it called :meth:`step`."""
+        if not hasattr(self, "found_inf"):
+            return Amp()
+        scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
+        agreed = self._found_inf_agreed
+        alone = self._setting.world_size == 1 and self.mesh is None
+        if not agreed and not (alone and self._gradient_flats() is None):
+            raise UnsupportedError(
+                f"{self._setting.where('step')}: torch.amp.GradScaler looks at this rank's p.grad "
+                "only; use ringcomm.optim.GradScaler in its place, or loss_scaler="
+            )
+        if self._setting.loss_scaler is not None:
+            raise ArgumentError(
+                f"{self._setting.where('step')}: expected either a GradScaler or loss_scaler=, got "
+                "both"
+            )
+        return Amp(scale, found_inf if isinstance(found_inf, Tensor) else None)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Has the next step scale the gradient down to a norm of ``max_norm``; collective.
+
+        The gradients of all ranks are reduced now; ``p.grad`` itself is not scaled. If gradients
+        change afterwards, by whatever means, the clipping is forgotten.
+
+        Args:
+            max_norm: bound of the norm of the reduced gradient of all parameters, after unscaling.
+            norm_type: 2.0, 1.0 or ``math.inf``.
+            error_if_nonfinite: read the norm on the host, and raise if it is not finite.
+
+        Returns:
+            The norm before clipping: float32, a scalar on the device; the same bits for every world
+            size. NaN when the gradient is not finite.
+
+        Raises:
+            ArgumentError: a bad norm, or a gradient that cannot be used.
+            RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
+        """
+        if not isinstance(max_norm, (int, float, Tensor)) or math.isnan(max_norm) or max_norm < 0:
+            raise ArgumentError(f"max_norm: expected a number >= 0, got {max_norm!r}")
+        kind = norm_kind(norm_type)
+        return self.sharded_step().clip(float(max_norm), kind, error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, as torch does.
+
+        With ``set_to_none=False``, gradients stay where they are, in the buckets: one memset per
+        bucket here, and no copy at the next step.
+        """
+        sharded = self._sharded
+        if self.accumulator is not None:
+            self.accumulator.clear()
+        if sharded is None:
+            if self.placement is not None:
+                self.placement.forget_gradients(set_to_none)
+            super().zero_grad(set_to_none)
+            return
+        sharded.forget_reduced()
+        with torch.autograd.profiler.record_function(f"Optimizer.zero_grad#{type(self).__name__}"):
+            if set_to_none:
+                sharded.gradients.drop()
+            else:
+                sharded.gradients.zero()
+
+    def refresh_master_weights(self) -> None:
+        """Sets the FP32 masters to the parameters, after these were changed from outside."""
+        for bucket in self.sharded_step().buckets:
+            bucket.refresh_master()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's shard, in the form that :mod:`ringcomm.optim.state` describes.
+
+        As in torch, its tensors are no copies. Collective if the first step is still to come.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        saved = state.save(self.sharded_step())
+        for post in self._optimizer_state_dict_post_hooks.values():
+            saved = post(self, saved) or saved
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continues from :meth:`state_dict`; collective: all ranks load, or none.
+
+        Args:
+            state_dict: this rank's state from a world of equal size, or the states of all ranks of
+                any world, in any order.
+
+        Raises:
+            CheckpointError: the state is damaged, incomplete or of another model; nothing was
+                changed.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict  # type: ignore[arg-type]
+        several = isinstance(state_dict, Sequence)
+        shards: list[Any] = list(state_dict) if several else [state_dict]
+        with torch.no_grad():
+            state.load(self.sharded_step(), shards)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+
+    @torch.no_grad()
+    def full_state_dict(self, dst: int | None = None) -> dict[str, Any]:
+        """Returns the state in the format of ``state_dict()`` of torch's class; collective.
+
+        Masters of 16-bit parameters are under the further key "master", by parameter.
+
+        Args:
+            dst: the rank that gets the state, while others get an empty dict; None gives it to all.
+        """
+        return torch_state.gather_torch(self.sharded_step(), dst)
+
+    @torch.no_grad()
+    def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from :meth:`full_state_dict`, or ``state_dict()`` of torch's class.
+
+        Masters that are not given are set to the parameters. Collective: all ranks load, or none.
+
+        Raises:
+            CheckpointError: the state does not fit the parameters; nothing was changed.
+        """
+        torch_state.load_torch(self.sharded_step(), state_dict)
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
+            "process's heap; save state_dict()"
+        )
+
+
+def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
+    """Returns whether two communicators are one, or both are of this rank alone."""
+    return one is other or all(each is None or each.world_size == 1 for each in (one, other))
