@@ -21,6 +21,7 @@ from .words import word32, word64
 ACTIVE = tl.constexpr(ADAMW_FLAGS["active"])
 L2 = tl.constexpr(ADAMW_FLAGS["l2"])
 AMSGRAD = tl.constexpr(ADAMW_FLAGS["amsgrad"])
+MOMENTUM = tl.constexpr(ADAMW_FLAGS["momentum"])
 NESTEROV = tl.constexpr(ADAMW_FLAGS["nesterov"])
 
 # Floats of AdamWFactors, in the order in which load_factors() returns them. As there, "beta2" is
@@ -126,13 +127,19 @@ def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
 
 @triton.jit
 def sgd_element(p, g, m, factors, HAS_MOMENT: tl.constexpr):
-    """The update of SGD; returns p and m, which has no meaning without HAS_MOMENT."""
+    """The update of SGD; returns p and m, which has no meaning without HAS_MOMENT.
+
+    With HAS_MOMENT some group has a momentum; whether this one does is in its flags.
+    """
     flags = factors[1]
     g = g * factors[10] * factors[11]
     g = tl.where((flags & L2) != 0, fused_multiply_add(factors[3], p, g), g)
     if HAS_MOMENT:
-        m = tl.where(factors[0] == 1, g, fused_multiply_add(factors[4], g, m * factors[5]))
-        g = tl.where((flags & NESTEROV) != 0, fused_multiply_add(factors[5], m, g), m)
+        uses_m = (flags & MOMENTUM) != 0
+        moved = tl.where(factors[0] == 1, g, fused_multiply_add(factors[4], g, m * factors[5]))
+        ahead = fused_multiply_add(factors[5], moved, g)
+        m = tl.where(uses_m, moved, m)
+        g = tl.where(uses_m, tl.where((flags & NESTEROV) != 0, ahead, moved), g)
     return fused_multiply_add(factors[7], g, p), m
 
 

@@ -1,4 +1,4 @@
-"""AdamW on shards: replicated parameters, sharded FP32 state, one pass from gradient to parameter.
+"""Optimizers on shards: replicated parameters, sharded state, one pass from gradient to parameter.
 
 See ``docs/optimizer.md`` for its guarantees.
 """
@@ -10,13 +10,16 @@ from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.sgd import SGD, Lion
 from ringcomm.optim.state import reshard
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "AdamWOptions",
     "GradScaler",
+    "Lion",
     "LossScaleOptions",
     "LossScaler",
     "ParamSpec",

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.comm_argument import CommArgument
-from ringcomm.optim.adamw_rule import AdamWRule
+from ringcomm.optim.fused_rules import AdamWRule
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing

@@ -191,9 +191,19 @@ class Kernels(ABC):
         """
 
 
-def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native.AdamWShard:
-    """Returns the native description of a bucket and this rank's shard of it."""
+def shard_of(
+    bucket: Bucket, factors_ptr: int, options: AdamWOptions, moments: Sequence[str]
+) -> _native.AdamWShard:
+    """Returns the native description of a bucket and this rank's shard of it.
+
+    Args:
+        bucket: the bucket.
+        factors_ptr: address of :attr:`StepTable.factors`.
+        options: options of the optimizer.
+        moments: names of the tensors that take the places of AdamW's three moments.
+    """
     state = bucket.state
+    places = (*(state.moments.get(name) for name in moments), None, None, None)
 
     def ptr_of(tensor: Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
@@ -207,9 +217,9 @@ def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native
         elems=bucket.chunk.elems,
         master=ptr_of(state.master),
         remainder=ptr_of(state.remainder),
-        exp_avg=ptr_of(state.moments["exp_avg"]),
-        exp_avg_sq=ptr_of(state.moments["exp_avg_sq"]),
-        max_exp_avg_sq=ptr_of(state.moments.get("max_exp_avg_sq")),
+        exp_avg=ptr_of(places[0]),
+        exp_avg_sq=ptr_of(places[1]),
+        max_exp_avg_sq=ptr_of(places[2]),
         params=bucket.params_ptr,
         param_dtype=DTYPE_CODES[bucket.layout.dtype],
         stochastic=options.rounding == "stochastic",
@@ -221,10 +231,18 @@ def shard_of(bucket: Bucket, factors_ptr: int, options: AdamWOptions) -> _native
 class HostKernels(Kernels):
     """The native kernels on the CPU.
 
-    Alone they run on the caller's thread, and otherwise in the communicator's order of calls.
+    Alone they run on the caller's thread, and otherwise in the communicator's order of calls;
+    ``moments`` are those of :func:`shard_of`.
     """
 
-    def __init__(self, comm: Communicator | None, options: AdamWOptions, table: StepTable) -> None:
+    def __init__(
+        self,
+        comm: Communicator | None,
+        options: AdamWOptions,
+        table: StepTable,
+        moments: Sequence[str],
+    ) -> None:
+        self._moments = moments
         self._step_bytes = table.layout.size_bytes
         super().__init__(comm is None, HostReducer(comm, options, self._step_bytes))
         self._comm = comm
@@ -283,7 +301,8 @@ class HostKernels(Kernels):
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.number)
         if shard is None:
-            shard = self._shards[bucket.number] = shard_of(bucket, self._factors_ptr, self._options)
+            shard = shard_of(bucket, self._factors_ptr, self._options, self._moments)
+            self._shards[bucket.number] = shard
         return shard
 
 
@@ -304,9 +323,17 @@ class DeviceKernels(Kernels):
         comm: communicator of the device, also in a world of one.
         options: options of the optimizer.
         table: table of the optimizer.
+        moments: as of :func:`shard_of`.
     """
 
-    def __init__(self, comm: Communicator, options: AdamWOptions, table: StepTable) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        options: AdamWOptions,
+        table: StepTable,
+        moments: Sequence[str],
+    ) -> None:
+        self._moments = moments
         super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
         self._comm = comm
         self._calls = comm.calls_of_steps(options.state)
@@ -381,7 +408,7 @@ class DeviceKernels(Kernels):
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.number)
         if shard is None:
-            native = shard_of(bucket, self._factors_ptr, self._options)
+            native = shard_of(bucket, self._factors_ptr, self._options, self._moments)
             copy = self._on_device(_native.adamw_shard_bytes(native))
             shard = self._shards[bucket.number] = _Shard(native, copy)
         return shard

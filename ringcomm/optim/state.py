@@ -20,9 +20,9 @@ import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import kernels
-from ringcomm.optim.adamw_rule import MOMENTS, AdamWRule
 from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.fused_rules import MOMENTS, AdamWRule
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.rules import ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
@@ -357,9 +357,9 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
 
 
 def _told(sharded: ShardedStep) -> dict[str, Any]:
-    if not sharded.rule.keeps_more:
-        return {}
-    return {"optimizer": sharded.rule.name, "states": describe_states(sharded.states())}
+    rule = sharded.rule
+    told = {} if rule.name == AdamWRule.name else {"optimizer": rule.name}
+    return {**told, "states": describe_states(sharded.states())} if rule.keeps_more else told
 
 
 def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:

@@ -5,7 +5,7 @@ On the host they run in Triton's interpreter, for tests. The native kernels stil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -163,6 +163,9 @@ class TritonKernels(Kernels):
         options: options of the optimizer.
         table: table of the optimizer.
         native: the native kernels, which begin a step.
+        moments: as of :func:`ringcomm.optim.kernels.shard_of`.
+        kind_of: called with the names of the tensors of a state, returns the update's kind, as
+            :class:`ShardKind` names it.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
@@ -174,6 +177,8 @@ class TritonKernels(Kernels):
         options: AdamWOptions,
         table: StepTable,
         native: Kernels,
+        moments: Sequence[str],
+        kind_of: Callable[[Sequence[str]], str],
     ) -> None:
         triton = TritonCalls(comm, options.algorithm)
         self._triton = triton
@@ -183,6 +188,8 @@ class TritonKernels(Kernels):
         self._comm = comm
         self._options = options
         self._native = native
+        self._moments = moments
+        self._kind_of = kind_of
         self._factors_ptr = table.factors.data_ptr()
         self._place = table.control.device if comm is None else comm.device
         # By bucket number, the description of the bucket's shard that kernels read.
@@ -243,11 +250,12 @@ class TritonKernels(Kernels):
             master=master if state.remainder is None else "remainder",
             keeps_max="max_exp_avg_sq" in state.moments,
             stochastic=self._options.rounding == "stochastic",
+            rule=self._kind_of(list(state.moments)),
         )
 
     def _shard(self, bucket: Bucket) -> Tensor:
         if bucket.number not in self._shards:
-            shard = shard_of(bucket, self._factors_ptr, self._options)
+            shard = shard_of(bucket, self._factors_ptr, self._options, self._moments)
             data = list(_native.adamw_shard_bytes(shard))
             record = torch.tensor(data, dtype=torch.uint8, device=self._place)
             self._shards[bucket.number] = record

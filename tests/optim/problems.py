@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
-from ringcomm.optim import Adam, AdamW, AdamWOptions
+from ringcomm.optim import SGD, Adam, AdamW, AdamWOptions, Lion
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
@@ -27,6 +27,44 @@ def whole_gradient(shape: Sequence[int], index: int, step: int, rank: int) -> Te
     """Multiples of 12: sums are exact, and means over 1, 2, 3, 4 or 6 ranks, in 16 bits too."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
     return 12.0 * torch.randint(-2, 3, tuple(shape), generator=generator)
+
+
+class TorchLion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms", in torch."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: Any = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **rest: Any,
+    ) -> None:
+        maximize = rest.get("maximize", False)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                m = state["exp_avg"] = state.get("exp_avg", torch.zeros_like(p))
+                g = -p.grad if group["maximize"] else p.grad
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(m.mul(beta1).add_(g, alpha=1 - beta1).sign_(), alpha=-lr)
+                m.mul_(beta2).add_(g, alpha=1 - beta2)
+
+
+OURS: dict[type[torch.optim.Optimizer], Any] = {
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+    torch.optim.SGD: SGD,
+    TorchLion: Lion,
+}
 
 
 @dataclass
@@ -66,8 +104,10 @@ class Problem:
     def ours(
         self, params: list[Tensor], comm: Communicator | None, options: AdamWOptions = SMALL_BUCKETS
     ) -> ShardedOptimizer:
-        kind = AdamW if self.torch_class is torch.optim.AdamW else Adam
-        return kind(self.dealt(params), comm=comm, options=options, **_copied(self.settings))
+        kind = OURS[self.torch_class]
+        made = kind(self.dealt(params), comm=comm, options=options, **_copied(self.settings))
+        assert isinstance(made, ShardedOptimizer)
+        return made
 
     def torch(self, params: list[Tensor]) -> torch.optim.Optimizer:
         make: Any = self.torch_class

@@ -12,7 +12,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import MismatchError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.optim.adamw_rule import AdamWRule
+from ringcomm.optim.fused_rules import AdamWRule
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

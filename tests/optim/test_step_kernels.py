@@ -12,6 +12,7 @@ import ringcomm
 from ringcomm import _native
 from ringcomm.comm.engine import Call
 from ringcomm.errors import MismatchError
+from tests.optim.problems import TorchLion
 
 ALGORITHMS = ("direct", "ring")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,30 +153,12 @@ def test_every_instruction_set_gives_the_same_bits(isa, dtype, kind, rule):
     assert len(results) > 1 or _native.isa() == "baseline"
 
 
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms", in torch."""
-
-    def __init__(self, params, lr, betas, weight_decay, maximize) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "wd": weight_decay, "max": maximize})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            for p in group["params"]:
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                g = -p.grad if group["max"] else p.grad
-                p.mul_(1 - lr * group["wd"])
-                p.add_(m.mul(beta1).add_(g, alpha=1 - beta1).sign_(), alpha=-lr)
-                m.mul_(beta2).add_(g, alpha=1 - beta2)
-
-
 def in_torch(rule: str, row: list[float], param: torch.Tensor) -> torch.optim.Optimizer:
     """torch's own optimizer for a group of ``RULES``."""
     lr, beta1, beta2, _, decay, flags = row
     maximize = bool(int(flags) & FLAGS["maximize"])
     if rule == "lion":
-        return Lion([param], lr, (beta1, beta2), decay, maximize)
+        return TorchLion([param], lr, (beta1, beta2), decay, maximize=maximize)
     nesterov = bool(int(flags) & FLAGS["nesterov"])
     return torch.optim.SGD(
         [param], lr, beta2, beta1, decay, nesterov, maximize=maximize, foreach=False

@@ -32,8 +32,11 @@ HYPER = (
 # The flags of the same rows for the other rules.
 FLAGS_OF_RULE = {
     "sgd": (SGD, SGD | L2, SGD | MAXIMIZE, SGD | L2),
-    "momentum": tuple(
-        flags | SGD | MOMENTUM for flags in (0, L2 | NESTEROV, MAXIMIZE | NESTEROV, L2)
+    "momentum": (
+        SGD | MOMENTUM,
+        SGD | MOMENTUM | L2 | NESTEROV,
+        SGD | MOMENTUM | MAXIMIZE | NESTEROV,
+        SGD | L2,
     ),
     "lion": (LION, LION, LION | MAXIMIZE, LION),
 }

@@ -1,13 +1,14 @@
 """The optimizer's Triton kernels on devices, emulated here and real with ``-m gpu``: several
 channels and processes, against the native kernels of the device."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from ringcomm import Communicator
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion
 from tests.support.device_worlds import Devices, on_host, with_options
 from tests.support.ranks import run_ranks
 from tests.tl.interpreter import interpreted
@@ -27,13 +28,24 @@ def kind(request):
     return request.param
 
 
-def _train(comm, dtype, options, clip):
+ADAMW = partial(AdamW, amsgrad=True)
+NESTEROV = partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1)
+# Optimizer, dtype, algorithm, and whether the norm is clipped.
+CASES = (
+    (ADAMW, torch.float32, "direct", False),
+    (NESTEROV, torch.bfloat16, "ring", False),
+    (Lion, torch.bfloat16, "direct", True),
+    (ADAMW, torch.float32, "ring", True),
+)
+
+
+def _train(comm, make, dtype, options, clip):
     """Parameters and norms after two steps."""
     torch.manual_seed(0)
     params = [
         torch.randn(shape).to(dtype).to(comm.device).detach().requires_grad_() for shape in SHAPES
     ]
-    optimizer = AdamW(params, lr=0.1, amsgrad=True, comm=comm, options=options)
+    optimizer = make(params, lr=0.1, comm=comm, options=options)
     torch.manual_seed(1 + comm.rank)
     found = []
     for _ in range(2):
@@ -60,18 +72,13 @@ def _rank(store, rank, world, kind):
         ) as comm,
         devices.as_on_gpu(comm),
     ):
-        for dtype, algorithm, clip in (
-            (torch.float32, "direct", False),
-            (torch.bfloat16, "ring", False),
-            (torch.bfloat16, "direct", True),
-            (torch.float32, "ring", True),
-        ):
+        for make, dtype, algorithm, clip in CASES:
             ends = [
-                _train(comm, dtype, AdamWOptions(algorithm=algorithm, kernels=kernels), clip)
+                _train(comm, make, dtype, AdamWOptions(algorithm=algorithm, kernels=kernels), clip)
                 for kernels in ("native", "triton")
             ]
             if not all(map(torch.equal, *ends)):
-                wrong.append((dtype, algorithm, clip))
+                wrong.append((str(make), dtype, algorithm))
     return wrong
 
 

@@ -152,6 +152,7 @@ class Run:
         units: see ZeroOptions.
         options: further ones of ZeroOptions.
         adamw: options of the optimizer.
+        kind: class of the optimizer.
     """
 
     model: str
@@ -164,6 +165,7 @@ class Run:
     units: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     adamw: AdamWOptions = field(default_factory=AdamWOptions)
+    kind: Any = AdamW
 
 
 def new_model(name: str) -> Any:
@@ -193,7 +195,7 @@ def train(comm: Communicator, base: nn.Module, run: Run) -> tuple[State, list[fl
     """Trains a copy of ``base`` on one rank; returns its parameters and buffers, and norms."""
     module: Any = deepcopy(base)
     zero.shard(module, run.stage, comm=comm, options=options_of(run))
-    optimizer = AdamW(groups_of(module), lr=1e-2, options=run.adamw)
+    optimizer = run.kind(groups_of(module), lr=1e-2, options=run.adamw)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     generator = torch.Generator().manual_seed(50 + comm.rank)
     norms = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
 
 Tensor = torch.Tensor
@@ -163,3 +164,9 @@ def test_the_models_are_what_they_claim():
     assert mlp.layers[4].weight is mlp.layers[2].weight
     assert not new_model("partial").frozen.weight.requires_grad
     assert new_model("conv").first.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("kind", [partial(SGD, momentum=0.9, nesterov=True), Lion])
+def test_sgd_and_lion_are_the_same_at_all_stages(worlds, kind):
+    compare_stages(worlds, 2, Run("gpt", 0, backwards=2, clip=0.3, kind=kind))
+    compare_stages(worlds, 3, Run("partial", 0, precision=BF16, kind=kind))

@@ -20,8 +20,8 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import encode
-from ringcomm.optim.adamw_rule import AdamWRule
 from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
+from ringcomm.optim.fused_rules import AdamWRule
 from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
 from ringcomm.optim.rules import ParamState
@@ -232,9 +232,11 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
             "kinds": sorted({kind for each in step.buckets for kind in each.state.tensors()}),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
+        if step.rule.name != AdamWRule.name:
+            told["optimizer"]["name"] = step.rule.name
         if step.rule.keeps_more:
             states = dict(zip(names, describe_states(step.states()), strict=True))
-            told["optimizer"] |= {"name": step.rule.name, "states": states}
+            told["optimizer"]["states"] = states
     return told
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import ringcomm
 from ringcomm import CommOptions
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion
 from tests.support.device_worlds import Devices
 
 # The ring's pieces are whole blocks of 512 elements.
@@ -21,11 +23,11 @@ def values(dtype: torch.dtype, rank: int, turn: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def train(comm, dtype, options, clip, groups=None):
+def train(comm, dtype, options, clip, groups=None, make=AdamW):
     """The parameters after some steps, in one of which a parameter has no gradient."""
     params = [torch.nn.Parameter(each.to(comm.device)) for each in values(dtype, 99, 99)]
     decay, no_decay = {"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}
-    optimizer = AdamW([decay, {**no_decay, **(groups or {})}], lr=1e-2, comm=comm, options=options)
+    optimizer = make([decay, {**no_decay, **(groups or {})}], lr=1e-2, comm=comm, options=options)
     norms = []
     for turn in range(STEPS):
         for param, grad in zip(params, values(dtype, comm.rank, turn), strict=True):
@@ -43,8 +45,10 @@ def on_host(world_size, *arguments):
         return world.run(lambda comm: train(comm, *arguments))[0]
 
 
-def same_as_on_host(devices: Devices, world_size, dtype, options, clip=False, groups=None):
-    arguments = (dtype, options, clip, groups)
+def same_as_on_host(
+    devices: Devices, world_size, dtype, options, clip=False, groups=None, make=AdamW
+):
+    arguments = (dtype, options, clip, groups, make)
     with devices.host_tensors():
         wanted, norms = on_host(world_size, *arguments)
 
@@ -92,6 +96,23 @@ def test_float16(devices, way):
 )
 def test_branches_of_the_update(devices, groups):
     same_as_on_host(devices, 2, torch.float32, AdamWOptions(), groups=groups)
+
+
+RULES = {
+    "SGD": SGD,
+    "momentum": partial(SGD, momentum=0.9, weight_decay=0.1),
+    "Lion": partial(Lion, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("way", ["master", "remainder"])
+@pytest.mark.parametrize("rule", RULES)
+def test_other_rules(devices, rule, way):
+    groups = {"momentum": {"nesterov": True, "maximize": True}, "Lion": {"betas": (0.3, 0.5)}}
+    dtype = torch.float32 if way == "master" else torch.bfloat16
+    same_as_on_host(
+        devices, 2, dtype, WAYS[way], groups=groups.get(rule), clip=rule == "Lion", make=RULES[rule]
+    )
 
 
 def test_torchs_grad_scaler_drives_one_rank(devices):

@@ -19,9 +19,9 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, CollectiveTimeout, Communicator, MismatchError, RingcommError
-from ringcomm.optim import AdamWOptions
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.comm.device.test_device_bits import drawn, reduced_on_host
-from tests.comm.device.test_device_steps import same_as_on_host
+from tests.comm.device.test_device_steps import RULES, same_as_on_host
 from tests.proof.ptx.small_jobs import part_of
 from tests.support import nvrtc
 from tests.support.device_checks import (
@@ -138,19 +138,24 @@ STEPS = {
 }
 # Each algorithm, and each form.
 SOME_STEPS = [
-    (torch.float32, "ring", "one pass"),
-    (torch.bfloat16, "direct", "two passes"),
+    (torch.float32, "ring", "one pass", "AdamW"),
+    (torch.bfloat16, "direct", "two passes", "momentum"),
 ]
-EVERY_STEP = list(itertools.product(STEPS, ("direct", "ring"), ("one pass", "two passes")))
+FORMS = ("one pass", "two passes")
+EVERY_STEP = [
+    *itertools.product(STEPS, ("direct", "ring"), FORMS, ("AdamW",)),
+    *itertools.product(STEPS, ("direct",), ("one pass",), RULES),
+]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "algorithm", "form"), EVERY_STEP if EVERYTHING else SOME_STEPS, ids=str
+    ("dtype", "algorithm", "form", "rule"), EVERY_STEP if EVERYTHING else SOME_STEPS, ids=str
 )
-def test_steps(devices: Devices, dtype: torch.dtype, algorithm: str, form: str) -> None:
+def test_steps(devices: Devices, dtype: torch.dtype, algorithm: str, form: str, rule: str) -> None:
     world_size, options = STEPS[dtype]
     options = replace(options, algorithm=algorithm)
-    same_as_on_host(devices, world_size, dtype, options, clip=form == "two passes")
+    make = RULES.get(rule, AdamW)
+    same_as_on_host(devices, world_size, dtype, options, clip=form == "two passes", make=make)
 
 
 def test_a_graph_is_replayed(devices: Devices) -> None:
