@@ -1,4 +1,4 @@
-"""AdamW on shards: replicated parameters, sharded FP32 state, one pass from gradient to parameter.
+"""Optimizers on shards: replicated parameters, sharded FP32 state; AdamW's step is one pass.
 
 See ``docs/optimizer.md`` for its guarantees.
 """
@@ -10,6 +10,7 @@ from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.sharded import Sharded
 from ringcomm.optim.state import reshard
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "LossScaler",
     "ParamSpec",
     "ShardLayout",
+    "Sharded",
     "reshard",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
-from ringcomm.optim import Adam, AdamW, AdamWOptions
+from ringcomm.optim import Adam, AdamW, AdamWOptions, Sharded
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
@@ -39,6 +39,7 @@ class Problem:
         gradient: called with shape, index, step, rank; None for no gradient.
         settings: of the optimizer.
         torch_class: what to compare with.
+        sharded: the optimizer is ``torch_class`` itself, sharded.
     """
 
     dtype: torch.dtype = torch.float32
@@ -46,6 +47,7 @@ class Problem:
     gradient: Callable[..., Tensor | None] = whole_gradient
     settings: dict[str, Any] = field(default_factory=dict)
     torch_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+    sharded: bool = False
     shapes: tuple[tuple[int, ...], ...] = SHAPES
 
     def params(self) -> list[Tensor]:
@@ -66,12 +68,16 @@ class Problem:
     def ours(
         self, params: list[Tensor], comm: Communicator | None, options: AdamWOptions = SMALL_BUCKETS
     ) -> ShardedOptimizer:
+        settings = {"comm": comm, "options": options, **_copied(self.settings)}
+        if self.sharded:
+            return Sharded(self.torch_class, self.dealt(params), **settings)
         kind = AdamW if self.torch_class is torch.optim.AdamW else Adam
-        return kind(self.dealt(params), comm=comm, options=options, **_copied(self.settings))
+        return kind(self.dealt(params), **settings)
 
     def torch(self, params: list[Tensor]) -> torch.optim.Optimizer:
         make: Any = self.torch_class
-        return make(self.dealt(params), fused=False, foreach=False, **_copied(self.settings))
+        loops = {} if self.sharded else {"fused": False, "foreach": False}
+        return make(self.dealt(params), **loops, **_copied(self.settings))
 
     def give(self, params: list[Tensor], step: int, rank: int, scale: float = 1.0) -> None:
         """Sets the gradients of a step, as a backward after zero_grad() would."""

@@ -16,7 +16,8 @@ import ringcomm
 from ringcomm import Communicator, zero
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.model import GPT
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import AdamW, AdamWOptions, Sharded
+from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
 State = dict[str, Tensor]
@@ -152,6 +153,8 @@ class Run:
         units: see ZeroOptions.
         options: further ones of ZeroOptions.
         adamw: options of the optimizer.
+        kind: class of the optimizer, sharded; None for AdamW.
+        settings: of that class.
     """
 
     model: str
@@ -164,6 +167,15 @@ class Run:
     units: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     adamw: AdamWOptions = field(default_factory=AdamWOptions)
+    kind: type[torch.optim.Optimizer] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def optimizer(self, module: nn.Module) -> ShardedOptimizer:
+        """The optimizer of a sharded module."""
+        settings = {"lr": 1e-2, "options": self.adamw, **self.settings}
+        if self.kind is None:
+            return AdamW(groups_of(module), **settings)
+        return Sharded(self.kind, groups_of(module), **settings)
 
 
 def new_model(name: str) -> Any:
@@ -193,7 +205,7 @@ def train(comm: Communicator, base: nn.Module, run: Run) -> tuple[State, list[fl
     """Trains a copy of ``base`` on one rank; returns its parameters and buffers, and norms."""
     module: Any = deepcopy(base)
     zero.shard(module, run.stage, comm=comm, options=options_of(run))
-    optimizer = AdamW(groups_of(module), lr=1e-2, options=run.adamw)
+    optimizer = run.optimizer(module)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     generator = torch.Generator().manual_seed(50 + comm.rank)
     norms = []
