@@ -1,4 +1,4 @@
-"""Optimizers on shards: replicated parameters, sharded state, one pass from gradient to parameter.
+"""Optimizers on shards: replicated parameters, sharded FP32 state; fused steps are one pass.
 
 See ``docs/optimizer.md`` for its guarantees.
 """
@@ -11,6 +11,7 @@ from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.sgd import SGD, Lion
+from ringcomm.optim.sharded import Sharded
 from ringcomm.optim.state import reshard
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "LossScaler",
     "ParamSpec",
     "ShardLayout",
+    "Sharded",
     "reshard",
 ]

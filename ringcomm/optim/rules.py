@@ -56,6 +56,11 @@ class UpdateRule(ABC):
     factors_bytes = 0
     keeps_more = False
 
+    @property
+    def numbers(self) -> frozenset[str]:
+        """Names of the numbers that are kept of a parameter."""
+        return frozenset({"step"})
+
     @abstractmethod
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
         """Checks a group's hyper-parameters; a tensor lr on a GPU is not read.

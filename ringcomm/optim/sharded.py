@@ -16,6 +16,7 @@ from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import kernels, state, torch_state
 from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
+from ringcomm.optim.elementwise import OptimizerClass
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
 from ringcomm.optim.loss_scaler import LossScaler
@@ -25,6 +26,7 @@ from ringcomm.optim.placement import check_order, placement_of
 from ringcomm.optim.reduction import norm_kind
 from ringcomm.optim.rules import UpdateRule
 from ringcomm.optim.step import Amp, Setting, ShardedStep
+from ringcomm.optim.torch_rule import TorchRule
 
 Tensor = torch.Tensor
 
@@ -459,3 +461,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
     """Returns whether two communicators are one, or both are of this rank alone."""
     return one is other or all(each is None or each.world_size == 1 for each in (one, other))
+
+
+# Options that ask for kernels of AdamW's, with the only values that other optimizers take.
+_OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
+
+
+class Sharded(ShardedOptimizer):
+    """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
+
+    It ends with the bits of the class in one process, on the mean of the ranks' gradients; 16-bit
+    parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
+
+        optimizer = Sharded(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+
+    Args:
+        kind: the class, torch's or another, such as ``torch.optim.SGD``.
+        params, comm, options, loss_scaler, mesh: as of :class:`AdamW`.
+        settings: arguments of the class.
+
+    Raises:
+        ArgumentError: ``kind`` is no class of optimizers, or does not take ``settings``; and as of
+            :class:`AdamW`.
+        UnsupportedError: the class is not elementwise, or the options need AdamW's kernels.
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Params,
+        *,
+        comm: CommArgument = None,
+        options: AdamWOptions | None = None,
+        loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            raise ArgumentError(
+                f"Sharded: expected a class of optimizers, such as torch.optim.SGD, got {kind!r}"
+            )
+        if issubclass(kind, ShardedOptimizer):
+            raise ArgumentError(f"Sharded: {kind.__name__} is sharded by itself; use it directly")
+        for name, value in _OF_ANY_CLASS.items():
+            asked = getattr(options, name, value)
+            if asked != value:
+                raise UnsupportedError(
+                    f"Sharded: {name}={asked!r} is what the kernels of ringcomm.optim.AdamW can; "
+                    f"expected {value!r}"
+                )
+        made = OptimizerClass(kind, settings)
+        sharing = Sharing(comm, options, loss_scaler, mesh)
+        super().__init__(params, made.defaults(), sharing, TorchRule(made))

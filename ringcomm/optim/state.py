@@ -201,6 +201,7 @@ class SavedShard:
         if len(self.buckets) != len(self.layout.buckets):
             self.fail(f"expected {len(self.layout.buckets)} buckets, got {len(self.buckets)}")
         for number, tensors in enumerate(self.buckets):
+            self._check_named(number, tensors)
             elems = self.layout.chunk(number, self.rank, self.world_size).elems
             required = MOMENTS if self.optimizer == AdamWRule.name else ()
             for name in {*required, *tensors}:
@@ -212,6 +213,18 @@ class SavedShard:
                 ):
                     got = f"{tensor.dtype} {tuple(tensor.shape)}" if tensor is not None else "none"
                     self.fail(f"bucket {number}: {name}: expected {dtype} [{elems}], got {got}")
+
+    def _check_named(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Checks that the tensors that parameters of a bucket have are there."""
+        if not self.states:
+            return
+        if len(self.states) != len(self.layout.params):
+            self.fail(f"expected the states of {len(self.layout.params)} parameters")
+        for segment in self.layout.buckets[number].segments:
+            state = self.states[segment.param]
+            missing = set() if state is None else {*state.tensors} - {*tensors}
+            if missing:
+                self.fail(f"bucket {number}: expected {sorted(missing)[0]}, it is not there")
 
 
 class SavedShards:
@@ -378,12 +391,11 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         tensors = _own(sharded, saved, operation)
         _check_kinds(sharded, tensors, merged_groups(sharded.groups, groups), operation)
         states = saved.first.states
-        if sharded.rule.keeps_more and len(states) != len(sharded.layout.params):
-            saved.first.fail(f"states: expected those of {len(sharded.layout.params)} parameters")
+        check_states(sharded, states, operation)
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
-    sharded.rule.take_states(states)
     take_groups(sharded.groups, groups)
+    sharded.rule.take_states(states)
     sharded.table.step.copy_(saved.first.step)
     sharded.table.control[kernels.STEPS].fill_(saved.first.scalars["steps_taken"])
     sharded.table.control[kernels.SKIPPED].fill_(saved.first.scalars["skipped_steps"])
@@ -395,6 +407,21 @@ def check_same_optimizer(rule: UpdateRule, saved: str, operation: str) -> None:
     if saved != rule.name:
         raise CheckpointError(
             f"{operation}: expected the state of {rule.name}, got that of {saved}"
+        )
+
+
+def check_states(sharded: ShardedStep, states: Sequence[ParamState | None], operation: str) -> None:
+    """Raises CheckpointError unless saved states of parameters are of this optimizer's."""
+    expected = len(sharded.layout.params) if sharded.rule.keeps_more else 0
+    if len(states) != expected:
+        raise CheckpointError(
+            f"{operation}: expected the states of {expected} parameters, got {len(states)}"
+        )
+    numbers = {name for state in states if state is not None for name in state.numbers}
+    unknown = sorted(numbers - sharded.rule.numbers) if expected else []
+    if unknown:
+        raise CheckpointError(
+            f"{operation}: {sharded.rule.name} keeps no {unknown[0]!r} with its hyper-parameters"
         )
 
 

@@ -300,8 +300,9 @@ class ShardedStep:
             ArgumentError: a hyper-parameter cannot be used; nothing was changed.
         """
         self._check_hyper()
-        rows = [self.rule.row(group) for group in self.groups]
-        self.table.write_hyper(rows, [group.get("lr") for group in self.groups])
+        if self.rule.hyper_columns:
+            rows = [self.rule.row(group) for group in self.groups]
+            self.table.write_hyper(rows, [group["lr"] for group in self.groups])
         self.ensure(self.rule.names(self.groups))
 
     def _check_hyper(self) -> None:

@@ -136,10 +136,10 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         agreement.append(describe_states(states))
     names = sharded.rule.names(merged)
     _take(sharded, _Given(states, entries, names), masters)
-    sharded.rule.take_states(states)
     if sharded.setting.comm is not None:
         end_changes(sharded.setting.comm, sharded.buckets)
     take_groups(sharded.groups, groups)
+    sharded.rule.take_states(states)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # torch counts steps by parameter, and the optimizer has taken at least the largest count.
     sharded.table.control[kernels.STEPS].fill_(max(steps, default=0.0))

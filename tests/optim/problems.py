@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
-from ringcomm.optim import SGD, Adam, AdamW, AdamWOptions, Lion
+from ringcomm.optim import SGD, Adam, AdamW, AdamWOptions, Lion, Sharded
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
@@ -77,6 +77,7 @@ class Problem:
         gradient: called with shape, index, step, rank; None for no gradient.
         settings: of the optimizer.
         torch_class: what to compare with.
+        sharded: the optimizer is ``torch_class`` itself, sharded.
     """
 
     dtype: torch.dtype = torch.float32
@@ -84,6 +85,7 @@ class Problem:
     gradient: Callable[..., Tensor | None] = whole_gradient
     settings: dict[str, Any] = field(default_factory=dict)
     torch_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+    sharded: bool = False
     shapes: tuple[tuple[int, ...], ...] = SHAPES
 
     def params(self) -> list[Tensor]:
@@ -104,14 +106,17 @@ class Problem:
     def ours(
         self, params: list[Tensor], comm: Communicator | None, options: AdamWOptions = SMALL_BUCKETS
     ) -> ShardedOptimizer:
-        kind = OURS[self.torch_class]
-        made = kind(self.dealt(params), comm=comm, options=options, **_copied(self.settings))
+        settings = {"comm": comm, "options": options, **_copied(self.settings)}
+        if self.sharded:
+            return Sharded(self.torch_class, self.dealt(params), **settings)
+        made = OURS[self.torch_class](self.dealt(params), **settings)
         assert isinstance(made, ShardedOptimizer)
         return made
 
     def torch(self, params: list[Tensor]) -> torch.optim.Optimizer:
         make: Any = self.torch_class
-        return make(self.dealt(params), fused=False, foreach=False, **_copied(self.settings))
+        loops = {} if self.sharded else {"fused": False, "foreach": False}
+        return make(self.dealt(params), **loops, **_copied(self.settings))
 
     def give(self, params: list[Tensor], step: int, rank: int, scale: float = 1.0) -> None:
         """Sets the gradients of a step, as a backward after zero_grad() would."""

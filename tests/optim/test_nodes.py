@@ -27,6 +27,16 @@ PROBLEMS = (
         Problem(torch.bfloat16, gradient=gradient),
         AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32, reduce="sum"),
     ),
+    (
+        Problem(
+            torch.bfloat16,
+            gradient=gradient,
+            settings={"lr": 0.1, "momentum": 0.9},
+            torch_class=torch.optim.SGD,
+            sharded=True,
+        ),
+        AdamWOptions(bucket_elems=1024),
+    ),
 )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 
 from ringcomm import zero
-from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
+from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler, Sharded
 from tests.zero.models import MODELS, SMALL_BUCKET_ELEMS, groups_of
 
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
@@ -26,7 +27,9 @@ class Job:
         self.comm = comm
         self.module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         self.scaler = LossScaler(LossScaleOptions(init_scale=8.0)) if scaled else None
-        self.optimizer = AdamW(
+        kind = settings.pop("kind", None)
+        make: Any = AdamW if kind is None else partial(Sharded, kind)
+        self.optimizer = make(
             groups_of(self.module),
             lr=1e-2,
             options=adamw or AdamWOptions(),

@@ -16,7 +16,8 @@ import ringcomm
 from ringcomm import Communicator, zero
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.model import GPT
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import AdamW, AdamWOptions, Sharded
+from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
 State = dict[str, Tensor]
@@ -152,7 +153,8 @@ class Run:
         units: see ZeroOptions.
         options: further ones of ZeroOptions.
         adamw: options of the optimizer.
-        kind: class of the optimizer.
+        kind: class of the optimizer, of ringcomm or to be sharded.
+        settings: of that class.
     """
 
     model: str
@@ -165,7 +167,18 @@ class Run:
     units: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     adamw: AdamWOptions = field(default_factory=AdamWOptions)
-    kind: Any = AdamW
+    kind: type[torch.optim.Optimizer] = AdamW
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def optimizer(self, module: nn.Module) -> ShardedOptimizer:
+        """The optimizer of a sharded module."""
+        settings = {"lr": 1e-2, "options": self.adamw, **self.settings}
+        if issubclass(self.kind, ShardedOptimizer):
+            make: Any = self.kind
+            made = make(groups_of(module), **settings)
+            assert isinstance(made, ShardedOptimizer)
+            return made
+        return Sharded(self.kind, groups_of(module), **settings)
 
 
 def new_model(name: str) -> Any:
@@ -195,7 +208,7 @@ def train(comm: Communicator, base: nn.Module, run: Run) -> tuple[State, list[fl
     """Trains a copy of ``base`` on one rank; returns its parameters and buffers, and norms."""
     module: Any = deepcopy(base)
     zero.shard(module, run.stage, comm=comm, options=options_of(run))
-    optimizer = run.kind(groups_of(module), lr=1e-2, options=run.adamw)
+    optimizer = run.optimizer(module)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     generator = torch.Generator().manual_seed(50 + comm.rank)
     norms = []

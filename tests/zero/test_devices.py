@@ -23,6 +23,7 @@ RUNS = {
     "clipped": Run("gpt", 0, 2, clip=0.3),
     "bfloat16": Run("gpt", 0, 2, precision=BF16),
     "accumulated": Run("mlp", 0, 2, backwards=2),
+    "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
 }
 

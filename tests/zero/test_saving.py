@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "remainder": {"precision": BF16, "adamw": AdamWOptions(master="remainder")},
     "amsgrad": {"amsgrad": True},
     "scaled": {"scaled": True},
+    "SGD": {"precision": BF16, "kind": torch.optim.SGD, "momentum": 0.9},
+    "NAdam": {"kind": torch.optim.NAdam, "scaled": True},
     "stochastic": {
         "precision": BF16,
         "adamw": AdamWOptions(master="none", rounding="stochastic", seed=5),

@@ -30,6 +30,7 @@ from ringcomm.optim.state import (
     MASTERS,
     check_groups,
     check_same_optimizer,
+    check_states,
     describe_states,
     merged_groups,
     pack_groups,
@@ -291,9 +292,10 @@ def check_optimizer(
     _check_kinds(step, given["kinds"], merged_groups(step.groups, groups), fail)
     if step.rule.keeps_more:
         try:
-            _saved_states(names, given)
+            states = _saved_states(names, given)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise fail("its states of parameters are damaged") from error
+        check_states(step, states, str(fail("states of parameters")))
     return groups
 
 
@@ -323,9 +325,9 @@ def take_optimizer(
             if name not in given["kinds"]:
                 moment.zero_()
     names = names_of(engine, step)
+    take_groups(list(step.groups), groups)
     if step.rule.keeps_more:
         step.rule.take_states(_saved_states(names, given))
-    take_groups(list(step.groups), groups)
     steps = [given["steps"][name] for name in names]
     step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     step.table.control[STEPS].fill_(given["steps_taken"])

@@ -1,0 +1,259 @@
+"""The update rule of any elementwise optimizer: instances of its class step the shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams
+from ringcomm.optim.elementwise import OptimizerClass, TriedClass, hyper_of, name_of
+from ringcomm.optim.instances import Instance, Part, parts_of, to_number
+from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.placement import sharers_of
+from ringcomm.optim.reduction import NORM_WORDS, DeviceReducer, HostReducer, Into
+from ringcomm.optim.rules import Group, ParamState, UpdateRule, plain
+
+Tensor = torch.Tensor
+
+
+class TorchRule(UpdateRule):
+    """A class of torch optimizers, whose instances step the parts of parameters in each bucket.
+
+    Args:
+        made: the class, with its arguments.
+    """
+
+    keeps_more = True
+
+    def __init__(self, made: OptimizerClass) -> None:
+        self.name = self.torch_name = name_of(made.kind)
+        self._tried = TriedClass(made)
+        self._place = torch.device("cpu")
+        # By bucket number; and that of parameters without elements, which have no bucket.
+        self._instances: dict[int, Instance] = {}
+        self._bare: Instance | None = None
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        return frozenset(self._tried.numbers)
+
+    @property
+    def writes_gradients(self) -> bool:
+        """True if a step changes the gradients that it is given."""
+        return self._tried.writes_gradients
+
+    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+        for name, value in hyper_of(group).items():
+            if isinstance(value, float) and math.isnan(value):
+                raise ArgumentError(
+                    f"param group {index}: {name}: expected a number, got {value!r}"
+                )
+        if group.get("differentiable"):
+            raise UnsupportedError(
+                f"param group {index}: differentiable=True: autograd does not see the step of "
+                "shards; use torch.optim for it"
+            )
+        self._place = place
+        self._tried.kinds(group, place)
+
+    def replaced(self, group: Group) -> dict[str, Any]:
+        return {}
+
+    def compared(self, group: Group) -> dict[str, Any]:
+        hyper = hyper_of(group)
+        return {name: _told(hyper[name]) for name in sorted(hyper) if name != "lr"}
+
+    def digest(self, groups: Sequence[Group]) -> float:
+        hyper = [{"lr": plain(group.get("lr")), **self.compared(group)} for group in groups]
+        found = hashlib.sha256(json.dumps(hyper).encode()).digest()
+        return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
+
+    def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        found = [self._tried.kinds(group, self._place).tensors for group in groups]
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+    def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
+        # A tensor of earlier hyper-parameters stays where it is, as in torch.
+        return ""
+
+    def kernels(
+        self, comm: Communicator | None, options: AdamWOptions, table: StepTable
+    ) -> Kernels:
+        return TorchKernels(comm, options, table, self)
+
+    def bind(self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets) -> None:
+        for bucket in buckets:
+            parts = parts_of(bucket.layout, bucket.chunk, lambda index: layout.params[index].group)
+            self._instances[bucket.number] = self._instance(groups, bucket, parts)
+        bare = [
+            Part(index, spec.group)
+            for index, spec in enumerate(layout.params)
+            if spec.trainable and spec.tied_to is None and not spec.elems
+        ]
+        if bare:
+            nothing = torch.empty(0, dtype=torch.float32, device=self._place)
+            self._bare = Instance(
+                self._tried, groups, bare, nothing, lambda name: torch.empty_like(nothing)
+            )
+
+    def _instance(self, groups: Sequence[Group], bucket: Bucket, parts: list[Part]) -> Instance:
+        def moment(name: str) -> Tensor:
+            bucket.ensure([name])
+            return bucket.state.moments[name]
+
+        master = bucket.state.master
+        values = bucket.own_params if master is None else master
+        return Instance(self._tried, groups, parts, values, moment)
+
+    def _all_instances(self) -> list[Instance]:
+        bare = [] if self._bare is None else [self._bare]
+        return [*self._instances.values(), *bare]
+
+    def begin(self, active: Sequence[float]) -> None:
+        """Steps the parameters without elements."""
+        if self._bare is not None:
+            self._bare.step(torch.empty(0, dtype=torch.float32, device=self._place), active)
+
+    def update(self, bucket: Bucket, grad: Tensor, active: Sequence[float]) -> None:
+        """Updates this rank's chunk of a bucket.
+
+        Args:
+            bucket: the bucket.
+            grad: float32 [chunk elements].
+            active: by parameter, not 0 where the parameter takes the step.
+        """
+        self._instances[bucket.number].step(grad, active)
+        if bucket.state.master is not None:
+            bucket.own_params.copy_(bucket.state.master)
+
+    def states(
+        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
+    ) -> list[ParamState | None]:
+        found: dict[int, ParamState | None] = {}
+        for instance in self._all_instances():
+            found.update(instance.states())
+        return [found.get(index) for index in range(len(layout.params))]
+
+    def take_states(self, states: Sequence[ParamState | None]) -> None:
+        for instance in self._all_instances():
+            instance.take_states(states)
+
+    def to_torch(self, name: str, number: float) -> Any:
+        return to_number(self._tried.numbers[name], number)
+
+    def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
+        kinds = self._tried.kinds(group, self._place)
+        there = {name: value for name, value in entry.items() if value is not None}
+        wanted = [*kinds.numbers, *kinds.tensors]
+        if not there or not wanted:
+            return None
+        missing = [name for name in wanted if name not in there]
+        if missing:
+            raise ValueError(f"expected {', '.join(wanted)}, got no {missing[0]}")
+        try:
+            numbers = {name: float(there[name]) for name in kinds.numbers}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"expected numbers as {', '.join(kinds.numbers)}: {error}") from error
+        return ParamState(numbers, kinds.tensors)
+
+
+def _told(value: Any) -> Any:
+    """Returns a hyper-parameter as JSON knows it, or the name of its class."""
+    told = plain(value)
+    if isinstance(told, list):
+        return [_told(each) for each in told]
+    return told if isinstance(told, (bool, int, float, str, type(None))) else type(told).__name__
+
+
+class TorchKernels(Kernels):
+    """The step of a :class:`TorchRule`: a reduction, torch's update of the chunk, and a gathering.
+
+    It reads on the host whether a step is skipped, and which parameters have gradients.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        options: AdamWOptions,
+        table: StepTable,
+        rule: TorchRule,
+    ) -> None:
+        if comm is not None and comm.launches:
+            super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
+        else:
+            super().__init__(comm is None, HostReducer(comm, options, table.layout.size_bytes))
+        self._rule = rule
+        self._sharers = sharers_of(comm, options.state)
+        self._needs_words = comm is not None and comm.launches
+        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        self._scratch: Tensor | None = None
+        self._skips = False
+        self._active: list[float] = []
+        self._factors: list[float] = []
+
+    def forget(self) -> None:
+        return
+
+    def begin(self, table: StepTable) -> None:
+        control, params = table.control, len(table.active)
+        told = torch.cat([control[: FOUND_INF + 1], table.active]).tolist()
+        self._skips = told[FOUND_INF] != 0
+        self._factors = [each for each in (told[INV_SCALE], told[CLIP]) if each != 1]
+        self._active = told[-params:] if params else []
+        control[SKIPPED if self._skips else STEPS].add_(1)
+        if not self._skips:
+            table.step.add_(table.active != 0)
+            self._rule.begin(self._active)
+
+    def _own(self, bucket: Bucket) -> Tensor:
+        """Returns memory for a gradient: float32 [chunk elements]."""
+        elems = bucket.chunk.elems
+        if self._scratch is None or self._scratch.numel() < elems:
+            place = bucket.own_params.device
+            self._scratch = empty_for_streams(elems, torch.float32, place)
+        return self._scratch[:elems]
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        if self._skips:
+            return
+        grad = grad[: bucket.chunk.elems]
+        if self._factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
+            grad = self._own(bucket).copy_(grad)
+        self._update_from(bucket, grad)
+
+    def _update_from(self, bucket: Bucket, grad: Tensor) -> None:
+        """Updates this rank's chunk from a gradient, which is scaled in place if it has to be."""
+        for factor in self._factors:
+            grad.mul_(factor)
+        self._rule.update(bucket, grad, self._active)
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        self.update_shard(bucket, grad)
+        if not self._skips:
+            self._gather(bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
+        assert self._sharers is not None
+        chunks = bucket.layout.chunks(self._sharers)
+        parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
+        self._sharers.all_gather(parts, parts[self._sharers.rank])
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        if self._skips:
+            return
+        own = self._own(bucket)
+        words = None
+        if self._needs_words:
+            words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=own.device)
+        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
+        self._update_from(bucket, own)
+        self._gather(bucket)

@@ -1,0 +1,501 @@
+"""Any elementwise optimizer, sharded: the bits of its class in one process, in any world."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler, Sharded
+from ringcomm.optim.state import reshard
+from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
+
+Tensor = torch.Tensor
+STEPS = 5
+
+
+class Lion(torch.optim.Optimizer):
+    """A class as users write them: Chen et al., "Symbolic Discovery of Optimization Algorithms"."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: Any = (0.9, 0.99), decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["steps"], state["exp_avg"] = 0, torch.zeros_like(param)
+                state["steps"] += 1
+                near, far = group["betas"]
+                param.mul_(1.0 - group["lr"] * group["decay"])
+                update = state["exp_avg"].mul(near).add_(param.grad, alpha=1.0 - near).sign_()
+                param.add_(update, alpha=-group["lr"])
+                # A new tensor each step, and a gradient that is spoilt.
+                state["exp_avg"] = state["exp_avg"] * far + param.grad.mul_(1.0 - far)
+
+
+def gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor | None:
+    """Numbers of 20 bits that divide by 2 and 3; none for parameter 1 at odd steps."""
+    if index == 1 and step % 2:
+        return None
+    generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
+    return 12.0 * torch.randint(-(2**17), 2**17, tuple(shape), generator=generator) / 2**17
+
+
+def problem(kind: type[torch.optim.Optimizer], *groups: dict[str, Any], **settings: Any) -> Problem:
+    return Problem(
+        groups=groups or ({},),
+        gradient=gradient,
+        settings=settings,
+        torch_class=kind,
+        sharded=True,
+    )
+
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+PROBLEMS = {
+    "SGD": problem(torch.optim.SGD, lr=0.1),
+    "SGD with momentum": problem(
+        torch.optim.SGD, {"dampening": 0.3}, {"weight_decay": 0.1, "maximize": True}, **MOMENTUM
+    ),
+    "SGD, Nesterov, and without": problem(
+        torch.optim.SGD, {"nesterov": True}, {"momentum": 0.0}, **MOMENTUM
+    ),
+    "Adagrad": problem(torch.optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.5),
+    "Adadelta": problem(torch.optim.Adadelta, {"rho": 0.5}, {"weight_decay": 0.1}),
+    "RMSprop": problem(torch.optim.RMSprop, {"centered": True}, {"momentum": 0.9}),
+    "NAdam": problem(torch.optim.NAdam, {"weight_decay": 0.1}, {"decoupled_weight_decay": True}),
+    "RAdam": problem(torch.optim.RAdam, {"lr": 0.1}, {"weight_decay": 0.1}),
+    "Adamax": problem(torch.optim.Adamax, {"lr": 0.1}, {"betas": (0.5, 0.75)}),
+    "Rprop": problem(torch.optim.Rprop, {"etas": (0.25, 2.0)}, {"maximize": True}),
+    "ASGD": problem(torch.optim.ASGD, {"t0": 2.0}, {"weight_decay": 0.1}),
+    "Adam": problem(torch.optim.Adam, {"amsgrad": True}, {"weight_decay": 0.1}),
+    "AdamW": problem(torch.optim.AdamW, {"lr": torch.tensor(0.1)}, {"amsgrad": True}),
+    "foreach": problem(torch.optim.AdamW, foreach=True),
+    "Lion": problem(Lion, {"decay": 0.0}, {"betas": (0.5, 0.75)}),
+}
+
+
+def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step)
+
+
+def reference(problem: Problem, world: int, steps: int = STEPS) -> tuple[list[Tensor], Any]:
+    """Parameters, and torch's optimizer after steps with the mean gradient, on FP32 parameters."""
+    params = [param.detach().float().requires_grad_() for param in problem.params()]
+    optimizer = problem.torch(params)
+    schedule = halved(optimizer)
+    for step in range(steps):
+        problem.give_mean(params, step, world)
+        for param in params:
+            param.grad = None if param.grad is None else param.grad.float()
+        optimizer.step()
+        schedule.step()
+    return params, optimizer
+
+
+def stepped(comm: Any, problem: Problem, options: AdamWOptions, steps: int = STEPS) -> Any:
+    """Parameters and the optimizer after steps on one rank."""
+    params = problem.params()
+    optimizer = problem.ours(params, comm, options)
+    schedule = halved(optimizer)
+    for step in range(steps):
+        problem.give(params, step, comm.rank)
+        optimizer.step()
+        schedule.step()
+    return params, optimizer
+
+
+def assert_equal(params: list[Tensor], wanted: list[Tensor]) -> None:
+    for index, (mine, other) in enumerate(zip(params, wanted, strict=True)):
+        assert torch.equal(mine, other), index
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_steps_have_the_bits_of_the_class_in_one_process(worlds, name, world):
+    problem = PROBLEMS[name]
+    wanted, theirs = reference(problem, world)
+    saved = theirs.state_dict()
+
+    def work(comm):
+        params, optimizer = stepped(comm, problem, SMALL_BUCKETS)
+        full = optimizer.full_state_dict()
+        assert_equal(params, wanted)
+        assert all(each.keys() == full["state"][n].keys() for n, each in saved["state"].items())
+        tensors = {n: dict(each) for n, each in full["state"].items()}
+        for entry, other in zip(tensors.values(), saved["state"].values(), strict=True):
+            for name, each in other.items():
+                assert type(entry[name]) is type(each)
+                assert torch.equal(torch.as_tensor(entry[name]), torch.as_tensor(each)), name
+        assert full["param_groups"] == saved["param_groups"]
+        assert optimizer.steps_taken.item() == STEPS
+
+    worlds(world).run(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["SGD with momentum", "NAdam", "Lion"])
+def test_16_bit_parameters_are_rounded_masters(worlds, name, dtype):
+    problem = replace(PROBLEMS[name], dtype=dtype)
+    wanted, _ = reference(problem, 2)
+    sums = replace(SMALL_BUCKETS, accumulate_dtype=torch.float32)
+
+    def work(comm):
+        for options in (SMALL_BUCKETS, sums):
+            params, optimizer = stepped(comm, problem, options)
+            assert_equal(params, [each.to(dtype) for each in wanted])
+            masters = optimizer.full_state_dict()["master"]
+            ordered = [each for group in problem.dealt(wanted) for each in group["params"]]
+            assert all(torch.equal(each, ordered[index]) for index, each in masters.items())
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_clipped_gradient_is_scaled_once(worlds, world):
+    problem = replace(PROBLEMS["SGD with momentum"])
+
+    def work(comm):
+        params, wanted = problem.params(), problem.params()
+        optimizer, theirs = problem.ours(params, comm), problem.torch(wanted)
+        for step in range(3):
+            problem.give(params, step, comm.rank)
+            before = [None if p.grad is None else p.grad.clone() for p in params]
+            norm = optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            problem.give_mean(wanted, step, world)
+            coefficient = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+            for param in wanted:
+                if param.grad is not None:
+                    param.grad.mul_(coefficient)
+            theirs.step()
+            for param, grad in zip(params, before, strict=True):
+                assert (param.grad is None) == (grad is None)
+                assert grad is None or torch.equal(param.grad, grad)
+        assert_equal(params, wanted)
+
+    worlds(world).run(work)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["Lion", "NAdam"])
+def test_a_scaled_step_that_overflows_changes_nothing(worlds, name, world):
+    """The scale is a power of two, so it changes no bit of the others."""
+    problem = PROBLEMS[name]
+    wanted, theirs = reference(problem, world, 2)
+
+    def work(comm):
+        params = problem.params()
+        scaler = LossScaler(LossScaleOptions(init_scale=1024.0))
+        optimizer = problem_with(problem, loss_scaler=scaler).ours(params, comm)
+        schedule = halved(optimizer)
+        for step, scale in enumerate((1024.0, float("inf"), 512.0)):
+            problem.give(params, step - (step > 0), comm.rank, scale)
+            optimizer.step()
+            if step != 1:
+                schedule.step()
+        assert_equal(params, wanted)
+        assert optimizer.steps_taken.item() == 2 and optimizer.skipped_steps.item() == 1
+        entries = optimizer.full_state_dict()["state"]
+        assert entries.keys() == theirs.state_dict()["state"].keys()
+
+    worlds(world).run(work)
+
+
+def problem_with(problem: Problem, **settings: Any) -> Problem:
+    return replace(problem, settings={**problem.settings, **settings})
+
+
+def test_a_grad_scaler_of_all_ranks_drives_it(worlds):
+    problem = PROBLEMS["Lion"]
+    wanted, _ = reference(problem, 2, 1)
+
+    def work(comm):
+        params = problem.params()
+        optimizer = problem.ours(params, comm)
+        scaler = GradScaler(init_scale=256.0)
+        for scale in (float("inf") if comm.rank else 256.0, 128.0):
+            scaler.scale(torch.ones(()))
+            problem.give(params, 0, comm.rank, scale)
+            scaler.step(optimizer)
+            scaler.update()
+        assert_equal(params, wanted)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adagrad", "NAdam", "Lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_goes_on_in_other_worlds(worlds, name, dtype):
+    problem = replace(PROBLEMS[name], dtype=dtype)
+
+    def begin(comm):
+        params, optimizer = stepped(comm, problem, SMALL_BUCKETS, 3)
+        return [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+
+    def go_on(comm, values, shards, options):
+        params = [value.clone().requires_grad_() for value in values]
+        optimizer = problem.ours(params, comm, options)
+        optimizer.load_state_dict(shards[comm.rank] if len(shards) == comm.world_size else shards)
+        for step in range(3, STEPS):
+            problem.give(params, step, 0)
+            optimizer.step()
+        return [param.detach().clone() for param in params], optimizer.full_state_dict()
+
+    outcomes = worlds(2).run(begin)
+    at, shards = outcomes[0][0], [shard for _, shard in outcomes]
+    wanted, state = worlds(2).run(go_on, at, shards, SMALL_BUCKETS)[0]
+    larger = replace(SMALL_BUCKETS, bucket_elems=2048)
+    for world, given, options in (
+        (3, shards, SMALL_BUCKETS),
+        (1, shards, larger),
+        (3, reshard(shards, 3), SMALL_BUCKETS),
+    ):
+        for params, theirs in worlds(world).run(go_on, at, given, options):
+            assert_equal(params, wanted)
+            assert_same_state({"state": tensors_of(theirs)}, {"state": tensors_of(state)})
+
+
+def tensors_of(full: dict[str, Any]) -> dict[int, dict[str, Tensor]]:
+    return {
+        index: {name: torch.as_tensor(each) for name, each in entry.items()}
+        for index, entry in full["state"].items()
+    }
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_torchs_state_goes_both_ways(worlds, name):
+    """Torch goes on from what was gathered, and ringcomm from what torch then has."""
+    problem = PROBLEMS[name]
+
+    def work(comm):
+        params, optimizer = stepped(comm, problem, SMALL_BUCKETS, 2)
+        theirs = [param.detach().clone().requires_grad_() for param in params]
+        other = problem.torch(theirs)
+        other.load_state_dict(copy.deepcopy(optimizer.full_state_dict()))
+        problem.give_mean(theirs, 2, comm.world_size)
+        other.step()
+        problem.give(params, 2, comm.rank)
+        optimizer.step()
+        assert_equal(params, theirs)
+        back = [param.detach().clone().requires_grad_() for param in theirs]
+        last = problem.ours(back, comm)
+        last.load_torch_state_dict(copy.deepcopy(other.state_dict()))
+        problem.give(back, 3, comm.rank)
+        last.step()
+        problem.give_mean(theirs, 3, comm.world_size)
+        other.step()
+        assert_equal(back, theirs)
+
+    worlds(2).run(work)
+
+
+class Normalized(torch.optim.SGD):
+    """Divides by the norm of the whole gradient, as LAMB and others do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = sum(param.grad.square().sum() for param in group["params"]).sqrt()
+            for param in group["params"]:
+                param.grad.div_(norm + 1.0)
+        super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps outside of its parameters' state."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        super().step(closure)
+
+
+class Remembering(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        self.last = self.param_groups[0]["params"][0].sum().item()
+        super().step(closure)
+
+
+class Replacing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data = param.data - param.grad
+
+
+class Half(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["half"] = param.grad.to(torch.bfloat16)
+
+
+class Spread(torch.optim.SGD):
+    """Decays matrices alone, as a recipe that tells them from vectors by their shape."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param.data.mul_(0.5 if param.dim() > 1 else 1.0)
+
+
+NOT_ELEMENTWISE: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "missing 1 required positional argument: 'closure'",
+    torch.optim.SparseAdam: "does not support dense gradients",
+    torch.optim.Adafactor: r"'row_var' .* \(8, 12\) has the shape \(8, 1\)",
+    torch.optim.Muon: "only supports 2D parameters",
+    Normalized: "in pieces becomes another one",
+    Spread: "in pieces becomes another one",
+    Counting: "changes the entry 'count' of its param group",
+    Remembering: "changes its attribute 'last'",
+    Replacing: "puts another tensor in the place",
+    Half: r"'half' is torch\.bfloat16",
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_what_is_not_elementwise_is_refused_with_what_was_seen(kind):
+    params = Problem().params()
+    with pytest.raises(UnsupportedError, match=NOT_ELEMENTWISE[kind]) as raised:
+        Sharded(kind, params)
+    assert f"{kind.__qualname__} cannot step shards" in str(raised.value)
+    assert_equal(params, Problem().params())
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "an instance": (torch.optim.SGD(values((1,), 0).split(1)), {}, ArgumentError, "a class of"),
+    "no optimizer": (torch.nn.Linear, {}, ArgumentError, "a class of optimizers"),
+    "AdamW of ringcomm": (AdamW, {}, ArgumentError, "AdamW is sharded by itself"),
+    "bad argument": (torch.optim.SGD, {"lr": -1.0}, ArgumentError, "Invalid learning rate"),
+    "foreign argument": (torch.optim.SGD, {"rho": 1.0}, ArgumentError, "argument 'rho'"),
+    "not a number": (torch.optim.SGD, {"momentum": float("nan")}, ArgumentError, "momentum: .*nan"),
+    "differentiable": (torch.optim.SGD, {"differentiable": True}, UnsupportedError, "autograd"),
+    "remainder": (
+        torch.optim.SGD,
+        {"options": AdamWOptions(master="remainder")},
+        UnsupportedError,
+        "master='remainder' .* expected 'fp32'",
+    ),
+    "stochastic": (
+        torch.optim.SGD,
+        {"options": AdamWOptions(rounding="stochastic")},
+        UnsupportedError,
+        "rounding='stochastic'",
+    ),
+    "triton": (
+        torch.optim.SGD,
+        {"options": AdamWOptions(kernels="triton")},
+        UnsupportedError,
+        "kernels='triton'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_words(name):
+    kind, settings, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        Sharded(kind, Problem().params(), **settings)
+
+
+def test_a_bad_group_is_refused_when_it_is_added_and_when_it_is_changed():
+    problem = PROBLEMS["SGD with momentum"]
+    params = problem.params()
+    with pytest.raises(ArgumentError, match="Invalid momentum value"):
+        Sharded(torch.optim.SGD, [{"params": params, "momentum": -1.0}])
+    optimizer = problem.ours(params, None)
+    before = [param.detach().clone() for param in params]
+    for change in ({"lr": float("nan")}, {"momentum": 0.0, "nesterov": True}):
+        kept = {name: optimizer.param_groups[0][name] for name in change}
+        optimizer.param_groups[0].update(change)
+        problem.give(params, 0, 0)
+        with pytest.raises(ArgumentError, match=r"expected a number|Nesterov momentum requires"):
+            optimizer.step()
+        optimizer.param_groups[0].update(kept)
+    assert_equal(params, before)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "other", [problem(torch.optim.SGD, lr=0.1, momentum=0.5), problem(torch.optim.Adamax)]
+)
+def test_ranks_with_different_optimizers_are_told(worlds, other):
+    def work(comm):
+        mine = problem(torch.optim.SGD, lr=0.1, momentum=0.9) if comm.rank else other
+        params = mine.params()
+        optimizer = mine.ours(params, comm)
+        with pytest.raises(MismatchError, match=r"Option optimizer|Param group 0"):
+            optimizer.prepare()
+        assert_equal(params, mine.params())
+
+    worlds(2).run(work)
+
+
+def test_a_change_of_one_ranks_hyper_parameters_is_told_before_anything_changes(worlds):
+    mine = problem(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def work(comm):
+        params, optimizer = stepped(comm, mine, SMALL_BUCKETS, 1)
+        before = [param.detach().clone() for param in params]
+        optimizer.param_groups[0]["lr"] += comm.rank
+        mine.give(params, 1, comm.rank)
+        with pytest.raises(MismatchError, match="Param group 0"):
+            optimizer.step()
+        assert_equal(params, before)
+
+    worlds(2).run(work)
+
+
+def test_state_of_another_class_is_refused():
+    def shard_of(name: str) -> dict[str, Any]:
+        optimizer = PROBLEMS[name].ours(PROBLEMS[name].params(), None)
+        return optimizer.state_dict()
+
+    optimizer = PROBLEMS["NAdam"].ours(PROBLEMS["NAdam"].params(), None)
+    with pytest.raises(CheckpointError, match=r"NAdam, got that of torch\.optim\.radam\.RAdam"):
+        optimizer.load_state_dict(shard_of("RAdam"))
+    foreach = shard_of("foreach")
+    adamw = AdamW(Problem().params(), options=SMALL_BUCKETS)
+    with pytest.raises(CheckpointError, match=r"the state of AdamW, got that of torch\.optim"):
+        adamw.load_state_dict(foreach)
+
+
+DAMAGES = {
+    "states": (lambda s: s["shard"]["states"].pop(), "expected the states of 7"),
+    "number": (
+        lambda s: s["shard"]["states"][0]["numbers"].update(mu=1.0),
+        r"NAdam keeps no 'mu'",
+    ),
+    "tensor": (lambda s: s["state"]["buckets"][0].pop("exp_avg"), "expected exp_avg, it is not"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_state_is_refused(name):
+    nadam = problem(torch.optim.NAdam)
+    params = nadam.params()
+    optimizer = nadam.ours(params, None)
+    nadam.give(params, 0, 0)
+    optimizer.step()
+    damage, text = DAMAGES[name]
+    shard = copy.deepcopy(optimizer.state_dict())
+    damage(shard)
+    before = copy.deepcopy(optimizer.full_state_dict())
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load_state_dict(shard)
+    assert_same_state(optimizer.full_state_dict(), before)
+
+
+def test_incomplete_state_of_torchs_is_refused():
+    nadam = problem(torch.optim.NAdam)
+    params, theirs = reference(nadam, 1, 1)
+    saved = copy.deepcopy(theirs.state_dict())
+    del saved["state"][0]["mu_product"]
+    with pytest.raises(CheckpointError, match=r"parameter 0: expected .* got no mu_product"):
+        nadam.ours(params, None).load_torch_state_dict(saved)
