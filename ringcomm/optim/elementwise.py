@@ -2,7 +2,7 @@
 
 An optimizer can be sharded if what becomes of an element depends on that element alone: its value,
 its gradients, and numbers such as the step that are the same for all elements. Nothing in a class
-says so. So a small parameter is stepped whole, and in pieces as different ranks would have them, by
+says so. So a small parameter is stepped whole, and in parts as different ranks would have them, by
 an instance of the class for each; both must end with the same bits.
 """
 
@@ -23,8 +23,8 @@ Group = Mapping[str, Any]
 
 _SHAPE = (8, 12)
 # Parameters begin at multiples of 64 elements in their buckets, and chunks at multiples of 512, so
-# a piece begins at a multiple of 64 of its parameter. A rank may also have nothing of a parameter.
-_PIECES = (slice(0, 64), slice(64, 96), slice(96, 96))
+# a part begins at a multiple of 64 of its parameter. A rank may also have nothing of a parameter.
+_PARTS = (slice(0, 64), slice(64, 96), slice(96, 96))
 # Magnitudes of the gradients of the steps, so that thresholds are met from both sides.
 _MAGNITUDES = (1.0, 1e-3, 64.0, 1.0, 1e-6)
 # Keys of a group that are no hyper-parameters.
@@ -91,7 +91,7 @@ class StateKinds:
 
 
 class Trial:
-    """One instance of a class on one parameter: a whole one, or a piece."""
+    """One instance of a class on one parameter: a whole one, or a part."""
 
     def __init__(self, made: OptimizerClass, hyper: Group, value: Tensor) -> None:
         self.param = value.clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -150,8 +150,8 @@ def try_class(made: OptimizerClass, hyper: Group, place: torch.device) -> StateK
         UnsupportedError: the class cannot step shards; says what was seen.
     """
     hyper = {name: _own(name, value) for name, value in hyper.items()}
-    generator = torch.Generator().manual_seed(20)
-    draws = [torch.randn(_SHAPE, generator=generator) for _ in (0, *_MAGNITUDES)]
+    generator = torch.Generator(device="cpu").manual_seed(20)
+    draws = [torch.randn(_SHAPE, generator=generator, device="cpu") for _ in (0, *_MAGNITUDES)]
     value, *grads = (each.to(place) for each in draws)
     try:
         whole = Trial(made.checking(hyper), hyper, value)
@@ -164,12 +164,12 @@ def try_class(made: OptimizerClass, hyper: Group, place: torch.device) -> StateK
     _run(made, whole, grads)
     tensors, numbers = _sorted(made, whole)
     trials = [whole]
-    for piece in _PIECES:
+    for part in _PARTS:
         try:
-            trial = Trial(made, hyper, value.reshape(-1)[piece])
+            trial = Trial(made, hyper, value.reshape(-1)[part])
         except Exception as error:
-            _refuse(made, f"it does not take a piece of a parameter: {error!r}")
-        _run(made, trial, [grad.reshape(-1)[piece] for grad in grads])
+            _refuse(made, f"it does not take a part of a parameter: {error!r}")
+        _run(made, trial, [grad.reshape(-1)[part] for grad in grads])
         trials.append(trial)
     _compare(made, trials, tensors, numbers)
     writes = any(trial.writes_gradients for trial in trials)
@@ -225,18 +225,18 @@ def _sorted(made: OptimizerClass, whole: Trial) -> tuple[list[str], dict[str, An
 def _compare(
     made: OptimizerClass, trials: Sequence[Trial], tensors: list[str], numbers: dict[str, Any]
 ) -> None:
-    """Compares the whole parameter, the first of the trials, with its pieces."""
-    whole, *pieces = trials
-    if not _same(whole.param, [trial.param for trial in pieces]):
-        _refuse(made, "a parameter in pieces becomes another one than the whole")
-    if any(trial.state.keys() != whole.state.keys() for trial in pieces):
-        _refuse(made, "a piece of a parameter has other state than the whole one")
+    """Compares the whole parameter, the first of the trials, with its parts."""
+    whole, *parts = trials
+    if not _same(whole.param, [trial.param for trial in parts]):
+        _refuse(made, "a parameter in parts becomes another one than the whole")
+    if any(trial.state.keys() != whole.state.keys() for trial in parts):
+        _refuse(made, "a part of a parameter has other state than the whole one")
     for name in tensors:
-        if not _same(whole.state[name], [trial.state[name] for trial in pieces]):
-            _refuse(made, f"the state {name!r} of a parameter in pieces is not the whole one's")
+        if not _same(whole.state[name], [trial.state[name] for trial in parts]):
+            _refuse(made, f"the state {name!r} of a parameter in parts is not the whole one's")
     for name, number in numbers.items():
-        if not all(_equal(trial.state[name], number) for trial in pieces):
-            _refuse(made, f"the state {name!r} of a parameter in pieces is not the whole one's")
+        if not all(_equal(trial.state[name], number) for trial in parts):
+            _refuse(made, f"the state {name!r} of a parameter in parts is not the whole one's")
 
 
 def _is_number(value: Any) -> bool:
@@ -249,9 +249,9 @@ def _equal(one: Any, other: Any) -> bool:
     return _is_number(one) and float(one) == float(other)
 
 
-def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Returns whether pieces have the bits of the whole."""
-    joined = torch.cat([piece.detach().reshape(-1) for piece in pieces])
+def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Returns whether parts have the bits of the whole."""
+    joined = torch.cat([part.detach().reshape(-1) for part in parts])
     flat = whole.detach().reshape(-1)
     return joined.shape == flat.shape and torch.equal(
         joined.view(torch.int32), flat.view(torch.int32)
@@ -261,8 +261,8 @@ def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
 def _key(value: Any) -> Any:
     """Returns what of a hyper-parameter decides which state there is, and how a step is taken."""
     if isinstance(value, float):
-        return "float", value == 0.0
-    if isinstance(value, (bool, int, str, type(None))):
+        return "a number" if value else 0
+    if isinstance(value, (int, str, type(None))):
         return value
     if isinstance(value, (tuple, list)):
         return tuple(map(_key, value))

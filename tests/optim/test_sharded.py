@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
-from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler, Sharded
+from ringcomm.optim import (
+    AdamW,
+    AdamWOptions,
+    GradScaler,
+    LossScaleOptions,
+    LossScaler,
+    Sharded,
+    elementwise,
+)
 from ringcomm.optim.state import reshard
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
 
@@ -25,7 +33,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -79,6 +87,7 @@ PROBLEMS = {
     "ASGD": problem(torch.optim.ASGD, {"t0": 2.0}, {"weight_decay": 0.1}),
     "Adam": problem(torch.optim.Adam, {"amsgrad": True}, {"weight_decay": 0.1}),
     "AdamW": problem(torch.optim.AdamW, {"lr": torch.tensor(0.1)}, {"amsgrad": True}),
+    "fused": problem(torch.optim.SGD, {"weight_decay": 0.1}, {}, fused=True, **MOMENTUM),
     "foreach": problem(torch.optim.AdamW, foreach=True),
     "Lion": problem(Lion, {"decay": 0.0}, {"betas": (0.5, 0.75)}),
 }
@@ -161,15 +170,16 @@ def test_16_bit_parameters_are_rounded_masters(worlds, name, dtype):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_clipped_gradient_is_scaled_once(worlds, world):
-    problem = replace(PROBLEMS["SGD with momentum"])
+@pytest.mark.parametrize("name", ["SGD with momentum", "Lion"])
+def test_a_clipped_gradient_is_scaled_once(worlds, name, world):
+    problem = PROBLEMS[name]
 
     def work(comm):
         params, wanted = problem.params(), problem.params()
         optimizer, theirs = problem.ours(params, comm), problem.torch(wanted)
         for step in range(3):
             problem.give(params, step, comm.rank)
-            before = [None if p.grad is None else p.grad.clone() for p in params]
+            before: list[Any] = [None if p.grad is None else p.grad.clone() for p in params]
             norm = optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             problem.give_mean(wanted, step, world)
@@ -180,7 +190,8 @@ def test_a_clipped_gradient_is_scaled_once(worlds, world):
             theirs.step()
             for param, grad in zip(params, before, strict=True):
                 assert (param.grad is None) == (grad is None)
-                assert grad is None or torch.equal(param.grad, grad)
+                if param.grad is not None:
+                    assert torch.equal(param.grad, grad)
         assert_equal(params, wanted)
 
     worlds(world).run(work)
@@ -299,10 +310,43 @@ def test_torchs_state_goes_both_ways(worlds, name):
     worlds(2).run(work)
 
 
+def test_hyper_parameters_of_a_new_kind_are_tried_and_bring_state(worlds, monkeypatch):
+    """Momentum comes and goes; a schedule of numbers costs no trial."""
+    tried: list[float] = []
+    real = elementwise.try_class
+
+    def counted(made, hyper, place):
+        tried.append(hyper["momentum"])
+        return real(made, hyper, place)
+
+    monkeypatch.setattr(elementwise, "try_class", counted)
+    plain = problem(torch.optim.SGD, lr=0.1)
+
+    def work(comm):
+        params, theirs = plain.params(), plain.params()
+        optimizer, other = plain.ours(params, comm), plain.torch(theirs)
+        for step, momentum in enumerate((0.0, 0.0, 0.9, 0.8, 0.0, 0.7)):
+            for each in (optimizer, other):
+                each.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1))
+            if step == 5:  # after the kind that keeps no state
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = plain.ours(params, comm)
+                optimizer.load_state_dict(saved)
+                optimizer.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1))
+            plain.give(params, step, comm.rank)
+            plain.give_mean(theirs, step, 2)
+            optimizer.step()
+            other.step()
+            assert_equal(params, theirs)
+
+    worlds(2).run(work)
+    assert sorted(tried) == [*[0.0] * 4, *[0.7] * 2, *[0.9] * 2]
+
+
 class Normalized(torch.optim.SGD):
     """Divides by the norm of the whole gradient, as LAMB and others do."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             norm = sum(param.grad.square().sum() for param in group["params"]).sqrt()
             for param in group["params"]:
@@ -313,25 +357,25 @@ class Normalized(torch.optim.SGD):
 class Counting(torch.optim.SGD):
     """Counts steps outside of its parameters' state."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
         super().step(closure)
 
 
 class Remembering(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.last = self.param_groups[0]["params"][0].sum().item()
         super().step(closure)
 
 
 class Replacing(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             param.data = param.data - param.grad
 
 
 class Half(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             self.state[param]["half"] = param.grad.to(torch.bfloat16)
 
@@ -339,7 +383,7 @@ class Half(torch.optim.SGD):
 class Spread(torch.optim.SGD):
     """Decays matrices alone, as a recipe that tells them from vectors by their shape."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for param in self.param_groups[0]["params"]:
             param.data.mul_(0.5 if param.dim() > 1 else 1.0)
@@ -350,8 +394,8 @@ NOT_ELEMENTWISE: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SparseAdam: "does not support dense gradients",
     torch.optim.Adafactor: r"'row_var' .* \(8, 12\) has the shape \(8, 1\)",
     torch.optim.Muon: "only supports 2D parameters",
-    Normalized: "in pieces becomes another one",
-    Spread: "in pieces becomes another one",
+    Normalized: "in parts becomes another one",
+    Spread: "in parts becomes another one",
     Counting: "changes the entry 'count' of its param group",
     Remembering: "changes its attribute 'last'",
     Replacing: "puts another tensor in the place",

@@ -19,7 +19,8 @@ from torch.distributed.tensor import (
 )
 
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
-from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler, Sharded
+from ringcomm.optim.sharded import ShardedOptimizer
 from tests.optim.problems import values
 from tests.support.meshes import mesh_of
 from tests.support.rank_pool import same
@@ -87,7 +88,7 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def full_state(optimizer: AdamW) -> dict[int, dict[str, Tensor]]:
+def full_state(optimizer: ShardedOptimizer) -> dict[int, dict[str, Tensor]]:
     state = optimizer.full_state_dict()["state"]
     return {index: {k: full(v) for k, v in each.items()} for index, each in state.items()}
 
@@ -354,8 +355,32 @@ def writes_are_followed(rank, world_size):
         same(full(params[0]), torch.full((6, 40), 3.0, dtype=torch.bfloat16))
 
 
+def any_optimizer_equals_one_process(rank, world_size):
+    """Torch's class on parts of parameters, some of which are empty, and on whole ones."""
+    mesh = mesh_of(2, 2)
+    params, alone = distributed(mesh["tp"]), plain()
+    ours = Sharded(torch.optim.NAdam, params, lr=0.1, comm=mesh["dp"], options=SMALL)
+    reference = torch.optim.NAdam(alone, lr=0.1)
+    for step in range(3):
+        give(params, gradients(step, mesh.get_local_rank("dp")))
+        for param, grad in zip(alone, mean(step), strict=True):
+            param.grad = grad
+        ours.step()
+        reference.step()
+    same([full(param) for param in params], [param.detach() for param in alone])
+    state = full_state(ours)
+    for index, param in enumerate(alone):
+        theirs = reference.state[param]
+        same([state[index][name] for name in theirs], list(theirs.values()))
+    back = distributed(mesh["tp"])
+    again = Sharded(torch.optim.NAdam, back, lr=0.1, comm=mesh["dp"], options=SMALL)
+    again.load_torch_state_dict(reference.state_dict())
+    same(full_state(again), state)
+
+
 CHECKS = [
     steps_equal_one_process,
+    any_optimizer_equals_one_process,
     on_a_mesh_of_one,
     backwards_add_up,
     overflow_scales_the_loss_down,

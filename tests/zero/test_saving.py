@@ -93,19 +93,27 @@ def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage)
     assert all(worlds(2).run(work))
 
 
-@pytest.mark.parametrize("name", ["partial", "conv", "mlp", "wandering"])
-def test_any_stage_and_world_takes_over(worlds, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("partial", {}),
+        ("conv", {}),
+        ("mlp", {"kind": torch.optim.NAdam}),
+        ("wandering", {}),
+    ],
+)
+def test_any_stage_and_world_takes_over(worlds, tmp_path, name, settings):
     """From 3 ranks at each stage to 2 ranks at another one; bucket sizes differ, too."""
     base = new_model(name)
 
     def first(comm, stage):
-        job = Job(comm, base, stage)
+        job = Job(comm, base, stage, **settings)
         job.train(name, 2)
         job.save(tmp_path / str(stage))
         return job.state()
 
     def second(comm, stage, saved):
-        job = Job(comm, base, stage, bucket_elems=1024)
+        job = Job(comm, base, stage, bucket_elems=1024, **settings)
         loaded = job.load(tmp_path / str(saved))
         assert not loaded.exact
         return job.state()
@@ -199,7 +207,8 @@ def _through_torch(store, rank, world, root, stage, mine):
         "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world
     )
     with Communicator.from_store(store, rank, world) as comm:
-        job = Job(comm, new_model("conv"), stage, precision=BF16)
+        kind = {"kind": torch.optim.NAdam} if mine else {}
+        job = Job(comm, new_model("conv"), stage, precision=BF16, **kind)
         if root.exists():
             state = {"train": zero.TrainState(job.module, job.optimizer)}
             if mine:

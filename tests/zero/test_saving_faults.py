@@ -47,6 +47,26 @@ def test_checkpoints_of_other_models_change_nothing(worlds, tmp_path):
     worlds(2).run(work)
 
 
+def test_checkpoints_of_other_optimizers_change_nothing(worlds, tmp_path):
+    kinds = {"AdamW": None, "torch.optim.nadam.NAdam": torch.optim.NAdam}
+    base = new_model("mlp")
+
+    def work(comm):
+        for saved, kind in kinds.items():
+            job = Job(comm, base, 2, kind=kind)
+            job.train("mlp", 1)
+            job.save(tmp_path / saved)
+        for saved, (name, kind) in zip(reversed(kinds), kinds.items(), strict=True):
+            job = Job(comm, base, 1, kind=kind)
+            job.train("mlp", 1)
+            before = job.state()
+            with pytest.raises(CheckpointError, match=f"state of {name}, got that of {saved}"):
+                job.load(tmp_path / saved)
+            assert_same_bits(job.state(), before)
+
+    worlds(2).run(work)
+
+
 def test_what_cannot_be_saved(worlds, tmp_path):
     def work(comm):
         module = zero.shard(nn.Linear(4, 3), 3, comm=comm)

@@ -11,7 +11,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion
+from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, Sharded
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
 
 Tensor = torch.Tensor
@@ -50,6 +50,21 @@ def test_mixed_precision_is_the_same_at_all_stages(worlds, name, precision):
 )
 def test_masters_of_all_kinds_are_the_same_at_all_stages(worlds, adamw):
     compare_stages(worlds, 3, Run("gpt", 0, precision=BF16, adamw=adamw))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("gpt", 0, backwards=2, kind=torch.optim.SGD, settings={"momentum": 0.9}),
+        Run("partial", 0, clip=0.3, kind=torch.optim.Adagrad),
+        Run("wandering", 0, precision=BF16, kind=torch.optim.NAdam),
+        Run("conv", 0, precision=ROUNDED, clip=0.3, kind=torch.optim.Rprop),
+    ],
+    ids=lambda run: run.kind.__name__,
+)
+def test_any_optimizer_is_the_same_at_all_stages(worlds, run, world_size):
+    compare_stages(worlds, world_size, run)
 
 
 @pytest.mark.parametrize("name", ["gpt", "wandering", "partial"])
@@ -156,6 +171,32 @@ def test_training_is_that_of_one_process_with_torch(worlds, world_size, stage):
         for mine, wanted in zip(found, reference.parameters(), strict=True):
             assert wanted.abs().max() < 2
             assert (mine - wanted).abs().max() <= steps * ulp
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RAdam])
+def test_any_optimizer_ends_with_torchs_bits(worlds, kind, stage):
+    """Gradients are small integers, so their mean over two ranks is exact."""
+
+    def work(comm):
+        module: Any = zero.shard(Fixed(), stage, comm=comm)
+        optimizer = Sharded(kind, module.parameters(), lr=1e-2)
+        for turn in range(8):
+            module(_integers(comm.rank, turn)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = zero.full_state_dict(module)
+        zero.unshard(module)
+        return found
+
+    reference = Fixed()
+    optimizer = kind(reference.parameters(), lr=1e-2)
+    for turn in range(8):
+        reference((_integers(0, turn) + _integers(1, turn)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in worlds(2).run(work):
+        assert_same_bits(found, reference.state_dict())
 
 
 def test_the_models_are_what_they_claim():
