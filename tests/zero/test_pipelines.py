@@ -274,6 +274,37 @@ def each_stage_has_its_checkpoints(folder: str, rank: int, world_size: int) -> N
     assert other.steps_taken == 1
 
 
+def a_stage_without_parameters_has_checkpoints(folder: str, rank: int, world_size: int) -> None:
+    """It has its buffers, the optimizer's settings and what the user gives, and loads like others."""
+    mesh = mesh_of_stages(2, 2, 1)
+    number = mesh.get_local_rank("pp")
+    root = f"{folder}/without{number}"
+
+    def made(stage: int, lr: float) -> tuple[nn.Module, AdamW]:
+        module: nn.Module = linear(0) if number else nn.Tanh()
+        module.register_buffer("seen", torch.zeros(2))
+        zero.shard(module, stage, mesh=mesh, options=OPTIONS)
+        return module, AdamW(module.parameters(), lr=lr, mesh=mesh)
+
+    trained, optimizer = made(2, 0.05)
+    for param in trained.parameters():
+        param.grad = torch.ones_like(param)
+    trained.seen.fill_(3)  # type: ignore[union-attr, operator]
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    zero.save(root, 1, trained, optimizer, data={"epoch": 4})
+    loaded, other = made(3, 0.1)
+    found = zero.load(root, loaded, other)
+    same([found.step, found.data, found.exact], [1, {"epoch": 4}, True])
+    same([loaded.seen, whole_params(loaded)], [trained.seen, whole_params(trained)])
+    assert (other.steps_taken, other.param_groups[0]["lr"]) == (1, 0.05)
+    if number == 0:
+        zero.load(root, loaded)
+        strange = AdamW([nn.Parameter(torch.ones(2))], comm=mesh["dp"])
+        with pytest.raises(ArgumentError, match="expected one of ringcomm.optim that was built on"):
+            zero.save(root, 2, loaded, strange)
+
+
 def linear(number: int) -> nn.Linear:
     made = nn.Linear(6, 6)
     with torch.no_grad():
@@ -284,6 +315,7 @@ def linear(number: int) -> nn.Linear:
 
 
 CHECKS = [norms_are_of_all_stages, a_stage_without_parameters, all_stages_fail_together]
+CHECKPOINTS = [each_stage_has_its_checkpoints, a_stage_without_parameters_has_checkpoints]
 SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact]
 
 
@@ -292,8 +324,9 @@ def test_schedules(rank_pools: Any, check: Any) -> None:
     rank_pools(4).run(check)
 
 
-def test_checkpoints(rank_pools: Any, tmp_path: Any) -> None:
-    rank_pools(4).run(functools.partial(each_stage_has_its_checkpoints, str(tmp_path)))
+@pytest.mark.parametrize("check", CHECKPOINTS, ids=lambda check: check.__name__)
+def test_checkpoints(rank_pools: Any, tmp_path: Any, check: Any) -> None:
+    rank_pools(4).run(functools.partial(check, str(tmp_path)))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
