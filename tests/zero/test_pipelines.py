@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
-from ringcomm.optim import AdamW
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.support.meshes import mesh_of_stages
 from tests.support.rank_pool import same
 from tests.zero.tensor_parallel import Model, batch, parallelized, whole_params
@@ -314,9 +314,33 @@ def linear(number: int) -> nn.Linear:
     return made
 
 
+def sums_in_fp32_are_divided(rank: int, world_size: int) -> None:
+    """Gradients that an accumulator takes from the schedule end as those that stay in p.grad."""
+    mesh = mesh_of_stages(2, 2, 1)
+    fp32_sums = AdamWOptions(accumulate_dtype=torch.float32)
+    for kind in (ScheduleGPipe, ScheduleInterleavedZeroBubble):
+        for scales in (True, False):
+            stepped = []
+            for options in (AdamWOptions(), fp32_sums):
+                own = numbers(kind, mesh)
+                modules = nn.ModuleList([layers(2 * len(own))[number] for number in own])
+                zero.shard(modules, 1, mesh=mesh, options=OPTIONS)
+                optimizer = AdamW(modules.parameters(), lr=0.05, options=options)
+                runner = schedule(kind, modules, mesh, nn.functional.mse_loss)
+                runner.scale_grads = scales
+                norms = []
+                for step in range(2):
+                    run(runner, mesh, data(mesh, step), torch.ones(8, 6))
+                    norms.append(optimizer.clip_grad_norm_(0.5))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                stepped.append([norms, whole_params(modules)])
+            same(stepped[1], stepped[0])
+
+
 CHECKS = [norms_are_of_all_stages, a_stage_without_parameters, all_stages_fail_together]
 CHECKPOINTS = [each_stage_has_its_checkpoints, a_stage_without_parameters_has_checkpoints]
-SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact]
+SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact, sums_in_fp32_are_divided]
 
 
 @pytest.mark.parametrize("check", SCHEDULES, ids=lambda check: check.__name__)
