@@ -248,9 +248,10 @@ def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tenso
 
 
 # NOTE [Sums in a pipeline]
-# At its end a schedule of torch.distributed.pipelining has each stage divide ``p.grad`` by the number
-# of micro-batches, unless the user asked it not to, and finds none where an accumulator has taken it.
-# Only that method knows when, and by how much. So it is followed by one that divides the sums.
+# At its end a schedule of torch.distributed.pipelining has each stage divide ``p.grad`` by the
+# number of micro-batches, unless the user asked it not to, and finds none where an accumulator has
+# taken it. Only that method knows when, and by how much. So it is followed by one that divides the
+# sums.
 
 _STAGES = "torch.distributed.pipelining.stage"
 _lock = threading.Lock()

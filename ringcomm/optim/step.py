@@ -22,7 +22,7 @@ from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradient
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
-from ringcomm.optim.meshes import over_mesh
+from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     OPERATION,
@@ -180,7 +180,8 @@ class ShardedStep:
         self.mesh = find_mesh(self.params, setting.where("prepare"))
         #: The mesh of all stages and parts, over which norms are taken, or None.
         self.over = over_mesh(setting.others, self.mesh, setting.where("prepare"))
-        check_axis(comm, self.mesh, "optimizer.prepare")
+        with with_all_stages(comm, setting.others, OPERATION):
+            check_axis(comm, self.mesh, OPERATION)
         if placement is None:
             self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
             check_memory(self.params, self.layout)
@@ -189,12 +190,16 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.table = StepTable(self.layout, len(groups), setting.device)
         self.kernels = make_kernels(comm, options, self.table)
-        check_ranks(comm, self.mesh, self.layout, groups, options)
+        check_ranks(comm, setting.others, self.mesh, self.layout, groups, options)
         if setting.others is not None:
             # What decides whether a step asks the other stages.
             asks = options.check_finite, setting.loss_scaler is not None
             told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
             check_on_mesh(comm, self.over, OPERATION, {"options": told})
+            assert self.over is not None
+            divided = MeshRanks(None, self.over).exchange(self.mesh is not None)
+            if setting.rank == 0:
+                warn_of_idle_axis(self.over, divided)
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ringcomm import zero
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.support.meshes import mesh_of_stages
 from tests.support.rank_pool import same
@@ -102,6 +102,10 @@ def all_stages_fail_together(rank: int, world_size: int) -> None:
     second = mesh.get_local_rank("pp") == 1
     with pytest.raises(ArgumentError, match="has no shape yet" if second else "rank 4 failed, so"):
         zero.shard(nn.LazyLinear(3) if second else module, mesh=mesh)
+    # Ranks that share a stage without DTensors compare it.
+    odd = nn.Linear(6, 7 + mesh.get_local_rank("tp"))
+    with pytest.raises(MismatchError, match=r"'weight' \(float32 of shape \(7, 6\)"):
+        zero.shard(odd if second else module, mesh=mesh)
     zero.shard(module, mesh=mesh)
     other = mesh_of_stages(1, 4, 2)
     with pytest.raises(ArgumentError, match="sharded over another mesh"):
@@ -275,7 +279,7 @@ def each_stage_has_its_checkpoints(folder: str, rank: int, world_size: int) -> N
 
 
 def a_stage_without_parameters_has_checkpoints(folder: str, rank: int, world_size: int) -> None:
-    """It has its buffers, the optimizer's settings and what the user gives, and loads like others."""
+    """It has its buffers, step numbers and what the user gives, and loads like others."""
     mesh = mesh_of_stages(2, 2, 1)
     number = mesh.get_local_rank("pp")
     root = f"{folder}/without{number}"
@@ -301,7 +305,7 @@ def a_stage_without_parameters_has_checkpoints(folder: str, rank: int, world_siz
     if number == 0:
         zero.load(root, loaded)
         strange = AdamW([nn.Parameter(torch.ones(2))], comm=mesh["dp"])
-        with pytest.raises(ArgumentError, match="expected one of ringcomm.optim that was built on"):
+        with pytest.raises(ArgumentError, match="expected one of ringcomm"):
             zero.save(root, 2, loaded, strange)
 
 
