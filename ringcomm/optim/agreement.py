@@ -204,13 +204,15 @@ def agreed_load(ranks: CommRanks | MeshRanks | None, operation: str) -> Iterator
 
 
 @contextmanager
-def all_or_none(comm: Communicator, operation: str, mesh: PartMesh | None = None) -> Iterator[None]:
+def all_or_none(
+    comm: Communicator | None, operation: str, mesh: PartMesh | None = None
+) -> Iterator[None]:
     """Runs work that may fail on one rank alone; at its end all go on, or none; collective.
 
-    Inside, no rank may wait for another.
+    Inside, no rank may wait for another that has failed.
 
     Args:
-        comm: the ranks.
+        comm: the ranks; None for this one alone.
         operation: name of the operation, for the error.
         mesh: of ranks that have other parts of the parameters, and go on with these or not.
 
@@ -224,12 +226,16 @@ def all_or_none(comm: Communicator, operation: str, mesh: PartMesh | None = None
     # Any exception is caught, so that the other ranks need not wait for this one to time out.
     except Exception as raised:
         error = raised
-    verdicts = _all_gather_bytes(comm, b"+" if error is None else b"-", 1)
+    verdict, ranks = b"+" if error is None else b"-", ranks_of(comm, mesh)
+    verdicts = [verdict] if comm is None else _all_gather_bytes(comm, verdict, 1)
     if mesh is not None:
-        verdicts = mesh.all_gather(b"".join(verdicts), comm.device)
+        device = torch.device("cpu") if comm is None else comm.device
+        verdicts = mesh.all_gather(b"".join(verdicts), device)
     if all(set(each) == set(b"+") for each in verdicts):
         return
-    ranks = MeshRanks(comm, mesh) if mesh is not None else CommRanks(comm)
+    if ranks is None:
+        assert error is not None
+        raise error
     told = ranks.exchange(None if error is None else [type(error).__name__, str(error)])
     if error is not None:
         raise error
@@ -316,5 +322,6 @@ def _short(value: Any) -> str:
     extra = "" if value["trainable"] else ", frozen"
     extra += "" if value["tied_to"] is None else f", tied to parameter {value['tied_to']}"
     extra += "" if value["stride"] is None else f", stride {tuple(value['stride'])}"
+    extra += ", in parts" if "divided_by" in value else ""
     kind = f"{value['dtype']} of shape {tuple(value['shape'])}"
     return f"{name}({kind} in group {value['group']}{extra})"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Buckets
@@ -182,6 +186,7 @@ class Accumulator:
         # The hook lives as long as the parameter, so it has a weak reference.
         hook = _hook(weakref.ref(self), called)
         self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        _accumulators[param] = weakref.ref(self)
 
     def __del__(self) -> None:
         for handle in self._handles:
@@ -191,6 +196,7 @@ class Accumulator:
         """Adds a parameter's gradient to its sum, and drops ``p.grad``."""
         if param.grad is None:
             return
+        _follow_schedules()
         grad = local_gradient(param, called)
         key = id(param)
         if key in self._written:
@@ -201,6 +207,11 @@ class Accumulator:
             self._sums[key] = grad.to(torch.float32, copy=True)
         self._written.add(key)
         param.grad = None
+
+    def divide(self, param: Tensor, divisor: int) -> None:
+        """Divides the sum of a parameter, if it has one."""
+        if id(param) in self._written:
+            self._sums[id(param)].div_(divisor)
 
     def settle(self, params: Sequence[Tensor], views: dict[int, Tensor]) -> None:
         """Moves the sums into the buckets, to ``views`` by index in ``params``."""
@@ -234,6 +245,50 @@ def _hook(accumulator: weakref.ref[Accumulator], called: str) -> Callable[[Tenso
             found.add(param, called)
 
     return hook
+
+
+# NOTE [Sums in a pipeline]
+# At its end a schedule of torch.distributed.pipelining has each stage divide ``p.grad`` by the
+# number of micro-batches, unless the user asked it not to, and finds none where an accumulator has
+# taken it. Only that method knows when, and by how much. So it is followed by one that divides the
+# sums.
+
+_STAGES = "torch.distributed.pipelining.stage"
+_lock = threading.Lock()
+_followed = False
+# The keys are weak and compared by id(). torch's class is not typed.
+_accumulators: MutableMapping[Tensor, weakref.ref[Accumulator]] = cast(Any, WeakIdKeyDictionary)()
+
+
+def _follow_schedules() -> None:
+    """Has sums divided with the gradients of a stage, once torch's pipelines are imported."""
+    global _followed
+    stages: Any = sys.modules.get(_STAGES)
+    if _followed or stages is None:
+        return
+    with _lock:
+        if not _followed:
+            kind = stages._PipelineStageBase
+            kind.scale_grads = _dividing_sums(kind.scale_grads)
+            _followed = True
+
+
+def _dividing_sums(scale_grads: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    @functools.wraps(scale_grads)
+    def scale_all(stage: Any, grad_scale_factor: int) -> None:
+        scale_grads(stage, grad_scale_factor)
+        _divide_sums(stage.submod.parameters(), grad_scale_factor)
+
+    return scale_all
+
+
+@torch.no_grad()
+def _divide_sums(params: Iterable[Tensor], divisor: int) -> None:
+    for param in params:
+        reference = _accumulators.get(param)
+        accumulator = None if reference is None else reference()
+        if accumulator is not None:
+            accumulator.divide(param, divisor)
 
 
 class AccumulatedGradients(Gradients):

@@ -130,7 +130,8 @@ class ParamSpec:
         """Returns the spec of the whole parameter as plain JSON types."""
         if self.sharding is None:
             return self.describe()
-        return replace(self, shape=self.sharding.shape, stride=None, sharding=None).describe()
+        whole = replace(self, shape=self.sharding.shape, stride=None, sharding=None)
+        return {**whole.describe(), "divided_by": list(self.sharding.mesh_dims)}
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> ParamSpec:

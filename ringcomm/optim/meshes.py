@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.comm_argument import CommArgument
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
+from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.dtensors import PartMesh
 
 #: The axis whose ranks have different stages of a pipeline.
@@ -131,6 +135,56 @@ def stages_of(others: DeviceMesh | None) -> int:
     if others is None or STAGES not in _names(others):
         return 1
     return others.size(_names(others).index(STAGES))
+
+
+def ranks_of_stage(others: DeviceMesh | None, parts: PartMesh | None) -> PartMesh | None:
+    """Returns the mesh whose ranks have one stage, in parts or alike; None where there is one rank.
+
+    Without a whole mesh only the parameters tell: those that are DTensors have parts.
+
+    Args:
+        others: as :func:`read_mesh` returns it.
+        parts: the mesh of DTensor parameters, or None.
+    """
+    if others is None:
+        return parts
+    axes = tuple(name for name in _names(others) if name != STAGES)
+    return PartMesh(others[axes]) if axes else None
+
+
+def with_all_stages(
+    comm: Communicator | None, others: DeviceMesh | None, operation: str
+) -> AbstractContextManager[None]:
+    """Has what raises inside raise on the ranks of all stages and parts, too; collective on them.
+
+    What is compared within a stage may differ there alone, and the others would wait for it.
+
+    Args:
+        comm: the ranks that share state; None for this one alone.
+        others: as :func:`read_mesh` returns it.
+        operation: named in errors.
+    """
+    return nullcontext() if others is None else all_or_none(comm, operation, PartMesh(others))
+
+
+def warn_of_idle_axis(over: PartMesh, divided: Sequence[bool]) -> None:
+    """Warns, on the first rank, if a mesh has an axis "tp" along which nothing is divided.
+
+    Args:
+        over: the mesh of all stages and parts.
+        divided: by rank, whether it has DTensors.
+    """
+    names = _names(over.mesh)
+    if over.number == 0 and _TENSOR in names and not any(divided):
+        ranks = over.mesh.size(names.index(_TENSOR))
+        warnings.warn(
+            f"mesh: no parameter is a DTensor, so the {ranks} ranks of the axis {_TENSOR!r} count "
+            "as replicas that compute the same, and their gradients are not summed; divide the "
+            f"layers on mesh[{_TENSOR!r}], by parallelize_module() or ringcomm.parallel, before "
+            "shard() or the optimizer",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def over_mesh(others: DeviceMesh | None, parts: PartMesh | None, operation: str) -> PartMesh | None:

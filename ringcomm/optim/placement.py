@@ -24,6 +24,7 @@ from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ParamSpec, ShardLayout
+from ringcomm.optim.meshes import ranks_of_stage, with_all_stages
 from ringcomm.optim.options import AdamWOptions
 
 Tensor = torch.Tensor
@@ -118,6 +119,7 @@ def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str)
 
 def check_ranks(
     comm: Communicator | None,
+    others: DeviceMesh | None,
     mesh: PartMesh | None,
     layout: ShardLayout,
     told: Mapping[str, Any],
@@ -127,17 +129,21 @@ def check_ranks(
     Ranks with other parts of the parameters are compared in what they have in common.
 
     Args:
-        comm: the ranks with the same parts; None for this one alone.
-        mesh: of the parts, or None.
+        comm: the ranks that share state; None for this one alone.
+        others: the mesh of other stages and parts, or None.
+        mesh: the mesh of DTensor parameters, or None.
         layout: of the parameters.
         told: options under "options" and hyper-parameters under "groups", as plain JSON types.
 
     Raises:
         MismatchError: two ranks differ; names both, and the first parameter that differs.
     """
-    if comm is not None:
-        check_agreement(comm, OPERATION, {"layout": layout.describe(), **told})
-    check_on_mesh(comm, mesh, OPERATION, {"layout": layout.describe_whole(), **told})
+    with with_all_stages(comm, others, OPERATION):
+        if comm is not None:
+            check_agreement(comm, OPERATION, {"layout": layout.describe(), **told})
+    with with_all_stages(comm, others, OPERATION):
+        in_common = {"layout": layout.describe_whole(), **told}
+        check_on_mesh(comm, ranks_of_stage(others, mesh), OPERATION, in_common)
 
 
 def move_parameters(

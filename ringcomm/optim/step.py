@@ -28,7 +28,7 @@ from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradient
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
-from ringcomm.optim.meshes import over_mesh
+from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     OPERATION,
@@ -188,7 +188,8 @@ class ShardedStep:
         self.mesh = find_mesh(self.params, setting.where("prepare"))
         #: The mesh of all stages and parts, over which norms are taken, or None.
         self.over = over_mesh(setting.others, self.mesh, setting.where("prepare"))
-        check_axis(comm, self.mesh, "optimizer.prepare")
+        with with_all_stages(comm, setting.others, OPERATION):
+            check_axis(comm, self.mesh, OPERATION)
         if placement is None:
             self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
             check_memory(self.params, self.layout)
@@ -201,12 +202,17 @@ class ShardedStep:
         self.kernels = self._make_kernels()
         told = {"optimizer": rule.name, **options.describe()}
         hyper = [rule.compared(group) for group in groups]
-        check_ranks(comm, self.mesh, self.layout, {"options": told, "groups": hyper})
+        compared = {"options": told, "groups": hyper}
+        check_ranks(comm, setting.others, self.mesh, self.layout, compared)
         if setting.others is not None:
             # What decides whether a step asks the other stages.
             asks = options.check_finite, setting.loss_scaler is not None
             told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
             check_on_mesh(comm, self.over, OPERATION, {"options": told})
+            assert self.over is not None
+            divided = MeshRanks(None, self.over).exchange(self.mesh is not None)
+            if setting.rank == 0:
+                warn_of_idle_axis(self.over, divided)
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:

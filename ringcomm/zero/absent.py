@@ -30,6 +30,8 @@ Tensor = torch.Tensor
 plainly = torch._C.DisableTorchFunctionSubclass
 # The attribute of an absent parameter that holds its name.
 _NAME = "_ringcomm_absent"
+# The one that holds who may bring it.
+_ASK = "_ringcomm_ask"
 # The attribute of an absent parameter's class that holds the class of a present one.
 _KIND = "_ringcomm_kind"
 # Attributes that are views of the values.
@@ -74,7 +76,11 @@ class Absent:
         if func in _ALLOWED:
             with plainly():
                 return func(*args, **kwargs)
-        raise _needs_values(next(_names_in((args, kwargs)), "?"), _called(func))
+        absent = list(_absent_in((args, kwargs)))
+        if absent and all(not isinstance(each, Absent) or vars(each)[_ASK]() for each in absent):
+            return func(*args, **kwargs)
+        name = vars(absent[0])[_NAME] if absent else "?"
+        raise _needs_values(name, _called(func))
 
     def __repr__(self: Any) -> str:
         with plainly():
@@ -118,15 +124,15 @@ def _called(func: Callable[..., Any]) -> str:
     return str(getattr(named, "__name__", func))
 
 
-def _names_in(value: Any) -> Iterator[str]:
-    """Yields the names of the absent parameters in a function's arguments."""
+def _absent_in(value: Any) -> Iterator[Any]:
+    """Yields the absent parameters in a function's arguments."""
     if isinstance(value, Absent):
-        yield vars(value)[_NAME]
+        yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _names_in(each)
+            yield from _absent_in(each)
     elif isinstance(value, dict):
-        yield from _names_in(list(value.values()))
+        yield from _absent_in(list(value.values()))
 
 
 @cache
@@ -135,8 +141,15 @@ def _absent_kind(kind: type) -> type:
     return type(f"Absent{kind.__name__}", (mixed_in, kind), {_KIND: kind})
 
 
-def make_absent(params: Sequence[nn.Parameter], names: Sequence[str]) -> list[int]:
+def make_absent(
+    params: Sequence[nn.Parameter], names: Sequence[str], ask: Callable[[], bool]
+) -> list[int]:
     """Makes parameters raise when they are used, naming them; see NOTE [Absent parameters].
+
+    Args:
+        params: the parameters.
+        names: theirs.
+        ask: called before one raises; returns whether it has brought them all instead.
 
     Returns:
         The versions that the parameters have now.
@@ -145,7 +158,7 @@ def make_absent(params: Sequence[nn.Parameter], names: Sequence[str]) -> list[in
         versions = [param._version for param in params]
         for index, param in enumerate(params):
             if not isinstance(param, Absent):
-                vars(param)[_NAME] = names[index]
+                vars(param)[_NAME], vars(param)[_ASK] = names[index], ask
                 param.__class__ = _absent_kind(type(param))
                 versions[index] += 1
         return _set_versions(params, versions)
@@ -158,7 +171,7 @@ def make_present(params: Sequence[nn.Parameter]) -> list[int]:
         for index, param in enumerate(params):
             if isinstance(param, Absent):
                 param.__class__ = getattr(type(param), _KIND)
-                del vars(param)[_NAME]
+                del vars(param)[_NAME], vars(param)[_ASK]
                 versions[index] -= 1
         return _set_versions(params, versions)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -305,6 +307,8 @@ class ShardedBucket(ParamBucket):
         self._make_flat()
         self._absent = [self._make_absent(placed) for placed in self.params]
         self._absent_addresses = [absent.data_ptr() for absent in self._absent]
+        # Weak, since parameters keep it, and may outlive the bucket.
+        self._ask = partial(_ask, weakref.ref(self))
         # Addresses and versions of the parameters, as this bucket left them.
         self._addresses: list[int] = []
         self._versions: list[int] = []
@@ -312,6 +316,8 @@ class ShardedBucket(ParamBucket):
         self.is_here = False
         # True while code outside of the module sees it, and may write to it through ``.data``.
         self._in_the_open = False
+        #: Asked whether a function shall find an absent parameter here, which it has then brought.
+        self.asked: Callable[[ShardedBucket], bool] = _refuse
 
     def _keeping(self, state: str) -> tuple[int, int]:
         """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
@@ -455,7 +461,7 @@ class ShardedBucket(ParamBucket):
                 set_local(param, absent)
         self._in_the_open = False
         self._addresses = self._absent_addresses
-        self._versions = make_absent(self._parameters, self._names)
+        self._versions = make_absent(self._parameters, self._names, self._ask)
         if self.is_here:
             advance_versions(self._local_views, 1)
         self.is_here = False
@@ -525,6 +531,15 @@ class ShardedBucket(ParamBucket):
         """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them."""
         with plainly():
             self._versions = [param._version for param in self._parameters]
+
+
+def _refuse(bucket: ShardedBucket) -> bool:
+    return False
+
+
+def _ask(reference: weakref.ref[ShardedBucket]) -> bool:
+    bucket = reference()
+    return bucket is not None and bucket.asked(bucket)
 
 
 class WorldBucket(ShardedBucket):

@@ -289,6 +289,7 @@ class ShardEngine:
             )
         if self.gatherer is not None:
             self.gatherer.held = False
+            self.gatherer.end_schedule()
         self.free_all()
 
     # ---- the end --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, no_thread
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.pipelines import in_split_backward
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.units import Unit
 
@@ -190,6 +192,12 @@ class Gatherer:
         self._now: list[int] = []
         self._backward_ended = False
         self._told: dict[ShardedBucket, list[Callable[[], None]]] = {}
+        # Buckets that a schedule of a pipeline has asked for; see NOTE [Split backwards].
+        self._for_schedule: set[ShardedBucket] = set()
+        ask = partial(_bring_for_schedule, weakref.ref(self))
+        for each in self._buckets.values():
+            for bucket in each:
+                bucket.asked = ask
 
     def tell(self, bucket: ShardedBucket, settle: Callable[[], None]) -> None:
         """Has ``settle`` called whenever the bucket has come or gone."""
@@ -210,13 +218,24 @@ class Gatherer:
 
     def bring(self, unit: Unit) -> None:
         """Gathers a unit; its parameters are here when the call returns."""
-        buckets = self._buckets[id(unit)]
+        self._bring(self._buckets[id(unit)])
+
+    def _bring(self, buckets: Sequence[ShardedBucket]) -> None:
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
             if not bucket.is_here:
                 self._copier.end(bucket)
                 self._show(bucket)
+
+    def bring_for_schedule(self, bucket: ShardedBucket) -> None:
+        """Gathers a bucket, which stays until :meth:`end_schedule`."""
+        self._bring([bucket])
+        self._for_schedule.add(bucket)
+
+    def end_schedule(self) -> None:
+        """Called before a step: no backward of a schedule is to come that uses what is here."""
+        self._for_schedule.clear()
 
     def open(self, unit: Unit | None = None) -> None:
         """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
@@ -250,7 +269,8 @@ class Gatherer:
         """Frees a bucket, if it is here and nothing is pinned or held."""
         if self._pins and torch.is_grad_enabled():
             self._ran.add(bucket)
-        if bucket.is_here and not self._pins and not (self.held and bucket.is_in_graph):
+        stays = self._pins or bucket in self._for_schedule or (self.held and bucket.is_in_graph)
+        if bucket.is_here and not stays:
             self._here.pop(bucket, None)
             try:
                 bucket.hide(keeps_views)
@@ -356,5 +376,14 @@ class Gatherer:
     def close(self) -> None:
         """Ends all copies and frees all buckets."""
         self.held = False
+        self.end_schedule()
         self.free_all()
         self._copier.close()
+
+
+def _bring_for_schedule(reference: weakref.ref[Gatherer], bucket: ShardedBucket) -> bool:
+    gatherer = reference()
+    if gatherer is None or not in_split_backward():
+        return False
+    gatherer.bring_for_schedule(bucket)
+    return True

@@ -8,6 +8,13 @@ per micro-batch. A schedule tells only modules of DDP and FSDP which micro-batch
 its stage calls the module, and its frame is on the stack: of the forward, on whatever device; and
 of the backward where autograd runs on the caller's thread, which it does on a CPU. The latter is
 seen even if the forward was compiled, whose hooks do not run.
+
+NOTE [Split backwards]
+Some schedules first compute the gradients of a stage's inputs, which its neighbour waits for, and
+those of its parameters later, by ``torch.autograd.grad()`` from nodes inside of the graph, where no
+hook of a module sees it. But both begin by asking for the parameters' nodes in the graph, and at
+stage 3 parameters that are absent notice that they are asked. They are gathered then, and stay
+until the step.
 """
 
 from __future__ import annotations
@@ -15,14 +22,24 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-_MODULE = "torch.distributed.pipelining.stage"
+_STAGE = "torch.distributed.pipelining.stage"
+_BACKWARD = "torch.distributed.pipelining._backward"
 
 
 def in_pipeline() -> bool:
     """Returns whether this thread is in a call of a pipeline stage."""
-    if _MODULE not in sys.modules:
+    return _in_call_of(_STAGE)
+
+
+def in_split_backward() -> bool:
+    """Returns whether this thread is in a backward of a pipeline stage, or prepares one."""
+    return _in_call_of(_BACKWARD)
+
+
+def _in_call_of(module: str) -> bool:
+    if module not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _MODULE:
+    while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None

@@ -18,9 +18,15 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
-from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
+from ringcomm.optim.dtensors import find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.meshes import over_mesh, read_mesh, stages_of
+from ringcomm.optim.meshes import (
+    over_mesh,
+    ranks_of_stage,
+    read_mesh,
+    stages_of,
+    with_all_stages,
+)
 from ringcomm.optim.placement import check_axis, check_memory
 from ringcomm.optim.step import check_nodes
 from ringcomm.rendezvous.environment import available_cores
@@ -136,7 +142,7 @@ def shard(
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, module)
     options = ZeroOptions() if options is None else options
-    with _together(ranks, others):
+    with with_all_stages(ranks, others, "shard"):
         check_shardable(module)
         parted = find_mesh(module.parameters(), "shard")
         over = over_mesh(others, parted, "shard")
@@ -150,8 +156,14 @@ def shard(
                 "shard: module: expected at least one trainable parameter, got none; call "
                 "requires_grad_() on what shall be trained before shard()"
             )
-    check_axis(ranks, parted, "shard")
-    _check_same(ranks, parted, stage, (plan, frozen), options)
+    with with_all_stages(ranks, others, "shard"):
+        check_axis(ranks, parted, "shard")
+    told = stage, (plan, frozen), options
+    with with_all_stages(ranks, others, "shard"):
+        check_agreement(ranks, "shard", _told(ShardLayout.describe, *told))
+    with with_all_stages(ranks, others, "shard"):
+        of_stage = ranks_of_stage(others, parted)
+        check_on_mesh(ranks, of_stage, "shard", _told(ShardLayout.describe_whole, *told))
     rollback = Rollback(module)
     stored: list[ParamBucket] = []
     stored_frozen: list[ParamBucket] = []
@@ -176,11 +188,6 @@ def shard(
     if not ranks.launches:
         keep_freed_memory()
     return returned
-
-
-def _together(ranks: Communicator, others: DeviceMesh | None) -> AbstractContextManager[None]:
-    """Has ranks with other modules, which may find nothing wrong in theirs, fail with this one."""
-    return nullcontext() if others is None else all_or_none(ranks, "shard", PartMesh(others))
 
 
 def engine_of(module: nn.Module, operation: str) -> ShardEngine:
@@ -254,22 +261,16 @@ def _no_plan(options: ZeroOptions) -> BucketPlan:
     return BucketPlan((), (), ShardLayout((), options.bucket_elems, ()), ())
 
 
-def _check_same(
-    comm: Communicator,
-    mesh: PartMesh | None,
+def _told(
+    describe: Callable[[ShardLayout], dict[str, Any]],
     stage: int,
     plans: tuple[BucketPlan, BucketPlan],
     options: ZeroOptions,
-) -> None:
-    """Compares the ranks' trainable and frozen parameters and options; collective."""
-
-    def told(describe: Callable[[ShardLayout], dict[str, Any]]) -> dict[str, Any]:
-        trained, frozen = (describe(plan.layout) for plan in plans)
-        chosen = {"stage": stage, "frozen parameters": frozen, **options.describe()}
-        return {"layout": trained, "options": chosen}
-
-    check_agreement(comm, "shard", told(ShardLayout.describe))
-    check_on_mesh(comm, mesh, "shard", told(ShardLayout.describe_whole))
+) -> dict[str, Any]:
+    """Returns what ranks compare: trainable and frozen parameters, stage and options."""
+    trained, frozen = (describe(plan.layout) for plan in plans)
+    chosen = {"stage": stage, "frozen parameters": frozen, **options.describe()}
+    return {"layout": trained, "options": chosen}
 
 
 def _check_devices(module: nn.Module, comm: Communicator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -124,7 +125,38 @@ def refusals(rank: int, world_size: int) -> None:
         AdamW(stage_on(mesh, number), mesh=mesh, options=options).prepare()
 
 
-CHECKS = [norms, an_overflow_of_one_rank_skips_all_stages, refusals]
+def ranks_of_a_stage_are_compared(rank: int, world_size: int) -> None:
+    """Over "tp" too, where a stage has no DTensors; ranks of other stages do not wait in vain."""
+    mesh = mesh_of_stages(2, 2, 2)
+    number, part = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
+    other = [nn.Parameter(torch.zeros(12))] if part else stage_on(mesh, 2)
+    with pytest.raises(MismatchError, match=r"Parameter 0 is \(float32 of shape \(11,\)"):
+        AdamW(other if number else stage_on(mesh, 0), mesh=mesh).prepare()
+    divided = stage_on(mesh, 1)
+    undivided = [nn.Parameter(torch.ones(param.shape)) for param in divided]
+    with pytest.raises(MismatchError, match=r"\(40, 6\) in group 0, in parts\) on rank"):
+        AdamW(undivided if number and part else divided, mesh=mesh).prepare()
+
+
+def an_axis_that_divides_nothing_is_told_of(rank: int, world_size: int) -> None:
+    mesh = mesh_of_stages(2, 2, 2)
+    number = mesh.get_local_rank("pp")
+    for stages, told in (((2, 3), rank == 0), ((2, 0), False)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            AdamW(stage_on(mesh, stages[number]), mesh=mesh).prepare()
+        texts = [str(each.message) for each in found]
+        assert [text for text in texts if "the 2 ranks of the axis 'tp' count" in text] == texts
+        assert bool(texts) == told
+
+
+CHECKS = [
+    norms,
+    an_overflow_of_one_rank_skips_all_stages,
+    refusals,
+    ranks_of_a_stage_are_compared,
+    an_axis_that_divides_nothing_is_told_of,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,13 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from ringcomm import zero
-from ringcomm.errors import ArgumentError
-from ringcomm.optim import AdamW
+from ringcomm.errors import ArgumentError, MismatchError
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.support.meshes import mesh_of_stages
 from tests.support.rank_pool import same
 from tests.zero.tensor_parallel import Model, batch, parallelized, whole_params
@@ -102,6 +103,10 @@ def all_stages_fail_together(rank: int, world_size: int) -> None:
     second = mesh.get_local_rank("pp") == 1
     with pytest.raises(ArgumentError, match="has no shape yet" if second else "rank 4 failed, so"):
         zero.shard(nn.LazyLinear(3) if second else module, mesh=mesh)
+    # Ranks that share a stage without DTensors compare it.
+    odd = nn.Linear(6, 7 + mesh.get_local_rank("tp"))
+    with pytest.raises(MismatchError, match=r"'weight' \(float32 of shape \(7, 6\)"):
+        zero.shard(odd if second else module, mesh=mesh)
     zero.shard(module, mesh=mesh)
     other = mesh_of_stages(1, 4, 2)
     with pytest.raises(ArgumentError, match="sharded over another mesh"):
@@ -112,6 +117,9 @@ def all_stages_fail_together(rank: int, world_size: int) -> None:
 
 MICRO_BATCHES = 4
 SINGLE = (ScheduleGPipe, Schedule1F1B)
+# Their ranks have stages as the arms of a V: the first rank has the last one, too.
+IN_A_V = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+SPLIT = (ScheduleInterleavedZeroBubble, *IN_A_V)
 
 
 def layers(count: int) -> list[nn.Module]:
@@ -122,7 +130,7 @@ def layers(count: int) -> list[nn.Module]:
 def numbers(kind: Any, mesh: DeviceMesh) -> list[int]:
     """The layers of this rank, each a stage."""
     rank = mesh.get_local_rank("pp")
-    return [rank] if kind in SINGLE else [rank, rank + 2]
+    return [rank] if kind in SINGLE else [rank, 3 - rank if kind in IN_A_V else rank + 2]
 
 
 def schedule(kind: Any, modules: nn.ModuleList, mesh: DeviceMesh, loss: Any) -> Any:
@@ -138,12 +146,11 @@ def schedule(kind: Any, modules: nn.ModuleList, mesh: DeviceMesh, loss: Any) -> 
 
 
 def run(runner: Any, mesh: DeviceMesh, x: Tensor, target: Tensor) -> list[Tensor]:
-    """Runs a schedule once; returns the losses on the last rank."""
+    """Runs a schedule once; returns the losses on the rank of the last stage."""
     losses: list[Tensor] = []
-    if mesh.get_local_rank("pp") == 0:
-        runner.step(x)
-    else:
-        runner.step(target=target, losses=losses)
+    first = mesh.get_local_rank("pp") == 0
+    last = {"target": target, "losses": losses} if first == isinstance(runner, IN_A_V) else {}
+    runner.step(*([x] if first else []), **last)
     return [loss.detach() for loss in losses]
 
 
@@ -177,33 +184,39 @@ def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
     """Bits of every schedule at every stage; gradients are reduced once a step."""
     mesh = mesh_of_stages(2, 2, 1)
     references = {count: by_data_parallelism(count, mesh) for count in (2, 4)}
-    for kind in (*SINGLE, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+    for kind in (*SINGLE, ScheduleInterleaved1F1B, *SPLIT):
         own = numbers(kind, mesh)
         told, params = references[2 * len(own)]
-        for stage in (0, 1, 2, 3):
+        for stage in (3,) if kind in IN_A_V else (0, 1, 2, 3):
             modules = nn.ModuleList([layers(2 * len(own))[number] for number in own])
             zero.shard(modules, stage, mesh=mesh, options=OPTIONS)
             optimizer = AdamW(modules.parameters(), lr=0.05)
             runner = schedule(kind, modules, mesh, nn.functional.mse_loss)
-            # A schedule that splits backwards asks for parameters between them.
-            splits = stage == 3 and kind is ScheduleInterleavedZeroBubble
+            # A schedule that splits backwards asks for parameters between them, and has them to the
+            # step: all but its first stage, which does not split.
+            split = [number for number in own if number and kind in SPLIT]
             for step, (norm, losses) in enumerate(told):
-                with (
-                    zero.gathered(modules) if splits else nullcontext(),
-                    zero.profiled(modules) as profile,
-                ):
-                    found = run(runner, mesh, data(mesh, step), torch.ones(8, 6))
+                with zero.profiled(modules) as profile:
+                    lost = run(runner, mesh, data(mesh, step), torch.ones(8, 6))
                     assert not [each for each in profile.spans if "reduce" in each.name]
-                    same(found, losses if mesh.get_local_rank("pp") else [])
+                    same(lost, losses if 2 * len(own) - 1 in own else [])
                 with zero.profiled(modules) as profile:
                     same(optimizer.clip_grad_norm_(0.5), norm)
                     reductions = [each for each in profile.spans if each.name == "reduce_scatter"]
                     assert len(reductions) == (len(own) if stage > 1 else 0)
+                found = [n for n, each in zip(own, modules, strict=True) if here(each)]
+                assert stage < 3 or found == split
                 optimizer.step()
+                assert stage < 3 or not any(map(here, modules))
                 optimizer.zero_grad()
             for place, number in enumerate(own):
                 for name in ("0.weight", "0.bias"):
                     same(whole_params(modules)[f"{place}.{name}"], params[f"{number}.{name}"])
+
+
+def here(module: nn.Module) -> bool:
+    """Whether a module's parameters have values, at stage 3 of ZeRO."""
+    return not any("not gathered" in repr(param) for param in module.parameters())
 
 
 class Unhooked(nn.Module):
@@ -274,6 +287,38 @@ def each_stage_has_its_checkpoints(folder: str, rank: int, world_size: int) -> N
     assert other.steps_taken == 1
 
 
+def a_stage_without_parameters_has_checkpoints(folder: str, rank: int, world_size: int) -> None:
+    """It has its buffers, step numbers and what the user gives, and loads like others."""
+    mesh = mesh_of_stages(2, 2, 1)
+    number = mesh.get_local_rank("pp")
+    root = f"{folder}/without{number}"
+
+    def made(stage: int, lr: float) -> tuple[nn.Module, AdamW]:
+        module: nn.Module = linear(0) if number else nn.Tanh()
+        module.register_buffer("seen", torch.zeros(2))
+        zero.shard(module, stage, mesh=mesh, options=OPTIONS)
+        return module, AdamW(module.parameters(), lr=lr, mesh=mesh)
+
+    trained, optimizer = made(2, 0.05)
+    for param in trained.parameters():
+        param.grad = torch.ones_like(param)
+    trained.seen.fill_(3)  # type: ignore[operator]
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    zero.save(root, 1, trained, optimizer, data={"epoch": 4})
+    loaded, other = made(3, 0.1)
+    found = zero.load(root, loaded, other)
+    same([found.step, found.data, found.exact], [1, {"epoch": 4}, True])
+    same([loaded.seen, whole_params(loaded)], [trained.seen, whole_params(trained)])
+    assert other.steps_taken == 1
+    assert other.param_groups[0]["lr"] == 0.05
+    if number == 0:
+        zero.load(root, loaded)
+        strange = AdamW([nn.Parameter(torch.ones(2))], comm=mesh["dp"])
+        with pytest.raises(ArgumentError, match="expected one of ringcomm"):
+            zero.save(root, 2, loaded, strange)
+
+
 def linear(number: int) -> nn.Linear:
     made = nn.Linear(6, 6)
     with torch.no_grad():
@@ -283,8 +328,33 @@ def linear(number: int) -> nn.Linear:
     return made
 
 
+def sums_in_fp32_are_divided(rank: int, world_size: int) -> None:
+    """Gradients that an accumulator takes from the schedule end as those that stay in p.grad."""
+    mesh = mesh_of_stages(2, 2, 1)
+    fp32_sums = AdamWOptions(accumulate_dtype=torch.float32)
+    for kind in (ScheduleGPipe, ScheduleInterleavedZeroBubble):
+        for scales in (True, False):
+            stepped = []
+            for options in (AdamWOptions(), fp32_sums):
+                own = numbers(kind, mesh)
+                modules = nn.ModuleList([layers(2 * len(own))[number] for number in own])
+                zero.shard(modules, 1, mesh=mesh, options=OPTIONS)
+                optimizer = AdamW(modules.parameters(), lr=0.05, options=options)
+                runner = schedule(kind, modules, mesh, nn.functional.mse_loss)
+                runner.scale_grads = scales
+                norms = []
+                for step in range(2):
+                    run(runner, mesh, data(mesh, step), torch.ones(8, 6))
+                    norms.append(optimizer.clip_grad_norm_(0.5))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                stepped.append([norms, whole_params(modules)])
+            same(stepped[1], stepped[0])
+
+
 CHECKS = [norms_are_of_all_stages, a_stage_without_parameters, all_stages_fail_together]
-SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact]
+CHECKPOINTS = [each_stage_has_its_checkpoints, a_stage_without_parameters_has_checkpoints]
+SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact, sums_in_fp32_are_divided]
 
 
 @pytest.mark.parametrize("check", SCHEDULES, ids=lambda check: check.__name__)
@@ -292,8 +362,9 @@ def test_schedules(rank_pools: Any, check: Any) -> None:
     rank_pools(4).run(check)
 
 
-def test_checkpoints(rank_pools: Any, tmp_path: Any) -> None:
-    rank_pools(4).run(functools.partial(each_stage_has_its_checkpoints, str(tmp_path)))
+@pytest.mark.parametrize("check", CHECKPOINTS, ids=lambda check: check.__name__)
+def test_checkpoints(rank_pools: Any, tmp_path: Any, check: Any) -> None:
+    rank_pools(4).run(functools.partial(check, str(tmp_path)))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

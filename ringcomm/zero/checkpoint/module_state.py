@@ -179,12 +179,19 @@ def step_of(
     """
     if optimizer is None:
         return None
-    if not isinstance(optimizer, ShardedOptimizer) or optimizer.placement is not engine.placement:
+    if not isinstance(optimizer, ShardedOptimizer) or not _steps_module(engine, optimizer):
         raise ArgumentError(
             f"{operation}: optimizer: expected one of ringcomm.optim that was built on the "
             f"sharded module's parameters, got {optimizer!r}"
         )
     return optimizer.sharded_step()
+
+
+def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
+    """Returns whether an optimizer was built on the engine's parameters, of which may be none."""
+    if engine.plan.params:
+        return optimizer.placement is engine.placement
+    return not any(group["params"] for group in optimizer.param_groups)
 
 
 def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
