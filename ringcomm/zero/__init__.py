@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.zero.options import Precision, ZeroOptions
+from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
 
