@@ -13,12 +13,16 @@ from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled,
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.migrating.deepspeed import from_deepspeed
+    from ringcomm.zero.migrating.fsdp2 import from_fsdp2
 
-# Imported at first use, since safetensors takes time to import and only checkpoints need it.
+# Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
     "Loaded": "checkpoint.save_load",
     "TrainState": "checkpoint.save_load",
     "export_safetensors": "checkpoint.export",
+    "from_deepspeed": "migrating.deepspeed",
+    "from_fsdp2": "migrating.fsdp2",
     "load": "checkpoint.save_load",
     "save": "checkpoint.save_load",
 }
@@ -39,6 +43,8 @@ __all__ = [
     "TrainState",
     "ZeroOptions",
     "export_safetensors",
+    "from_deepspeed",
+    "from_fsdp2",
     "full_state_dict",
     "gathered",
     "load",

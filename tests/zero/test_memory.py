@@ -188,6 +188,30 @@ def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
         assert most <= wanted + in_flight + moving + (1 << 16)
 
 
+class Normed(Deep):
+    """A norm before each layer, whose weight is a bucket of 512 elements that stays FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = torch.tanh(layer(norm(x)))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_of_small_fp32_buckets_are_small(worlds, stage):
+    precision = zero.Precision.preset("bf16-mixed", keep_fp32=("norms.*",))
+    wanted = KINDS["bf16-mixed"][1].closed_form(stage, WORLD)
+    # A chunk is a block of 512 elements at least, so one rank has all of a norm.
+    norms = LAYERS * 512 * (4 + 4 + 4 + 8)
+    in_flight = 2 * BUCKET_ELEMS * 2 + 2 * 512 * 4
+    for rest, _ in worlds(WORLD).run(measure, Normed(), stage, precision):
+        assert rest <= wanted + norms + in_flight + (1 << 16)
+
+
 @pytest.mark.parametrize(
     ("stage", "shared", "closed_form"),
     [
