@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,13 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler
 from ringcomm.zero.precision import PRESETS
+from tests.support import ROOT
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
 Precision = zero.Precision
 STAGES = [0, 1, 2, 3]
+PAGE = ROOT / "docs" / "precision.md"
 WIDTH = 24
 KEPT = ("blocks.*.norm", "blocks.*.router", "last")
 
@@ -213,9 +216,19 @@ def test_kept_modules_have_fp32_and_compute_in_it(worlds, base, stage, init_dtyp
             assert dtype is (wide if kept else narrow), name
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-remainder", "bf16-pure-sr"])
-def test_all_stages_end_with_the_same_bits_where_modules_stay_fp32(worlds, base, name):
-    precision = Precision.preset(name, keep_fp32=KEPT)
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("bf16-mixed", KEPT),
+        ("bf16-remainder", KEPT),
+        ("bf16-pure-sr", KEPT),
+        # Whole units, and the children of a list, which has no forward.
+        ("bf16-mixed", ("blocks.0", "blocks.2")),
+        ("bf16-mixed", ("blocks",)),
+    ],
+)
+def test_all_stages_end_with_the_same_bits_where_modules_stay_fp32(worlds, base, name, kept):
+    precision = Precision.preset(name, keep_fp32=kept)
 
     def work(comm, stage):
         module, optimizer = build(comm, base, stage, precision)
@@ -372,3 +385,8 @@ def test_ranks_that_keep_other_modules_are_told_apart(worlds, base):
             build(comm, base, 1, Precision.preset("bf16-mixed", keep_fp32=kept))
 
     worlds(2).run(work)
+
+
+def test_what_the_page_shows_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(block, PAGE.name, "exec"), {})
