@@ -26,6 +26,7 @@ __all__ = [
     "number_below",
     "read_bounded",
     "read_fields",
+    "read_json",
     "read_object",
     "read_record",
     "shown",
@@ -70,6 +71,35 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")
     return content
+
+
+def read_json(text: bytes) -> Any:
+    """Parses JSON as its standard has it: no name twice, no NaN, no comments.
+
+    Raises:
+        ValueError: says what is there instead, and where.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        rest = error.doc[error.pos : error.pos + 2]
+        hint = "; JSON has no comments" if rest.startswith(("#", "//", "/*")) else ""
+        raise ValueError(f"no JSON: {error}{hint}") from error
+    except RecursionError as error:
+        raise ValueError("no JSON: nested too deep") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} is there twice in one object")
+        found[name] = value
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def read_record(text: bytes, rank: int, operation: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -34,6 +33,7 @@ from ringcomm.functional import (
     matmul_reduce_scatter,
     split_sequence,
 )
+from ringcomm.module_names import find_modules, some
 
 __all__ = [
     "COLUMN",
@@ -65,8 +65,6 @@ WHOLE = "whole"
 KINDS = (COLUMN, ROW, SEQUENCE, SPLIT, GATHER, WHOLE)
 
 _OPERATION = "parallelize"
-# How many names a message has at most.
-_NAMED = 5
 
 
 def _local(param: Any, *, adds_up: bool = False) -> Tensor:
@@ -176,16 +174,6 @@ def parallelize(
     return model
 
 
-def _matches(pattern: str, name: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(repr, names[:_NAMED])) + more
-
-
 @dataclass
 class _Plan:
     """The user's plan, read against the model: the kind of each module, and all that is wrong.
@@ -225,12 +213,12 @@ class _Plan:
             self._check_parameters()
 
     def _named(self, argument: str, pattern: str) -> list[tuple[str, nn.Module]]:
-        found = [each for each in self.model.named_modules() if _matches(pattern, each[0])]
+        found = find_modules(self.model, pattern)
         if not found:
             names = [name for name, _ in self.model.named_modules() if name]
             self.wrong.append(
                 f"{argument}[{pattern!r}]: expected the name of a module, got one that none has; "
-                f"there are {_some(names)}"
+                f"there are {some(names)}"
             )
         return found
 
@@ -281,12 +269,12 @@ class _Plan:
         if unnamed:
             self.wrong.append(
                 "plan: expected every module with parameters, or one around it, got none for "
-                f"{_some(unnamed)}; one that works on a rank's tokens is {SEQUENCE!r}, one that "
+                f"{some(unnamed)}; one that works on a rank's tokens is {SEQUENCE!r}, one that "
                 f"works on whole sequences {WHOLE!r}"
             )
         if of_others:
             self.wrong.append(
-                f"expected parameters that are plain tensors, got DTensors in {_some(of_others)}"
+                f"expected parameters that are plain tensors, got DTensors in {some(of_others)}"
             )
 
     def kind_of(self, name: str) -> str | None:

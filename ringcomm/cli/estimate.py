@@ -26,6 +26,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.output import new_figure, write_figure
 from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES, World
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
+from ringcomm.zero.precision import PRESETS
 
 # The tables that ``ringcomm estimate`` prints.
 
@@ -289,18 +290,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         meaning = f"ranks that share them, with --nodes: ZeroOptions.{what} (default: {default})"
         add(f"--shard-{what}", choices=("node", "world"), help=meaning)
     add("--stage", type=int, choices=STAGES, help="default: all")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default: %(default)s)")
-    add(
-        "--reduce",
-        choices=("fp32", "param"),
-        default="fp32",
-        help="dtype of the reduced gradient (default: %(default)s)",
-    )
+    add("--preset", choices=PRESETS, help="a preset of zero.Precision; docs/precision.md")
+    add("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
+    add("--reduce", choices=("fp32", "param"), help="of the reduced gradient (default: fp32)")
     add(
         "--master",
         choices=MASTERS,
-        default="fp32",
-        help="what is kept of 16-bit parameters in full precision (default: %(default)s)",
+        help="what is kept of 16-bit parameters in full precision (default: fp32)",
     )
     add("--amsgrad", action="store_true", help="keep the maximum of the second moment")
     add("--clip", action="store_true", help="steps are clipped or scaled: they take two passes")

@@ -50,6 +50,7 @@ from ringcomm.zero.estimate_time import (
     traffic,
 )
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.precision import PRESETS
 
 # What ``ringcomm estimate`` was asked: its options, read and checked.
 
@@ -169,18 +170,19 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
     shape = _shape(args)
     parallel = _parallel(args, shape, cluster)
     called, model = _model(args, shape, parallel)
-    dtype = DTYPES[args.dtype]
-    reduce = torch.float32 if args.reduce == "fp32" else dtype
+    kept = _kept(args)
+    dtype = DTYPES[kept.dtype]
+    reduce = torch.float32 if kept.reduce == "fp32" else dtype
     return Request(
         called=called,
         model=model,
         world=world,
         stages=STAGES if args.stage is None else (args.stage,),
-        precision=_precision(args),
-        each=BytesPerElement.of(dtype, reduce, args.master, args.amsgrad),
+        precision=kept.told + (", amsgrad" if args.amsgrad else ""),
+        each=BytesPerElement.of(dtype, reduce, kept.master, args.amsgrad),
         elem_bytes=dtype.itemsize,
         options=ZeroOptions(bucket_elems=args.bucket_elems),
-        two_passes=args.clip,
+        two_passes=args.clip or kept.scaled,
         forward=Forward(
             shape, args.micro_batch, args.checkpointing, args.checkpoint_every, parallel
         ),
@@ -333,12 +335,37 @@ def _timing(args: argparse.Namespace) -> Timing | None:
     return Timing(args.context * args.micro_batch, args.bandwidth_gbps, args.peak_tflops)
 
 
-def _precision(args: argparse.Namespace) -> str:
-    reduced = args.dtype if args.reduce == "param" else "fp32"
-    kept = {"fp32": "master fp32", "remainder": "master as remainder", "none": "no master"}
-    parts = [args.dtype, f"reduced to {reduced}"]
-    parts += [] if args.dtype == "fp32" else [kept[args.master]]
-    return ", ".join(parts + (["amsgrad"] if args.amsgrad else []))
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept in which precision, in the words of the options; ``scaled`` as of Precision."""
+
+    dtype: str
+    reduce: str
+    master: str
+    scaled: bool = False
+
+    @property
+    def told(self) -> str:
+        """The choices, for the headline."""
+        reduced = self.dtype if self.reduce == "param" else "fp32"
+        kept = {"fp32": "master fp32", "remainder": "master as remainder", "none": "no master"}
+        parts = [self.dtype, f"reduced to {reduced}"]
+        return ", ".join(parts + ([] if self.dtype == "fp32" else [kept[self.master]]))
+
+
+def _kept(args: argparse.Namespace) -> _Kept:
+    if args.preset is None:
+        return _Kept(args.dtype or "bf16", args.reduce or "fp32", args.master or "fp32")
+    given = [name for name in ("dtype", "reduce", "master") if getattr(args, name) is not None]
+    if given:
+        raise ArgumentError(
+            f"--preset {args.preset}: expected no {', '.join(f'--{name}' for name in given)} with "
+            "it, which it decides"
+        )
+    precision = PRESETS[args.preset]
+    dtype = next(name for name, each in DTYPES.items() if each is precision.param)
+    reduce = "fp32" if precision.reduce is None else "param"
+    return _Kept(dtype, reduce, precision.master or "fp32", precision.scaled)
 
 
 # The figures of ``ringcomm estimate``, and their JSON.

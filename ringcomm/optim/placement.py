@@ -205,6 +205,8 @@ class Placement(ABC):
     shard_of: tuple[int, int]
     #: The mesh of other stages and parts of the model, or None.
     others: DeviceMesh | None
+    #: True if the gradients must be those of a scaled loss.
+    scaled: bool
 
     @abstractmethod
     def names(self) -> Mapping[int, str]:

@@ -354,6 +354,7 @@ class ShardedStep:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         self.refuse_if_torn("step")
+        self._check_scaled(amp)
         clipped = self._still_reduced() is not None
         if amp.scale is not None and clipped:
             raise ArgumentError(
@@ -393,6 +394,17 @@ class ShardedStep:
                 f"{self.setting.where(operation)}: an earlier step failed halfway, so parameters "
                 "and state may be of different steps. Load a checkpoint of the model and of the "
                 "optimizer, into a new optimizer if the communicator is unusable too"
+            )
+
+    def _check_scaled(self, amp: Amp) -> None:
+        """Raises ArgumentError if gradients that must be scaled cannot be."""
+        expected = self._placement is not None and self._placement.scaled
+        if expected and self.setting.loss_scaler is None and amp.found_inf is None:
+            raise ArgumentError(
+                f"{self.setting.where('step')}: the parameters were sharded with "
+                'Precision(scaled=True), as the preset "fp16-scaled" has it, and their small '
+                "gradients are lost unless the loss is scaled; build the optimizer with "
+                "loss_scaler=ringcomm.optim.LossScaler(), or step it by a ringcomm.optim.GradScaler"
             )
 
     def _collect(self) -> None:

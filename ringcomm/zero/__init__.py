@@ -5,19 +5,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.zero.options import Precision, ZeroOptions
+from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.migrating.deepspeed import from_deepspeed
+    from ringcomm.zero.migrating.fsdp2 import from_fsdp2
 
-# Imported at first use, since safetensors takes time to import and only checkpoints need it.
+# Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
     "Loaded": "checkpoint.save_load",
     "TrainState": "checkpoint.save_load",
     "export_safetensors": "checkpoint.export",
+    "from_deepspeed": "migrating.deepspeed",
+    "from_fsdp2": "migrating.fsdp2",
     "load": "checkpoint.save_load",
     "save": "checkpoint.save_load",
 }
@@ -38,6 +43,8 @@ __all__ = [
     "TrainState",
     "ZeroOptions",
     "export_safetensors",
+    "from_deepspeed",
+    "from_fsdp2",
     "full_state_dict",
     "gathered",
     "load",

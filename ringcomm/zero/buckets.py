@@ -23,6 +23,7 @@ from ringcomm.optim.dtensors import Sharding, apart, is_distributed, local_of, s
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
 from ringcomm.zero.absent import advance_versions, make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.units import Unit
 
 Tensor = torch.Tensor
@@ -45,10 +46,13 @@ class BucketPlan:
     unit_of: tuple[int, ...]
 
 
-def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -> BucketPlan:
+def plan_buckets(
+    units: Sequence[Unit], options: ZeroOptions, dtypes: ModuleDtypes, trainable: bool
+) -> BucketPlan:
     """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
 
-    Frozen parameters of a dtype that no optimizer takes have no place.
+    Parameters of several dtypes in a unit have buckets of each. Frozen parameters of a dtype that
+    no optimizer takes have no place.
 
     Raises:
         ArgumentError: a trainable parameter is of a dtype that no optimizer takes.
@@ -62,7 +66,7 @@ def plan_buckets(units: Sequence[Unit], options: ZeroOptions, trainable: bool) -
         for name, param in unit.params.items():
             if param.requires_grad == trainable and (trainable or param.dtype in DTYPE_NAMES):
                 named.append((name, param))
-                specs.append(_spec(name, param, options.precision.param))
+                specs.append(_spec(name, param, dtypes.of_param(param)))
         run = ShardLayout.plan(specs[first:], options.bucket_elems)
         for bucket in run.buckets:
             moved = tuple(Segment(s.begin, s.end, s.param + first) for s in bucket.segments)

@@ -25,6 +25,7 @@ from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
+from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.reduce import Reduction
 from ringcomm.zero.slots import Slots
@@ -42,6 +43,7 @@ class EngineParts:
         stage: 0 to 3.
         comm: the communicator of the ranks that share the module.
         options: choices.
+        dtypes: what ``options.precision`` means for the parts of the module.
         units: the units, the root first.
         plan: plan of the trainable parameters.
         frozen: plan of the other parameters; empty before stage 3.
@@ -55,6 +57,7 @@ class EngineParts:
     stage: int
     comm: Communicator
     options: ZeroOptions
+    dtypes: ModuleDtypes
     units: Sequence[Unit]
     plan: BucketPlan
     frozen: BucketPlan
@@ -111,7 +114,8 @@ class ShardEngine:
 
     def _make_reduction(self) -> Reduction:
         # At stage 3 a step gathers nothing, and one pass would not round a 16-bit gradient.
-        exact = self.options.precision.reduced_dtype is torch.float32
+        reduced = self.options.precision.reduced_dtype
+        exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches
         return Reduction(
             self.stored, self.comm, self.options, self.profile, self.number, keeps=one_pass

@@ -66,10 +66,12 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     if precision.cast_inputs and precision.param is not None:
         dtype = precision.param
 
+        @only_inlined
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
             return _cast(args, dtype), _cast(kwargs, dtype)
 
         engine.keep(root.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+    _keep_fp32(engine)
     if engine.stage > 1:
         _RootHooks(engine, root)
     if engine.gatherer is not None:
@@ -82,10 +84,32 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     if precision.output is not None:
         output_dtype = precision.output
 
+        @only_inlined
         def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
             return _cast(output, output_dtype)
 
         engine.keep(root.register_forward_hook(cast_outputs))
+
+
+def _keep_fp32(engine: ShardEngine) -> None:
+    """Has modules that stay FP32 compute in it, among modules that compute in another dtype."""
+    dtypes = engine.parts.dtypes
+    outside = dtypes.precision.param
+
+    @only_inlined
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+    @only_inlined
+    def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+        assert outside is not None
+        return _cast(output, outside)
+
+    # All have the same two hooks, so that compiled units of one kind share their code.
+    for _, kept in dtypes.kept:
+        for module in _called(kept):
+            engine.keep(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+            engine.keep(module.register_forward_hook(cast_outputs))
 
 
 def _refuse_states(engine: ShardEngine) -> Callable[..., None]:

@@ -29,6 +29,7 @@ from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, by_optimizer
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.precision import Precision
 from ringcomm.zero.reduce import Reduction
 
 # Stage 1 uses the native kernels as they are, for parameters and gradients that all ranks have
@@ -66,15 +67,16 @@ class StageKernels(Kernels):
 class RoundedKernels(StageKernels):
     """The kernels of stage 1 with the reduced gradient rounded to 16 bits, as at other stages."""
 
-    def __init__(self, native: Kernels, reducer: Reducer, dtype: torch.dtype) -> None:
+    def __init__(self, native: Kernels, reducer: Reducer, precision: Precision) -> None:
         super().__init__(native, reducer)
-        self._dtype = dtype
+        self._precision = precision
         self._shards: dict[int, Tensor] = {}
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
         self.reducer.reduce(bucket.grads, Into(exact, kind, words))
-        self._shards[bucket.number] = exact.to(self._dtype)
+        dtype = self._precision.reduced_dtype(bucket.layout.dtype)
+        self._shards[bucket.number] = exact.to(dtype)
 
     def update(self, bucket: Bucket) -> None:
         self.update_gather(bucket, self._shards.pop(bucket.number))
@@ -92,27 +94,26 @@ class ReplicatedKernels(StageKernels):
     """
 
     def __init__(
-        self, native: Kernels, reducer: Reducer, comm: Communicator, dtype: torch.dtype
+        self, native: Kernels, reducer: Reducer, comm: Communicator, precision: Precision
     ) -> None:
         super().__init__(native, reducer)
         self._comm = comm
-        self._dtype = dtype
+        self._precision = precision
         self._sums: dict[int, Tensor] = {}
 
     def _sum(self, bucket: Bucket) -> Tensor:
         """Returns this rank's chunk of the sum: [largest chunk elements], in the heap."""
         if bucket.number not in self._sums:
             elems = bucket.layout.chunk(0, self._comm.world_size).elems
-            self._sums[bucket.number] = zeros(
-                elems, dtype=self._dtype, device=self._comm.heap_device
-            )
+            dtype = self._precision.reduced_dtype(bucket.layout.dtype)
+            self._sums[bucket.number] = zeros(elems, dtype=dtype, device=self._comm.heap_device)
         return self._sums[bucket.number]
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
         own = self._sum(bucket)[: chunk.elems]
         exact = own
-        if self._dtype is not torch.float32:
+        if own.dtype is not torch.float32:
             exact = torch.empty(chunk.elems, dtype=torch.float32, device=own.device)
         self.reducer.reduce(bucket.grads, Into(exact, kind, words))
         if exact is not own:
@@ -121,7 +122,7 @@ class ReplicatedKernels(StageKernels):
     def update(self, bucket: Bucket) -> None:
         own = self._sum(bucket)
         world = self._comm.world_size
-        whole = torch.empty(own.numel() * world, dtype=self._dtype, device=own.device)
+        whole = torch.empty(own.numel() * world, dtype=own.dtype, device=own.device)
         if self._comm.num_nodes == 1:
             self._comm.all_gather_into_tensor(whole, own)
         else:
@@ -212,8 +213,8 @@ def _new_words(bucket: Bucket) -> Tensor:
     return torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.grads.device)
 
 
-# Options that shard() decides, in place of the optimizer.
-_DECIDED = ("algorithm", "bucket_elems", "reduce", "broadcast_parameters", "state")
+# Where shard() takes an option that is no field of ZeroOptions.
+_IN_PRECISION = dict.fromkeys(("master", "rounding"), ", in its Precision, or leave it away there")
 
 
 class ReducedGradients(Gradients):
@@ -298,6 +299,7 @@ class ModulePlacement(Placement):
         self._owner: weakref.ref[BucketOwner] | None = None
         self.comm = engine.comm
         self.others = engine.parts.others
+        self.scaled = engine.options.precision.scaled
         sharers = sharers_of(engine.comm, engine.options.state)
         assert sharers is not None
         whole = engine.stage == 0
@@ -319,11 +321,13 @@ class ModulePlacement(Placement):
             "broadcast_parameters": chosen.broadcast,
             "state": chosen.state,
         }
-        for name in _DECIDED:
-            if getattr(options, name) not in (getattr(default, name), mine[name]):
+        mine.update(chosen.precision.optimizer_defaults)
+        for name, value in mine.items():
+            if getattr(options, name) not in (getattr(default, name), value):
                 raise ArgumentError(
                     f"{head}: {name}={getattr(options, name)!r}: the parameters were sharded by "
-                    f"shard(), which decides it: it has {mine[name]!r}. Pass it to shard()"
+                    f"shard(), which decides it: it has {value!r}. Pass it to shard()"
+                    f"{_IN_PRECISION.get(name, '')}"
                 )
         if options.kernels != "native":
             raise UnsupportedError(f'{head}: a sharded module takes kernels="native" alone')
@@ -394,7 +398,6 @@ class ModulePlacement(Placement):
     def kernels(self, native: Kernels) -> Kernels:
         engine = self._engine
         precision, comm = engine.options.precision, engine.comm
-        dtype = precision.reduced_dtype
         if engine.stage == 3:
             assert engine.reduction is not None
             overlap = engine.options.overlap is True
@@ -404,8 +407,9 @@ class ModulePlacement(Placement):
             return ReducedKernels(native, engine.reduction)
         reducer = make_reducer(comm, engine.options, engine.plan.layout.size_bytes)
         if engine.stage == 0:
-            return ReplicatedKernels(native, reducer, comm, dtype)
-        return native if dtype is torch.float32 else RoundedKernels(native, reducer, dtype)
+            return ReplicatedKernels(native, reducer, comm, precision)
+        exact = precision.reduce in (None, torch.float32)
+        return native if exact else RoundedKernels(native, reducer, precision)
 
     def check(self) -> None:
         engine = self._engine

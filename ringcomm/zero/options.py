@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.step import check_even
+from ringcomm.zero.precision import Precision
 
 # Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in
 # one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHOICES = {
     "algorithm": ("auto", "direct", "ring"),
     "reduce": ("avg", "sum"),
@@ -32,47 +31,6 @@ _SWITCHES = {
 
 # The modules that are gathered as one: their types, or a predicate on a name and a module.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of mixed precision; None keeps the dtypes as they are.
-
-    Attributes:
-        param: dtype of parameters and their gradients. The optimizer keeps FP32 masters of the
-            values before the cast.
-        reduce: dtype of the reduced gradient. Sums are always taken in FP32. None keeps them in
-            FP32, and ``param``'s 16-bit dtype rounds them once, in half the memory.
-        buffer: dtype of floating-point buffers.
-        output: dtype of floating-point tensors that the module returns, alone or in tuples, lists
-            and dicts; tensors inside dataclasses and other objects stay as they are.
-        cast_inputs: cast floating-point arguments of the module, alone or in such containers, to
-            ``param``.
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    buffer: torch.dtype | None = None
-    output: torch.dtype | None = None
-    cast_inputs: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("param", "reduce", "buffer", "output"):
-            if getattr(self, name) not in (None, *_DTYPES):
-                raise ArgumentError(
-                    f"precision: {name}: expected float32, bfloat16, float16 or None, got "
-                    f"{getattr(self, name)!r}"
-                )
-        if self.reduce not in (None, torch.float32, self.param):
-            raise ArgumentError(
-                f"precision: reduce: expected float32 or the parameters' {self.param}, got "
-                f"{self.reduce}"
-            )
-
-    @property
-    def reduced_dtype(self) -> torch.dtype:
-        """Dtype in which reduced gradients are kept."""
-        return self.reduce or torch.float32
 
 
 @dataclass(frozen=True)
@@ -190,7 +148,6 @@ class ZeroOptions:
 
     def describe(self) -> dict[str, Any]:
         """Returns the options as plain JSON types, without ``units``, which the layout shows."""
-        described = {**asdict(self), "precision": {}}
+        described = asdict(self)
         del described["units"]
-        described["precision"] = {name: str(value) for name, value in vars(self.precision).items()}
-        return described
+        return {**described, "precision": self.precision.describe()}

@@ -286,26 +286,27 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
         rollback: registers how to undo it.
     """
     comm, options = parts.comm, parts.options
-    precision = options.precision
+    dtypes = parts.dtypes
     buckets = (*parts.stored, *parts.stored_frozen)
     placed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in parts.module.parameters():
         if id(param) in placed:
             continue
-        casts = precision.param is not None and param.dtype in DTYPE_NAMES
+        dtype = dtypes.of_param(param) if param.dtype in DTYPE_NAMES else None
         local = local_of(param).detach()
-        if casts or not local.is_contiguous():
+        if dtype is not None or not local.is_contiguous():
             rollback.keep_data(param)
-            set_local(param, local.to(precision.param if casts else param.dtype).contiguous())
-    # Several modules may have one buffer. The keys are ids of the old buffers, which ``rollback``
-    # keeps alive.
-    settled: dict[int, Tensor] = {}
+            set_local(param, local.to(dtype or param.dtype).contiguous())
+    # Several modules may have one buffer, which stays one but where they want it in two dtypes. The
+    # ids are those of the old buffers, which ``rollback`` keeps alive.
+    settled: dict[tuple[int, torch.dtype | None], Tensor] = {}
     for owner in parts.module.modules():
+        dtype = dtypes.of_buffers(owner)
         for name, buffer in owner._buffers.items():
             if buffer is None:
                 continue
             rollback.keep_entry(owner._buffers, name)
-            was = id(buffer)
+            was = id(buffer), dtype
             if was in settled:
                 owner._buffers[name] = settled[was]
                 continue
@@ -316,6 +317,6 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
                 if comm.rank != 0:
                     rollback.keep_values(buffer)
                 comm.broadcast(local_of(buffer), 0)
-            if precision.buffer is not None and buffer.is_floating_point():
-                buffer = owner._buffers[name] = buffer.to(precision.buffer)
+            if dtype is not None and buffer.is_floating_point():
+                buffer = owner._buffers[name] = buffer.to(dtype)
             settled[was] = buffer

@@ -113,17 +113,20 @@ class Buffers:
     """The reused heap buffers of buckets that are being filled or reduced.
 
     Args:
-        most_elems: elements of the largest bucket.
-        count: number of buffers that there should be.
+        stored: all buckets; a buffer is as large as the largest of its dtype.
+        count: number of buffers that there should be of each dtype.
         device: device of the heap.
     """
 
-    def __init__(self, most_elems: int, count: int, device: torch.device) -> None:
-        self._most_elems = most_elems
+    def __init__(self, stored: Sequence[ParamBucket], count: int, device: torch.device) -> None:
         self._count = count
         self._device = device
-        self._made = 0
-        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._most_elems: dict[torch.dtype, int] = {}
+        for layout in (each.layout for each in stored):
+            most = self._most_elems.get(layout.dtype, 0)
+            self._most_elems[layout.dtype] = max(most, layout.elems)
+        self._made = dict.fromkeys(self._most_elems, 0)
+        self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
 
     def get(self, stored: ParamBucket, must: bool) -> Tensor | None:
         """Returns a buffer [bucket elements], zero in the padding; None if all are in use.
@@ -133,14 +136,14 @@ class Buffers:
             must: make one more if all are in use.
         """
         dtype, elems = stored.layout.dtype, stored.layout.elems
-        free = self._free.setdefault(dtype, [])
-        if not free and self._made >= self._count and not must:
+        free = self._free[dtype]
+        if not free and self._made[dtype] >= self._count and not must:
             return None
         if free:
             whole = free.pop()
         else:
-            self._made += 1
-            whole = empty(self._most_elems, dtype=dtype, device=self._device)
+            self._made[dtype] += 1
+            whole = empty(self._most_elems[dtype], dtype=dtype, device=self._device)
         # The padding is reduced, too, and nothing else writes it.
         end = 0
         for placed in stored.params:
@@ -152,7 +155,8 @@ class Buffers:
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
-        self._free[buffer.dtype].append(buffer.as_strided((self._most_elems,), (1,), 0))
+        whole = buffer.as_strided((self._most_elems[buffer.dtype],), (1,), 0)
+        self._free[buffer.dtype].append(whole)
 
 
 class Reduction:
@@ -183,17 +187,16 @@ class Reduction:
         self._profile = profile
         step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
         self.reducer = make_reducer(comm, options, step_bytes)
-        dtype = options.precision.reduced_dtype
+        reduced = options.precision.reduced_dtype
         self.buckets = [
             GradientBucket(
                 each,
-                empty_for_streams(each.state_chunk.elems, dtype, comm.device),
+                empty_for_streams(each.state_chunk.elems, reduced(each.layout.dtype), comm.device),
                 torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
             )
             for each in stored
         ]
-        most = max((each.layout.elems for each in stored), default=0)
-        self._buffers = Buffers(most, options.in_flight, comm.heap_device)
+        self._buffers = Buffers(stored, options.in_flight, comm.heap_device)
         self._order = BucketOrder(len(self.buckets))
         self.has_left_over = False
         # Whether a step has used the current gradients, a backward has then added to them, and the

@@ -43,6 +43,7 @@ from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
+from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.prepare import (
     Initialize,
     Rollback,
@@ -122,7 +123,8 @@ def shard(
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
             that this rank is not in, or of ranks that have different parts of DTensor parameters;
-            ranks of a launcher that have no group; a ``mesh`` without an axis "dp".
+            ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a name in
+            ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
             placements than Shard and Replicate; nodes with different numbers of ranks,
             where each shall have a copy.
@@ -149,8 +151,11 @@ def shard(
         check_nodes(ranks, "shard", options.algorithm, "native")
         options = options.for_nodes(stage, ranks)
         units = find_units(module, options.units)
-        plan = plan_buckets(units, options, trainable=True)
-        frozen = plan_buckets(units, options, trainable=False) if stage == 3 else _no_plan(options)
+        dtypes = ModuleDtypes.of(module, options.precision)
+        plan = plan_buckets(units, options, dtypes, trainable=True)
+        frozen = _no_plan(options)
+        if stage == 3:
+            frozen = plan_buckets(units, options, dtypes, trainable=False)
         if not plan.layout.buckets and stages_of(others) == 1:
             raise ArgumentError(
                 "shard: module: expected at least one trainable parameter, got none; call "
@@ -171,7 +176,18 @@ def shard(
     with rollback.put_back_on_failure():
         turn = _join(ranks, rollback) if stage > 1 else 0
         parts = EngineParts(
-            module, stage, ranks, options, units, plan, frozen, stored, stored_frozen, turn, others
+            module=module,
+            stage=stage,
+            comm=ranks,
+            options=options,
+            dtypes=dtypes,
+            units=units,
+            plan=plan,
+            frozen=frozen,
+            stored=stored,
+            stored_frozen=stored_frozen,
+            number=turn,
+            others=others,
         )
         with all_or_none(ranks, "shard", over):
             _check_devices(module, ranks)

@@ -108,6 +108,9 @@ def test_times_and_budget_in_the_tables(estimate):
     ("options", "sizes"),
     [
         (("--dtype", "fp32"), [4, 4, 4, 0, 4, 4, 0]),
+        (("--preset", "fp32"), [4, 4, 4, 0, 4, 4, 0]),
+        (("--preset", "bf16-remainder"), [2, 2, 4, 2, 4, 4, 0]),
+        (("--preset", "bf16-pure-sr", "--amsgrad"), [2, 2, 2, 0, 4, 4, 4]),
         (("--dtype", "fp16", "--amsgrad"), [2, 2, 4, 4, 4, 4, 4]),
         (("--master", "remainder"), [2, 2, 4, 2, 4, 4, 0]),
         (("--dtype", "fp16", "--master", "none", "--reduce", "param"), [2, 2, 2, 0, 4, 4, 0]),
@@ -116,6 +119,15 @@ def test_times_and_budget_in_the_tables(estimate):
 def test_dtypes(estimate, options, sizes):
     _, out, _ = estimate("--params", "1M", "--world", 2, "--json", *options)
     assert list(json.loads(out)["bytes_per_element"].values()) == sizes
+
+
+def test_a_preset_that_scales_the_loss_takes_two_passes(estimate):
+    arguments = ("--params", "1M", "--world", 2, "--stage", 1, "--json", "--preset")
+    stored = []
+    for name in ("bf16-mixed", "fp16-scaled"):
+        _, out, _ = estimate(*arguments, name)
+        stored.append(json.loads(out)["stages"][0]["working_bytes"]["grad_shard"])
+    assert stored == [0, 4 * 10**6 // 2]
 
 
 def test_a_count_keeps_its_shape_for_activations(estimate):

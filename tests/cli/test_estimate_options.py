@@ -111,6 +111,10 @@ def test_modules_are_built_on_the_meta_device(modules):
         ),
         (("--params", "1M", "--context", 0, *MACHINE), "--context: expected at least 1, got 0"),
         (("--params", "1M", "--dtype", "fp16", "--master", "remainder"), "lower half of bfloat16"),
+        (
+            ("--params", "1M", "--preset", "fp32", "--dtype", "fp32", "--master", "none"),
+            "--preset fp32: expected no --dtype, --master with it, which it decides",
+        ),
         (("--module", "nothing"), "--module: expected PACKAGE.MODULE:CALLABLE, got 'nothing'"),
         (("--module", ":tied"), "--module: expected PACKAGE.MODULE:CALLABLE, got ':tied'"),
         (("--module", "no_such_package:f"), "ModuleNotFoundError: No module named 'no_such_pack"),

@@ -19,12 +19,14 @@ SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="direct")
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 # Segments hold whole blocks of 512 elements.
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
+KEPT = zero.Precision.preset("bf16-pure-sr", keep_fp32=("lora_a", "frozen", "head"))
 RUNS = {
     "clipped": Run("gpt", 0, 2, clip=0.3),
     "bfloat16": Run("gpt", 0, 2, precision=BF16),
     "accumulated": Run("mlp", 0, 2, backwards=2),
     "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
+    "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),
 }
 
 

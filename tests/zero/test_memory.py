@@ -8,6 +8,8 @@ optimizer state o; P parameters on N ranks:
     stage 2  p P + (g + o) P / N
     stage 3  (p + g + o) P / N
 
+where g is r, that of the reduced gradient, at stages 2 and 3.
+
 Beyond them are what rounding chunks up to blocks of 512 elements costs, and buckets in flight.
 """
 
@@ -26,9 +28,12 @@ from torch import nn
 import ringcomm
 from ringcomm import zero
 from ringcomm.bench.training_systems import Shape
-from ringcomm.optim import AdamW
+from ringcomm.optim import AdamW, LossScaler
 from ringcomm.zero.buckets import ShardedBucket
+from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
+from ringcomm.zero.precision import PRESETS
+from tests.support import ROOT
 
 Tensor = torch.Tensor
 BUCKET_ELEMS = 1 << 16
@@ -43,10 +48,11 @@ class Bytes:
 
     params: int
     grads: int
+    reduced: int
     state: int
 
     def closed_form(self, stage: int, world_size: int) -> float:
-        shared = [self.params, self.grads, self.state]
+        shared = [self.params, self.grads if stage < 2 else self.reduced, self.state]
         for kind in range(stage):
             shared[2 - kind] /= world_size  # type: ignore[call-overload]
         return sum(shared) * PARAMS
@@ -100,8 +106,38 @@ def held_bytes(*things: Any) -> int:
     return sum(storages_of(*things).values())
 
 
-PLAIN = (zero.Precision(), Bytes(4, 4, 8))
-BOOK = (zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16), Bytes(2, 2, 12))
+PLAIN = (zero.Precision(), Bytes(4, 4, 4, 8))
+BOOK = (zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16), Bytes(2, 2, 2, 12))
+PAGE = ROOT / "docs" / "precision.md"
+
+
+def told_rows() -> dict[str, list[str]]:
+    """The cells of the table of bytes, by preset."""
+    table = PAGE.read_text().split("## Bytes\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {name: cells for name, *cells in rows[1:]}
+
+
+TOLD = told_rows()
+KINDS = {"float32": PLAIN, "bfloat16": BOOK} | {
+    name: (zero.Precision.preset(name), Bytes(*map(int, cells[:4]))) for name, cells in TOLD.items()
+}
+
+
+def test_the_page_of_presets_has_what_the_closed_form_and_the_estimate_say():
+    assert list(TOLD) == list(PRESETS)
+    for name, cells in TOLD.items():
+        precision, per_param = KINDS[name]
+        reduce = precision.reduce or torch.float32
+        assert precision.param is not None
+        each = BytesPerElement.of(precision.param, reduce, precision.master or "fp32")
+        assert (each.param, each.grad, each.reduced, each.state) == tuple(vars(per_param).values())
+        for stage, cell in enumerate(cells[4:]):
+            for world_size in (1, 2, 8):
+                parts = [part.split("/N") for part in cell.split(" + ")]
+                told = sum(int(a) / (world_size if rest else 1) for a, *rest in parts) * PARAMS
+                assert told == per_param.closed_form(stage, world_size)
+                assert told == model_state(ModelElems(PARAMS), stage, world_size, each).total
 
 
 def measure(
@@ -111,7 +147,8 @@ def measure(
     module = deepcopy(base)
     options = zero.ZeroOptions(bucket_elems=BUCKET_ELEMS, precision=precision, **shared)
     zero.shard(module, stage, comm=comm, options=options)
-    optimizer = AdamW(module.parameters(), lr=1e-3)
+    scaler = LossScaler() if precision.scaled else None
+    optimizer = AdamW(module.parameters(), lr=1e-3, loss_scaler=scaler)
     x = torch.ones(2, WIDTH)
     most = [0]
 
@@ -131,22 +168,48 @@ def measure(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", [PLAIN, BOOK], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
-    precision, per_param = kind
+    precision, per_param = KINDS[kind]
     torch.manual_seed(0)
     base = Deep()
     wanted = per_param.closed_form(stage, WORLD)
     bucket = BUCKET_ELEMS * per_param.grads
     in_flight = 2 * bucket if stage >= 2 else 0
     if stage == 0:
-        in_flight = PARAMS * per_param.grads // WORLD  # the sums before they are gathered
+        in_flight = PARAMS * per_param.reduced // WORLD  # the sums before they are gathered
+    elif stage == 1 and precision.scaled:
+        in_flight = PARAMS * per_param.reduced // WORLD  # the sums between the two passes
     # A layer is a bucket here, and whole blocks: chunks need no padding. Tables take 64 KiB.
     for rest, most in worlds(WORLD).run(measure, base, stage, precision):
         assert wanted <= rest <= wanted + in_flight + (1 << 16)
         # One layer's gradient is with autograd; stage 3 has two gathered ones.
         moving = bucket + (2 * BUCKET_ELEMS * per_param.params if stage == 3 else 0)
         assert most <= wanted + in_flight + moving + (1 << 16)
+
+
+class Normed(Deep):
+    """A norm before each layer, whose weight is a bucket of 512 elements that stays FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = torch.tanh(layer(norm(x)))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_of_small_fp32_buckets_are_small(worlds, stage):
+    precision = zero.Precision.preset("bf16-mixed", keep_fp32=("norms.*",))
+    wanted = KINDS["bf16-mixed"][1].closed_form(stage, WORLD)
+    # A chunk is a block of 512 elements at least, so one rank has all of a norm.
+    norms = LAYERS * 512 * (4 + 4 + 4 + 8)
+    in_flight = 2 * BUCKET_ELEMS * 2 + 2 * 512 * 4
+    for rest, _ in worlds(WORLD).run(measure, Normed(), stage, precision):
+        assert rest <= wanted + norms + in_flight + (1 << 16)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ CLIPPED = Run("mlp", 0, steps=3, backwards=2, clip=0.3)
 REMAINDER = Run("gpt", 0, steps=2, precision=BF16, adamw=AdamWOptions(master="remainder"))
 ROUNDED = Run("partial", 0, steps=2, precision=replace(BF16, reduce=torch.bfloat16))
 MOMENTUM = Run("mlp", 0, 3, precision=BF16, kind=torch.optim.SGD, settings={"momentum": 0.9})
+# FP32 parameters among others, in the root and in units, trained and frozen.
+KEPT = replace(
+    ROUNDED, precision=replace(ROUNDED.precision, keep_fp32=("lora_a", "frozen", "head"))
+)
 # Stages 2 and 3 add in another order than 0 and 1 here, on one node, too.
 ADDING = Run("mlp", 2, steps=2, backwards=2, quiet=False, clip=0.3)
 
@@ -87,12 +91,13 @@ def assert_ends_alike(
         (REMAINDER, [DEFAULTS[1], DEFAULTS[3], *CHOICES[4:]]),
         (MOMENTUM, CHOICES),
         (ROUNDED, [*DEFAULTS[:3], *CHOICES[4:]]),
+        (KEPT, [*DEFAULTS[1:], *CHOICES[4:]]),
         (ADDING, [*DEFAULTS[2:], *CHOICES[5:]]),
         # Look-ups of parameters elsewhere, and layers in another order at each step.
         (Run("reaching", 3, steps=2), [(3, BY_WORLD), (3, {**BY_WORLD, "overlap": True})]),
         (Run("wandering", 3, steps=3), [(3, {**BY_WORLD, "overlap": True}), (3, BY_WORLD)]),
     ],
-    ids=["clipped", "remainder", "SGD", "rounded", "adding", "reaching", "wandering"],
+    ids=["clipped", "remainder", "SGD", "rounded", "kept", "adding", "reaching", "wandering"],
 )
 def test_all_choices_end_with_the_bits_of_one_node_that_sums_in_blocks(two_by_two, run, choices):
     assert_ends_alike(two_by_two, run, choices, train_on_one_node(4, 2, run))

@@ -17,7 +17,8 @@ from ringcomm.zero.estimate import (
     model_state,
     working_buffers,
 )
-from ringcomm.zero.options import Precision, ZeroOptions
+from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.precision import Precision
 from ringcomm.zero.sharding import engine_of, shard
 
 WORLD_SIZE = 2

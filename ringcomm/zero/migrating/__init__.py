@@ -1,0 +1,1 @@
+"""Configurations of others, DeepSpeed's and FSDP2's, read as ringcomm's own."""
