@@ -17,8 +17,8 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
-from ringcomm.optim.adamw import Params, ShardedAdam
 from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.sharded import Params, ShardedOptimizer
 from ringcomm.zero.migrating.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
 from ringcomm.zero.migrating.keys import NO_EFFECT, UNSUPPORTED, Key, nearest, refuse_unsupported
 from ringcomm.zero.migrating.schedules import SCHEDULES, Schedule, make_schedule
@@ -82,7 +82,7 @@ class DeepSpeedSetup:
     train_batch_size: int
     schedule: Schedule | None
     notes: Mapping[str, str]
-    _optimizer: type[ShardedAdam] | None = field(default=None, repr=False)
+    _optimizer: type[ShardedOptimizer] | None = field(default=None, repr=False)
     _hyper: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def build_loss_scaler(self, device: torch.device | str = "cpu") -> LossScaler | None:
@@ -96,7 +96,7 @@ class DeepSpeedSetup:
         comm: CommArgument = None,
         mesh: DeviceMesh | None = None,
         loss_scaler: LossScaler | None = None,
-    ) -> ShardedAdam:
+    ) -> ShardedOptimizer:
         """Returns the configuration's optimizer, on the parameters of the sharded module.
 
         Raises:
@@ -108,7 +108,7 @@ class DeepSpeedSetup:
                 "ringcomm.optim.AdamW(params, options=setup.optimizer_options)"
             )
         built: Any = self._optimizer
-        found: ShardedAdam = built(
+        found: ShardedOptimizer = built(
             params,
             **self._hyper,
             comm=comm,
@@ -370,7 +370,7 @@ class _Given:
             max_scale=max(LossScaleOptions.max_scale, first),
         )
 
-    def optimizer(self) -> tuple[type[ShardedAdam] | None, dict[str, Any]]:
+    def optimizer(self) -> tuple[type[ShardedOptimizer] | None, dict[str, Any]]:
         """Returns the class of the optimizer, and its hyper-parameters; None if there is none."""
         kind = self.value("optimizer.type")
         if kind is None:
