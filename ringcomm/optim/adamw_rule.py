@@ -46,7 +46,6 @@ class AdamWRule(UpdateRule):
     """AdamW, and Adam where a group's ``decoupled_weight_decay`` is False."""
 
     name = "AdamW"
-    torch_name = "torch.optim.AdamW"
     hyper_columns = 6
     factors_bytes = _native.OPTIMIZER_STRUCTURES["factors"]
 
