@@ -54,11 +54,15 @@ class OptimizerClass:
         made: Optimizer = make([dict(group) for group in groups], **self.settings)
         return made
 
-    def checking(self, hyper: Group) -> OptimizerClass:
-        """Returns the class with hyper-parameters as arguments, which are all that most check."""
+    def checked(self, hyper: Group, value: Tensor) -> None:
+        """Has the class check hyper-parameters, by giving it those that it knows as arguments.
+
+        Most classes check their arguments, and not what a group says.
+        """
         known = inspect.signature(self.kind).parameters
-        given = {name: value for name, value in hyper.items() if name in known}
-        return OptimizerClass(self.kind, {**self.settings, **given})
+        given = {name: each for name, each in hyper.items() if name in known}
+        group = {"params": [value.clone().requires_grad_()]}
+        OptimizerClass(self.kind, {**self.settings, **given}).make([group])
 
     def defaults(self) -> dict[str, Any]:
         """Returns the hyper-parameters of a group that is given none.
@@ -154,7 +158,8 @@ def try_class(made: OptimizerClass, hyper: Group, place: torch.device) -> StateK
     draws = [torch.randn(_SHAPE, generator=generator, device="cpu") for _ in (0, *_MAGNITUDES)]
     value, *grads = (each.to(place) for each in draws)
     try:
-        whole = Trial(made.checking(hyper), hyper, value)
+        made.checked(hyper, value)
+        whole = Trial(made, hyper, value)
     except Exception as error:
         raise ArgumentError(
             f"Sharded: {name_of(made.kind)} does not take these hyper-parameters: {error!r}"

@@ -135,7 +135,6 @@ class AdamWRule(FusedRule):
     """AdamW, and Adam where a group's ``decoupled_weight_decay`` is False."""
 
     name = "AdamW"
-    torch_name = "torch.optim.AdamW"
     kind = "adamw"
     moments = (*MOMENTS, MAXIMA)
     hypers = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
@@ -223,7 +222,6 @@ class SgdRule(_OneMoment):
     """SGD, with momentum or without."""
 
     name = "SGD"
-    torch_name = "torch.optim.SGD"
     kind = "sgd"
     moments = ("momentum_buffer",)
     hypers = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -254,7 +252,6 @@ class LionRule(_OneMoment):
     """Lion."""
 
     name = "Lion"
-    torch_name = "Lion"
     kind = "lion"
     moments = ("exp_avg",)
     hypers = ("betas", "weight_decay", "maximize")

@@ -110,7 +110,7 @@ class StepTable:
 
 
 class Kernels(ABC):
-    """The kernels of one optimizer on one rank. No method waits for a device.
+    """The kernels of one optimizer on one rank. Native and Triton's wait for no device.
 
     Attributes:
         alone: True if there are no other ranks.

@@ -44,14 +44,12 @@ class UpdateRule(ABC):
 
     Attributes:
         name: name of the optimizer, which ranks compare, and a saved state is told by.
-        torch_name: name of torch's class, whose format a whole state has.
         hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
         keeps_more: True if what state a parameter has does not follow from its step number.
     """
 
     name: str
-    torch_name: str
     hyper_columns = 0
     factors_bytes = 0
     keeps_more = False

@@ -35,7 +35,7 @@ class TorchRule(UpdateRule):
     keeps_more = True
 
     def __init__(self, made: OptimizerClass) -> None:
-        self.name = self.torch_name = name_of(made.kind)
+        self.name = name_of(made.kind)
         self._tried = TriedClass(made)
         self._place = torch.device("cpu")
         # By bucket number; and that of parameters without elements, which have no bucket.
