@@ -117,12 +117,12 @@ class Messenger {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable to_drive_;  // the background thread's
-  bool driving_ = false;     // a thread polls; the others sleep on changed_
-  uint64_t messages_ = 0;    // posted so far
-  int looking_ = 0;          // threads in look_at_clock() without the lock
-  bool waits_told_ = false;  // whom a wait is for stands in the control page
-  int waiters_ = 0;          // threads in wait(): the background thread leaves the driving to them
-  uint32_t kick_ = 0;        // changes when the driver shall wake up and look around
+  bool driving_ = false;              // a thread polls; the others sleep on changed_
+  uint64_t messages_ = 0;             // posted so far
+  int looking_ = 0;                   // threads in look_at_clock() without the lock
+  bool waits_told_ = false;           // whom a wait is for stands in the control page
+  int waiters_ = 0;    // threads in wait(): the background thread leaves the driving to them
+  uint32_t kick_ = 0;  // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;
   bool resting_ = false;  // the background thread waits to be told that there is something to do
   bool urgent_ = false;   // and is not to give a waiter time to come
