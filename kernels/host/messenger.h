@@ -106,6 +106,7 @@ class Messenger {
   void drive(std::unique_lock<std::mutex>& lock, const RequestPtr& request, uint64_t started_ns,
              uint64_t give_up_ns, bool in_background);
   void run_background();
+  void rouse();
   RequestPtr next_outstanding();
   CallHeader header_of(const Request& request, bool in_heap) const;
 
@@ -115,13 +116,16 @@ class Messenger {
   std::list<MessagePtr> unexpected_;  // messages that no receive has matched, in order of arrival
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool driving_ = false;     // a thread polls; the others sleep on changed_
-  uint64_t messages_ = 0;    // posted so far
-  int looking_ = 0;          // threads in look_at_clock() without the lock
-  bool waits_told_ = false;  // whom a wait is for stands in the control page
-  int waiters_ = 0;          // threads in wait(): the background thread leaves the driving to them
-  uint32_t kick_ = 0;        // changes when the driver shall wake up and look around
+  std::condition_variable to_drive_;  // the background thread's
+  bool driving_ = false;              // a thread polls; the others sleep on changed_
+  uint64_t messages_ = 0;             // posted so far
+  int looking_ = 0;                   // threads in look_at_clock() without the lock
+  bool waits_told_ = false;           // whom a wait is for stands in the control page
+  int waiters_ = 0;    // threads in wait(): the background thread leaves the driving to them
+  uint32_t kick_ = 0;  // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;
+  bool resting_ = false;  // the background thread waits to be told that there is something to do
+  bool urgent_ = false;   // and is not to give a waiter time to come
   std::thread thread_;
 };
 

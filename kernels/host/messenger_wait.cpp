@@ -7,11 +7,21 @@
 namespace ringcomm::host {
 namespace {
 
-// A waiter polls this long and then sleeps, as Waiter does (NOTE [Busy cores] in waiter.cpp). The
-// background thread sleeps at once, since the thread that posted the request has something better
-// to do with the core.
-constexpr uint64_t kPollNs = 10'000;
+// A waiter polls this long and then sleeps, as Waiter does (NOTE [Busy cores] in waiter.cpp), but
+// longer: what a peer does between two messages in Python takes more than between two words of a
+// call. The background thread sleeps at once, since the thread that posted the request has
+// something better to do with the core.
+constexpr uint64_t kPollNs = 40'000;
 constexpr int kYields = 200;
+
+// NOTE [Requests in the background]
+// Most requests are waited for soon after they were posted, by a thread that drives them itself.
+// Waking the background thread for each would cost more than a small message, and it would then
+// take the core and the lock from the waiter. So it gives receives this long to be waited for, and
+// stays up, looking once in that time, until there was nothing to do so many times. A send that was
+// not done when it was posted is larger than the slots, or its peer behind: a peer may wait for it.
+constexpr uint64_t kGraceNs = 100'000;
+constexpr int kIdleLooks = 20;
 
 // Calls of look_at_clock() on this thread's stack.
 thread_local int looking_here = 0;
@@ -168,6 +178,7 @@ Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
   waits_told_ = false;
   --waiters_;
   changed_.notify_all();
+  if (waiters_ == 0 && next_outstanding() != nullptr) rouse();
   if (r->done()) return r->status;
   return status == Status::kOk ? Status::kAborted : status;
 }
@@ -181,16 +192,34 @@ RequestPtr Messenger::next_outstanding() {
   return posted_.empty() ? nullptr : posted_.front();
 }
 
+// See NOTE [Requests in the background].
 void Messenger::run_background() {
   std::unique_lock lock(mutex_);
+  int idle = 0;
   while (!stopping_) {
     const RequestPtr r = driving_ || waiters_ > 0 ? nullptr : next_outstanding();
-    if (r == nullptr) {
-      changed_.wait(lock);
+    if (r != nullptr && (urgent_ || Waiter::now_ns() - r->posted_ns >= kGraceNs)) {
+      idle = 0;
+      drive(lock, r, r->posted_ns, UINT64_MAX, true);
       continue;
     }
-    drive(lock, r, r->posted_ns, UINT64_MAX, true);
+    idle = r == nullptr ? idle + 1 : 0;
+    urgent_ &= next_outstanding() != nullptr;
+    if (idle <= kIdleLooks) {
+      to_drive_.wait_for(lock, std::chrono::nanoseconds(kGraceNs));
+      continue;
+    }
+    resting_ = true;
+    to_drive_.wait(lock, [this] { return !resting_ || stopping_; });
+    idle = 0;
   }
+}
+
+// Has the background thread look whether there is something to do, if it does not do so anyway.
+void Messenger::rouse() {
+  if (!resting_) return;
+  resting_ = false;
+  to_drive_.notify_one();
 }
 
 void Messenger::drive_in_background() {
@@ -199,7 +228,13 @@ void Messenger::drive_in_background() {
     thread_ = std::thread([this] { run_background(); });
     background_ = true;
   }
-  changed_.notify_all();
+  const bool sends = std::any_of(peers_.begin(), peers_.end(),
+                                 [](const PeerQueue& q) { return !q.sends.empty(); });
+  if (sends && !urgent_) {
+    urgent_ = true;
+    to_drive_.notify_one();
+  }
+  rouse();
 }
 
 // After it no thread is in here and none touches the region again.
@@ -214,6 +249,7 @@ void Messenger::stop() {
     fail_all(Status::kAborted);
     kick();
     changed_.notify_all();
+    to_drive_.notify_all();
     // A signal handler that closes the communicator runs inside a wait of this very thread, which
     // will touch nothing any more either.
     while (waiters_ > looking_here || driving_ || looking_ > looking_here) {

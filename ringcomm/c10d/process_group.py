@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from inspect import unwrap
 from typing import Any, NoReturn, cast
 
 import torch
@@ -98,6 +100,20 @@ def _barrier_of(communicator: Communicator) -> Callable[[], list[Tensor]]:
 # their tags must agree; a receive there names its sender.
 
 
+# torch asks a group for an asynchronous message even where its function waits for it at once: that
+# message needs no work, and no thread of ours that gets it on its way meanwhile.
+_WAITING = {
+    unwrap(function).__code__ for function in (torch.distributed.send, torch.distributed.recv)
+}
+
+
+def _is_waited_for() -> bool:
+    """Returns whether ``torch.distributed.send()`` or ``recv()`` has made the group's call."""
+    # Behind this function, the group's, and isend() or irecv().
+    frame = sys._getframe(2).f_back
+    return frame is not None and frame.f_code in _WAITING
+
+
 class PeerToPeer(Calls):
     """Mixin of the process group: messages between two members. Ranks are ranks of the group."""
 
@@ -107,6 +123,9 @@ class PeerToPeer(Calls):
         batch = self._coalescing
         if batch is not None and communicator is not self._communicators.host:
             return batch.post(communicator, tensor, dstRank, tag, is_send=True)
+        if batch is None and communicator is self._communicators.host and _is_waited_for():
+            communicator.send(tensor, dstRank, tag)
+            return completed([tensor])
         return self._collected(PendingWork(communicator.isend(tensor, dstRank, tag), [tensor]))
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
@@ -115,6 +134,9 @@ class PeerToPeer(Calls):
         batch = self._coalescing
         if batch is not None and communicator is not self._communicators.host:
             return batch.post(communicator, tensor, srcRank, tag, is_send=False)
+        if batch is None and communicator is self._communicators.host and _is_waited_for():
+            communicator.recv(tensor, srcRank, tag)
+            return completed([tensor])
         return self._collected(PendingWork(communicator.irecv(tensor, srcRank, tag), [tensor]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:

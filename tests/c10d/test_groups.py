@@ -57,6 +57,28 @@ def sequence_numbers(rank, world_size):
     assert group._get_sequence_number_for_group() == 4
 
 
+def messages_that_are_waited_for(rank, world_size):
+    """torch's send() and recv() need no thread of ours, which others would wake in vain."""
+    group: Any = dist.new_group([0, 1])
+    if rank > 1:
+        return
+    comm = group.communicator
+
+    def unexpected(*args):
+        raise AssertionError("an asynchronous message")
+
+    comm.isend = comm.irecv = unexpected
+    x = torch.full((3,), float(rank))
+    if rank == 0:
+        dist.send(x, dst=1, group=group, tag=4)
+    else:
+        assert dist.recv(x, src=0, group=group, tag=4) == 0
+    assert x.tolist() == [0.0] * 3
+    call = dist.isend if rank == 0 else dist.irecv
+    with pytest.raises(AssertionError, match="an asynchronous message"):
+        call(x, 1 - rank, group=group)
+
+
 def subgroups(rank, world_size):
     results = []
     for ranks in ([0, 1], [3, 1], [2], [0, 1, 2, 3]):
@@ -216,6 +238,7 @@ def rank_0_misses_a_monitored_barrier(rank, world_size):
     [
         identity,
         sequence_numbers,
+        messages_that_are_waited_for,
         mixed_backends,
         options,
         splits,

@@ -150,6 +150,28 @@ def test_many_messages_whose_works_are_dropped(worlds):
     worlds(2).run(body)
 
 
+@pytest.mark.parametrize("count", [64, 1 << 20])
+def test_messages_that_nobody_waits_for_advance(worlds, count):
+    """Of one rank by turns, within its slots and beyond; the pauses let its thread rest."""
+
+    def body(comm):
+        for turn in range(4):
+            mine, got = torch.full((count,), float(turn)), torch.zeros(count)
+            if comm.rank == turn % 2:
+                works = [comm.isend(mine, 1 - comm.rank), comm.irecv(got, 1 - comm.rank)]
+                deadline = time.monotonic() + 20
+                while not all(work.is_completed() for work in works):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+            else:
+                comm.recv(got, 1 - comm.rank)
+                comm.send(mine, 1 - comm.rank)
+            assert same(got, mine)
+            comm.barrier()
+
+    worlds(2).run(body)
+
+
 def test_size_mismatch_spares_the_communicator(worlds):
     def body(comm):
         if comm.rank == 0:
