@@ -309,6 +309,8 @@ def check_optimizer(
 def _check_kinds(
     step: ShardedStep, kinds: Sequence[str], groups: Sequence[dict[str, Any]], fail: Fail
 ) -> None:
+    if not step.buckets and not kinds:
+        return
     mine = {kind for each in step.buckets for kind in each.state.tensors()}
     misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
     if misfit or {*mine} & {*MASTERS} != {*kinds} & {*MASTERS}:
