@@ -251,6 +251,10 @@ class ReplicatedBucket(ParamBucket):
                 raise self._moved(placed)
 
 
+def _refuse(bucket: ShardedBucket) -> bool:
+    return False
+
+
 class ShardedBucket(ParamBucket):
     """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
 
@@ -288,6 +292,10 @@ class ShardedBucket(ParamBucket):
     values, and the bucket takes other memory the next time.
     """
 
+    #: Asked whether a function shall find an absent parameter here, which it has then brought. One
+    #: whose memory was given back refuses.
+    asked: Callable[[ShardedBucket], bool] = staticmethod(_refuse)
+
     def __init__(
         self,
         layout: BucketLayout,
@@ -320,8 +328,6 @@ class ShardedBucket(ParamBucket):
         self.is_here = False
         # True while code outside of the module sees it, and may write to it through ``.data``.
         self._in_the_open = False
-        #: Asked whether a function shall find an absent parameter here, which it has then brought.
-        self.asked: Callable[[ShardedBucket], bool] = _refuse
 
     def _keeping(self, state: str) -> tuple[int, int]:
         """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
@@ -535,10 +541,6 @@ class ShardedBucket(ParamBucket):
         """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them."""
         with plainly():
             self._versions = [param._version for param in self._parameters]
-
-
-def _refuse(bucket: ShardedBucket) -> bool:
-    return False
 
 
 def _ask(reference: weakref.ref[ShardedBucket]) -> bool:
