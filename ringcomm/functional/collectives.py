@@ -62,6 +62,9 @@ def _in_order(operator: Any) -> Callable[..., Any]:
             for operation in graph.operations[before:]:
                 name = operation.get_operation_name()
                 graph.additional_buffer_deps[name].add(previous.get_name())
+        if graph.current_node.target is operator:
+            # A pass over the graph has put it there, without a token.
+            graph.effectful_ops[EffectType.ORDERED] = graph.operations[-1]
         return result
 
     return lower_in_order
