@@ -38,7 +38,8 @@ Bias = Tensor | None
 # Choices by size; every rank makes the same, since they depend on what is equal on all ranks alone.
 # Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch 2.13, 2
 # ranks of a thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k and m of 256
-# to 4096 (docs/performance.md).
+# to 4096 (docs/performance.md). 4 ranks on the two cores had the same bounds: reading was 0.66 to
+# 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 #
 # From so many bytes of a rank's rows on these are read where they lie; below they are gathered.
 # Against all-gather and product, where each product packs the weights anew, that was 0.6 to 0.8
@@ -67,8 +68,7 @@ def all_gather_matmul(
         tensor: [n, k] or [batch, n, k], of one shape and dtype on all ranks; any strides. On the
             host, one in the heap (``ringcomm.empty``) is not copied.
         weight: [k, m], of the same dtype, with an m of its own on each rank; any strides.
-        group: a Communicator, a process group of the backend or a mesh of one dimension; None means
-            the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         bias: [m], of the same dtype; added to each row.
 
     Returns:
@@ -94,8 +94,7 @@ def matmul_reduce_scatter(
         tensor: [world_size * n, k] or [batch, world_size * n, k], with a k of its own on each rank,
             and else of one shape and dtype on all ranks; any strides.
         weight: [k, m], of the same dtype; any strides.
-        group: a Communicator, a process group of the backend or a mesh of one dimension; None means
-            the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         bias: [m], of the same dtype; added to each row of this rank's product, so that the result
             has the sum of all ranks' biases. On all ranks or on none.
 
