@@ -44,12 +44,12 @@ Bias = Tensor | None
 # From so many bytes of a rank's rows on these are read where they lie; below they are gathered.
 # Against all-gather and product, where each product packs the weights anew, that was 0.6 to 0.8
 # times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to 1.13 at 4 MiB with
-# m = 256 (0.98 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 to
+# m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 to
 # 1.8 at 16 MiB, where the pages of a gathered copy are new.
 READ_FROM_BYTES = 4 << 20
 # From so many bytes of products on these are made in the heap. Against product and reduce-scatter
-# that was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 1.03 at 2 MiB, 1.0 to 1.25 at
-# 8 MiB and 1.1 to 1.5 at 32 MiB.
+# that was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0 to 1.25
+# at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
 # From so many rows on a product of their own is made of each sequence of a batch and each rank;
 # below, one product of the batch, which is copied.
