@@ -33,6 +33,7 @@ from ringcomm.functional import (
     matmul_reduce_scatter,
     split_sequence,
 )
+from ringcomm.functional.graph_pass import fuse_products
 from ringcomm.module_names import find_modules, some
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "WHOLE",
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "fuse_products",
     "parallelize",
 ]
 
@@ -89,8 +91,8 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Collective."""
-        out = all_gather_matmul(input, _local(self.weight).mT, self.group)
-        return out if self.bias is None else out + _local(self.bias)
+        bias = None if self.bias is None else _local(self.bias)
+        return all_gather_matmul(input, _local(self.weight).mT, self.group, bias=bias)
 
 
 class RowParallelLinear(nn.Linear):

@@ -1,4 +1,4 @@
-"""Two kernels that hide communication behind a computation: a matrix product and an RMS norm."""
+"""Kernels that hide communication behind a computation: two matrix products and an RMS norm."""
 
 import triton
 import triton.language as tl
@@ -202,6 +202,169 @@ def all_gather_matmul_kernel(
             ws, shards, zero + arrived, zero + epochs, zero + gathered, zero + b, zero + out,
             m, (n, k), (stride_k, stride_n), status,
             DTYPE, COMM, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, G,
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# A matrix product fused with the reduce-scatter of its rows.
+#
+# Every rank multiplies a[W*m, k] @ b[k, n]; rank r takes rows r*m to (r+1)*m of all ranks, and sums
+# them in rank order. In one kernel of two kinds of blocks:
+#
+#  computing  the first blocks store each tile, rounded, in the inbox [W, m, n] of the rank that
+#             sums it, chunk of rows by chunk of rows, in each of them those of the peers first,
+#             and raise a word when their tiles of a chunk are stored.
+#  summing    the last COMM blocks. Each has every COMM-th chunk: it waits until all computing
+#             blocks of its rank have stored it, tells the peers, waits for theirs, and sums what
+#             lies in the inbox.
+#
+# A block sums behind those that it waits for, since in the interpreter blocks run one after the
+# other. Words of ranks are int32 [2 * COMM, world]: row c counts chunks that a rank has stored of
+# those of summing block c, row COMM + c calls in which this block of a rank has read its inbox.
+# Words between blocks are int32 too: ``stored`` [computing blocks] counts chunks, ``epochs``
+# [blocks] calls.
+# --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_products(
+    ws, inboxes, stored, epoch, a, b, m, shape, strides, status,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """A computing block: its part of the tiles of each chunk, wherever they are summed."""
+    me = rank_of(ws)
+    block = tl.program_id(0)
+    computing = tl.num_programs(0) - COMM
+    across = (shape[0] + (BLOCK_N - 1)) // BLOCK_N
+    rows_per_chunk = chunk_rows(m, CHUNKS, BLOCK_M)
+    tiles = rows_per_chunk // BLOCK_M * across
+    for chunk in range(CHUNKS):
+        # Blocks take turns over all chunks, so that none always has one tile more.
+        turn = chunk * tiles * G.world % computing
+        for i in range((block + computing - turn) % computing, tiles * G.world, computing):
+            owner = peer_at(ws, (i // tiles + 1) % G.world, G)
+            first = chunk * rows_per_chunk + i % tiles // across * BLOCK_M
+            cols = i % across * BLOCK_N + tl.arange(0, BLOCK_N)
+            if (first < m) & (status == 0):
+                at = owner * m
+                rows = at + first + tl.arange(0, BLOCK_M)
+                inbox = peer_address(inboxes, owner)
+                if is_aligned((a, b, inbox)):
+                    multiply_tile(
+                        a, b, inbox, rows, at + m, me * m - at, cols, shape, strides,
+                        DTYPE, BLOCK_K, True,
+                    )  # fmt: skip
+                else:
+                    multiply_tile(
+                        a, b, inbox, rows, at + m, me * m - at, cols, shape, strides,
+                        DTYPE, BLOCK_K, False,
+                    )  # fmt: skip
+        if status == 0:
+            signal_release_gpu(stored + 4 * block, (epoch - 1) * CHUNKS + chunk + 1)
+    end_kernel(ws, status, G)
+
+
+@triton.jit
+def sum_rows(
+    inbox, out, first, count, whole, DTYPE: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr
+):
+    """Elements ``first`` and ``count - 1`` following of all ranks' products, each of ``whole``."""
+    WORLD: tl.constexpr = G.world
+    source = pointer(inbox, DTYPE, False) + first
+    target = pointer(out, DTYPE, False) + first
+    for begin in range(0, count, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        mask = at < count
+        total = tl.zeros((BLOCK,), tl.float32)
+        for peer in tl.static_range(WORLD):
+            total = accumulate(total, tl.load(source + peer * whole + at, mask=mask, other=0.0))
+        tl.store(target + at, round_to(total, DTYPE), mask=mask)
+
+
+@triton.jit
+def sum_products(
+    ws, inboxes, words, stored, epoch, out, m, n, status,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """A summing block: its chunks, and then the wait until its peers have read theirs, since the
+    next call stores in their inboxes."""
+    me = rank_of(ws)
+    computing = tl.num_programs(0) - COMM
+    block = tl.program_id(0) - computing
+    rows_per_chunk = chunk_rows(m, CHUNKS, BLOCK_M)
+    for turn in range(CHUNKS // COMM):
+        chunk = block + turn * COMM
+        for i in range(computing):
+            done = (epoch - 1) * CHUNKS + chunk + 1
+            status = wait_acquire_gpu(ws, stored + 4 * i, done, status, G)
+        tick = (epoch - 1) * (CHUNKS // COMM) + turn + 1
+        for distance in range(1, G.world):
+            if status == 0:
+                peer = peer_at(ws, distance, G)
+                signal_release_sys(word_of(words, peer, block, me, G), tick)
+        for distance in range(1, G.world):
+            peer = peer_at(ws, distance, G)
+            there = word_of(words, me, block, peer, G)
+            status = wait_acquire_sys(ws, there, peer, tick, distance, status, G)
+        if status == 0:
+            first = tl.minimum(chunk * rows_per_chunk, m).to(tl.int64)
+            count = (tl.minimum(first + rows_per_chunk, m) - first) * n
+            whole = (first * 0 + m) * n
+            sum_rows(peer_address(inboxes, me), out, first * n, count, whole, DTYPE, BLOCK, G)
+    for distance in range(1, G.world):
+        if status == 0:
+            peer = peer_at(ws, distance, G)
+            signal_release_sys(word_of(words, peer, COMM + block, me, G), epoch)
+    for distance in range(1, G.world):
+        peer = peer_at(ws, distance, G)
+        read = word_of(words, me, COMM + block, peer, G)
+        status = wait_acquire_sys(ws, read, peer, epoch, G.world + distance, status, G)
+    end_kernel(ws, status, G)
+
+
+@triton.jit(do_not_specialize=["m"])
+def matmul_reduce_scatter_kernel(
+    table, timeout_ns, inboxes, words, stored, epochs, a, b, out, m, n, k,
+    stride_k, stride_n,
+    DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of computing blocks, then COMM summing ones, equally many in each call.
+
+    Args:
+        table, timeout_ns: of the context.
+        inboxes: addresses of every rank's room for W*m rows of n elements.
+        words: addresses of every rank's words.
+        stored, epochs: addresses of words of this rank's blocks.
+        a: address of the left factor, contiguous, of W*m rows.
+        b: address of the right factor, of strides ``stride_k`` and ``stride_n``.
+        out: address of this rank's m rows of the sum, contiguous.
+        m, n, k: sizes.
+        DTYPE: of all elements; products are summed in FP32 and rounded, and so are their sums.
+        COMM, CHUNKS: summing blocks, and chunks of a rank's rows, a multiple; equal on all ranks.
+        BLOCK_M, BLOCK_N, BLOCK_K: of a tile.
+        G: the communicator's Geometry.
+    """
+    zero = tl.full((), 0, tl.int64)
+    none = tl.full((), 0, tl.int32)
+    block = tl.program_id(0)
+    ws, status = begin_kernel(table, block, timeout_ns, G)
+    epoch = advance_epoch(zero + epochs + 4 * block)
+    m = none + m
+    n = none + n
+    k = none + k
+    if block < tl.num_programs(0) - COMM:
+        store_products(
+            ws, inboxes, zero + stored, epoch, zero + a, zero + b, m, (n, k),
+            (stride_k, stride_n), status,
+            DTYPE, COMM, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, G,
+        )  # fmt: skip
+    else:
+        sum_products(
+            ws, inboxes, words, zero + stored, epoch, zero + out, m, n, status,
+            DTYPE, COMM, CHUNKS, BLOCK_M, BLOCK_M * BLOCK_N, G,
         )  # fmt: skip
 
 

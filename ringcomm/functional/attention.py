@@ -48,7 +48,7 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
 
     Args:
         length: tokens of the sequence; a multiple of the world size, of twice that with ``zigzag``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         zigzag: the rank has chunks r and 2 W - 1 - r of 2 W, and not chunk r of W.
 
     Returns:
@@ -95,7 +95,7 @@ def ring_attention(
         query: [batch, heads, n, dim]; n tokens on every rank.
         key: [batch, key heads, n, dim], where the key heads divide the heads.
         value: as ``key``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         is_causal: a token attends to itself and to those before it in the sequence.
         scale: of the scores; None is 1 / sqrt(dim).
         zigzag: the tokens are in the order of :func:`context_positions` with ``zigzag``, in which a
@@ -106,9 +106,7 @@ def ring_attention(
         UnsupportedError: on a GPU, another dtype than bfloat16 and float16.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    comm = communicator_of(group, named("ring_attention"))
-    _check(comm, "ring_attention", query, key, value)
-    _check_zigzag(comm, "ring_attention", query, zigzag)
+    _checked("ring_attention", group, query, key, value, zigzag)
     key_of_group, world_size = enter("ring_attention", query, group)
     form = (is_causal, zigzag, scale, key_of_group, world_size)
     result: Tensor = torch.ops.ringcomm.ring_attention(query, key, value, *form)[0]
@@ -132,7 +130,7 @@ def ulysses_attention(
         key: [batch, key heads, n, dim], where the key heads divide the heads; where there are fewer
             key heads than ranks they must divide the world size, and are copied.
         value: as ``key``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         is_causal: as of :func:`ring_attention`.
         scale: as of :func:`ring_attention`.
         zigzag: as of :func:`ring_attention`; here it changes nothing but the order.
@@ -141,9 +139,7 @@ def ulysses_attention(
         ArgumentError: tensors of other shapes, dtypes or devices than these.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    comm = communicator_of(group, named("ulysses_attention"))
-    _check(comm, "ulysses_attention", query, key, value)
-    _check_zigzag(comm, "ulysses_attention", query, zigzag)
+    comm = _checked("ulysses_attention", group, query, key, value, zigzag)
     world_size = comm.world_size
     key, value = (_for_all_ranks(comm, each) for each in (key, value))
     if query.size(1) % world_size or key.size(1) % world_size:
@@ -209,7 +205,11 @@ def _head(function: str, comm: Communicator) -> str:
     return where(named(function), comm.rank, comm.world_size)
 
 
-def _check(comm: Communicator, function: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _checked(
+    function: str, group: Group, query: Tensor, key: Tensor, value: Tensor, zigzag: bool
+) -> Communicator:
+    """The communicator of a call whose tensors fit it and each other."""
+    comm = communicator_of(group, named(function))
     head = _head(function, comm)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.numel():
@@ -234,14 +234,11 @@ def _check(comm: Communicator, function: str, query: Tensor, key: Tensor, value:
         raise ArgumentError(
             f"{head}: expected key heads that divide the {heads} heads, got {key.size(1)}"
         )
-
-
-def _check_zigzag(comm: Communicator, function: str, query: Tensor, zigzag: bool) -> None:
     if zigzag and query.size(2) % 2:
         raise ArgumentError(
-            f"{_head(function, comm)}: expected an even number of tokens with zigzag, got "
-            f"{query.size(2)}"
+            f"{head}: expected an even number of tokens with zigzag, got {query.size(2)}"
         )
+    return comm
 
 
 class _Form(NamedTuple):

@@ -62,6 +62,9 @@ def _in_order(operator: Any) -> Callable[..., Any]:
             for operation in graph.operations[before:]:
                 name = operation.get_operation_name()
                 graph.additional_buffer_deps[name].add(previous.get_name())
+        if graph.current_node.target is operator:
+            # A pass over the graph has put it there, without a token.
+            graph.effectful_ops[EffectType.ORDERED] = graph.operations[-1]
         return result
 
     return lower_in_order
@@ -355,7 +358,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
 
     Args:
         tensor: [n, ...], of one shape and dtype on all ranks; any strides.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         [world_size * n, ...], contiguous.
@@ -377,7 +380,7 @@ def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor
     Args:
         tensor: [world_size * n, ...], of one shape and dtype on all ranks; any strides.
         op: a ``ReduceOp`` or ``premul_sum(factor)``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         [n, ...], contiguous.
@@ -401,7 +404,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
     Args:
         tensor: of one shape and dtype on all ranks; any strides.
         op: a ``ReduceOp`` or ``premul_sum(factor)``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         A contiguous tensor of the shape of ``tensor``.
@@ -431,7 +434,7 @@ def all_to_all(
         output_splits: rows from each rank; None, for equal pieces, only if ``input_splits`` is
             None too, since what is sent does not tell what arrives.
         input_splits: rows to each rank, with the sum n; None means equal pieces.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         [sum(output_splits), ...], contiguous.
@@ -453,7 +456,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         tensor: of one shape and dtype on all ranks; any strides. Only the values of ``src``
             matter, but for a gradient it must require grad on all ranks.
         src: the global rank that has the data.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         A contiguous tensor of the shape of ``tensor``.

@@ -33,28 +33,32 @@ from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
 
 Tensor = torch.Tensor
+Bias = Tensor | None
 
 # Choices by size; every rank makes the same, since they depend on what is equal on all ranks alone.
 # Measured on an Intel Xeon of family 6 model 207 with two virtual cores and AVX-512, torch 2.13, 2
 # ranks of a thread each in float32, interleaved, medians of ratios; n of 64 to 4096, k and m of 256
-# to 4096 (docs/performance.md).
+# to 4096 (docs/performance.md). 4 ranks on the two cores had the same bounds: reading was 0.66 to
+# 1.08 times as fast at 1 MiB and 1.01 to 1.11 at 4 MiB.
 #
 # From so many bytes of a rank's rows on these are read where they lie; below they are gathered.
 # Against all-gather and product, where each product packs the weights anew, that was 0.6 to 0.8
 # times as fast at 64 KiB, 0.95 to 1.0 at 1 MiB, 0.98 to 1.13 at 2 MiB, 1.02 to 1.13 at 4 MiB with
-# m = 256 (0.98 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 to
+# m = 256 (0.93 to 1.03 with m = 1024, whose product takes 20 times as long as the copy) and 1.6 to
 # 1.8 at 16 MiB, where the pages of a gathered copy are new.
 READ_FROM_BYTES = 4 << 20
 # From so many bytes of products on these are made in the heap. Against product and reduce-scatter
-# that was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 1.03 at 2 MiB, 1.0 to 1.25 at
-# 8 MiB and 1.1 to 1.5 at 32 MiB.
+# that was 0.8 to 0.87 times as fast at 128 KiB, 0.93 at 512 KiB, 0.94 to 1.05 at 2 MiB, 1.0 to 1.25
+# at 8 MiB and 1.1 to 1.5 at 32 MiB.
 IN_HEAP_FROM_BYTES = 2 << 20
 # From so many rows on a product of their own is made of each sequence of a batch and each rank;
 # below, one product of the batch, which is copied.
 ROWS_OF_A_PRODUCT = 128
 
 
-def all_gather_matmul(tensor: Tensor, weight: Tensor, group: Group = None) -> Tensor:
+def all_gather_matmul(
+    tensor: Tensor, weight: Tensor, group: Group = None, *, bias: Bias = None
+) -> Tensor:
     """The rows of all ranks, one rank's after the other's, times this rank's ``weight``.
 
     Its gradients are :func:`matmul_reduce_scatter` for ``tensor``, and for ``weight`` the product
@@ -64,7 +68,8 @@ def all_gather_matmul(tensor: Tensor, weight: Tensor, group: Group = None) -> Te
         tensor: [n, k] or [batch, n, k], of one shape and dtype on all ranks; any strides. On the
             host, one in the heap (``ringcomm.empty``) is not copied.
         weight: [k, m], of the same dtype, with an m of its own on each rank; any strides.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
+        bias: [m], of the same dtype; added to each row.
 
     Returns:
         [world_size * n, m] or [batch, world_size * n, m], contiguous.
@@ -73,10 +78,12 @@ def all_gather_matmul(tensor: Tensor, weight: Tensor, group: Group = None) -> Te
         ArgumentError: bad argument; no peer was disturbed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    return _called("all_gather_matmul", tensor, weight, group)
+    return _called("all_gather_matmul", tensor, weight, group, bias)
 
 
-def matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: Group = None) -> Tensor:
+def matmul_reduce_scatter(
+    tensor: Tensor, weight: Tensor, group: Group = None, *, bias: Bias = None
+) -> Tensor:
     """This rank's rows of the sum over all ranks of ``tensor @ weight``.
 
     The products are rounded to their dtype, and summed as by ``reduce_scatter``. The gradients are
@@ -87,7 +94,9 @@ def matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: Group = None) -
         tensor: [world_size * n, k] or [batch, world_size * n, k], with a k of its own on each rank,
             and else of one shape and dtype on all ranks; any strides.
         weight: [k, m], of the same dtype; any strides.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
+        bias: [m], of the same dtype; added to each row of this rank's product, so that the result
+            has the sum of all ranks' biases. On all ranks or on none.
 
     Returns:
         [n, m] or [batch, n, m], contiguous: rows rank * n and following.
@@ -96,19 +105,22 @@ def matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: Group = None) -
         ArgumentError: bad argument; no peer was disturbed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    return _called("matmul_reduce_scatter", tensor, weight, group)
+    return _called("matmul_reduce_scatter", tensor, weight, group, bias)
 
 
-def _called(function: str, tensor: Tensor, weight: Tensor, group: Group) -> Tensor:
+def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: Bias) -> Tensor:
     key, world_size = enter(function, tensor, group)
-    # Each of the two needs a gradient on all ranks or on none, which is what this may compare.
+    # Each needs a gradient on all ranks or on none, which is what this may compare.
     enter(function, weight, group)
+    if bias is not None:
+        enter(function, bias, group)
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensor, weight = tensor.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     operator = getattr(torch.ops.ringcomm, function)
-    return cast(Tensor, operator(tensor, weight, key, world_size))
+    return cast(Tensor, operator(tensor, weight, key, world_size, bias))
 
 
 # ---- what the operators do ------------------------------------------------------------------
@@ -135,6 +147,16 @@ def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Comm
     return communicator
 
 
+def _check_bias(communicator: Communicator, operation: str, bias: Tensor, weight: Tensor) -> None:
+    checks = communicator.checks(named(operation))
+    checks.tensor("bias", bias)
+    if bias.dtype is not weight.dtype or bias.shape != weight.shape[1:]:
+        checks.fail(
+            f"bias: expected {weight.size(1)} elements of {weight.dtype}, as weight has columns, "
+            f"got {tuple(bias.shape)} of {bias.dtype}"
+        )
+
+
 def _reads_peers(communicator: Communicator, tensor: Tensor) -> bool:
     """Whether the ranks' rows are read where they lie, and not gathered."""
     return (
@@ -155,63 +177,89 @@ def _own_first(communicator: Communicator) -> Iterator[int]:
     return ((communicator.rank + step) % world_size for step in range(world_size))
 
 
-def _multiply(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Writes ``rows @ weight`` to ``out``, of which each sequence is contiguous, but not all."""
-    if rows.dim() == 2:
+def _product(rows: Tensor, weight: Tensor, bias: Bias) -> Tensor:
+    if bias is None:
+        return torch.matmul(rows, weight)
+    product = torch.addmm(bias, rows.flatten(0, -2), weight)
+    return product.view(*rows.shape[:-1], weight.size(1))
+
+
+def _product_into(out: Tensor, rows: Tensor, weight: Tensor, bias: Bias) -> None:
+    if bias is None:
         torch.mm(rows, weight, out=out)
+    else:
+        torch.addmm(bias, rows, weight, out=out)
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Bias, out: Tensor) -> None:
+    """Writes the product to ``out``, of which each sequence is contiguous, but not all."""
+    if rows.dim() == 2:
+        _product_into(out, rows, weight, bias)
     elif rows.size(-2) < ROWS_OF_A_PRODUCT:
-        out.copy_(torch.matmul(rows, weight))
+        out.copy_(_product(rows, weight, bias))
     else:
         for each, its in zip(rows, out, strict=True):
-            torch.mm(each, weight, out=its)
+            _product_into(its, each, weight, bias)
 
 
-def _all_gather_matmul(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+def _all_gather_matmul(
+    tensor: Tensor, weight: Tensor, group: str, world_size: int, bias: Bias
+) -> Tensor:
     operation = "all_gather_matmul"
     communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
+    if bias is not None:
+        _check_bias(communicator, operation, bias, weight)
     if not _reads_peers(communicator, tensor):
-        return torch.matmul(gathered_rows(communicator, tensor), weight)
-    out = _shape_of_gathered(tensor, weight, group, world_size)
+        return _product(gathered_rows(communicator, tensor), weight, bias)
+    out = _shape_of_gathered(tensor, weight, group, world_size, bias)
     with lent_to_peers(communicator, tensor, named(operation)) as lent:
         for rank in _own_first(communicator):
-            _multiply(lent[rank], weight, _part(out, rank, tensor.size(-2)))
+            _multiply(lent[rank], weight, bias, _part(out, rank, tensor.size(-2)))
     return out
 
 
-def _shape_of_gathered(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+def _shape_of_gathered(
+    tensor: Tensor, weight: Tensor, group: str, world_size: int, bias: Bias
+) -> Tensor:
     shape = (*tensor.shape[:-2], tensor.size(-2) * world_size, weight.size(1))
     return tensor.new_empty(shape)
 
 
-def _matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+def _matmul_reduce_scatter(
+    tensor: Tensor, weight: Tensor, group: str, world_size: int, bias: Bias
+) -> Tensor:
     operation = "matmul_reduce_scatter"
     communicator = _find(operation, group, world_size, tensor=tensor, weight=weight)
+    if bias is not None:
+        _check_bias(communicator, operation, bias, weight)
     if tensor.size(-2) % world_size:
         communicator.checks(named(operation)).fail(
             f"tensor: expected rows that world_size {world_size} divides, got {tensor.size(-2)} "
             f"of {tuple(tensor.shape)}; pad it"
         )
-    out = _shape_of_scattered(tensor, weight, group, world_size)
+    out = _shape_of_scattered(tensor, weight, group, world_size, bias)
     shape = (world_size, *out.shape)
     if communicator.launches or out.nbytes * world_size < IN_HEAP_FROM_BYTES:
         products = out.new_empty(shape)
     else:
         products = empty(shape, dtype=out.dtype)
     if tensor.dim() == 2:
-        torch.mm(tensor, weight, out=products.flatten(0, 1))
+        _product_into(products.flatten(0, 1), tensor, weight, bias)
     # The rows of a batch lie by sequence, and what is scattered by rank.
     elif out.size(-2) < ROWS_OF_A_PRODUCT:
-        whole = torch.matmul(tensor, weight)
+        whole = _product(tensor, weight, bias)
         for rank, its in enumerate(products):
             its.copy_(_part(whole, rank, out.size(-2)))
     else:
         for rank, its in enumerate(products):
-            _multiply(_part(tensor, rank, out.size(-2)), weight, its)
+            _multiply(_part(tensor, rank, out.size(-2)), weight, bias, its)
     communicator.reduce_scatter_tensor(out, products)
     return out
 
 
-def _shape_of_scattered(tensor: Tensor, weight: Tensor, group: str, world_size: int) -> Tensor:
+def _shape_of_scattered(
+    tensor: Tensor, weight: Tensor, group: str, world_size: int, bias: Bias
+) -> Tensor:
     shape = (*tensor.shape[:-2], tensor.size(-2) // world_size, weight.size(1))
     return tensor.new_empty(shape)
 
@@ -243,13 +291,13 @@ def _shape_of_weights(tensor: Tensor, grad: Tensor, group: str, world_size: int)
 _GROUP = "str group, int world_size"
 register(
     "all_gather_matmul",
-    f"(Tensor tensor, Tensor weight, {_GROUP}) -> Tensor",
+    f"(Tensor tensor, Tensor weight, {_GROUP}, Tensor? bias) -> Tensor",
     _all_gather_matmul,
     _shape_of_gathered,
 )
 register(
     "matmul_reduce_scatter",
-    f"(Tensor tensor, Tensor weight, {_GROUP}) -> Tensor",
+    f"(Tensor tensor, Tensor weight, {_GROUP}, Tensor? bias) -> Tensor",
     _matmul_reduce_scatter,
     _shape_of_scattered,
 )
@@ -264,17 +312,18 @@ _ops = torch.ops.ringcomm
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
-    ctx.place = inputs[2:]
+    ctx.place = inputs[2:4]
 
 
 def _gradients_of_gathered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensor, weight = ctx.saved_tensors
     for_tensor, for_weight = ctx.needs_input_grad[:2]
     return (
-        _ops.matmul_reduce_scatter(grad, weight.mH, *ctx.place) if for_tensor else None,
+        _ops.matmul_reduce_scatter(grad, weight.mH, *ctx.place, None) if for_tensor else None,
         _ops.weight_gradient(tensor, grad, *ctx.place) if for_weight else None,
         None,
         None,
+        grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None,
     )
 
 
@@ -282,19 +331,28 @@ def _gradients_of_scattered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensor, weight = ctx.saved_tensors
     for_tensor, for_weight = ctx.needs_input_grad[:2]
     return (
-        _ops.all_gather_matmul(grad, weight.mH, *ctx.place) if for_tensor else None,
+        _ops.all_gather_matmul(grad, weight.mH, *ctx.place, None) if for_tensor else None,
         _ops.weight_gradient(grad, tensor, *ctx.place).mH if for_weight else None,
         None,
         None,
+        _sum_of_all_rows(grad, *ctx.place) if ctx.needs_input_grad[4] else None,
     )
+
+
+def _sum_of_all_rows(tensor: Tensor, group: str, world_size: int) -> Tensor:
+    """The rows of all ranks, summed; in 16 bits rounded once, at the end."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    sums = tensor.flatten(0, -2).sum(0, dtype=wide)
+    total: Tensor = _ops.all_reduce(sums, "SUM", 1.0, group, world_size)
+    return total.to(tensor.dtype)
 
 
 def _gradients_of_weights(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensor, of_gathered = ctx.saved_tensors
     for_tensor, for_gathered = ctx.needs_input_grad[:2]
     return (
-        _ops.matmul_reduce_scatter(of_gathered, grad.mH, *ctx.place) if for_tensor else None,
-        _ops.all_gather_matmul(tensor, grad, *ctx.place) if for_gathered else None,
+        _ops.matmul_reduce_scatter(of_gathered, grad.mH, *ctx.place, None) if for_tensor else None,
+        _ops.all_gather_matmul(tensor, grad, *ctx.place, None) if for_gathered else None,
         None,
         None,
     )

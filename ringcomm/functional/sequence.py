@@ -25,7 +25,7 @@ def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
 
     Args:
         tensor: [..., world_size * n, k], alike on all ranks.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         [..., n, k]: tokens rank * n and following.
@@ -44,7 +44,7 @@ def join_sequence(tensor: Tensor, group: Group = None) -> Tensor:
 
     Args:
         tensor: [..., n, k], of one shape and dtype on all ranks.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
 
     Returns:
         [..., world_size * n, k], rank by rank.
@@ -90,6 +90,10 @@ def _join(tensor: Tensor, group: str, world_size: int) -> Tensor:
 
 def gathered_rows(communicator: Communicator, tensor: Tensor) -> Tensor:
     """Returns [..., n, k] of all ranks as [..., world_size * n, k], rank by rank."""
+    if tensor.dim() == 2:
+        whole = tensor.new_empty((communicator.world_size * tensor.size(0), tensor.size(1)))
+        communicator.all_gather_into_tensor(whole, readable(tensor))
+        return whole
     by_rank = tensor.new_empty((communicator.world_size, *tensor.shape))
     communicator.all_gather_into_tensor(by_rank, readable(tensor))
     return by_rank.movedim(0, -3).flatten(-3, -2)

@@ -11,6 +11,11 @@ dynamo does not guard what it reads from a ``threading.local``: a graph traced i
 serve the threads of a LocalWorld with the communicator of another. So ``group=None`` stays the
 empty key, which means the default group of whichever thread runs the operator. What the graph
 was traced with, its world size, is compared then.
+
+NOTE [Groups of the backend in a graph]
+DTensor's collectives have the name that torch gave a process group. What replaces them in a graph
+keeps it, behind a mark that no key of a communicator has: so a graph that torch has cached finds
+the group of that name in a process that has never made the graph.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import live
@@ -29,6 +35,7 @@ from ringcomm.comm.groups import communicator_of, default_communicator
 from ringcomm.errors import ArgumentError, RingcommError, where
 
 DEFAULT = ""
+_OF_TORCH = "torch.distributed "
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Key, rank and world size. A plain tuple: dynamo takes it as a constant in every version of torch.
@@ -117,6 +124,23 @@ def _is_free(key: str, communicator: Communicator) -> bool:
     return holder is None or holder is communicator or holder.aborted
 
 
+def key_of_group(name: str) -> str:
+    """The key of a process group of the backend; see NOTE [Groups of the backend in a graph]."""
+    return _OF_TORCH + name
+
+
+def communicator_named(name: str) -> Communicator | None:
+    """The host's communicator of the process group of this name, if it is of the backend."""
+    behind = getattr(_resolve_process_group(GroupName(name)), "communicator", None)
+    return behind if isinstance(behind, Communicator) else None
+
+
+def groups_of_the_backend() -> tuple[str, ...]:
+    """The names of this process's groups that are of the backend."""
+    names = sorted(_world.pg_names.values())
+    return tuple(name for name in names if communicator_named(name) is not None)
+
+
 def find(key: str, world_size: int, operation: str) -> Communicator:
     """The communicator that a key stands for in this thread.
 
@@ -124,6 +148,15 @@ def find(key: str, world_size: int, operation: str) -> Communicator:
         RingcommError: it is gone, or there is no default group.
         ArgumentError: the default group has another world size than when the graph was traced.
     """
+    if key.startswith(_OF_TORCH):
+        name = key.removeprefix(_OF_TORCH)
+        member = communicator_named(name)
+        if member is None:
+            raise RingcommError(
+                f"{operation}: expected the process group {name!r} to be of the backend "
+                '"ringcomm", as when this function was compiled; compile it anew'
+            )
+        return member
     if key != DEFAULT:
         found = _holders.get(key)
         if found is None:

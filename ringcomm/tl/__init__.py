@@ -2,7 +2,8 @@
 
 On the host, :class:`Context` knows what a kernel needs of a communicator and hands out symmetric
 memory. In kernels, the functions below move data between ranks and order it; ``docs/triton.md``
-shows how. :func:`all_gather_matmul` and :func:`reduce_scatter_rms_norm` are two such kernels.
+shows how. :func:`all_gather_matmul`, :func:`matmul_reduce_scatter` and
+:func:`reduce_scatter_rms_norm` are such kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ringcomm._tl.device import (
     word_of,
 )
 from ringcomm.tl.context import Context, Symmetric
-from ringcomm.tl.fused import all_gather_matmul, reduce_scatter_rms_norm
+from ringcomm.tl.fused import all_gather_matmul, matmul_reduce_scatter, reduce_scatter_rms_norm
 
 __all__ = [
     "Context",
@@ -51,6 +52,7 @@ __all__ = [
     "end_kernel",
     "get",
     "is_aligned",
+    "matmul_reduce_scatter",
     "peer_address",
     "peer_at",
     "peer_ptr",

@@ -1,4 +1,4 @@
-"""Communication fused with computation: two kernels made of the device library."""
+"""Communication fused with computation: kernels made of the device library."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ringcomm._tl.fused_compute import all_gather_matmul_kernel, reduce_scatter_rms_norm_kernel
+from ringcomm._tl.fused_compute import (
+    all_gather_matmul_kernel,
+    matmul_reduce_scatter_kernel,
+    reduce_scatter_rms_norm_kernel,
+)
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.tl.context import Context, Symmetric
 
 Tensor = torch.Tensor
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Choices, not swept: how many blocks pull rows, into how many chunks these are cut, and the tiles
-# of a GPU, by the size of an element, and of the interpreter.
-_COLLECTING_BLOCKS = 16
-_COLLECTING_BLOCKS_ON_HOST = 2
+# Choices, not swept: how many blocks pull rows, or sum them, into how many chunks these are cut,
+# and the tiles of a GPU, by the size of an element, and of the interpreter.
+_MOVING_BLOCKS = 16
+_MOVING_BLOCKS_ON_HOST = 2
 _CHUNKS_PER_BLOCK = 4
 _TILES = {2: (128, 128, 64), 4: (64, 64, 32)}
 _TILES_ON_HOST = (32, 32, 64)
@@ -26,7 +30,7 @@ _TILES_ON_HOST = (32, 32, 64)
 LARGEST_ROW = 16384
 _WIDE_ROW = 8192
 
-__all__ = ["all_gather_matmul", "reduce_scatter_rms_norm"]
+__all__ = ["all_gather_matmul", "matmul_reduce_scatter", "reduce_scatter_rms_norm"]
 
 
 class _Site:
@@ -66,30 +70,59 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Words:
-    """The words by which all_gather_matmul's blocks synchronise; they are never reset."""
+    """The words by which a product's blocks synchronise; they are never reset.
+
+    Attributes:
+        ranks: between ranks.
+        parts: between blocks, of chunks that have arrived, or are stored.
+        epochs: of each block that counts calls there.
+    """
 
     ranks: Symmetric
-    arrived: Tensor
+    parts: Tensor
     epochs: Tensor
 
 
-def _words(context: Context, collecting: int) -> _Words:
+def _words(context: Context, moving: int, parts: int, epochs: int) -> _Words:
     world, device = context.comm.world_size, context.comm.device
     return _Words(
-        context.zeros((2 * collecting, world), torch.int32),
-        torch.zeros(world * _CHUNKS_PER_BLOCK * collecting, dtype=torch.int32, device=device),
-        torch.zeros(context.blocks - collecting, dtype=torch.int32, device=device),
+        context.zeros((2 * moving, world), torch.int32),
+        torch.zeros(parts, dtype=torch.int32, device=device),
+        torch.zeros(epochs, dtype=torch.int32, device=device),
     )
 
 
-def _collecting_blocks(checks: _Site, context: Context) -> int:
-    usual = _COLLECTING_BLOCKS if context.comm.launches else _COLLECTING_BLOCKS_ON_HOST
+def _words_of_gather(context: Context, moving: int) -> _Words:
+    arrived = context.comm.world_size * _CHUNKS_PER_BLOCK * moving
+    return _words(context, moving, arrived, context.blocks - moving)
+
+
+def _words_of_scatter(context: Context, moving: int) -> _Words:
+    return _words(context, moving, context.blocks - moving, context.blocks)
+
+
+def _moving_blocks(checks: _Site, context: Context) -> int:
+    usual = _MOVING_BLOCKS if context.comm.launches else _MOVING_BLOCKS_ON_HOST
     if context.blocks <= usual:
         raise checks.fail(
-            f"context: expected more than {usual} blocks, of which {usual} collect rows and the "
-            f"others compute, got {context.blocks}. Make it with more blocks="
+            f"context: expected more than {usual} blocks, of which {usual} collect or sum rows and "
+            f"the others compute, got {context.blocks}. Make it with more blocks="
         )
     return usual
+
+
+def _shape_of_blocks(context: Context, moving: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of a product's kernel."""
+    tiles = _TILES[dtype.itemsize] if context.comm.launches else _TILES_ON_HOST
+    return {
+        "DTYPE": _DTYPES[dtype],
+        "COMM": moving,
+        "CHUNKS": _CHUNKS_PER_BLOCK * moving,
+        **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles, strict=True)),
+        "G": context.geometry,
+        "num_warps": 8,
+        "enable_fp_fusion": True,
+    }
 
 
 def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
@@ -119,12 +152,11 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
             f"b: expected a matrix of {k} rows of {mine.dtype}, as a has columns, got "
             f"{tuple(b.shape)} of {b.dtype}"
         )
-    collecting = _collecting_blocks(checks, context)
-    words = context.keep(("all_gather_matmul", collecting), lambda: _words(context, collecting))
+    collecting = _moving_blocks(checks, context)
+    words = context.keep("all_gather_matmul", lambda: _words_of_gather(context, collecting))
     world, n = context.comm.world_size, b.shape[1]
     gathered = torch.empty(world * m, k, dtype=mine.dtype, device=mine.device)
     out = torch.empty(world * m, n, dtype=mine.dtype, device=mine.device)
-    tiles = _TILES[mine.itemsize] if context.comm.launches else _TILES_ON_HOST
     context.launch(
         all_gather_matmul_kernel,
         (context.blocks,),
@@ -132,7 +164,7 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
         context.timeout_ns,
         a.ptrs,
         words.ranks.ptrs,
-        words.arrived,
+        words.parts,
         words.epochs,
         gathered,
         b,
@@ -141,13 +173,71 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
         n,
         k,
         *b.stride(),
-        DTYPE=_DTYPES[mine.dtype],
-        COMM=collecting,
-        CHUNKS=_CHUNKS_PER_BLOCK * collecting,
-        **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tiles, strict=True)),
-        G=context.geometry,
-        num_warps=8,
-        enable_fp_fusion=True,
+        **_shape_of_blocks(context, collecting, mine.dtype),
+    )
+    return out
+
+
+def matmul_reduce_scatter(context: Context, a: Tensor, b: Tensor, inbox: Symmetric) -> Tensor:
+    """This rank's rows of the sum over all ranks of ``a @ b``, sent while others are multiplied.
+
+    Products are summed in FP32 and rounded, then summed over ranks in FP32 in rank order, and
+    rounded: the bits of ``reduce_scatter_tensor`` of them. All ranks call it, in the same order. On
+    a GPU it runs on the current stream and can be captured into a graph, after a first call without
+    one.
+
+    Args:
+        context: of this rank, with equally many blocks on all ranks; all of them take part.
+        a: [world * m, k], contiguous, with its own k on each rank.
+        b: [k, n], of any strides, of the same dtype.
+        inbox: [world * m, n], from ``context.empty``; of one shape and dtype on all ranks. Peers
+            store their products there, and nothing else may use it meanwhile.
+
+    Returns:
+        [m, n]: rows rank * m and following.
+
+    Raises:
+        ArgumentError: an argument does not fit; a plain tensor as ``inbox`` is refused.
+        RingcommError: a wait gave up; see :meth:`Context.launch`.
+    """
+    checks = _Site(context, "matmul_reduce_scatter")
+    room = checks.symmetric("inbox", inbox)
+    rows, n = room.shape
+    world = context.comm.world_size
+    if rows % world:
+        raise checks.fail(
+            f"inbox: expected a multiple of {world} rows, the world size, got {tuple(room.shape)}"
+        )
+    if a.dim() != 2:
+        raise checks.fail(f"a: expected a matrix of {rows} rows, got {tuple(a.shape)}")
+    k = a.shape[1]
+    checks.plain("a", a, (rows, k), room)
+    if tuple(b.shape) != (k, n) or b.dtype != room.dtype:
+        raise checks.fail(
+            f"b: expected a matrix {(k, n)} of {room.dtype}, by the columns of a and of inbox, got "
+            f"{tuple(b.shape)} of {b.dtype}"
+        )
+    summing = _moving_blocks(checks, context)
+    words = context.keep("matmul_reduce_scatter", lambda: _words_of_scatter(context, summing))
+    m = rows // world
+    out = torch.empty(m, n, dtype=room.dtype, device=room.device)
+    context.launch(
+        matmul_reduce_scatter_kernel,
+        (context.blocks,),
+        context.table_ptr,
+        context.timeout_ns,
+        inbox.ptrs,
+        words.ranks.ptrs,
+        words.parts,
+        words.epochs,
+        a,
+        b,
+        out,
+        m,
+        n,
+        k,
+        *b.stride(),
+        **_shape_of_blocks(context, summing, room.dtype),
     )
     return out
 

@@ -31,12 +31,14 @@ def whole(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.complex(*values).to(dtype) if dtype.is_complex else values[0].to(dtype)
 
 
-def gathers(inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-    return [torch.cat(inputs, -2) @ weight for weight in weights]
+def gathers(inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    rows = torch.cat(inputs, -2)
+    return [rows @ weight + bias for weight, bias in zip(weights, biases, strict=True)]
 
 
-def scatters(inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-    products = [each @ weight for each, weight in zip(inputs, weights, strict=True)]
+def scatters(inputs: list[Tensor], weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    given = zip(inputs, weights, biases, strict=True)
+    products = [each @ weight + bias for each, weight, bias in given]
     return list(torch.stack(products).sum(0).chunk(len(inputs), -2))
 
 
@@ -74,26 +76,32 @@ def check(
     batch: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float64,
     place: Callable[[Tensor], Tensor] = torch.clone,
+    biased: bool = False,
 ) -> None:
     """Values and gradients, to the bit."""
     call, reference, _ = KINDS[kind]
     inputs, weights = problem(kind, len(world), batch, dtype)
-    leaves = [[each.clone().requires_grad_() for each in given] for given in (inputs, weights)]
-    outputs = reference(leaves[0], leaves[1])
+    biases = [
+        biased * whole(each.size(1), seed=150 + rank, dtype=dtype)
+        for rank, each in enumerate(weights)
+    ]
+    given = (inputs, weights, biases)
+    leaves = [[each.clone().requires_grad_() for each in some] for some in given]
+    outputs = reference(*leaves)
     fed = feed([each.detach() for each in outputs])
-    flat = [each for given in leaves for each in given]
+    flat = [each for some in leaves for each in some]
     expected = torch.autograd.grad(outputs, flat, fed)
 
     def body(comm: Communicator) -> list[Tensor]:
         rank = comm.rank
-        own = [place(given[rank]).requires_grad_() for given in (inputs, weights)]
-        found = call(own[0], own[1], comm)
+        own = [place(some[rank]).requires_grad_() for some in given[: 2 + biased]]
+        found = call(own[0], own[1], comm, bias=own[2] if biased else None)
         assert found.is_contiguous()
         grads = torch.autograd.grad(found, own, fed[rank])
         return [found.detach(), *grads]
 
     for rank, found in enumerate(world.run(body)):
-        wanted = [outputs[rank], expected[rank], expected[len(world) + rank]]
+        wanted = [outputs[rank], *expected[rank :: len(world)][: 2 + biased]]
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
 
@@ -120,10 +128,18 @@ def test_every_dtype(worlds, each_way, kind, dtype):
     check(worlds(3), kind, (2,), dtype)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @every_kind
-def test_products_of_each_sequence(worlds, each_way, kind, monkeypatch):
+def test_products_of_each_sequence(worlds, each_way, kind, biased, monkeypatch):
     monkeypatch.setattr(matmul, "ROWS_OF_A_PRODUCT", 1)
-    check(worlds(2), kind, (2,))
+    check(worlds(2), kind, (2,), biased=biased)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@every_kind
+def test_each_rank_has_a_bias(worlds, each_way, kind, batch, dtype):
+    check(worlds(3), kind, batch, dtype, biased=True)
 
 
 @every_kind
@@ -209,7 +225,8 @@ def test_derivatives(worlds, each_way, kind):
     ]
 
     def of_rank(comm: Communicator, tensor: Tensor, weight: Tensor) -> tuple[Tensor]:
-        return (call(tensor.square(), weight.square(), comm),)
+        bias = weight.sum(0).square()
+        return (call(tensor.square(), weight.square(), comm, bias=bias),)
 
     def function(*tensors: Tensor) -> Any:
         return on_all_ranks(world, of_rank, tensors)
@@ -244,7 +261,8 @@ def test_operators_are_what_torch_expects(shape):
     tensor, weight = (whole(*each, seed=1).requires_grad_() for each in (shape, (3, 5)))
     operators = torch.ops.ringcomm
     for operator in (operators.all_gather_matmul, operators.matmul_reduce_scatter):
-        opcheck(operator.default, (tensor, weight, *place))
+        for bias in (None, whole(5, seed=3).requires_grad_()):
+            opcheck(operator.default, (tensor, weight, *place, bias))
     opcheck(operators.weight_gradient.default, (tensor, whole(*shape, seed=2), *place))
 
 
@@ -277,6 +295,17 @@ def test_wrong_shapes(worlds, call, tensor, weight, says):
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError, match=says):
             call(torch.zeros(tensor), torch.zeros(weight), comm)
+        comm.barrier()
+
+    worlds(2).run(body)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(3), torch.zeros(1, 2), torch.zeros(2).double()])
+@every_kind
+def test_wrong_biases(worlds, kind, bias):
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=r"bias: expected 2 elements of torch\.float32"):
+            KINDS[kind][0](torch.zeros(2, 4), torch.zeros(4, 2), comm, bias=bias)
         comm.barrier()
 
     worlds(2).run(body)

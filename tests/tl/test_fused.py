@@ -1,5 +1,6 @@
 """The fused kernels in Triton's interpreter, one real process per rank, against torch."""
 
+import itertools
 import time
 from importlib.util import find_spec
 
@@ -119,25 +120,127 @@ def _alone(store, rank, world, name):
     _, context, rc = _open(store, rank, world, timeout=1.0)
     a = context.empty((8, 8))
     b = torch.ones(8, 8)
-    if name == "all_gather_matmul":
-        context.keep((name, 2), lambda: rc.fused._words(context, 2))
-    else:
-        context.keep(name, lambda: context.zeros((context.blocks, world), torch.int32))
+    made = {
+        "all_gather_matmul": lambda: rc.fused._words_of_gather(context, 2),
+        "matmul_reduce_scatter": lambda: rc.fused._words_of_scatter(context, 2),
+        "reduce_scatter_rms_norm": lambda: context.zeros((context.blocks, world), torch.int32),
+    }
+    operands = {
+        "all_gather_matmul": (a, b),
+        "matmul_reduce_scatter": (b, b, a),
+        "reduce_scatter_rms_norm": (a, b[0]),
+    }
+    context.keep(name, made[name])
     if rank == 0:
         try:
-            getattr(rc, name)(context, a, b if name == "all_gather_matmul" else b[0])
+            getattr(rc, name)(context, *operands[name])
         finally:
             store.set("over", "1")
     store.wait(["over"])
 
 
-@pytest.mark.parametrize("name", ["all_gather_matmul", "reduce_scatter_rms_norm"])
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_reduce_scatter", "reduce_scatter_rms_norm"]
+)
 def test_a_rank_that_does_not_come_is_named(name):
     with Ranks(_alone, 2, name) as ranks:
         outcome = ranks.wait(LIMIT_S)[0]
     assert isinstance(outcome.error, CollectiveTimeout), outcome.describe()
     assert f"{name}_kernel on rank 0 of 2" in str(outcome.error)
     assert "for rank 1" in str(outcome.error)
+
+
+# ---- matmul_reduce_scatter ----------------------------------------------------------------------
+
+
+def _sum_of_products(context, rc, m, k, n, dtype, *, transposed=False):
+    """Calls with the bits of reduce_scatter_tensor of rounded products, which are exact here."""
+    comm = context.comm
+    rank, world = comm.rank, comm.world_size
+    inbox = context.empty((world * m, n), dtype)
+    for call in range(2):
+        a = _small((world * m, k), call + 2 * rank, dtype)
+        b = _small((n, k), 70 + rank, dtype).T if transposed else _small((k, n), 70 + rank, dtype)
+        # Sums over ranks are rounded where the products, in 16 bits, are large.
+        b = b * 51
+        inbox.tensor.fill_(float("nan"))
+        comm.barrier()
+        out = rc.matmul_reduce_scatter(context, a, b, inbox)
+        want = torch.empty(m, n, dtype=dtype)
+        comm.reduce_scatter_tensor(want, (a.double() @ b.double()).to(dtype))
+        assert torch.equal(out, want), (m, k, n, dtype, call)
+
+
+def _sums_of_products(store, rank, world):
+    comm, context, rc = _open(store, rank, world)
+    with comm, context:
+        # Ragged tiles; more tiles than chunks; its own k on each rank; nothing to multiply, or add.
+        _sum_of_products(context, rc, 33, 70, 37, torch.float32)
+        _sum_of_products(context, rc, 300, 5, 3, torch.float16)
+        _sum_of_products(context, rc, 20, 1 + 2 * rank, 64, torch.bfloat16, transposed=True)
+        _sum_of_products(context, rc, 4, 0, 3, torch.float32)
+        _sum_of_products(context, rc, 0, 4, 3, torch.float32)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_matmul_reduce_scatter_is_that_of_the_collective(world):
+    run_ranks(_sums_of_products, world, timeout_s=LIMIT_S)
+
+
+def _without_products_of_a_peer(store, rank, world):
+    """Tells whether the sum was right on a rank with a late peer, with waits and without."""
+    comm, context, rc = _open(store, rank, world)
+    from ringcomm._tl import fused_compute as module
+
+    inbox = context.zeros((2 * 16, 8))
+    a = torch.ones(2 * 16, 4)
+    rc.matmul_reduce_scatter(context, a, torch.zeros(4, 8), inbox)
+    right = []
+    for wait in (vars(module)["wait_acquire_sys"], _no_wait):
+        vars(module)["wait_acquire_sys"] = wait
+        inbox.tensor.fill_(0.0)
+        comm.barrier()
+        time.sleep(0.7 * rank)
+        out = rc.matmul_reduce_scatter(context, a, torch.ones(4, 8), inbox)
+        comm.barrier()
+        right.append(out.eq(8.0).all().item())
+    return right
+
+
+def test_without_its_waits_the_sum_of_products_is_wrong():
+    first, second = run_ranks(_without_products_of_a_peer, 2, timeout_s=LIMIT_S)
+    assert first == [True, False]
+    assert second[0]
+
+
+def _with_a_reader_that_is_late(store, rank, world):
+    """A rank goes on to the next call, whose products its late peer's sum must not have."""
+    comm, context, rc = _open(store, rank, world)
+    from ringcomm._tl import fused_compute as module
+
+    # Eight chunks of a tile each; before it sums the last one, a rank has told all that it can.
+    inbox = context.zeros((2 * 256, 8))
+    ones = torch.ones(2 * 256, 4)
+    own_sum = vars(module)["sum_rows"]
+    calls = itertools.count(1)
+
+    def late(*arguments):
+        if next(calls) % 8 == 0:
+            time.sleep(1.0)
+        own_sum(*arguments)
+
+    if rank == 1:
+        vars(module)["sum_rows"] = late
+    found = []
+    for step in range(1, 4):
+        out = rc.matmul_reduce_scatter(context, ones, step * torch.ones(4, 8), inbox)
+        found.append(out.eq(8.0 * step).all().item())
+    comm.barrier()
+    return found
+
+
+def test_what_a_late_peer_reads_stays_until_it_has():
+    assert run_ranks(_with_a_reader_that_is_late, 2, timeout_s=LIMIT_S) == [[True] * 3] * 2
 
 
 # ---- reduce_scatter_rms_norm --------------------------------------------------------------------
@@ -230,6 +333,26 @@ def _refusals(store, rank, world):
             ArgumentError,
             "context: expected more than 2 blocks",
             lambda: rc.all_gather_matmul(rc.Context(comm, 2), a, b),
+        ),
+        (
+            ArgumentError,
+            "inbox: expected what Context.empty",
+            lambda: rc.matmul_reduce_scatter(context, b, b, b),
+        ),
+        (
+            ArgumentError,
+            r"a: expected a contiguous tensor \(4, 4\)",
+            lambda: rc.matmul_reduce_scatter(context, torch.ones(4, 8)[:, ::2], b, a),
+        ),
+        (
+            ArgumentError,
+            "a: expected a matrix of 4 rows",
+            lambda: rc.matmul_reduce_scatter(context, weight, b, a),
+        ),
+        (
+            ArgumentError,
+            r"b: expected a matrix \(3, 8\) of torch.float32",
+            lambda: rc.matmul_reduce_scatter(context, torch.ones(4, 3), b, a),
         ),
         (
             ArgumentError,

@@ -144,6 +144,22 @@ def test_a_product_is_compiled_once_wherever_its_factor_lies(compiled, target, d
     assert gpu.made[0].metadata.enable_fp_fusion
 
 
+@pytest.mark.parametrize(("target", "dtype"), PRODUCTS)
+def test_a_scattered_product_is_compiled_once_wherever_its_factor_lies(compiled, target, dtype):
+    def calls(context):
+        inbox = context.empty((256, 128), dtype)
+        a = torch.empty(256, 512, dtype=dtype)
+        for b in (torch.empty(512, 128, dtype=dtype), _moved_by_one(512, 128, dtype=dtype)):
+            rc.matmul_reduce_scatter(context, a, b, inbox)
+
+    gpu = compiled(target, calls)
+    assert gpu.launched == ["matmul_reduce_scatter_kernel"] * 2
+    product = () if dtype == torch.float32 else (PRODUCT,)
+    wanted = (*BETWEEN_RANKS, *BETWEEN_BLOCKS, WIDE_STORE, WIDE_COPY, *product)
+    _check(only_binary(gpu), wanted)
+    assert gpu.made[0].metadata.enable_fp_fusion
+
+
 def test_a_norm_is_compiled_once_wherever_its_operands_lie(compiled):
     def calls(context):
         for rows in (1, 16, 17):
