@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["find_modules", "some"]
+__all__ = ["find_modules", "matches", "some"]
 
 # How many names a message has at most.
 _NAMED = 5
@@ -26,12 +26,13 @@ def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        if _matches(pattern, plain):
+        if matches(pattern, plain):
             found.setdefault(plain, (name, module))
     return list(found.values())
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Tells whether a pattern names something of this name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

@@ -9,6 +9,7 @@ from ringcomm.optim.adamw import Adam, AdamW
 from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
+from ringcomm.optim.muon import Muon, muon_groups
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.sgd import SGD, Lion
 from ringcomm.optim.sharded import Sharded
@@ -23,8 +24,10 @@ __all__ = [
     "Lion",
     "LossScaleOptions",
     "LossScaler",
+    "Muon",
     "ParamSpec",
     "ShardLayout",
     "Sharded",
+    "muon_groups",
     "reshard",
 ]

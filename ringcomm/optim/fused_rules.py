@@ -35,7 +35,7 @@ def numbers(betas: Any) -> Any:
     return tuple(float(beta) if isinstance(beta, Tensor) else beta for beta in betas)
 
 
-def _fail(index: int, name: str, expected: str, got: Any) -> NoReturn:
+def fail(index: int, name: str, expected: str, got: Any) -> NoReturn:
     raise ArgumentError(f"param group {index}: {name}: expected {expected}, got {got!r}")
 
 
@@ -46,33 +46,33 @@ def _in(number: Any, low: float, below: float) -> bool:
         return False
 
 
-def _check_rate(group: Group, index: int, place: torch.device) -> None:
+def check_rate(group: Group, index: int, place: torch.device) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or not lr.is_floating_point():
-            _fail(index, "lr", "a tensor of one floating-point element", lr)
+            fail(index, "lr", "a tensor of one floating-point element", lr)
         if lr.device != place:
             expected = f"a tensor on {place}, where the parameters are"
-            _fail(index, "lr", expected, f"one on {lr.device}")
+            fail(index, "lr", expected, f"one on {lr.device}")
     if not isinstance(lr, Tensor) or place.type == "cpu":
         number = lr.item() if isinstance(lr, Tensor) else lr
         if not _in(number, 0.0, math.inf):
-            _fail(index, "lr", "a number >= 0", lr)
+            fail(index, "lr", "a number >= 0", lr)
 
 
-def _check_betas(group: Group, index: int) -> None:
+def check_betas(group: Group, index: int) -> None:
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        _fail(index, "betas", "two numbers", betas)
+        fail(index, "betas", "two numbers", betas)
     for beta in betas:
         if not _in(beta, 0.0, 1.0):
-            _fail(index, "betas", "numbers from 0 to below 1", betas)
+            fail(index, "betas", "numbers from 0 to below 1", betas)
 
 
-def _check_positive(group: Group, index: int, *names: str) -> None:
+def check_positive(group: Group, index: int, *names: str) -> None:
     for name in names:
         if not _in(group[name], 0.0, math.inf):
-            _fail(index, name, "a number >= 0", group[name])
+            fail(index, name, "a number >= 0", group[name])
 
 
 class FusedRule(UpdateRule):
@@ -140,9 +140,9 @@ class AdamWRule(FusedRule):
     hypers = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        _check_rate(group, index, place)
-        _check_betas(group, index)
-        _check_positive(group, index, "eps", "weight_decay")
+        check_rate(group, index, place)
+        check_betas(group, index)
+        check_positive(group, index, "eps", "weight_decay")
 
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
         flags = 0 if group["decoupled_weight_decay"] else _FLAGS["l2"]
@@ -227,13 +227,13 @@ class SgdRule(_OneMoment):
     hypers = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        _check_rate(group, index, place)
-        _check_positive(group, index, "momentum", "weight_decay")
+        check_rate(group, index, place)
+        check_positive(group, index, "momentum", "weight_decay")
         dampening = group["dampening"]
         if not _in(dampening, -math.inf, math.inf):
-            _fail(index, "dampening", "a number", dampening)
+            fail(index, "dampening", "a number", dampening)
         if group["nesterov"] and (group["momentum"] == 0.0 or dampening != 0.0):
-            _fail(index, "nesterov", "a momentum and no dampening beside it", group["nesterov"])
+            fail(index, "nesterov", "a momentum and no dampening beside it", group["nesterov"])
 
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
         flags = _FLAGS["sgd"] | _FLAGS["l2"]
@@ -257,9 +257,9 @@ class LionRule(_OneMoment):
     hypers = ("betas", "weight_decay", "maximize")
 
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        _check_rate(group, index, place)
-        _check_betas(group, index)
-        _check_positive(group, index, "weight_decay")
+        check_rate(group, index, place)
+        check_betas(group, index)
+        check_positive(group, index, "weight_decay")
 
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
         beta1, beta2 = group["betas"]

@@ -12,7 +12,7 @@ import torch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.kernels import Kernels, StepTable
-from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.layout import BucketLayout, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
 Tensor = torch.Tensor
@@ -88,6 +88,12 @@ class UpdateRule(ABC):
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """Returns the names of the tensors that steps of checked groups keep: FP32, flat."""
 
+    def names_in(
+        self, bucket: BucketLayout, layout: ShardLayout, groups: Sequence[Group]
+    ) -> tuple[str, ...]:
+        """Returns the names among :meth:`names` that a bucket of a layout needs."""
+        return self.names(groups)
+
     @abstractmethod
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         """Says which tensors were expected of a saved state; "" if ``names`` fit.
@@ -112,8 +118,17 @@ class UpdateRule(ABC):
             UnsupportedError: there are no such kernels here.
         """
 
-    def bind(self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets) -> None:
-        """Called once, when the buckets are there, with memory for the tensors of the state."""
+    def bind(
+        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+    ) -> None:
+        """Called once, when the buckets are there, with memory for the tensors of the state.
+
+        Args:
+            layout: layout of the parameters.
+            groups: param groups of the optimizer.
+            buckets: of the parameters.
+            chunks: number of chunks of each bucket; 1 if every rank keeps the whole state.
+        """
         return
 
     @abstractmethod

@@ -219,8 +219,8 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
-        self.ensure(rule.names(groups))
-        rule.bind(self.layout, groups, self.buckets)
+        self._ensure_all()
+        rule.bind(self.layout, groups, self.buckets, self.shard_of[1])
         self.written = OutsideWrites(self.params, self.buckets, options)
         self.torn = False
         self._reduced: _FirstPass | None = None
@@ -309,11 +309,16 @@ class ShardedStep:
         if self.rule.hyper_columns:
             rows = [self.rule.row(group) for group in self.groups]
             self.table.write_hyper(rows, [group["lr"] for group in self.groups])
-        self.ensure(self.rule.names(self.groups))
+        self._ensure_all()
 
     def _check_hyper(self) -> None:
         for index, group in enumerate(self.groups):
             self.rule.check_hyper(group, index, self.setting.device)
+
+    def _ensure_all(self) -> None:
+        for bucket in self.buckets:
+            if bucket.ensure(self.rule.names_in(bucket.layout, self.layout, self.groups)):
+                self.kernels.forget()
 
     def ensure(self, names: Sequence[str]) -> None:
         """Allocates tensors of the state, where there are none of these names yet."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ class TorchRule(UpdateRule):
     ) -> Kernels:
         return TorchKernels(comm, options, table, self)
 
-    def bind(self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets) -> None:
+    def bind(
+        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+    ) -> None:
         for bucket in buckets:
             parts = parts_of(bucket.layout, bucket.chunk, lambda index: layout.params[index].group)
             self._instances[bucket.number] = self._instance(groups, bucket, parts)
@@ -174,6 +177,36 @@ def _told(value: Any) -> Any:
     return told if isinstance(told, (bool, int, float, str, type(None))) else type(told).__name__
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a step that torch's code takes must know on the host; reading it waits for a device.
+
+    Attributes:
+        skips: the step changes nothing.
+        factors: numbers that the gradient is to be multiplied by, one after the other.
+        active: by parameter, not 0 where the parameter takes the step.
+    """
+
+    skips: bool = False
+    factors: tuple[float, ...] = ()
+    active: Sequence[float] = ()
+
+    @classmethod
+    def read(cls, table: StepTable) -> Told:
+        """Reads the table of a step that begins."""
+        params = len(table.active)
+        told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
+        factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
+        return cls(told[FOUND_INF] != 0, factors, told[-params:] if params else [])
+
+
+def gather_params(bucket: Bucket, sharers: Communicator) -> None:
+    """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
+    chunks = bucket.layout.chunks(sharers)
+    parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
+    sharers.all_gather(parts, parts[sharers.rank])
+
+
 class TorchKernels(Kernels):
     """The step of a :class:`TorchRule`: a reduction, torch's update of the chunk, and a gathering.
 
@@ -196,23 +229,17 @@ class TorchKernels(Kernels):
         self._needs_words = comm is not None and comm.launches
         # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
         self._scratch: Tensor | None = None
-        self._skips = False
-        self._active: list[float] = []
-        self._factors: list[float] = []
+        self._told = Told()
 
     def forget(self) -> None:
         return
 
     def begin(self, table: StepTable) -> None:
-        control, params = table.control, len(table.active)
-        told = torch.cat([control[: FOUND_INF + 1], table.active]).tolist()
-        self._skips = told[FOUND_INF] != 0
-        self._factors = [each for each in (told[INV_SCALE], told[CLIP]) if each != 1]
-        self._active = told[-params:] if params else []
-        control[SKIPPED if self._skips else STEPS].add_(1)
-        if not self._skips:
+        self._told = told = Told.read(table)
+        table.control[SKIPPED if told.skips else STEPS].add_(1)
+        if not told.skips:
             table.step.add_(table.active != 0)
-            self._rule.begin(self._active)
+            self._rule.begin(told.active)
 
     def _own(self, bucket: Bucket) -> Tensor:
         """Returns memory for a gradient: float32 [chunk elements]."""
@@ -223,32 +250,27 @@ class TorchKernels(Kernels):
         return self._scratch[:elems]
 
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        if self._skips:
+        if self._told.skips:
             return
         grad = grad[: bucket.chunk.elems]
-        if self._factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
+        if self._told.factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
             grad = self._own(bucket).copy_(grad)
         self._update_from(bucket, grad)
 
     def _update_from(self, bucket: Bucket, grad: Tensor) -> None:
         """Updates this rank's chunk from a gradient, which is scaled in place if it has to be."""
-        for factor in self._factors:
+        for factor in self._told.factors:
             grad.mul_(factor)
-        self._rule.update(bucket, grad, self._active)
+        self._rule.update(bucket, grad, self._told.active)
 
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         self.update_shard(bucket, grad)
-        if not self._skips:
-            self._gather(bucket)
-
-    def _gather(self, bucket: Bucket) -> None:
-        assert self._sharers is not None
-        chunks = bucket.layout.chunks(self._sharers)
-        parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
-        self._sharers.all_gather(parts, parts[self._sharers.rank])
+        if not self._told.skips:
+            assert self._sharers is not None
+            gather_params(bucket, self._sharers)
 
     def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        if self._skips:
+        if self._told.skips:
             return
         own = self._own(bucket)
         words = None
@@ -256,4 +278,5 @@ class TorchKernels(Kernels):
             words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=own.device)
         self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
         self._update_from(bucket, own)
-        self._gather(bucket)
+        assert self._sharers is not None
+        gather_params(bucket, self._sharers)

@@ -54,6 +54,9 @@ class StageKernels(Kernels):
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
         self._native.update_shard(bucket, grad)
 
+    def end(self) -> None:
+        self._native.end()
+
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         if self.alone:
             self._native.update_shard(bucket, grad)
@@ -147,6 +150,7 @@ class ReducedKernels(StageKernels):
         self._reduction = reduction
 
     def end(self) -> None:
+        super().end()
         self._reduction.used()
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:

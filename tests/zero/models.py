@@ -16,7 +16,7 @@ import ringcomm
 from ringcomm import Communicator, zero
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.model import GPT
-from ringcomm.optim import AdamW, AdamWOptions, Sharded
+from ringcomm.optim import AdamW, AdamWOptions, Muon, Sharded, muon_groups
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
@@ -175,7 +175,8 @@ class Run:
         settings = {"lr": 1e-2, "options": self.adamw, **self.settings}
         if issubclass(self.kind, ShardedOptimizer):
             make: Any = self.kind
-            made = make(groups_of(module), **settings)
+            groups = muon_groups(module) if self.kind is Muon else groups_of(module)
+            made = make(groups, **settings)
             assert isinstance(made, ShardedOptimizer)
             return made
         return Sharded(self.kind, groups_of(module), **settings)

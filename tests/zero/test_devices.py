@@ -10,6 +10,7 @@ import torch
 
 from ringcomm import CommOptions, zero
 from ringcomm.comm.device.streams import DeviceWork
+from ringcomm.optim import Muon
 from tests.support.device_worlds import on_host
 from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
@@ -24,6 +25,7 @@ RUNS = {
     "clipped": Run("gpt", 0, 2, clip=0.3),
     "bfloat16": Run("gpt", 0, 2, precision=BF16),
     "accumulated": Run("mlp", 0, 2, backwards=2),
+    "Muon": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=Muon),
     "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),

@@ -22,7 +22,7 @@ from ringcomm import CommOptions, Communicator, zero
 from ringcomm.comm.nodes.connecting import gloo
 from ringcomm.comm.nodes.rails import HEADER_TAG
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import AdamW, AdamWOptions, Muon
 from ringcomm.zero.estimate import BytesPerElement, ModelElems, World
 from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.support.ranks import Ranks, join_nodes, run_ranks
@@ -40,6 +40,7 @@ CLIPPED = Run("mlp", 0, steps=3, backwards=2, clip=0.3)
 REMAINDER = Run("gpt", 0, steps=2, precision=BF16, adamw=AdamWOptions(master="remainder"))
 ROUNDED = Run("partial", 0, steps=2, precision=replace(BF16, reduce=torch.bfloat16))
 MOMENTUM = Run("mlp", 0, 3, precision=BF16, kind=torch.optim.SGD, settings={"momentum": 0.9})
+MUON = Run("mlp", 0, 3, precision=BF16, kind=Muon)
 # FP32 parameters among others, in the root and in units, trained and frozen.
 KEPT = replace(
     ROUNDED, precision=replace(ROUNDED.precision, keep_fp32=("lora_a", "frozen", "head"))
@@ -90,6 +91,7 @@ def assert_ends_alike(
         (CLIPPED, CHOICES),
         (REMAINDER, [DEFAULTS[1], DEFAULTS[3], *CHOICES[4:]]),
         (MOMENTUM, CHOICES),
+        (MUON, CHOICES),
         (ROUNDED, [*DEFAULTS[:3], *CHOICES[4:]]),
         (KEPT, [*DEFAULTS[1:], *CHOICES[4:]]),
         (ADDING, [*DEFAULTS[2:], *CHOICES[5:]]),
@@ -97,7 +99,17 @@ def assert_ends_alike(
         (Run("reaching", 3, steps=2), [(3, BY_WORLD), (3, {**BY_WORLD, "overlap": True})]),
         (Run("wandering", 3, steps=3), [(3, {**BY_WORLD, "overlap": True}), (3, BY_WORLD)]),
     ],
-    ids=["clipped", "remainder", "SGD", "rounded", "kept", "adding", "reaching", "wandering"],
+    ids=[
+        "clipped",
+        "remainder",
+        "SGD",
+        "Muon",
+        "rounded",
+        "kept",
+        "adding",
+        "reaching",
+        "wandering",
+    ],
 )
 def test_all_choices_end_with_the_bits_of_one_node_that_sums_in_blocks(two_by_two, run, choices):
     assert_ends_alike(two_by_two, run, choices, train_on_one_node(4, 2, run))

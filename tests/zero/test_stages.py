@@ -11,7 +11,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, Sharded
+from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, Muon, Sharded
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
 
 Tensor = torch.Tensor
@@ -211,3 +211,17 @@ def test_sgd_and_lion_are_the_same_at_all_stages(worlds, kind):
     settings = {"momentum": 0.9, "nesterov": True} if kind is SGD else {}
     compare_stages(worlds, 2, Run("gpt", 0, backwards=2, clip=0.3, kind=kind, settings=settings))
     compare_stages(worlds, 3, Run("partial", 0, precision=BF16, kind=kind, settings=settings))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("gpt", 0, backwards=2, clip=0.3, kind=Muon),
+        Run("partial", 0, precision=BF16, kind=Muon),
+        Run("conv", 0, precision=ROUNDED, kind=Muon),
+    ],
+    ids=lambda run: run.model,
+)
+def test_muon_is_the_same_at_all_stages(worlds, run):
+    compare_stages(worlds, 2, run)
+    compare_stages(worlds, 3, run)

@@ -1,0 +1,597 @@
+"""Muon: each whole matrix is orthogonalised by one rank; AdamW steps what is no such matrix.
+
+Terms. A *direction* is what a gradient and its momentum make of a matrix, element by element; the
+*update* is the direction orthogonalised, which takes the whole matrix. The *owner* of a matrix is
+the rank that does this. W ranks, M elements of matrices in all.
+
+The state is sharded as AdamW's is, by elements: chunk r of a bucket has pieces of several matrices.
+So a step is, beside the reduction and the gathering of parameters that every optimizer has:
+
+1. each rank makes the directions of its pieces, in bfloat16, as torch orthogonalises them;
+2. an all-to-all gives each owner its whole matrices: 2 M (W-1)/W^2 bytes leave a rank;
+3. owners orthogonalise; a matrix of m x n elements, m <= n, takes 2 m (2 m n + m^2) operations in
+   each iteration, by which owners are balanced;
+4. an all-to-all brings the pieces of the updates back: as many bytes again;
+5. each rank applies them to its pieces.
+
+All buckets go together, so that no owner waits for another but once. At stage 0 all ranks have all
+directions: 2 falls away, and 4 sends whole updates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcomm import _native
+from ringcomm.c10d.comm_argument import CommArgument
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.module_names import matches
+from ringcomm.optim.buckets import Bucket, Buckets
+from ringcomm.optim.dtensors import is_distributed
+from ringcomm.optim.fused_rules import (
+    MOMENTS,
+    AdamWRule,
+    check_betas,
+    check_positive,
+    check_rate,
+    fail,
+    numbers,
+)
+from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
+from ringcomm.optim.layout import BucketLayout, Chunk, ParamSpec, ShardLayout
+from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.placement import sharers_of
+from ringcomm.optim.reduction import NORM_WORDS, Into
+from ringcomm.optim.rules import Group, ParamState, UpdateRule, plain
+from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
+from ringcomm.optim.torch_rule import Told, gather_params
+
+Tensor = torch.Tensor
+
+MOMENTUM = "momentum_buffer"
+_ALGORITHMS = ("muon", "adamw")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_HYPER = (
+    *("algorithm", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"),
+    *("adjust_lr_fn", "betas", "adamw_eps"),
+)
+
+
+def orthogonalized(direction: Tensor, group: Group) -> Tensor:
+    """Returns nearly the orthogonal matrix that is nearest to a direction: bfloat16 [m, n].
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: iterations of
+    Newton and Schulz with a polynomial of degree 5, in the operations of ``torch.optim.Muon``.
+
+    Args:
+        direction: bfloat16 [m, n].
+        group: has "ns_coefficients", "ns_steps" and "eps".
+    """
+    a, b, c = group["ns_coefficients"]
+    is_tall = direction.size(0) > direction.size(1)
+    x = direction.T if is_tall else direction
+    x = x / x.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+def adjusted_lr(group: Group, shape: Sequence[int]) -> float:
+    """Returns the learning rate of a matrix, as ``torch.optim.Muon`` has it."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return float(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
+    return float(group["lr"]) * math.sqrt(max(1, rows / columns))
+
+
+def cost_of(shape: Sequence[int]) -> int:
+    """Returns the multiplications that an iteration takes for a matrix."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
+    """Gives each matrix an owner, the most expensive first and each to the least busy rank."""
+    busy, owners = [0] * ranks, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
+        owners[number] = min(range(ranks), key=lambda rank: busy[rank])
+        busy[owners[number]] += costs[number]
+    return owners
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that Muon steps: elements [begin, end) of a bucket."""
+
+    index: int
+    bucket: int
+    begin: int
+    end: int
+    spec: ParamSpec
+
+    def within(self, chunk: Chunk) -> slice | None:
+        """Returns the part of the matrix's elements that a chunk has, or None."""
+        low, high = max(self.begin, chunk.begin), min(self.end, chunk.end)
+        return slice(low - self.begin, high - self.begin) if low < high else None
+
+
+class MuonRule(UpdateRule):
+    """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw"."""
+
+    name = "Muon"
+    hyper_columns = AdamWRule.hyper_columns
+    factors_bytes = AdamWRule.factors_bytes
+
+    def __init__(self) -> None:
+        self._adamw = AdamWRule()
+        self.groups: Sequence[Group] = ()
+        self.matrices: list[Matrix] = []
+        #: Every rank keeps the whole state, as at stage 0.
+        self.is_replicated = False
+
+    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+        if group["algorithm"] not in _ALGORITHMS:
+            fail(index, "algorithm", 'one of "muon", "adamw"', group["algorithm"])
+        check_rate(group, index, place)
+        check_betas(group, index)
+        check_positive(group, index, "momentum", "weight_decay", "eps", "adamw_eps")
+        coefficients = group["ns_coefficients"]
+        if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:
+            fail(index, "ns_coefficients", "three numbers", coefficients)
+        if type(group["ns_steps"]) is not int or not 0 < group["ns_steps"] < 100:
+            fail(index, "ns_steps", "an integer from 1 to 99", group["ns_steps"])
+        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+            expected = 'None, "original" or "match_rms_adamw"'
+            fail(index, "adjust_lr_fn", expected, group["adjust_lr_fn"])
+        if group["algorithm"] == "muon":
+            for number, entry in enumerate(group["params"]):
+                param = entry[1] if isinstance(entry, tuple) else entry
+                if isinstance(param, Tensor):
+                    _check_matrix(param, f"param group {index}, parameter {number}")
+
+    def replaced(self, group: Group) -> dict[str, Any]:
+        coefficients = group["ns_coefficients"]
+        as_tuple = tuple(coefficients) if isinstance(coefficients, list) else coefficients
+        return {"betas": numbers(group["betas"]), "ns_coefficients": as_tuple}
+
+    def compared(self, group: Group) -> dict[str, Any]:
+        return {name: plain(group[name]) for name in _HYPER}
+
+    def digest(self, groups: Sequence[Group]) -> float:
+        hyper = [{"lr": float(group["lr"]), **self.compared(group)} for group in groups]
+        found = hashlib.sha256(json.dumps(hyper).encode()).digest()
+        return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
+
+    def row(self, group: Group) -> list[float]:
+        return self._adamw.row(_as_adamw(group))
+
+    def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        kinds = {group["algorithm"] for group in groups}
+        return (*((MOMENTUM,) if "muon" in kinds else ()), *(MOMENTS if "adamw" in kinds else ()))
+
+    def names_in(
+        self, bucket: BucketLayout, layout: ShardLayout, groups: Sequence[Group]
+    ) -> tuple[str, ...]:
+        return self.names([groups[layout.params[each.param].group] for each in bucket.segments])
+
+    def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
+        known = self.names(groups)
+        return "" if names and set(names) <= set(known) else " and ".join(known)
+
+    def kernels(
+        self, comm: Communicator | None, options: AdamWOptions, table: StepTable
+    ) -> Kernels:
+        if options.kernels != "native" or options.master == "remainder":
+            raise UnsupportedError(
+                'Muon: expected kernels="native" and master="fp32", got '
+                f"kernels={options.kernels!r} and master={options.master!r}"
+            )
+        if options.rounding != "nearest":
+            raise UnsupportedError('Muon: expected rounding="nearest", got "stochastic"')
+        native: Kernels
+        if comm is not None and comm.launches:
+            native = DeviceKernels(comm, options, table, MOMENTS)
+        else:
+            native = HostKernels(comm, options, table, MOMENTS)
+        return MuonKernels(native, sharers_of(comm, options.state), self)
+
+    def bind(
+        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+    ) -> None:
+        self.groups = groups
+        self.is_replicated = chunks == 1
+        self.matrices = [
+            Matrix(param, number, begin, end, layout.params[param])
+            for number, bucket in enumerate(layout.buckets)
+            for begin, end, param in bucket.segments
+            if groups[layout.params[param].group]["algorithm"] == "muon"
+        ]
+
+    def group_of(self, matrix: Matrix) -> Group:
+        """Returns the param group of a matrix."""
+        return self.groups[matrix.spec.group]
+
+    def states(
+        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
+    ) -> list[ParamState | None]:
+        def state(spec: ParamSpec, step: float) -> ParamState | None:
+            if not step:
+                return None
+            if groups[spec.group]["algorithm"] == "muon":
+                return ParamState({}, (MOMENTUM,))
+            return ParamState({"step": step}, MOMENTS)
+
+        return [state(spec, step) for spec, step in zip(layout.params, steps, strict=True)]
+
+    def to_torch(self, name: str, number: float) -> Any:
+        return self._adamw.to_torch(name, number)
+
+    def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
+        if group["algorithm"] == "adamw":
+            return self._adamw.from_torch(entry, _as_adamw(group))
+        if entry.get(MOMENTUM) is None:
+            raise ValueError(f"expected {MOMENTUM}, got {sorted(entry)}")
+        return ParamState({}, (MOMENTUM,))
+
+
+def _as_adamw(group: Group) -> dict[str, Any]:
+    more = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+    return {**group, **more, "eps": group["adamw_eps"]}
+
+
+def _check_matrix(param: Tensor, called: str) -> None:
+    if param.dim() != 2:
+        raise ArgumentError(
+            f"{called}: expected a matrix, got shape {tuple(param.shape)}: Muon orthogonalises "
+            'matrices. Put it in a group with "algorithm": "adamw", as muon_groups() does'
+        )
+    if is_distributed(param) and any(each.is_shard() for each in param.placements):  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"{called}: ranks of the mesh have parts of the matrix, which is orthogonalised whole. "
+            'Put it in a group with "algorithm": "adamw"'
+        )
+
+
+class Exchange:
+    """The way of directions to the owners of matrices, and of updates back.
+
+    Args:
+        matrices: those that step, in the same order on all ranks.
+        buckets: by number, those that they lie in.
+        sharers: the ranks that share the work; None for this one alone.
+        is_replicated: every rank has the directions of whole buckets, as at stage 0.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        buckets: Mapping[int, Bucket],
+        sharers: Communicator | None,
+        is_replicated: bool,
+    ) -> None:
+        self._matrices = matrices
+        self._sharers = sharers
+        self._is_replicated = is_replicated
+        ranks = 1 if sharers is None else sharers.world_size
+        self._ranks = range(ranks)
+        self._rank = 0 if sharers is None else sharers.rank
+        self._owners = owners_of([cost_of(each.spec.shape) for each in matrices], ranks)
+        # By matrix, the parts of it that the ranks have.
+        self._parts = [self._parts_of(each, buckets[each.bucket]) for each in matrices]
+
+    def _parts_of(self, matrix: Matrix, bucket: Bucket) -> list[slice | None]:
+        if self._sharers is None or self._is_replicated:
+            return [matrix.within(bucket.chunk)] * len(self._ranks)
+        return [matrix.within(chunk) for chunk in bucket.layout.chunks(self._sharers)]
+
+    def _is_whole(self, number: int) -> bool:
+        """Tells whether the owner of a matrix has all of its direction."""
+        part = self._parts[number][self._owners[number]]
+        return part == slice(0, self._matrices[number].spec.elems)
+
+    def updates(
+        self, pieces: Sequence[Tensor | None], group_of: Callable[[Matrix], Group]
+    ) -> list[tuple[Matrix, Tensor]]:
+        """Returns this rank's pieces of the updates, of the matrices that it has a part of.
+
+        Args:
+            pieces: bfloat16, by matrix, this rank's piece of its direction; None where it has none.
+            group_of: returns the param group of a matrix.
+        """
+        wholes = self._to_owners(pieces)
+        for number, direction in wholes.items():
+            matrix = self._matrices[number]
+            update = orthogonalized(matrix.spec.view(direction), group_of(matrix))
+            matrix.spec.view(direction).copy_(update)
+        back = self._from_owners(wholes, pieces)
+        return [(self._matrices[number], piece) for number, piece in back.items()]
+
+    def _mine(self) -> list[int]:
+        return [number for number, owner in enumerate(self._owners) if owner == self._rank]
+
+    def _to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Returns by number the whole directions of this rank's matrices, which may be changed."""
+        travels = [number for number in range(len(pieces)) if not self._is_whole(number)]
+        sent: list[list[Tensor]] = [[] for _ in self._ranks]
+        for number in travels:
+            piece = pieces[number]
+            if piece is not None:
+                sent[self._owners[number]].append(piece)
+        found: dict[int, Tensor] = {}
+        room: list[list[Tensor]] = [[] for _ in self._ranks]
+        for number in self._mine():
+            piece = pieces[number]
+            if self._is_whole(number):
+                assert piece is not None
+                found[number] = piece.clone()
+                continue
+            found[number] = self._empty(self._matrices[number].spec.elems)
+            for rank in self._ranks:
+                part = self._parts[number][rank]
+                if part is not None:
+                    room[rank].append(found[number][part])
+        self._all_to_all(room, sent)
+        return found
+
+    def _from_owners(
+        self, wholes: Mapping[int, Tensor], pieces: Sequence[Tensor | None]
+    ) -> dict[int, Tensor]:
+        """Returns by number this rank's pieces of the updates, which the owners have whole."""
+        sent: list[list[Tensor]] = [[] for _ in self._ranks]
+        for number, update in wholes.items():
+            for rank in self._ranks:
+                part = self._parts[number][rank]
+                if part is not None:
+                    sent[rank].append(update[part])
+        found: dict[int, Tensor] = {}
+        room: list[list[Tensor]] = [[] for _ in self._ranks]
+        for number, piece in enumerate(pieces):
+            if piece is not None:
+                found[number] = self._empty(piece.numel())
+                room[self._owners[number]].append(found[number])
+        self._all_to_all(room, sent)
+        return found
+
+    def _empty(self, elems: int) -> Tensor:
+        device = "cpu" if self._sharers is None else self._sharers.device
+        return torch.empty(elems, dtype=torch.bfloat16, device=device)
+
+    def _all_to_all(self, room: Sequence[list[Tensor]], sent: Sequence[list[Tensor]]) -> None:
+        """Fills the tensors of ``room[r]`` with those that rank r sends, in their order."""
+        outputs = [self._empty(sum(each.numel() for each in tensors)) for tensors in room]
+        inputs = [torch.cat(tensors) if tensors else self._empty(0) for tensors in sent]
+        if self._sharers is None or self._sharers.world_size == 1:
+            outputs = inputs
+        else:
+            self._sharers.all_to_all(outputs, inputs)
+        for output, tensors in zip(outputs, room, strict=True):
+            end = 0
+            for tensor in tensors:
+                begin, end = end, end + tensor.numel()
+                tensor.copy_(output[begin:end])
+
+
+class MuonKernels(Kernels):
+    """The step: AdamW's parameters by the native kernels, then all matrices together.
+
+    It reads on the host whether a step is skipped, and which parameters have gradients.
+    """
+
+    def __init__(self, native: Kernels, sharers: Communicator | None, rule: MuonRule) -> None:
+        super().__init__(native.alone, native.reducer)
+        self._native = native
+        self._sharers = sharers
+        self._rule = rule
+        self._told = Told()
+        # The buckets that this step has come to, and by their numbers the directions of the chunk.
+        self._buckets: dict[int, Bucket] = {}
+        self._directions: dict[int, Tensor] = {}
+        self._gathers = False
+
+    def forget(self) -> None:
+        self._native.forget()
+
+    def begin(self, table: StepTable) -> None:
+        self._told = Told.read(table)
+        self._buckets.clear()
+        self._native.begin(table)
+        # To the native kernels a matrix has no gradient.
+        matrices = [matrix.index for matrix in self._rule.matrices]
+        place = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
+        table.factors.view(torch.int32)[matrices, place] = 0
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        self._gathers = False
+        self._update(bucket, grad)
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        self._gathers = True
+        self._update(bucket, grad)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        own = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=grads.device)
+        words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=grads.device)
+        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
+        self.update_gather(bucket, own)
+
+    def _update(self, bucket: Bucket, grad: Tensor) -> None:
+        self._native.update_shard(bucket, grad)
+        if self._told.skips:
+            return
+        self._buckets[bucket.number] = bucket
+        for matrix in self._active():
+            if matrix.bucket == bucket.number:
+                self._direct(bucket, matrix, grad)
+
+    def _active(self) -> list[Matrix]:
+        return [each for each in self._rule.matrices if self._told.active[each.index]]
+
+    def _own(self, bucket: Bucket, matrix: Matrix, flat: Tensor) -> Tensor | None:
+        """Returns the piece of a matrix in a tensor of this rank's chunk, or None."""
+        part = matrix.within(bucket.chunk)
+        if part is None:
+            return None
+        shift = matrix.begin - bucket.chunk.begin
+        return flat[part.start + shift : part.stop + shift]
+
+    def _direct(self, bucket: Bucket, matrix: Matrix, grads: Tensor) -> None:
+        """Moves the momentum of this rank's piece of a matrix, and keeps its direction."""
+        given = self._own(bucket, matrix, grads)
+        momentum = self._own(bucket, matrix, bucket.state.moments[MOMENTUM])
+        if given is None or momentum is None:
+            return
+        if bucket.number not in self._directions:
+            self._directions[bucket.number] = torch.empty(
+                bucket.chunk.elems, dtype=torch.bfloat16, device=grads.device
+            )
+        direction = self._own(bucket, matrix, self._directions[bucket.number])
+        assert direction is not None
+        grad = given.to(torch.float32)
+        for factor in self._told.factors:
+            grad = grad * factor
+        group = self._rule.group_of(matrix)
+        momentum.lerp_(grad, 1 - group["momentum"])
+        direction.copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
+
+    def end(self) -> None:
+        if self._told.skips:
+            return
+        active = self._active()
+        pieces = [self._own_of(matrix) for matrix in active]
+        exchange = Exchange(active, self._buckets, self._sharers, self._rule.is_replicated)
+        for matrix, update in exchange.updates(pieces, self._rule.group_of):
+            self._apply(self._buckets[matrix.bucket], matrix, update)
+        self._directions.clear()
+        for bucket in self._buckets.values():
+            if self._gathers and self._sharers is not None:
+                gather_params(bucket, self._sharers)
+            else:
+                bucket.share()
+        self._native.end()
+
+    def _own_of(self, matrix: Matrix) -> Tensor | None:
+        """Returns the direction of this rank's piece of a matrix, or None."""
+        bucket = self._buckets[matrix.bucket]
+        if matrix.within(bucket.chunk) is None:
+            return None
+        return self._own(bucket, matrix, self._directions[matrix.bucket])
+
+    def _apply(self, bucket: Bucket, matrix: Matrix, update: Tensor) -> None:
+        master = bucket.state.master
+        values = self._own(bucket, matrix, bucket.own_params if master is None else master)
+        assert values is not None
+        group = self._rule.group_of(matrix)
+        values.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        values.add_(update, alpha=-adjusted_lr(group, matrix.spec.shape))
+        if master is not None:
+            rounded = self._own(bucket, matrix, bucket.own_params)
+            assert rounded is not None
+            rounded.copy_(values)
+
+
+def muon_groups(
+    module: nn.Module, adamw: Sequence[str] = (), **settings: Any
+) -> list[dict[str, Any]]:
+    """Returns param groups of a module's trainable parameters: matrices for Muon, others for AdamW.
+
+    Args:
+        module: the module.
+        adamw: names of parameters for AdamW although they are matrices, such as embeddings and the
+            head; a ``*`` stands for any characters of one part of a name.
+        settings: further entries of the group for AdamW, such as ``lr``.
+
+    Raises:
+        ArgumentError: a name of ``adamw`` names no trainable matrix.
+    """
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    matrices = [name for name, param in named if param.dim() == 2]
+    for pattern in adamw:
+        if not any(matches(pattern, name) for name in matrices):
+            raise ArgumentError(f"muon_groups: adamw: {pattern!r} names no trainable matrix")
+    chosen = {name for name in matrices if not any(matches(pattern, name) for pattern in adamw)}
+    muon = [param for name, param in named if name in chosen]
+    rest = [param for name, param in named if name not in chosen]
+    groups: list[dict[str, Any]] = [{"params": muon, "algorithm": "muon"}] if muon else []
+    return groups + ([{"params": rest, "algorithm": "adamw", **settings}] if rest else [])
+
+
+class Muon(ShardedOptimizer):
+    """Muon, and AdamW for what is no matrix of a hidden layer, sharded over a communicator.
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as
+    ``torch.optim.Muon`` has it; each matrix is orthogonalised by one rank. Otherwise as
+    :class:`ringcomm.optim.AdamW`, whose ``comm``, ``options``, ``loss_scaler`` and ``mesh`` it
+    takes. :func:`muon_groups` makes the groups of a module.
+
+    Args:
+        params: as torch takes them. Those of a group with ``"algorithm": "muon"``, the default, are
+            matrices. A group with ``"algorithm": "adamw"`` has any, and AdamW steps them with its
+            ``lr``, ``weight_decay``, ``betas`` and ``adamw_eps``.
+        lr: learning rate.
+        weight_decay: times lr, the fraction that each parameter loses.
+        momentum: decay of the momentum.
+        nesterov: orthogonalise Nesterov's momentum.
+        ns_coefficients: of the polynomial of an iteration.
+        eps: least norm that a direction is divided by.
+        ns_steps: number of iterations.
+        adjust_lr_fn: how the learning rate follows a matrix' shape: "original" (as None) or
+            "match_rms_adamw".
+        betas: of AdamW.
+        adamw_eps: of AdamW.
+        comm: see :class:`ringcomm.optim.AdamW`.
+        options: see there; master weights are FP32, rounding is to nearest, kernels are native.
+        loss_scaler: see there.
+        mesh: see there.
+
+    Raises:
+        ArgumentError: see there; or a parameter for Muon that is no matrix.
+        UnsupportedError: options that Muon has not; a matrix that ranks of a mesh divide.
+    """
+
+    def __init__(  # noqa: PLR0913 -- torch's signature
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        comm: CommArgument = None,
+        options: AdamWOptions | None = None,
+        loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+            "algorithm": "muon",
+        }
+        sharing = Sharing(comm, options, loss_scaler, mesh)
+        super().__init__(params, defaults, sharing, MuonRule())
