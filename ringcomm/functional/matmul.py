@@ -104,7 +104,7 @@ def _called(function: str, tensor: Tensor, weight: Tensor, group: Group) -> Tens
     # Each of the two needs a gradient on all ranks or on none, which is what this may compare.
     enter(function, weight, group)
     kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensor, weight = tensor.to(dtype), weight.to(dtype)
     operator = getattr(torch.ops.ringcomm, function)

@@ -54,7 +54,7 @@ def test_stages_that_save_into_one_root_are_told_so(tmp_path, monkeypatch):
     def meanwhile(path, entries):
         monkeypatch.setattr(checkpoints_module, "write_tensor_file", write)
         save_step(Checkpoints(tmp_path), 1)  # which removes what looks left over
-        return SavedFile(0, 0)
+        return SavedFile(0, "")
 
     monkeypatch.setattr(checkpoints_module, "write_tensor_file", meanwhile)
     with pytest.raises(CheckpointError, match="must save into another root"):
