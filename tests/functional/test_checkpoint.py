@@ -112,4 +112,5 @@ def test_a_compiler_goes_around_it():
             torch.compile(call, backend="eager", fullgraph=True)(tensor, comm)
         torch._dynamo.reset()
         torch.compile(call, backend="eager")(tensor, comm).backward()
+        assert tensor.grad is not None
         assert torch.equal(tensor.grad, 2 * torch.exp(torch.full((3,), 2.0)))

@@ -18,8 +18,7 @@ from ringcomm.errors import (
     UnsupportedError,
 )
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, commit
-from ringcomm.zero.checkpoint import checkpoints as checkpoints_module
-from ringcomm.zero.checkpoint.tensor_file import SavedFile
+from ringcomm.zero.checkpoint.tensor_file import SavedFile, write_tensor_file
 from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,
@@ -49,14 +48,14 @@ def test_a_folder_that_another_process_makes_meanwhile_is_a_folder(tmp_path, mon
 
 
 def test_stages_that_save_into_one_root_are_told_so(tmp_path, monkeypatch):
-    write = checkpoints_module.write_tensor_file
+    name = "ringcomm.zero.checkpoint.checkpoints.write_tensor_file"
 
     def meanwhile(path, entries):
-        monkeypatch.setattr(checkpoints_module, "write_tensor_file", write)
+        monkeypatch.setattr(name, write_tensor_file)
         save_step(Checkpoints(tmp_path), 1)  # which removes what looks left over
         return SavedFile(0, "")
 
-    monkeypatch.setattr(checkpoints_module, "write_tensor_file", meanwhile)
+    monkeypatch.setattr(name, meanwhile)
     with pytest.raises(CheckpointError, match="must save into another root"):
         save_step(Checkpoints(tmp_path), 2)
     assert_step(Checkpoints(tmp_path).reader(), 1)
