@@ -426,6 +426,10 @@ class Communicator(Collectives, Messages):
             Call(name, run, [tensor for call in calls for tensor in call.outputs]), async_op
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Copies of what has a communicator, such as a module, share it."""
+        return self
+
     def __enter__(self) -> Communicator:
         return self
 
