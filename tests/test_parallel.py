@@ -345,8 +345,8 @@ def what_one_rank_alone_has(rank: int, world_size: int) -> None:
     )
     told("rank 1 of", ArgumentError, plan=None)
     told(
-        r"the ranks differ\. Module 'head' is 'gather', .* on rank 0 of the mesh, and Module 'head' "
-        "is 'sequence', .* on rank 1",
+        r"the ranks differ\. Module 'head' is 'gather', .* on rank 0 of the mesh, "
+        "and Module 'head' is 'sequence', .* on rank 1",
         MismatchError,
         plan=PLAN | {"head": SEQUENCE},
     )

@@ -70,7 +70,7 @@ def all_gather_matmul(tensor: Tensor, weight: Tensor, group: Group = None) -> Te
         [world_size * n, m] or [batch, world_size * n, m], contiguous.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     return _called("all_gather_matmul", tensor, weight, group)
@@ -93,7 +93,7 @@ def matmul_reduce_scatter(tensor: Tensor, weight: Tensor, group: Group = None) -
         [n, m] or [batch, n, m], contiguous: rows rank * n and following.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     return _called("matmul_reduce_scatter", tensor, weight, group)
