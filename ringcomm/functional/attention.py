@@ -49,7 +49,7 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
 
     Args:
         length: tokens of the sequence; a multiple of the world size, of twice that with ``zigzag``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         zigzag: the rank has chunks r and 2 W - 1 - r of 2 W, and not chunk r of W.
 
     Returns:
@@ -97,7 +97,7 @@ def ring_attention(
         query: [batch, heads, n, dim]; n tokens on every rank.
         key: [batch, key heads, n, dim], where the key heads divide the heads.
         value: as ``key``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         is_causal: a token attends to itself and to those before it in the sequence.
         scale: of the scores; None is 1 / sqrt(dim).
         zigzag: the tokens are in the order of :func:`context_positions` with ``zigzag``, in which a
@@ -110,9 +110,7 @@ def ring_attention(
             gradients are to be differentiated.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    place = place_of(group, named("ring_attention"))
-    _check(place, "ring_attention", query, key, value)
-    _check_options(place, "ring_attention", query, scale, zigzag)
+    _checked("ring_attention", group, query, key, value, zigzag, scale)
     key_of_group, world_size = enter("ring_attention", query, group)
     form = (is_causal, zigzag, scale, key_of_group, world_size)
     result: Tensor = torch.ops.ringcomm.ring_attention(query, key, value, *form)[0]
@@ -136,7 +134,7 @@ def ulysses_attention(
         key: [batch, key heads, n, dim], where the key heads divide the heads; where there are fewer
             key heads than ranks they must divide the world size, and are copied.
         value: as ``key``.
-        group: a Communicator; None means the default group.
+        group: a Communicator, process group of the backend or mesh; None means the default group.
         is_causal: as of :func:`ring_attention`.
         scale: as of :func:`ring_attention`.
         zigzag: as of :func:`ring_attention`; here it changes nothing but the order.
@@ -146,9 +144,7 @@ def ulysses_attention(
         MismatchError: on the host: the ranks' options differ.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    place = place_of(group, named("ulysses_attention"))
-    _check(place, "ulysses_attention", query, key, value)
-    _check_options(place, "ulysses_attention", query, scale, zigzag)
+    place = _checked("ulysses_attention", group, query, key, value, zigzag, scale)
     key_of_group, world_size = enter("ulysses_attention", query, group)
     form = (is_causal, zigzag, scale, key_of_group, world_size)
     torch.ops.ringcomm.same_options(query.detach(), *form)
@@ -219,7 +215,17 @@ def _head(function: str, place: Place) -> str:
     return where(named(function), rank, world_size)
 
 
-def _check(place: Place, function: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _checked(
+    function: str,
+    group: Group,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    zigzag: bool,
+    scale: float | None,
+) -> Place:
+    """Where a call is whose tensors fit it and each other; traceable."""
+    place = place_of(group, named(function))
     head = _head(function, place)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.numel():
@@ -244,20 +250,13 @@ def _check(place: Place, function: str, query: Tensor, key: Tensor, value: Tenso
         raise ArgumentError(
             f"{head}: expected key heads that divide the {heads} heads, got {key.size(1)}"
         )
-
-
-def _check_options(
-    place: Place, function: str, query: Tensor, scale: float | None, zigzag: bool
-) -> None:
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise ArgumentError(
-            f"{_head(function, place)}: scale: expected a number or None, got {scale!r:.80}"
-        )
     if zigzag and query.size(2) % 2:
         raise ArgumentError(
-            f"{_head(function, place)}: expected an even number of tokens with zigzag, got "
-            f"{query.size(2)}"
+            f"{head}: expected an even number of tokens with zigzag, got {query.size(2)}"
         )
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ArgumentError(f"{head}: scale: expected a number or None, got {scale!r:.80}")
+    return place
 
 
 class _Form(NamedTuple):
