@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from ringcomm.c10d.comm_argument import find_communicator
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, where
+from ringcomm.comm.objects import all_gather_object
+from ringcomm.errors import ArgumentError, MismatchError, where
 from ringcomm.functional import (
     all_gather_matmul,
     join_sequence,
@@ -67,6 +69,8 @@ WHOLE = "whole"
 KINDS = (COLUMN, ROW, SEQUENCE, SPLIT, GATHER, WHOLE)
 
 _OPERATION = "parallelize"
+# What zero.shard() leaves on a module; zero stands above this file.
+_ENGINE = "_ringcomm_engine"
 
 
 def _local(param: Any, *, adds_up: bool = False) -> Tensor:
@@ -106,8 +110,20 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Collective."""
+        _check_features(self, input, self.in_features // self.group.world_size)
         out = matmul_reduce_scatter(input, _local(self.weight).mT, self.group)
         return out if self.bias is None else out + _local(self.bias, adds_up=True)
+
+
+def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
+    """Raises where the layer before is divided and this one is not, or the other way round."""
+    if input.size(-1) != features:
+        raise ArgumentError(
+            f"{type(layer).__name__}({layer.extra_repr()}): expected {features} features on this "
+            f"rank, got {input.size(-1)}. After a layer that is {COLUMN!r} comes one that is "
+            f"{ROW!r}, and before {ROW!r} one that is {COLUMN!r}; heads must name all attributes "
+            "that count heads"
+        )
 
 
 class _OnParts(nn.Module):
@@ -117,6 +133,8 @@ class _OnParts(nn.Module):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, nn.Linear) and args:
+            _check_features(self, args[0], self.in_features)
         held = dict(self._parameters)
         local: Any = {
             name: _local(param, adds_up=True) for name, param in held.items() if param is not None
@@ -144,7 +162,8 @@ def parallelize(
 
     Parameters that ``plan`` makes column-parallel, row-parallel, sequence or gather become DTensors
     with the values of the mesh's first rank. The modules stay the same objects, with other classes.
-    Call it before ``ringcomm.zero.shard``, and before an optimizer is made.
+    Call it before ``ringcomm.zero.shard``, and before an optimizer is made, which would go on with
+    the parameters that were there before.
 
     Args:
         model: its parameters are plain tensors, perhaps on the meta device.
@@ -159,19 +178,22 @@ def parallelize(
         ``model``.
 
     Raises:
-        ArgumentError: the plan does not fit the model, or the model the mesh; all that is wrong is
-            named, on all ranks, and nothing was changed.
+        ArgumentError: the plan does not fit the model, or the model the mesh, on any rank; all that
+            is wrong is named, on all ranks, and nothing was changed.
+        MismatchError: the ranks' models or plans differ; on all ranks, and nothing was changed.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"{_OPERATION}: mesh: expected a DeviceMesh of one dimension, such as mesh['tp'], got "
+            f"{mesh!r:.80}"
+        )
     group = find_communicator(mesh, _OPERATION, None)
     if group is None:
         group = Communicator.from_store(HashStore(), 0, 1, name=_OPERATION)
     found = _Plan(model, group.world_size)
-    found.read(plan, heads or {})
-    if found.wrong:
-        raise ArgumentError(
-            f"{where(_OPERATION, group.rank, group.world_size)}: " + "; ".join(found.wrong)
-        )
+    found.read(plan, {} if heads is None else heads)
+    _check_agreement(found, group)
     _apply(found, group, mesh)
     return model
 
@@ -196,6 +218,13 @@ class _Plan:
 
     def read(self, plan: Mapping[str, str], heads: Mapping[str, Sequence[str]]) -> None:
         """Fills in what a user gave."""
+        for argument, given in (("plan", plan), ("heads", heads)):
+            if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
+                self.wrong.append(
+                    f"{argument}: expected a dict by names of modules, got {given!r:.80}"
+                )
+        if self.wrong:
+            return
         for pattern, kind in plan.items():
             if kind not in KINDS:
                 self.wrong.append(f"plan[{pattern!r}]: expected one of {_kinds()}, got {kind!r}")
@@ -251,6 +280,12 @@ class _Plan:
             self.divided.append((module, attribute))
 
     def _check_parameters(self) -> None:
+        if any(hasattr(module, _ENGINE) for module in self.model.modules()):
+            self.wrong.append(
+                "model: expected one that is not sharded yet, got one after zero.shard(); call "
+                f"{_OPERATION} first"
+            )
+            return
         unnamed: list[str] = []
         of_others: list[str] = []
         kinds: dict[nn.Parameter, tuple[str, str]] = {}
@@ -267,6 +302,7 @@ class _Plan:
                     self.wrong.append(
                         f"plan: {before[1]!r} and {name!r} share a parameter, of which the former "
                         f"is {self.kind_of(before[1])!r} and the latter {kind!r}"
+                        + _for_tied(before[0], _group_of(kind))
                     )
         if unnamed:
             self.wrong.append(
@@ -279,6 +315,24 @@ class _Plan:
                 f"expected parameters that are plain tensors, got DTensors in {some(of_others)}"
             )
 
+    def describe(self) -> list[list[Any]]:
+        """Returns what all ranks must have alike, as plain data: modules, kinds, parameters."""
+        counts: dict[int, dict[str, int]] = {}
+        for module, attribute in self.divided:
+            counts.setdefault(id(module), {})[attribute] = getattr(module, attribute)
+        return [
+            [
+                name,
+                self.kind_of(name),
+                counts.get(id(module), {}),
+                [
+                    [each, list(param.shape), str(param.dtype), param.requires_grad]
+                    for each, param in module.named_parameters(recurse=False)
+                ],
+            ]
+            for name, module in self.model.named_modules()
+        ]
+
     def kind_of(self, name: str) -> str | None:
         """Returns the kind of the nearest module around one that the plan names."""
         while name not in self.kinds:
@@ -288,6 +342,37 @@ class _Plan:
         return self.kinds[name]
 
 
+def _check_agreement(found: _Plan, group: Communicator) -> None:
+    """Raises on all ranks what is wrong on any, or what differs; collective."""
+    everyone: list[Any] = [None] * group.world_size
+    all_gather_object(everyone, [found.wrong, found.describe()], group)
+    head = where(_OPERATION, group.rank, group.world_size)
+    if found.wrong:
+        raise ArgumentError(f"{head}: " + "; ".join(found.wrong))
+    for rank, (wrong, _) in enumerate(everyone):
+        if wrong:
+            raise ArgumentError(
+                f"{head}: rank {rank} of the mesh was given something wrong: {'; '.join(wrong)}"
+            )
+    first = everyone[0][1]
+    for rank, (_, modules) in enumerate(everyone):
+        for mine, theirs in zip_longest(first, modules):
+            if mine != theirs:
+                raise MismatchError(
+                    f"{head}: the ranks differ. {_in_words(mine)} on rank 0 of the mesh, and "
+                    f"{_in_words(theirs)} on rank {rank}. Give all ranks the same model, plan and "
+                    "heads"
+                )
+
+
+def _in_words(described: list[Any] | None) -> str:
+    if described is None:
+        return "There is no further module"
+    name, kind, counts, params = described
+    heads = f", with the heads {counts}" if counts else ""
+    return f"Module {name!r} is {kind!r}{heads}, with the parameters {params}"
+
+
 def _kinds() -> str:
     return ", ".join(map(repr, KINDS))
 
@@ -295,6 +380,53 @@ def _kinds() -> str:
 def _group_of(kind: str) -> str:
     """Returns a kind whose parameters lie as those of ``kind`` do."""
     return {SPLIT: WHOLE, GATHER: SEQUENCE}.get(kind, kind)
+
+
+def _for_tied(first: str, second: str) -> str:
+    """Returns what to do where an embedding and a head share a weight."""
+    if {first, second} != {WHOLE, SEQUENCE}:
+        return ""
+    return (
+        f"; where an embedding that is {SPLIT!r} and a head share their weight, let the last "
+        f"module before the head, such as a norm, be {GATHER!r} and the head {WHOLE!r}"
+    )
+
+
+class _Region:
+    """Between a split and a gather: finds modules there that are taken for those outside.
+
+    Attributes:
+        tokens: all sizes but the last of what the split gave in this forward, or None.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: torch.Size | None = None
+
+    def watch(self, found: _Plan) -> None:
+        """Hooks onto the modules that are "whole", and to the begin and the end of a forward."""
+        found.model.register_forward_pre_hook(self._forget)
+        found.model.register_forward_hook(self._forget)
+        for name, module in found.model.named_modules():
+            has_own = any(True for _ in module.parameters(recurse=False))
+            if has_own and _group_of(found.kind_of(name) or "") == WHOLE:
+                module.register_forward_pre_hook(partial(self._check, name))
+
+    def _forget(self, *_: Any) -> None:
+        self.tokens = None
+
+    def remember(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """A hook, after the one that splits."""
+        self.tokens = output.shape[:-1]
+
+    def _check(self, name: str, module: nn.Module, args: Any) -> None:
+        if self.tokens is None or not args or not isinstance(args[0], Tensor):
+            return
+        if args[0].shape[:-1] == self.tokens:
+            raise ArgumentError(
+                f"{_OPERATION}: {name!r}: expected a module that is {WHOLE!r} to be called before "
+                f"{SPLIT!r} or after {GATHER!r}, got it called with a rank's tokens, of which its "
+                f"gradients would be parts that nobody adds; it is {SEQUENCE!r}"
+            )
 
 
 def _apply(found: _Plan, group: Communicator, mesh: DeviceMesh) -> None:
@@ -315,11 +447,16 @@ def _apply(found: _Plan, group: Communicator, mesh: DeviceMesh) -> None:
         elif _group_of(kind) == SEQUENCE and any(True for _ in module.parameters(recurse=False)):
             own_kind: type = type(module)
             module.__class__ = _on_parts(own_kind)
+    region = _Region()
     for name, kind in found.kinds.items():
         if kind in (SPLIT, GATHER):
             call = split_sequence if kind == SPLIT else join_sequence
             hook = partial(_change_output, call, group)
-            found.model.get_submodule(name).register_forward_hook(hook)
+            module = found.model.get_submodule(name)
+            module.register_forward_hook(hook)
+            if kind == SPLIT and group.world_size > 1:
+                module.register_forward_hook(region.remember)
+    region.watch(found)
     for module, attribute in found.divided:
         setattr(module, attribute, getattr(module, attribute) // group.world_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringcomm import functional, zero
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
 from ringcomm.parallel import (
     COLUMN,
@@ -302,7 +303,20 @@ def refusals(rank: int, world_size: int) -> None:
     )
     tied = Model()
     tied.head.weight = tied.first.weight
-    refused("'first' and 'head' share a parameter, of which the former is 'whole'", tied, PLAN)
+    refused(
+        "'first' and 'head' share a parameter, of which the former is 'whole'.*"
+        "before the head, such as a norm, be 'gather' and the head 'whole'",
+        tied,
+        PLAN,
+    )
+    for plan in (None, ["first"], {1: WHOLE}):
+        refused("plan: expected a dict by names of modules, got", Model(), plan)  # type: ignore[arg-type]
+    refused("heads: expected a dict", Model(), PLAN, heads=["attention"])
+    sharded = zero.shard(Model(), 2, comm=mesh)
+    refused(r"expected one that is not sharded yet, got one after zero\.shard", sharded, PLAN)
+    for wrong in (None, mesh.get_group()):
+        with pytest.raises(ArgumentError, match="mesh: expected a DeviceMesh of one dimension"):
+            parallelize(Model(), PLAN, wrong)  # type: ignore[arg-type]
     again = parallelize(Model(), PLAN, mesh)
     with pytest.raises(ArgumentError, match=r"expected an nn\.Linear as 'column', got ColumnPara"):
         parallelize(again, PLAN, mesh)
@@ -312,3 +326,89 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_refusals(rank_pools):
     rank_pools(2).run(refusals)
+
+
+def what_one_rank_alone_has(rank: int, world_size: int) -> None:
+    """All ranks are told, and go on."""
+    mesh = mesh_of(1, world_size)["tp"]
+
+    def told(says: str, error: type[Exception], **of_last: Any) -> None:
+        given = {"model": Model(), "plan": PLAN, "heads": {}}
+        with pytest.raises(error, match=says):
+            parallelize(**(given | (of_last if rank else {})), mesh=mesh)  # type: ignore[arg-type]
+
+    wrong = r"plan\['nothing'\]: expected the name of a module"
+    told(
+        f"(rank 1 of the mesh was given something wrong|rank 1 of 2): {wrong}",
+        ArgumentError,
+        plan=PLAN | {"nothing": ROW},
+    )
+    told("rank 1 of", ArgumentError, plan=None)
+    told(
+        r"the ranks differ\. Module 'head' is 'gather', .* on rank 0 of the mesh, "
+        "and Module 'head' is 'sequence', .* on rank 1",
+        MismatchError,
+        plan=PLAN | {"head": SEQUENCE},
+    )
+    other = Model()
+    other.head = nn.Linear(6, 7)
+    told(r"'head'.*\[5, 6\].*\[7, 6\].* on rank 1", MismatchError, model=other)
+    other = Model()
+    other.head.more = nn.LayerNorm(6)
+    told("There is no further module on rank 0.* 'head.more'", MismatchError, model=other)
+    other.first.heads = 4  # type: ignore[assignment]
+    told("differ", MismatchError, model=other, heads={"first": "heads"})
+
+
+def test_what_one_rank_alone_has(rank_pools):
+    rank_pools(2).run(what_one_rank_alone_has)
+
+
+def what_a_forward_finds(rank: int, world_size: int) -> None:
+    """Plans that only a forward can tell to be wrong, which would go on with wrong gradients."""
+    mesh = mesh_of(1, world_size)["tp"]
+    rows = {name: kind for name, kind in PLAN.items() if not name.endswith("down")}
+    with pytest.raises(
+        ArgumentError, match=r"in_features=8.*expected 8 features .*, got 4\. After"
+    ):
+        parallelize(Model(), rows, mesh)(batch())
+    columns = {name: kind for name, kind in PLAN.items() if not name.endswith("up")}
+    with pytest.raises(ArgumentError, match=r"RowParallelLinear.*expected 4 features .*, got 8"):
+        parallelize(Model(), columns, mesh)(batch())
+
+    def with_norm(kind: str) -> Model:
+        model = Model()
+        model.blocks.append(nn.LayerNorm(6))
+        kinds = dict.fromkeys(("blocks.0", "blocks.1"), SEQUENCE) | {"blocks.2": kind}
+        plan = {name: each for name, each in PLAN.items() if name != "blocks.*"} | kinds
+        parallelize(model, plan, mesh)
+        return model
+
+    with pytest.raises(
+        ArgumentError, match=r"'blocks\.2': expected a module that is 'whole' to be"
+    ):
+        with_norm(WHOLE)(batch())
+    model = with_norm(SEQUENCE)
+    model(batch())
+    # As many tokens as a rank had before: a forward knows nothing of the one before.
+    model(batch()[:, :2])
+
+
+def test_what_a_forward_finds(rank_pools):
+    rank_pools(2).run(what_a_forward_finds)
+
+
+def a_copy_goes_its_own_way(rank: int, world_size: int) -> None:
+    """As that of an average of the weights does; it shares the communicator alone."""
+    model = parallelize(Model(), PLAN, mesh_of(1, world_size)["tp"])
+    copied = copy.deepcopy(model)
+    before = copied(batch())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    same(copied(batch()), before)
+    assert not torch.equal(model(batch()), before)
+
+
+def test_a_copy_goes_its_own_way(rank_pools):
+    rank_pools(2).run(a_copy_goes_its_own_way)

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
-from ringcomm.errors import ArgumentError, MismatchError, RingcommError, where
+from ringcomm.errors import (
+    ArgumentError,
+    MismatchError,
+    RingcommError,
+    UnsupportedError,
+    where,
+)
 
 #: The axes that a mesh may have, from the outermost to the innermost: the further in, the more
 #: often its ranks exchange something. Stages of a pipeline send activations, replicas sum gradients
@@ -33,8 +39,9 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
             An axis of one rank is an axis, too.
 
     Raises:
-        ArgumentError: there is no such axis, or the sizes do not multiply to the number of ranks;
-            on all ranks alike.
+        ArgumentError: there is no such axis, or the sizes do not multiply to the number of ranks,
+            on all ranks alike; or no such device.
+        UnsupportedError: the device is "cuda", and torch finds none.
         MismatchError: the ranks ask for different axes.
         RingcommError: there is no default group of ``torch.distributed``.
     """
@@ -47,6 +54,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     assert group is not None
     _check_same(axes, group)
     sizes = _sizes(axes, group.rank(), group.size())
+    _check_device(device, group)
     nodes = _nodes(group)
     ranks = sorted(range(group.size()), key=lambda rank: (nodes[rank], rank))
     grid = torch.tensor(ranks, dtype=torch.int, device="cpu").view(*sizes.values())
@@ -71,6 +79,16 @@ def _check_same(axes: dict[str, int], group: dist.ProcessGroup) -> None:
                 f"{where('Mesh', group.rank(), group.size())}: the ranks ask for different axes: "
                 f"rank 0 for {_named(found[0])}, rank {rank} for {_named(theirs)}"
             )
+
+
+def _check_device(device: str | None, group: dist.ProcessGroup) -> None:
+    head = where("Mesh", group.rank(), group.size())
+    if device not in (None, "cpu", "cuda"):
+        raise ArgumentError(f"{head}: device: expected 'cpu', 'cuda' or None, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"{head}: device: expected 'cpu', since torch finds no GPU in this process, got 'cuda'"
+        )
 
 
 def _named(asked: list[int]) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Collectives(CallEngine):
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         if not (async_op or kernels or self._queue.pending or self._kernels):
@@ -95,7 +95,7 @@ class Collectives(CallEngine):
         """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("reduce")
@@ -136,7 +136,7 @@ class Collectives(CallEngine):
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         if not (async_op or kernels or self._queue.pending or self._kernels):
@@ -211,7 +211,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("reduce_scatter")
@@ -263,7 +263,7 @@ class Collectives(CallEngine):
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         if not (async_op or kernels or self._queue.pending or self._kernels):
@@ -322,7 +322,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         return self.start_call(self._all_gather_list_call(tensor_list, tensor), async_op)
@@ -378,7 +378,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("gather")
@@ -417,7 +417,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("broadcast")
@@ -451,7 +451,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("scatter")
@@ -494,7 +494,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("all_to_all")
@@ -553,7 +553,7 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("all_to_all_single")

@@ -327,7 +327,7 @@ class Communicator(Collectives, Messages):
         """Calls :meth:`all_reduce` for each tensor, in place; shapes and dtypes may differ.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checked = self.checks("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
@@ -343,7 +343,7 @@ class Communicator(Collectives, Messages):
         """Calls :meth:`all_gather_into_tensor` for each pair.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("all_gather_coalesced")
@@ -367,7 +367,7 @@ class Communicator(Collectives, Messages):
             async_op: return a Work at once instead of waiting.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("all_gather_coalesced")
@@ -394,7 +394,7 @@ class Communicator(Collectives, Messages):
         """Calls :meth:`reduce_scatter_tensor` for each pair.
 
         Raises:
-            ArgumentError: bad argument; no peer was disturbed.
+            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         checks = self.checks("reduce_scatter_coalesced")
@@ -425,6 +425,10 @@ class Communicator(Collectives, Messages):
         return self.start_call(
             Call(name, run, [tensor for call in calls for tensor in call.outputs]), async_op
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Copies of what has a communicator, such as a module, share it."""
+        return self
 
     def __enter__(self) -> Communicator:
         return self

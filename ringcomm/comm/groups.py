@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store
 
 from ringcomm import cuda
@@ -66,13 +67,27 @@ def thread_default(communicator: Communicator) -> Iterator[None]:
 
 def default_communicator(operation: str) -> Communicator:
     """Returns the communicator that ``group=None`` means; raises when there is none."""
-    communicator = _thread.communicator or _process
+    communicator = _thread.communicator or _process or _of_torchs_default()
     if communicator is None:
         raise RingcommError(
-            f"{operation}: expected a default group, but there is none; call "
-            "ringcomm.init_process_group() first, or run inside LocalWorld.run()"
+            f"{operation}: expected a default group, but there is none"
+            f"{_torchs_default_in_words()}; call ringcomm.init_process_group() first, or "
+            'torch.distributed.init_process_group("ringcomm"), or run inside LocalWorld.run()'
         )
     return communicator
+
+
+def _of_torchs_default() -> Communicator | None:
+    """Returns the communicator of the default group of ``torch.distributed``, if it has one."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    behind = getattr(group, "communicator", None)
+    return behind if isinstance(behind, Communicator) else None
+
+
+def _torchs_default_in_words() -> str:
+    if not dist.is_initialized():
+        return ""
+    return f" of ringcomm, and that of torch.distributed is of the backend {dist.get_backend()!r}"
 
 
 def communicator_of(group: Any, operation: str) -> Communicator:
@@ -88,14 +103,16 @@ def communicator_of(group: Any, operation: str) -> Communicator:
         return _thread.communicator or default_communicator(operation)
     if isinstance(group, Communicator):
         return group
-    if isinstance(group, _NonMember):
-        rank = default_communicator(operation).rank
+    # What new_group() of torch, or of ringcomm, returns on ranks outside of the group.
+    of_torch = type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER
+    if of_torch or isinstance(group, _NonMember):
+        rank = dist.get_rank() if of_torch else default_communicator(operation).rank
         raise ArgumentError(
             f"{operation} on rank {rank}: expected a group that this rank is in, got "
             "GroupMember.NON_GROUP_MEMBER; only members may call"
         )
     if callable(getattr(group, "get_group", None)):
-        return _of_mesh(group, operation)
+        return communicator_of(group_of_mesh(group, operation), operation)
     behind = getattr(group, "communicator", None)
     if isinstance(behind, Communicator):
         return behind
@@ -105,14 +122,19 @@ def communicator_of(group: Any, operation: str) -> Communicator:
     )
 
 
-def _of_mesh(mesh: Any, operation: str) -> Communicator:
+def group_of_mesh(mesh: DeviceMesh, operation: str) -> ProcessGroup:
+    """Returns the process group of a mesh; traceable.
+
+    Raises:
+        ArgumentError: the mesh has several dimensions.
+    """
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("tp",)
         raise ArgumentError(
             f"{operation}: expected a DeviceMesh of one dimension as the group, such as "
             f"mesh[{names[-1]!r}], got one of {mesh.ndim}"
         )
-    return communicator_of(mesh.get_group(), operation)
+    return mesh.get_group()
 
 
 def is_available() -> bool:
@@ -227,6 +249,11 @@ def destroy_process_group(group: Group = None) -> None:
     """
     global _process
     communicator = communicator_of(group, "destroy_process_group")
+    if group is None and not is_initialized():
+        raise ArgumentError(
+            "destroy_process_group: the default group is that of torch.distributed; call "
+            "torch.distributed.destroy_process_group()"
+        )
     if group is None and communicator is _thread.communicator:
         raise ArgumentError(
             "destroy_process_group: the default group of a LocalWorld's thread belongs to the "

@@ -24,6 +24,7 @@ problem and another order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,10 +33,10 @@ import torch.nn.functional as F
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import P2POp, batch_isend_irecv, irecv, isend
-from ringcomm.comm.groups import Group, communicator_of
-from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.comm.groups import Group
+from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
 from ringcomm.functional.collectives import all_to_all, enter, library, named, register
-from ringcomm.functional.traced_groups import find
+from ringcomm.functional.traced_groups import Place, find, place_of
 
 Tensor = torch.Tensor
 
@@ -57,14 +58,15 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
     Raises:
         ArgumentError: a length that the ranks cannot share.
     """
-    comm = communicator_of(group, named("context_positions"))
-    chunks = comm.world_size * (2 if zigzag else 1)
-    if length < 1 or length % chunks:
+    place = place_of(group, named("context_positions"))
+    _, rank, world_size = place
+    chunks = world_size * (2 if zigzag else 1)
+    if not isinstance(length, int) or length < 1 or length % chunks:
         raise ArgumentError(
-            f"{_head('context_positions', comm)}: length: expected a positive multiple of {chunks}"
-            f"{' (twice the world size, for zigzag)' if zigzag else ''}, got {length}; pad it"
+            f"{_head('context_positions', place)}: length: expected a positive multiple of {chunks}"
+            f"{' (twice the world size, for zigzag)' if zigzag else ''}, got {length!r}; pad it"
         )
-    return _positions(length, comm.world_size, comm.rank, zigzag)
+    return _positions(length, world_size, rank, zigzag)
 
 
 def _positions(length: int, world_size: int, rank: int, zigzag: bool) -> Tensor:
@@ -103,10 +105,12 @@ def ring_attention(
 
     Raises:
         ArgumentError: tensors of other shapes, dtypes or devices than these.
-        UnsupportedError: on a GPU, another dtype than bfloat16 and float16.
+        MismatchError: the ranks' shapes or, on the host, options differ.
+        UnsupportedError: on a GPU, another dtype than bfloat16 and float16; and in backward, if the
+            gradients are to be differentiated.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    _checked("ring_attention", group, query, key, value, zigzag)
+    _checked("ring_attention", group, query, key, value, zigzag, scale)
     key_of_group, world_size = enter("ring_attention", query, group)
     form = (is_causal, zigzag, scale, key_of_group, world_size)
     result: Tensor = torch.ops.ringcomm.ring_attention(query, key, value, *form)[0]
@@ -137,14 +141,17 @@ def ulysses_attention(
 
     Raises:
         ArgumentError: tensors of other shapes, dtypes or devices than these.
+        MismatchError: on the host: the ranks' options differ.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    comm = _checked("ulysses_attention", group, query, key, value, zigzag)
-    world_size = comm.world_size
-    key, value = (_for_all_ranks(comm, each) for each in (key, value))
+    place = _checked("ulysses_attention", group, query, key, value, zigzag, scale)
+    key_of_group, world_size = enter("ulysses_attention", query, group)
+    form = (is_causal, zigzag, scale, key_of_group, world_size)
+    torch.ops.ringcomm.same_options(query.detach(), *form)
+    key, value = (_for_all_ranks(world_size, each) for each in (key, value))
     if query.size(1) % world_size or key.size(1) % world_size:
         raise ArgumentError(
-            f"{_head('ulysses_attention', comm)}: expected heads and key heads that {world_size} "
+            f"{_head('ulysses_attention', place)}: expected heads and key heads that {world_size} "
             f"ranks divide, got {query.size(1)} and {key.size(1)}; use ring_attention"
         )
     tokens = query.size(2)
@@ -155,7 +162,9 @@ def ulysses_attention(
     if order is not None:
         exchanged = exchanged.index_select(2, order.argsort())
     query, key, value = torch.split(exchanged, heads, 1)
-    gqa = heads[0] != heads[1]
+    gqa = False
+    if heads[0] != heads[1]:  # a branch, since to a compiler the comparison may be a symbol
+        gqa = True
     result = F.scaled_dot_product_attention(
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa
     )
@@ -170,12 +179,12 @@ def _order(world_size: int, tokens: int) -> Tensor:
     return torch.cat([_positions(length, world_size, rank, True) for rank in range(world_size)])
 
 
-def _for_all_ranks(comm: Communicator, tensor: Tensor) -> Tensor:
+def _for_all_ranks(world_size: int, tensor: Tensor) -> Tensor:
     """Copies heads of keys or values until there is one for each rank, where that works out."""
     heads = tensor.size(1)
-    if heads >= comm.world_size or comm.world_size % heads:
+    if heads >= world_size or world_size % heads:
         return tensor
-    return tensor.repeat_interleave(comm.world_size // heads, 1)
+    return tensor.repeat_interleave(world_size // heads, 1)
 
 
 def _divided(tensor: Tensor, dim: int, first: int) -> Tensor:
@@ -201,16 +210,23 @@ def _heads_for_tokens(tensor: Tensor, world_size: int, group: Group) -> Tensor:
     return came.movedim(0, 1).flatten(1, 2)
 
 
-def _head(function: str, comm: Communicator) -> str:
-    return where(named(function), comm.rank, comm.world_size)
+def _head(function: str, place: Place) -> str:
+    _, rank, world_size = place
+    return where(named(function), rank, world_size)
 
 
 def _checked(
-    function: str, group: Group, query: Tensor, key: Tensor, value: Tensor, zigzag: bool
-) -> Communicator:
-    """The communicator of a call whose tensors fit it and each other."""
-    comm = communicator_of(group, named(function))
-    head = _head(function, comm)
+    function: str,
+    group: Group,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    zigzag: bool,
+    scale: float | None,
+) -> Place:
+    """Where a call is whose tensors fit it and each other; traceable."""
+    place = place_of(group, named(function))
+    head = _head(function, place)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.numel():
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
@@ -238,7 +254,9 @@ def _checked(
         raise ArgumentError(
             f"{head}: expected an even number of tokens with zigzag, got {query.size(2)}"
         )
-    return comm
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ArgumentError(f"{head}: scale: expected a number or None, got {scale!r:.80}")
+    return place
 
 
 class _Form(NamedTuple):
@@ -254,6 +272,35 @@ def _form_of(
     is_causal: bool, zigzag: bool, scale: float | None, group: str, world_size: int
 ) -> _Form:
     return _Form(find(group, world_size, named("ring_attention")), is_causal, zigzag, scale)
+
+
+def _check_same(form: _Form, function: str) -> None:
+    """Compares the options of all ranks; collective on the host.
+
+    Ranks whose tensors have the same shapes would else go on with wrong results. On a device nobody
+    waits to compare.
+
+    Raises:
+        MismatchError: they differ; on all ranks.
+    """
+    comm = form.comm
+    if comm.world_size == 1 or comm.launches:
+        return
+    scale = math.nan if form.scale is None else form.scale
+    mine = torch.tensor([form.is_causal, form.zigzag, scale], dtype=torch.float64, device="cpu")
+    everyone = torch.empty(comm.world_size, 3, dtype=torch.float64, device="cpu")
+    comm.all_gather_into_tensor(everyone, mine)
+    said = [
+        f"is_causal={bool(is_causal)}, zigzag={bool(zigzag)}, "
+        f"scale={None if math.isnan(scale) else scale}"
+        for is_causal, zigzag, scale in everyone.tolist()
+    ]
+    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"{where(named(function), comm.rank, comm.world_size)}: expected the same options on "
+            f"all ranks, got {said[0]} on rank 0 and {said[other]} on rank {other}"
+        )
 
 
 class _Part(NamedTuple):
@@ -306,6 +353,7 @@ def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Ten
 
 def _ring_attention(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
     asked = _form_of(*form)
+    _check_same(asked, "ring_attention")
     comm, tokens = asked.comm, query.size(2)
     keys = torch.stack((key, value))
     merged: tuple[Tensor, Tensor] | None = None
@@ -402,6 +450,34 @@ register(
 )
 torch.library.register_autograd(
     "ringcomm::ring_attention", _gradients, setup_context=_remember, lib=library
+)
+
+
+def _no_second_gradients(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError(
+        "functional.ring_attention: expected to be differentiated once, got a gradient of its "
+        "gradient; ulysses_attention has those where torch's attention has"
+    )
+
+
+torch.library.register_autograd(
+    "ringcomm::ring_attention_backward", _no_second_gradients, lib=library
+)
+
+
+# ulysses_attention exchanges tensors by operators that do not know what a rank does with them.
+
+
+def _same_options(query: Tensor, *form: Any) -> Tensor:
+    _check_same(_form_of(*form), "ulysses_attention")
+    return query.new_empty(0)
+
+
+register(
+    "same_options",
+    f"(Tensor query, {_FORM}) -> Tensor",
+    _same_options,
+    lambda query, *_: query.new_empty(0),
 )
 
 

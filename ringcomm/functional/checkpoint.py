@@ -21,6 +21,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError, MismatchError, where
 from ringcomm.functional.collectives import named
+from ringcomm.functional.traced_groups import not_traced
 
 Tensor = torch.Tensor
 
@@ -29,6 +30,7 @@ _OPERATION = named("partitioned_checkpoint")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@not_traced("a graph has checkpoints of its own; put it around compiled functions")
 def partitioned_checkpoint(
     function: Callable[..., Any],
     *args: Any,

@@ -364,7 +364,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
         [world_size * n, ...], contiguous.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("all_gather", tensor, group)
@@ -386,7 +386,7 @@ def reduce_scatter(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor
         [n, ...], contiguous.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         UnsupportedError: ``tensor`` requires grad and ``op`` is not SUM, AVG or PREMUL_SUM.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
@@ -410,7 +410,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None) -> Tensor:
         A contiguous tensor of the shape of ``tensor``.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         UnsupportedError: ``tensor`` requires grad and ``op`` is not SUM, AVG or PREMUL_SUM.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
@@ -440,7 +440,7 @@ def all_to_all(
         [sum(output_splits), ...], contiguous.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("all_to_all", tensor, group)
@@ -462,7 +462,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         A contiguous tensor of the shape of ``tensor``.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("broadcast", tensor, group)

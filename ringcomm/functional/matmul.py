@@ -75,7 +75,7 @@ def all_gather_matmul(
         [world_size * n, m] or [batch, world_size * n, m], contiguous.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     return _called("all_gather_matmul", tensor, weight, group, bias)
@@ -102,7 +102,7 @@ def matmul_reduce_scatter(
         [n, m] or [batch, n, m], contiguous: rows rank * n and following.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     return _called("matmul_reduce_scatter", tensor, weight, group, bias)
@@ -115,7 +115,7 @@ def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: B
     if bias is not None:
         enter(function, bias, group)
     kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensor, weight = tensor.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

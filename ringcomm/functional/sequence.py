@@ -31,7 +31,7 @@ def split_sequence(tensor: Tensor, group: Group = None) -> Tensor:
         [..., n, k]: tokens rank * n and following.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
     """
     return _called("split_sequence", tensor, group)
 
@@ -50,7 +50,7 @@ def join_sequence(tensor: Tensor, group: Group = None) -> Tensor:
         [..., world_size * n, k], rank by rank.
 
     Raises:
-        ArgumentError: bad argument; no peer was disturbed.
+        ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     return _called("join_sequence", tensor, group)

@@ -27,11 +27,13 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import live
-from ringcomm.comm.groups import communicator_of, default_communicator
+from ringcomm.comm.groups import communicator_of, default_communicator, group_of_mesh
 from ringcomm.errors import ArgumentError, RingcommError, where
 
 DEFAULT = ""
@@ -55,6 +57,20 @@ def evaluated_while_tracing(fn: F) -> F:
     return fn
 
 
+def not_traced(reason: str) -> Callable[[F], F]:
+    """dynamo breaks the graph at a call of the function, and gives the reason where it must not.
+
+    What ``torch.compiler.disable`` does, which would load all of dynamo for it.
+    """
+
+    def mark(fn: F) -> F:
+        fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+        fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
 def place_of(group: Any, operation: str) -> Place:
     """Returns what a graph has to know of ``group``; traceable.
 
@@ -66,6 +82,11 @@ def place_of(group: Any, operation: str) -> Place:
         return _place(communicator_of(group, operation))
     if group is None:
         return _default_place(operation)
+    if isinstance(group, DeviceMesh):
+        group = group_of_mesh(group, operation)
+    if isinstance(group, ProcessGroup):
+        # To dynamo it is opaque, but for its name, which it guards.
+        return _place_of_group(group.group_name, operation)
     # Only id() makes dynamo guard which communicator it is, and in torch 2.11 the functions it
     # evaluates while tracing take only constants.
     return _place_at(id(communicator_of(group, operation)), operation)
@@ -90,6 +111,11 @@ def _place_at(identity: int, operation: str) -> Place:
             "forked from another process; build a new one"
         )
     return _place(communicator)
+
+
+@evaluated_while_tracing
+def _place_of_group(name: str, operation: str) -> Place:
+    return _place(communicator_of(_resolve_process_group(GroupName(name)), operation))
 
 
 def _live_at(identity: int) -> Communicator | None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
@@ -40,7 +41,7 @@ def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any])
     everyone = exchange(comm, mine)
     other = next(rank for rank, each in enumerate(digests) if each != digests[0])
     head = where(operation, comm.rank, comm.world_size)
-    said = difference_in_words(everyone[0], everyone[other], other, head)
+    said = difference_in_words(everyone[0], everyone[other], ("rank 0", f"rank {other}"), head)
     raise MismatchError(
         f"{head}: the ranks differ. {said}. Give all ranks the same parameters, in the same order, "
         "and the same options"
@@ -65,10 +66,10 @@ def check_on_mesh(
     ranks = MeshRanks(comm, mesh)
     if len(set(ranks.exchange(digest_of(mine)))) == 1:
         return
-    everyone = ranks.exchange(mine)
+    everyone, names = ranks.exchange(mine), ranks.exchange(ranks.name)
     other = next(rank for rank, each in enumerate(everyone) if each != everyone[0])
-    head = where(operation, ranks.rank, ranks.world_size)
-    said = difference_in_words(everyone[0], everyone[other], other, head)
+    head = f"{operation} on {ranks.name}"
+    said = difference_in_words(everyone[0], everyone[other], (names[0], names[other]), head)
     raise MismatchError(
         f"{head}: the ranks of the mesh {mesh.mesh} differ. {said}. Give all ranks the same "
         "parameters, in the same order, and the same options"
@@ -125,6 +126,11 @@ class CommRanks:
     def world_size(self) -> int:
         return self._comm.world_size
 
+    @property
+    def name(self) -> str:
+        """This rank, as messages name it."""
+        return f"rank {self.rank} of {self.world_size}"
+
     def exchange(self, mine: Any) -> list[Any]:
         """Returns plain JSON data of every rank, by rank; collective."""
         return exchange(self._comm, mine)
@@ -148,6 +154,11 @@ class MeshRanks:
     @property
     def world_size(self) -> int:
         return self._mesh.mesh.size() * self._replicas
+
+    @property
+    def name(self) -> str:
+        """This rank, as messages name it: by its number in the job, as launchers number ranks."""
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
     def exchange(self, mine: Any) -> list[Any]:
         """Returns plain JSON data of every rank, by rank; collective."""
@@ -183,20 +194,20 @@ def agreed_load(ranks: CommRanks | MeshRanks | None, operation: str) -> Iterator
     except CheckpointError as raised:
         error = raised
     if ranks is not None:
-        told = {"error": None if error is None else str(error), "same": same}
+        told = {"error": None if error is None else str(error), "same": same, "name": ranks.name}
         for rank, each in enumerate(ranks.exchange(told)):
-            if not isinstance(each, dict) or not {"error", "same"} <= each.keys():
+            if not isinstance(each, dict) or not {"error", "same", "name"} <= each.keys():
                 raise CorruptedError(
                     f"{operation}: expected the outcome of rank {rank}'s load, got {each!r:.80}"
                 )
             if error is None and each["error"] is not None:
                 error = CheckpointError(
-                    f"{operation}: rank {rank} cannot load its state, so no rank does: "
+                    f"{operation}: {each['name']} cannot load its state, so no rank does: "
                     f"{each['error']}"
                 )
             if error is None and each["same"] != same:
                 error = CheckpointError(
-                    f"{operation}: ranks {ranks.rank} and {rank} load states of different steps, "
+                    f"{operation}: {ranks.name} and {each['name']} load states of different steps, "
                     f"{same} and {each['same']}; pass shards that were saved together"
                 )
     if error is not None:
@@ -236,15 +247,13 @@ def all_or_none(
     if ranks is None:
         assert error is not None
         raise error
-    told = ranks.exchange(None if error is None else [type(error).__name__, str(error)])
+    told = ranks.exchange(None if error is None else [type(error).__name__, str(error), ranks.name])
     if error is not None:
         raise error
     kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
-    rank = next(rank for rank, each in enumerate(told) if each is not None)
-    name, text = told[rank]
+    name, text, who = next(each for each in told if each is not None)
     failed = kinds.get(name, RingcommError)(
-        f"{where(operation, ranks.rank, ranks.world_size)}: rank {rank} failed, so no rank goes "
-        f"on: {text}"
+        f"{operation} on {ranks.name}: {who} failed, so no rank goes on: {text}"
     )
     failed.repeats = True
     raise failed
@@ -260,18 +269,24 @@ def _all_gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
 
 
-def difference_in_words(first: Any, other: Any, rank: int, operation: str) -> str:
-    """Returns a sentence on how the descriptions of rank 0 and of ``rank`` differ.
+def difference_in_words(first: Any, other: Any, names: tuple[str, str], operation: str) -> str:
+    """Returns a sentence on how the descriptions of two ranks differ.
+
+    Args:
+        first: of the first rank.
+        other: of another.
+        names: of the two ranks.
+        operation: named in errors.
 
     Raises:
         CorruptedError: one of them is not a description.
     """
     try:
-        return _worded(first_difference(first, other), "rank 0", f"rank {rank}")
+        return _worded(first_difference(first, other), *names)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptedError(
-            f"{operation}: ranks 0 and {rank} differ, and what one of them sent is no description "
-            f"of an optimizer: {error}. Do all ranks run the same ringcomm?"
+            f"{operation}: {names[0]} and {names[1]} differ, and what one of them sent is no "
+            f"description of an optimizer: {error}. Do all ranks run the same ringcomm?"
         ) from error
 
 

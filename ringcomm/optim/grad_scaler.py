@@ -10,6 +10,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_de
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.meshes import ModelMesh
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
@@ -19,7 +20,8 @@ class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that skips a step on all ranks if the gradient of one overflowed.
 
     So the ranks' scales stay equal. It works with any optimizer, and uses the communicator of
-    ringcomm's. It also checks gradients that ``accumulate_dtype`` has taken out of ``p.grad``.
+    ringcomm's. It also checks gradients that ``accumulate_dtype`` has taken out of ``p.grad``. In a
+    pipeline only the last stage calls :meth:`scale`; every stage makes the other calls.
 
     Args:
         device: "cpu" or "cuda"; None takes the communicator's.
@@ -35,6 +37,23 @@ class GradScaler(torch.amp.GradScaler):
         found = find_device_type(comm, "GradScaler")
         self._comm = comm
         super().__init__(device or found, **settings)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale; collective."""
+        self._begin(optimizer)
+        super().unscale_(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the first scale on stages without a loss; elsewhere :meth:`scale` does."""
+        if (
+            not self._enabled
+            or self._scale is not None
+            or not isinstance(optimizer, ShardedOptimizer)
+        ):
+            return
+        mesh = optimizer.mesh
+        if isinstance(mesh, ModelMesh) and mesh.has_stages:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def _unscale_grads_(
         self,
@@ -78,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer unless a gradient overflowed on some rank; collective."""
         if not self._enabled or not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, *args, **kwargs)
+        self._begin(optimizer)
         optimizer._found_inf_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)

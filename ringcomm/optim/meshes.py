@@ -52,6 +52,11 @@ class ModelMesh(PartMesh):
             )
         self._stages = [dim for dim, name in enumerate(names) if name == STAGES]
 
+    @property
+    def has_stages(self) -> bool:
+        """True if there are several stages of a pipeline, of which one alone has the loss."""
+        return bool(self._stages)
+
     def counts(self, mesh_dims: Sequence[int]) -> bool:
         """Returns whether this rank stands for its replicas: every stage counts.
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ringcomm.c10d
-from ringcomm import CommOptions
+from ringcomm import CommOptions, functional
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 from tests.support.rank_pool import default_group
@@ -46,6 +46,26 @@ def identity(rank, world_size):
     renamed._set_group_name("other")
     renamed._set_group_desc("other words")
     assert (renamed.group_name, renamed.group_desc) == ("other", "other words")
+
+
+def ringcomm_finds_it(rank, world_size):
+    """Functions of ringcomm mean the default group of torch where there is none of ringcomm."""
+    tensor = torch.ones(2)
+    ringcomm.all_reduce(tensor)
+    assert tensor.tolist() == [world_size] * 2
+    gathered = functional.all_gather(torch.tensor([rank]))
+    assert gathered.tolist() == list(range(world_size)) and ringcomm.get_rank() == rank
+    with pytest.raises(ArgumentError, match=r"call torch\.distributed\.destroy_process_group"):
+        ringcomm.destroy_process_group()
+    first = dist.new_group([0])
+    if rank:
+        with pytest.raises(ArgumentError, match=rf"rank {rank}: expected a group that this rank"):
+            functional.all_gather(tensor, first)
+
+
+def another_backend_is_named(rank, world_size):
+    with pytest.raises(RingcommError, match=r"there is none of ringcomm, and .* backend 'gloo'"):
+        functional.all_gather(torch.ones(1))
 
 
 def sequence_numbers(rank, world_size):
@@ -258,6 +278,11 @@ def test_on_ringcomm(four_ranks, check):
 
 def test_subgroups(four_ranks):
     four_ranks.compare(subgroups)
+
+
+def test_ringcomm_finds_the_default_group(four_ranks):
+    four_ranks.run(ringcomm_finds_it)
+    four_ranks.run(another_backend_is_named, "gloo")
 
 
 def test_groups_of_their_members_only(four_ranks):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm.errors import ArgumentError, MismatchError, RingcommError
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
 from tests.support.ranks import run_ranks
 
 
@@ -39,6 +39,10 @@ def meshes(store: Any, rank: int, world_size: int) -> list[Any]:
         one = torch.ones(4)
         ringcomm.all_reduce(one, group=mesh["tp"])
         assert one.tolist() == [2.0] * 4
+        with pytest.raises(ArgumentError, match="expected 'cpu', 'cuda' or None, got 'xpu'"):
+            ringcomm.Mesh(dp=-1, device="xpu")
+        with pytest.raises(UnsupportedError, match="torch finds no GPU in this process"):
+            ringcomm.Mesh(dp=-1, device="cuda")
         with pytest.raises(ArgumentError, match=r"such as mesh\['tp'\], got one of 2"):
             ringcomm.all_reduce(one, group=mesh)
         return [*found, refused]

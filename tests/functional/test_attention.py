@@ -172,8 +172,12 @@ def test_what_cannot_be_divided(worlds):
             ulysses_attention(three, three, three, comm)
         with pytest.raises(ArgumentError, match=r"multiple of 4 .*zigzag.*, got 6; pad it"):
             context_positions(6, comm, zigzag=True)
+        with pytest.raises(ArgumentError, match=r"positive multiple of 2, got 4\.0"):
+            context_positions(4.0, comm)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match=r"value: expected torch\.float32 on cpu"):
             ring_attention(three, three, three.double(), comm)
+        with pytest.raises(ArgumentError, match="scale: expected a number or None, got 'x'"):
+            ring_attention(three, three, three, comm, scale="x")  # type: ignore[arg-type]
 
     worlds(2).run(body)
 
@@ -186,6 +190,45 @@ def test_ranks_with_different_lengths_are_told():
 
     with ringcomm.local_world(2, timeout=20) as world:
         world.run(body)
+
+
+@pytest.mark.parametrize("call", [ring_attention, ulysses_attention])
+def test_ranks_with_different_options_are_told(worlds, call):
+    def body(comm: Communicator) -> None:
+        own = torch.zeros(1, 2, 4, 8)
+        options: list[dict[str, Any]] = [
+            {"is_causal": comm.rank == 0},
+            {"zigzag": comm.rank == 0},
+            {"scale": 0.5 if comm.rank == 0 else None},
+        ]
+        for each in options:
+            (name,) = each
+            with pytest.raises(MismatchError, match=rf"options.*{name}=(True|0\.5).*rank 0 and"):
+                call(own, own, own, comm, **each)
+
+    worlds(2).run(body)
+
+
+def test_second_derivatives_of_the_ring_are_refused():
+    with alone() as comm:
+        own = torch.ones(1, 2, 4, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(
+            ring_attention(own, own, own, comm).sum(), own, create_graph=True
+        )
+        with pytest.raises(UnsupportedError, match="expected to be differentiated once"):
+            grad.sum().backward()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_graph_serves_all_numbers_of_heads():
+    """Of queries; where key heads are fewer torch's function is called otherwise."""
+    with alone() as comm:
+        compiled = torch.compile(ulysses_attention, backend="eager", fullgraph=True, dynamic=True)
+        for heads, key_heads in ((2, 2), (4, 4), (6, 2)):
+            query, keys = torch.rand(1, heads, 4, 8), torch.rand(1, key_heads, 4, 8)
+            assert torch.equal(
+                compiled(query, keys, keys, comm), ulysses_attention(query, keys, keys, comm)
+            )
 
 
 def test_on_a_gpu_the_kernels_take_what_they_are_given():

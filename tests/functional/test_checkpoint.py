@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm import ArgumentError, Communicator, MismatchError
 from ringcomm.functional import partitioned_checkpoint
 from ringcomm.functional.checkpoint import _keep, _Kept
+from tests.functional.compiling import alone
 
 Tensor = torch.Tensor
 
@@ -97,3 +99,18 @@ def test_ranks_with_different_inputs_are_told():
 def test_it_needs_ranks_that_have_the_same():
     with pytest.raises(ArgumentError, match="Data-parallel ranks have different ones"):
         partitioned_checkpoint(torch.relu, torch.ones(1), group=None)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiler_goes_around_it():
+    def call(tensor: Tensor, comm: Communicator) -> Tensor:
+        return partitioned_checkpoint(torch.exp, tensor * 2, group=comm).sum()
+
+    with alone() as comm:
+        tensor = torch.ones(3, requires_grad=True)
+        with pytest.raises(Unsupported, match="put it around compiled functions"):
+            torch.compile(call, backend="eager", fullgraph=True)(tensor, comm)
+        torch._dynamo.reset()
+        torch.compile(call, backend="eager")(tensor, comm).backward()
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, 2 * torch.exp(torch.full((3,), 2.0)))

@@ -16,6 +16,7 @@ from ringcomm import AbortedError, ArgumentError, Communicator, ReduceOp, premul
 from ringcomm import functional as F
 from tests.functional.compiling import METHODS, alone, check, evaluate, record_calls
 from tests.support.exact import equal
+from tests.support.meshes import mesh_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -77,6 +78,29 @@ def in_a_process(store: Any, rank: int, world_size: int) -> None:
 def test_in_processes():
     """Groups of every kind, sizes as symbols, and ranks with unlike graphs on inductor."""
     run_ranks(in_a_process, 2, timeout_s=170.0)
+
+
+def gathered_twice(tensor: Tensor, group: Any) -> Tensor:
+    return F.all_gather(tensor, group) * 2
+
+
+def groups_of_torch(rank: int, world_size: int) -> None:
+    """Meshes and process groups, as arguments and closed over, each with a graph of its own."""
+    mesh = mesh_of(1, world_size)
+    meshes: list[Any] = [mesh["tp"], mesh["dp"]]
+    for groups in (meshes, [each.get_group() for each in meshes]):
+        compiled = torch.compile(gathered_twice, backend="aot_eager", fullgraph=True)
+        positions = torch.compile(F.context_positions, backend="eager", fullgraph=True)
+        for group in groups:
+            want = evaluate(gathered_twice, 2, rank, group)
+            assert all(map(equal, evaluate(compiled, 2, rank, group), want))
+            assert positions(8, group).tolist() == F.context_positions(8, group).tolist()
+        check(lambda tensor, group=groups[0]: gathered_twice(tensor, group), 2, rank)
+    torch._dynamo.reset()
+
+
+def test_groups_of_torch(rank_pools):
+    rank_pools(2).run(groups_of_torch)
 
 
 # ---- in threads ---------------------------------------------------------------------------------

@@ -334,6 +334,13 @@ def test_ranks_with_other_rows_are_told(each_way):
         world.run(body)
 
 
+def test_shapes_are_known_without_data():
+    with alone() as comm:
+        rows, weight = (torch.empty(each, device="meta") for each in ((2, 4), (4, 3)))
+        for function in (F.all_gather_matmul, F.matmul_reduce_scatter):
+            assert function(rows, weight, comm).shape == (2, 3)
+
+
 # ---- where sequence parallelism begins and ends ----------------------------------------------
 
 

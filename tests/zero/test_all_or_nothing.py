@@ -159,7 +159,7 @@ def test_a_module_is_as_it_was(worlds, monkeypatch, stage, failure):
             assert raised.type is own
         else:
             assert raised.type is others
-            assert "rank 1 failed, so no rank goes on: " in str(raised.value)
+            assert "rank 1 of 3 failed, so no rank goes on: " in str(raised.value)
             assert raised.value.repeats
     modules = [module for module, _, _ in ends]
     again = worlds(3).run(_trained, modules, stage)

@@ -33,6 +33,11 @@ class Ranks(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def name(self) -> str:
+        """This rank, as messages name it."""
+        ...
+
     def exchange(self, mine: Any) -> list[Any]:
         """Plain JSON data of every rank, by rank; collective."""
         ...
@@ -43,6 +48,7 @@ class OneRank:
 
     rank = 0
     world_size = 1
+    name = "rank 0 of 1"
 
     def exchange(self, mine: Any) -> list[Any]:
         return [mine]
@@ -64,18 +70,23 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
     # Whatever it is, the others must not wait for this rank until their timeout.
     except Exception as raised:
         error = raised
-    told = ranks.exchange({"result": result, "error": None if error is None else str(error)})
+    told = ranks.exchange(
+        {
+            "result": result,
+            "error": None if error is None else str(error),
+            "name": ranks.name,
+        }
+    )
     if isinstance(error, OSError):
         raise CheckpointError(
-            f"{operation}: rank {ranks.rank} of {ranks.world_size} cannot write: {error}. "
-            "Earlier checkpoints are as they were"
+            f"{operation}: {ranks.name} cannot write: {error}. Earlier checkpoints are as they were"
         ) from error
     if error is not None:
         raise error
-    for rank, each in enumerate(told):
+    for each in told:
         if each["error"] is not None:
             failed = CheckpointError(
-                f"{operation}: rank {rank} of {ranks.world_size} failed, so no rank goes on: "
+                f"{operation}: {each['name']} failed, so no rank goes on: "
                 f"{each['error']}. Earlier checkpoints are as they were"
             )
             failed.repeats = True
@@ -212,7 +223,8 @@ class _Save:
     ) -> None:
         self._checkpoints, self._step, self._contents = checkpoints, step, contents
         self._ranks = ranks
-        self._operation = f"save step {step}"
+        # The folder tells which stage of a pipeline it is.
+        self._operation = f"save step {step} in {checkpoints.root}"
         self._partial: Path | None = None  # the hidden folder, on rank 0 while it is there
 
     def run(self) -> Path:
@@ -262,17 +274,22 @@ class _Save:
         self._partial = commit.begin(target)
         return self._partial.name
 
-    def _write(self, partial: Path) -> list[Any]:
+    def _check_there(self, partial: Path) -> None:
         if not partial.is_dir():
             raise CheckpointError(
-                f"{partial}: expected the folder that rank 0 has made, but it is not there; "
-                "all ranks must see the same file system"
+                f"{partial}: expected the folder that the first rank has made, but it is not "
+                "there; all ranks must see the same file system, and whoever else saves at the "
+                "same time, as another stage of a pipeline does, must save into another root"
             )
+
+    def _write(self, partial: Path) -> list[Any]:
+        self._check_there(partial)
         name = file_name(self._ranks.rank)
         written = write_tensor_file(partial / name, self._contents.entries())
         return [written.size_bytes, written.crc32]
 
     def _commit(self, partial: Path, target: Path, manifest: Manifest) -> None:
+        self._check_there(partial)
         write_file(partial / MANIFEST_NAME, manifest.to_text().encode())
         commit.commit(partial, target)
         self._partial = None

@@ -37,7 +37,12 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    os.mkdir(folder)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        # Another process makes it, too: stages of a pipeline save below one folder.
+        if not folder.is_dir():
+            raise
     sync_folder(folder.parent)
 
 

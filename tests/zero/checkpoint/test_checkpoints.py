@@ -17,7 +17,8 @@ from ringcomm.errors import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.zero.checkpoint import Checkpoints, FlatShard
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard, commit
+from ringcomm.zero.checkpoint.tensor_file import SavedFile, write_tensor_file
 from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,
@@ -29,6 +30,35 @@ from tests.zero.checkpoint.states import (
     values,
 )
 from tests.zero.checkpoint.system_calls import count_calls, interposed
+
+
+def test_a_folder_that_another_process_makes_meanwhile_is_a_folder(tmp_path, monkeypatch):
+    mkdir = os.mkdir
+
+    def made_by_both(path):
+        mkdir(path)
+        mkdir(path)
+
+    monkeypatch.setattr(os, "mkdir", made_by_both)
+    commit.make_folder(tmp_path / "run" / "stage1")
+    assert (tmp_path / "run" / "stage1").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        commit.make_folder(tmp_path / "file")
+
+
+def test_stages_that_save_into_one_root_are_told_so(tmp_path, monkeypatch):
+    name = "ringcomm.zero.checkpoint.checkpoints.write_tensor_file"
+
+    def meanwhile(path, entries):
+        monkeypatch.setattr(name, write_tensor_file)
+        save_step(Checkpoints(tmp_path), 1)  # which removes what looks left over
+        return SavedFile(0, "")
+
+    monkeypatch.setattr(name, meanwhile)
+    with pytest.raises(CheckpointError, match="must save into another root"):
+        save_step(Checkpoints(tmp_path), 2)
+    assert_step(Checkpoints(tmp_path).reader(), 1)
 
 
 @pytest.mark.parametrize(

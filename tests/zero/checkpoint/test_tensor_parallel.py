@@ -141,9 +141,10 @@ def failures(rank, world_size):
     zero.save(root, 1, model, optimizer)
     before = everything(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 3:
+        # The third in the order of parts, which is not the order in which the launcher numbers.
+        if rank == 1:
             patch.setattr("ringcomm.zero.checkpoint.checkpoints.write_tensor_file", full_disk)
-        with pytest.raises(CheckpointError, match="No space left"):
+        with pytest.raises(CheckpointError, match=r"rank 1 of 4 (failed|cannot).*No space left"):
             zero.save(root, 2, model, optimizer)
     dist.barrier()
     if rank == 0:
