@@ -131,6 +131,9 @@ def _process(store, rank, world):
         devices.as_on_gpu(comm),
     ):
         every_call(comm, torch.float32, ("mixed",))
+    # What a rank has lent comes back when its peer has closed, too.
+    store.set(f"closed/{rank}", "")
+    store.wait([f"closed/{each}" for each in range(world)])
     devices.close()
     return library().emu_vmm_in_use()
 
