@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.json_reader import read_bounded, read_json, shown
-from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
+from ringcomm.optim import (
+    SGD,
+    Adam,
+    AdamW,
+    AdamWOptions,
+    Lion,
+    LossScaleOptions,
+    LossScaler,
+    Sharded,
+)
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.sharded import Params, ShardedOptimizer
 from ringcomm.zero.migrating.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
-from ringcomm.zero.migrating.keys import NO_EFFECT, UNSUPPORTED, Key, nearest, refuse_unsupported
+from ringcomm.zero.migrating.keys import (
+    MAPPED,
+    NO_EFFECT,
+    UNSUPPORTED,
+    Key,
+    nearest,
+    refuse_unsupported,
+)
 from ringcomm.zero.migrating.schedules import SCHEDULES, Schedule, make_schedule
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS, ZeroOptions
 from ringcomm.zero.precision import Precision
@@ -36,6 +53,15 @@ _STAGES = (0, 1, 2, 3)
 _ZERO = "zero_optimization."
 _ADAM = "optimizer.params."
 _SCHEDULE = "scheduler.params."
+# The parameters that an optimizer's type has.
+_ADAMS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam")
+_PARAMS_OF = {
+    "adam": _ADAMS,
+    "adamw": _ADAMS,
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "lion": ("lr", "betas", "weight_decay"),
+    "adagrad": ("lr", "eps", "weight_decay"),
+}
 # What Hugging Face's Trainer would put in place of "auto".
 _AUTO = {
     "train_batch_size": "micro batch x accumulation steps x ranks",
@@ -82,7 +108,7 @@ class DeepSpeedSetup:
     train_batch_size: int
     schedule: Schedule | None
     notes: Mapping[str, str]
-    _optimizer: type[ShardedOptimizer] | None = field(default=None, repr=False)
+    _optimizer: Callable[..., ShardedOptimizer] | None = field(default=None, repr=False)
     _hyper: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def build_loss_scaler(self, device: torch.device | str = "cpu") -> LossScaler | None:
@@ -107,8 +133,7 @@ class DeepSpeedSetup:
                 f"{_OPERATION}: the configuration has no optimizer; build "
                 "ringcomm.optim.AdamW(params, options=setup.optimizer_options)"
             )
-        built: Any = self._optimizer
-        found: ShardedOptimizer = built(
+        return self._optimizer(
             params,
             **self._hyper,
             comm=comm,
@@ -116,7 +141,6 @@ class DeepSpeedSetup:
             options=self.optimizer_options,
             loss_scaler=loss_scaler,
         )
-        return found
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         """Returns the configuration's scheduler, on its optimizer or another.
@@ -370,23 +394,48 @@ class _Given:
             max_scale=max(LossScaleOptions.max_scale, first),
         )
 
-    def optimizer(self) -> tuple[type[ShardedOptimizer] | None, dict[str, Any]]:
-        """Returns the class of the optimizer, and its hyper-parameters; None if there is none."""
+    def optimizer(self) -> tuple[Callable[..., ShardedOptimizer] | None, dict[str, Any]]:
+        """Returns what builds the optimizer, and its hyper-parameters; None if there is none."""
         kind = self.value("optimizer.type")
         if kind is None:
             return None, {}
-        decoupled = kind.lower() == "adamw" or self.flag(_ADAM + "adam_w_mode", True)
-        torchs = self.flag(_ADAM + "torch_adam", False)
+        self._check_params_of(kind)
+        if kind.lower() == "lion":
+            return Lion, self._numbers({"lr": 1e-3, "weight_decay": 0.0}) | self._betas(0.9, 0.99)
+        if kind.lower() == "adagrad":
+            hyper = self._numbers({"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
+            return partial(Sharded, torch.optim.Adagrad), hyper
+        if kind.lower() == "sgd":
+            names = ("momentum", "dampening", "weight_decay")
+            hyper = self._numbers({"lr": 1e-3, **dict.fromkeys(names, 0.0)})
+            return SGD, {**hyper, "nesterov": self.flag(_ADAM + "nesterov", False)}
+        return self._adam(kind)
+
+    def _check_params_of(self, kind: str) -> None:
+        """Raises ArgumentError for a parameter that the optimizer has not."""
+        of_type = _PARAMS_OF[kind.lower()]
+        for name, (key, _) in self.entries.items():
+            param = name.removeprefix(_ADAM)
+            if name.startswith(_ADAM) and key.fate == MAPPED and param not in of_type:
+                known = ", ".join(of_type)
+                raise ArgumentError(f"{_OPERATION}: {name}: {kind} has none; it has {known}")
+
+    def _numbers(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        return {name: self.number(_ADAM + name, value) for name, value in defaults.items()}
+
+    def _betas(self, *default: float) -> dict[str, Any]:
         betas = self.value(_ADAM + "betas")
         if betas is not None and not (isinstance(betas, (list, tuple)) and len(betas) == 2):
             raise _wrong(_ADAM + "betas", "two numbers", betas)
+        return {"betas": default if betas is None else tuple(betas)}
+
+    def _adam(self, kind: str) -> tuple[type[ShardedOptimizer], dict[str, Any]]:
+        decoupled = kind.lower() == "adamw" or self.flag(_ADAM + "adam_w_mode", True)
+        torchs = self.flag(_ADAM + "torch_adam", False)
+        decay = 0.01 if torchs and decoupled else 0.0
         hyper = {
-            "lr": self.number(_ADAM + "lr", 1e-3),
-            "betas": (0.9, 0.999) if betas is None else tuple(betas),
-            "eps": self.number(_ADAM + "eps", 1e-8),
-            "weight_decay": self.number(
-                _ADAM + "weight_decay", 0.01 if torchs and decoupled else 0.0
-            ),
+            **self._numbers({"lr": 1e-3, "eps": 1e-8, "weight_decay": decay}),
+            **self._betas(0.9, 0.999),
             "amsgrad": self.flag(_ADAM + "amsgrad", False),
         }
         return AdamW if decoupled else Adam, hyper
@@ -410,7 +459,7 @@ def _foreign_params(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns reasons why the optimizer or scheduler of the configuration is not supported."""
     found = []
     for section, known, reasons in (
-        ("optimizer", ("adam", "adamw"), OTHER_OPTIMIZERS),
+        ("optimizer", tuple(_PARAMS_OF), OTHER_OPTIMIZERS),
         ("scheduler", tuple(SCHEDULES), {}),
     ):
         part = config.get(section)

@@ -43,7 +43,8 @@ _OPTIMIZERS = (
     Key(
         "optimizer.type",
         MAPPED,
-        '"Adam" and "AdamW": `build_optimizer()`; others raise `UnsupportedError` with a reason',
+        '"Adam", "AdamW", "SGD", "Lion", "Adagrad": `build_optimizer()`; others raise '
+        "`UnsupportedError` with a reason",
     ),
     Key(_ADAM + "lr", MAPPED, "`lr`"),
     Key(_ADAM + "betas", MAPPED, "`betas`"),
@@ -54,6 +55,9 @@ _OPTIMIZERS = (
         "`weight_decay`; 0 if missing, but 0.01 with `torch_adam` and decoupled decay, as in torch",
     ),
     Key(_ADAM + "amsgrad", MAPPED, "`amsgrad`"),
+    Key(_ADAM + "momentum", MAPPED, '`momentum` of "SGD"'),
+    Key(_ADAM + "dampening", MAPPED, '`dampening` of "SGD"'),
+    Key(_ADAM + "nesterov", MAPPED, '`nesterov` of "SGD"'),
     Key(
         _ADAM + "adam_w_mode",
         MAPPED,
@@ -494,13 +498,11 @@ ALIASES = {
 
 #: Why an optimizer of DeepSpeed's cannot be built.
 OTHER_OPTIMIZERS = {
-    "adagrad": "there is no Adagrad here yet",
     "lamb": "its trust ratio is of whole layers, of which a rank has a part",
-    "lion": "there is no Lion here yet",
-    "muon": "there is no Muon here yet",
+    "muon": "DeepSpeed's marks parameters by `use_muon`; build `Muon` on `muon_groups(model)`",
     "muadam": "build `AdamW` on groups whose rates follow muP",
     "muadamw": "build `AdamW` on groups whose rates follow muP",
-    "musgd": "there is no SGD here yet",
+    "musgd": "build `SGD` on groups whose rates follow muP",
     **dict.fromkeys(
         ("onebitadam", "zerooneadam", "onebitlamb"), "gradients are not compressed; use AdamW"
     ),

@@ -355,6 +355,38 @@ def test_other_optimizers_are_refused_by_name(kind):
         read(optimizer={"type": kind, "params": {"momentum": 0.9}})
 
 
+OTHER_TYPES: dict[str, tuple[dict[str, Any], Any]] = {
+    "SGD": ({"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    "Adagrad": ({"lr": 0.1, "weight_decay": 0.01}, torch.optim.Adagrad),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TYPES)
+def test_other_types_step_as_torchs(kind):
+    params, torchs = OTHER_TYPES[kind]
+    mine, other = (torch.linspace(-1, 1, 9).requires_grad_() for _ in range(2))
+    optimizers = [
+        read(optimizer={"type": kind, "params": params}).build_optimizer([mine]),
+        torchs([other], **params, foreach=False),
+    ]
+    for step in range(3):
+        for param, optimizer in zip((mine, other), optimizers, strict=True):
+            param.grad = torch.arange(9.0) - step
+            optimizer.step()
+    assert torch.equal(mine, other)
+
+
+def test_lion_has_its_own_defaults():
+    setup = read(optimizer={"type": "Lion", "params": {"lr": 1e-4}})
+    (group,) = setup.build_optimizer([torch.ones(3, requires_grad=True)]).param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.99), 0.0)
+
+
+def test_parameters_of_another_type_are_refused():
+    with pytest.raises(ArgumentError, match=r"params.betas: SGD has none; it has lr, momentum"):
+        read(optimizer={"type": "SGD", "params": {"betas": [0.9, 0.99]}})
+
+
 def test_other_schedulers_are_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"scheduler.type 'Linear'.*WarmupCosineLR"):
         read(scheduler={"type": "Linear", "params": {"anything": 1}})
