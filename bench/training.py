@@ -48,6 +48,7 @@ from .training_systems import (
     FSDP2_HERE,
     HSDP,
     HSDP_HERE,
+    OPTIMIZERS,
     PLAIN,
     TRAINING,
     Batches,
@@ -92,6 +93,7 @@ def find_out(
     """Compares each system with its twin; collective, and the same on all ranks."""
     alone = PLAIN in trained
     compared: Mapping[str, str] = {} if alone else twins(comm.world_size, comm.num_nodes)
+    compared = {name: twin for name, twin in compared.items() if twin in trained}
     mine = {
         name: (
             differences(each, trained[compared[name]]) if name in compared else None,
@@ -269,6 +271,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data", metavar="PATH", help="text file or folder (default: Python's standard library)"
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        default="adamw",
+        help="of all systems: ringcomm's, and torch's (Lion: in torch's operations)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-r", "--rounds", type=int, default=9)
     parser.add_argument(
@@ -284,7 +292,7 @@ def main(arguments: list[str]) -> int:
     asked = parse(arguments)
     if started_by(os.environ) in ("harness", "torchrun"):
         shapes = [
-            Shape(asked.width, asked.depth, asked.heads, asked.sequences, context)
+            Shape(asked.width, asked.depth, asked.heads, asked.sequences, context, asked.optimizer)
             for context in asked.context or [64]
         ]
         rest_s = REST_S if asked.busy else 0.0

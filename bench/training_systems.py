@@ -19,6 +19,7 @@ from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import Corpus
 from ringcomm.examples.gpt.model import GPT, VOCABULARY
 from ringcomm.examples.gpt.report import MemoryMeter, load_first_use
+from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
 DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
@@ -44,15 +45,105 @@ PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2}
 MESH_TWINS = {HSDP_HERE: HSDP}
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion as a user of torch would have it: its operations on lists of tensors."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), params = group["betas"], group["params"]
+            grads = [param.grad for param in params]
+            moments = [
+                self.state[param].setdefault("exp_avg", torch.zeros_like(param)) for param in params
+            ]
+            directions = torch._foreach_mul(moments, beta1)
+            torch._foreach_add_(directions, grads, alpha=1 - beta1)
+            torch._foreach_sign_(directions)
+            torch._foreach_add_(params, directions, alpha=-group["lr"])
+            torch._foreach_mul_(moments, beta2)
+            torch._foreach_add_(moments, grads, alpha=1 - beta2)
+
+
+def _muon_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """AdamW steps the embedding, which is the head, too."""
+    plain = module.module if isinstance(module, DistributedDataParallel) else module
+    return ringcomm.optim.muon_groups(plain, adamw=("embed.weight",), weight_decay=0.01)
+
+
+class Both:
+    """Two optimizers that step one module, as torch's Muon asks for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        muon, adamw = (
+            {key: each for key, each in group.items() if key != "algorithm"}
+            for group in _muon_groups(module)
+        )
+        self._optimizers = [
+            torch.optim.Muon([muon], lr=LEARNING_RATE),
+            torch.optim.AdamW([adamw], lr=LEARNING_RATE, fused=True),
+        ]
+
+    def step(self) -> None:
+        for each in self._optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self._optimizers:
+            each.zero_grad()
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """One kind of optimizer, by ringcomm and as users of torch have it.
+
+    Attributes:
+        ours: makes ringcomm's for a sharded module.
+        torchs: makes torch's for a module.
+        takes_shards: torch's takes the shards of FSDP2, which its fused SGD and Muon do not.
+    """
+
+    ours: Callable[[nn.Module], Any]
+    torchs: Callable[[nn.Module], Any]
+    takes_shards: bool = True
+
+
+OPTIMIZERS = {
+    "adamw": Optimizers(
+        lambda module: ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE),
+        lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
+    ),
+    "sgd": Optimizers(
+        lambda module: ringcomm.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9),
+        lambda module: torch.optim.SGD(
+            module.parameters(), lr=LEARNING_RATE, momentum=0.9, fused=True
+        ),
+        takes_shards=False,
+    ),
+    "lion": Optimizers(
+        lambda module: ringcomm.optim.Lion(module.parameters(), lr=LEARNING_RATE),
+        lambda module: Lion(module.parameters(), lr=LEARNING_RATE),
+    ),
+    "muon": Optimizers(
+        lambda module: ringcomm.optim.Muon(_muon_groups(module), lr=LEARNING_RATE),
+        Both,
+        takes_shards=False,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A GPT with one weight for both ends, and its batch."""
+    """A GPT with one weight for both ends, its batch, and the kind of its optimizer."""
 
     width: int
     depth: int
     heads: int
     sequences: int
     context: int
+    optimizer: str = "adamw"
 
     @property
     def parameters(self) -> int:
@@ -65,7 +156,8 @@ class Shape:
         return GPT(ModelConfig(self.width, self.depth, self.heads, self.context, tied=True))
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.depth}, {self.sequences}x{self.context} bytes a rank"
+        kind = "" if self.optimizer == "adamw" else f", {self.optimizer}"
+        return f"{self.width}x{self.depth}, {self.sequences}x{self.context} bytes a rank{kind}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +226,7 @@ class Training:
 
         Collective.
         """
-        if isinstance(self._optimizer, ringcomm.optim.AdamW):
+        if isinstance(self._optimizer, ShardedOptimizer):
             return ringcomm.zero.full_state_dict(self.module)
         found = {}
         for name, param in self.module.named_parameters():
@@ -182,17 +274,18 @@ def _zero(
     options: ringcomm.zero.ZeroOptions | None = None,
 ) -> Built:
     module = ringcomm.zero.shard(shape.model().to(comm.device), stage, comm=comm, options=options)
-    return module, ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+    return module, OPTIMIZERS[shape.optimizer].ours(module)
 
 
-def _with_adamw(module: nn.Module) -> Built:
-    return module, torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+def _with_torchs(shape: Shape, module: nn.Module) -> Built:
+    return module, OPTIMIZERS[shape.optimizer].torchs(module)
 
 
 def _ddp(shape: Shape, group: dist.ProcessGroup) -> Built:
-    return _with_adamw(
-        DistributedDataParallel(shape.model(), process_group=group, gradient_as_bucket_view=True)
+    module = DistributedDataParallel(
+        shape.model(), process_group=group, gradient_as_bucket_view=True
     )
+    return _with_torchs(shape, module)
 
 
 def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
@@ -212,7 +305,7 @@ def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _with_adamw(model)
+    return _with_torchs(shape, model)
 
 
 def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable[[], Built]]:
@@ -242,14 +335,16 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         for stage, name in enumerate(STAGES)
     }
     if alone:
-        builds[PLAIN] = lambda: _with_adamw(shape.model().to(device))
+        builds[PLAIN] = lambda: _with_torchs(shape, shape.model().to(device))
     else:
         builds[ARITHMETIC] = lambda: (shape.model(), None)
         gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
         builds[DDP] = lambda: _ddp(shape, gloo)
         builds[DDP_HERE] = lambda: _ddp(shape, here)
-        builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
-        builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
-        if comm.num_nodes > 1:
+        takes_shards = OPTIMIZERS[shape.optimizer].takes_shards
+        if takes_shards:
+            builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
+            builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
+        if comm.num_nodes > 1 and takes_shards:
             builds |= _over_nodes(shape, comm)
     return {name: Training(build, batches) for name, build in builds.items()}
