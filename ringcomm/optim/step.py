@@ -22,7 +22,7 @@ from ringcomm.optim.agreement import (
     check_on_mesh,
     ranks_of,
 )
-from ringcomm.optim.buckets import BucketDevice, Buckets
+from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
@@ -161,12 +161,17 @@ class _FirstPass:
         kind: "l2", "l1" or "inf".
         clip: float64, a scalar: the clip coefficient so far.
         mark: the mark of the gradients that were reduced.
+        clipped: True if ``clip`` was asked for.
+        written: True if the reduced gradients were written to, so that they must not be reduced
+            again while the mark holds, and ``words`` may be of what was there before.
     """
 
     words: Tensor
     kind: str
     clip: Tensor
     mark: object
+    clipped: bool = False
+    written: bool = False
 
 
 class ShardedStep:
@@ -342,9 +347,30 @@ class ShardedStep:
             )
         # In FP32 and in this order, as torch.nn.utils.clip_grad_norm_ computes it.
         here = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        reduced.clip = coefficient * here.to(torch.float64)
+        reduced.clip, reduced.clipped = coefficient * here.to(torch.float64), True
         self._reduced = reduced
         return norm
+
+    def reduce_now(self) -> None:
+        """Reduces the gradients, if they are not reduced yet; collective.
+
+        The kernels have them afterwards (:meth:`Kernels.reduced`), and the step takes them from
+        there, unless gradients change meanwhile.
+        """
+        if self._still_reduced() is None:
+            self._reduced = self._reduce("l2")
+
+    def wrote_gradient(self, index: int) -> None:
+        """Called after a parameter's reduced gradient was written to, on all ranks.
+
+        The parameter takes the next step, and what was clipped is not any more.
+        """
+        before = self._reduced
+        assert before is not None
+        self.table.active[index] = 1.0
+        self.gradients.wrote(index)
+        one, mark = torch.ones_like(before.clip), self.gradients.mark()
+        self._reduced = replace(before, clip=one, mark=mark, clipped=False, written=True)
 
     def step(self, amp: Amp) -> None:
         """Takes one step; if it fails halfway, the optimizer is torn.
@@ -355,15 +381,15 @@ class ShardedStep:
         """
         self.refuse_if_torn("step")
         self._check_scaled(amp)
-        clipped = self._still_reduced() is not None
-        if amp.scale is not None and clipped:
+        before = self._still_reduced()
+        if amp.scale is not None and before is not None and before.clipped:
             raise ArgumentError(
                 f"{self.setting.where('step')}: the gradient was clipped while it was still "
                 "scaled; call scaler.unscale_(optimizer) before clip_grad_norm_()"
             )
         self.take_hyper()
         self.kernels.ready()
-        if self.two_passes and self._reduced is None:
+        if self.two_passes and (before is None or before.written):
             self._reduced = self._reduce("l2")
         reduced = self._reduced
         if reduced is None:
@@ -434,12 +460,18 @@ class ShardedStep:
         check_agreement(comm, "optimizer.step", {"groups": hyper})
 
     def _reduce(self, kind: str) -> _FirstPass:
-        """Runs the first of two passes; collective."""
-        self._collect()
+        """Runs the first of two passes, or sums gradients that were written since; collective."""
+        before = self._still_reduced()
+        if before is None or not before.written:
+            before = None
+            self._collect()
         place, comm = self.setting.device, self.setting.comm
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         for bucket, row in zip(self.buckets, words, strict=True):
-            self.kernels.reduce_norm(bucket, kind, row)
+            if before is None:
+                self.kernels.reduce_norm(bucket, kind, row)
+            else:
+                self.kernels.reducer.norm(self._own_gradient(bucket), kind, row)
             if self.over is not None and not self.over.counts(bucket.layout.mesh_dims):
                 leave_to_replica(row)
         total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
@@ -447,8 +479,18 @@ class ShardedStep:
             comm.all_reduce(total, op)
         if self.over is not None:
             self.over.all_reduce(total, op)
+        if before is not None:
+            return replace(before, words=total, kind=kind)
         one = torch.ones((), dtype=torch.float64, device=place)
         return _FirstPass(total, kind, one, self.gradients.mark())
+
+    def _own_gradient(self, bucket: Bucket) -> Tensor:
+        """Returns the part of the reduced gradient that this rank sums for the norm."""
+        reduced, comm = self.kernels.reduced(bucket), self.setting.comm
+        if comm is None or self.setting.options.state != "node":
+            return reduced
+        own = bucket.layout.part_of_copy(comm)
+        return reduced[own.begin - bucket.chunk.begin : own.end - bucket.chunk.begin]
 
     def _inv_scale(self) -> Tensor:
         scaler = self.setting.loss_scaler

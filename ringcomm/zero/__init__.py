@@ -5,6 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.zero.access import (
+    get_gradient,
+    get_master,
+    get_state,
+    set_gradient,
+    set_master,
+    set_state,
+)
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
@@ -47,10 +55,16 @@ __all__ = [
     "from_fsdp2",
     "full_state_dict",
     "gathered",
+    "get_gradient",
+    "get_master",
+    "get_state",
     "load",
     "no_sync",
     "profiled",
     "save",
+    "set_gradient",
+    "set_master",
+    "set_state",
     "shard",
     "unshard",
 ]

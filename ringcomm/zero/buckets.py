@@ -593,7 +593,7 @@ class WorldBucket(ShardedBucket):
         self._checksums = self._sum_up()
 
     def _sum_up(self) -> list[int]:
-        return [_checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
+        return [checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
 
     def _check_values(self) -> None:
         sums = zip(self.params, self._checksums, self._sum_up(), strict=True)
@@ -608,7 +608,7 @@ class WorldBucket(ShardedBucket):
             self._checksums = self._sum_up()
 
 
-def _checksum(flat: Tensor) -> int:
+def checksum(flat: Tensor) -> int:
     """Returns the CRC-32 of a contiguous tensor's memory."""
     here = flat.cpu()
     # NumPy would keep the memory of the storage, which comes and goes.

@@ -78,6 +78,9 @@ class RoundedKernels(StageKernels):
         dtype = self._precision.reduced_dtype(bucket.layout.dtype)
         self._shards[bucket.number] = exact.to(dtype)
 
+    def reduced(self, bucket: Bucket) -> Tensor:
+        return self._shards[bucket.number]
+
     def update(self, bucket: Bucket) -> None:
         self.update_gather(bucket, self._shards.pop(bucket.number))
 
@@ -109,12 +112,15 @@ class ReplicatedKernels(StageKernels):
             self._sums[bucket.number] = zeros(elems, dtype=dtype, device=self._comm.heap_device)
         return self._sums[bucket.number]
 
-    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+    def reduced(self, bucket: Bucket) -> Tensor:
         chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
-        own = self._sum(bucket)[: chunk.elems]
+        return self._sum(bucket)[: chunk.elems]
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        own = self.reduced(bucket)
         exact = own
         if own.dtype is not torch.float32:
-            exact = torch.empty(chunk.elems, dtype=torch.float32, device=own.device)
+            exact = torch.empty_like(own, dtype=torch.float32)
         self.reducer.reduce(bucket.grads, Into(exact, kind, words))
         if exact is not own:
             own.copy_(exact)
@@ -151,6 +157,11 @@ class ReducedKernels(StageKernels):
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         self._reduction.norm(bucket.number, kind, words)
+
+    def reduced(self, bucket: Bucket) -> Tensor:
+        self._reduction.settle()
+        self._reduction.wait()
+        return self._reduction.buckets[bucket.number].shard
 
     def update(self, bucket: Bucket) -> None:
         self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
@@ -247,6 +258,11 @@ class ReducedGradients(Gradients):
         self._reduction.finish()
         return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
 
+    def wrote(self, index: int) -> None:
+        if index in self._layout.places:
+            number, segment = self._layout.places[index]
+            self._reduction.wrote(number, self._layout.buckets[number].segments.index(segment))
+
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
         with plainly():
@@ -297,7 +313,7 @@ class ModulePlacement(Placement):
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         self._owner: weakref.ref[BucketOwner] | None = None
-        self.comm = engine.comm
+        self.comm: Communicator = engine.comm
         self.others = engine.parts.others
         self.scaled = engine.options.precision.scaled
         sharers = sharers_of(engine.comm, engine.options.state)
@@ -309,6 +325,13 @@ class ModulePlacement(Placement):
         plan = self._engine.plan
         placed = zip(plan.params, plan.names, plan.layout.params, strict=True)
         return {id(param): name for param, name, spec in placed if spec.placed}
+
+    def name_of(self, param: Tensor) -> str:
+        """Returns the name of a trainable parameter, which may be one without elements."""
+        plan = self._engine.plan
+        return next(
+            name for name, each in zip(plan.names, plan.params, strict=True) if each is param
+        )
 
     def options(self, options: AdamWOptions) -> AdamWOptions:
         engine, default = self._engine, AdamWOptions()

@@ -419,6 +419,16 @@ class Reduction:
         else:
             self.reducer.norm(bucket.stored.own_part(bucket.shard), kind, words)
 
+    def wrote(self, number: int, index: int) -> None:
+        """Notes that the shard of a bucket was written to, where parameter ``index`` has its part.
+
+        The bucket holds a gradient from now on, even if no backward has brought one.
+        """
+        bucket = self.buckets[number]
+        bucket.holds = True
+        bucket.active[index] = True
+        self.generation += 1
+
     def drop(self) -> None:
         """Forgets all gradients."""
         self.zero()
