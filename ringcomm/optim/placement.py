@@ -262,6 +262,11 @@ class Placement(ABC):
     def refresh_masters(self) -> None:
         """Sets the masters to the parameters, after these were written to outside a step."""
 
+    @property
+    @abstractmethod
+    def owner(self) -> BucketOwner | None:
+        """The optimizer's step, or None before there is one."""
+
     @abstractmethod
     def bind(self, owner: BucketOwner) -> None:
         """Makes one optimizer the owner.

@@ -394,6 +394,8 @@ class ShardedStep:
         reduced = self._reduced
         if reduced is None:
             self._collect()
+        elif self._placement is not None:
+            self._placement.check()
         self._write_control(amp, reduced)
         self.written.take_over()
         self.torn = True

@@ -17,6 +17,7 @@ from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
+from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_shards
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
@@ -46,10 +47,12 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Loaded",
+    "LocalShard",
     "Precision",
     "StepProfile",
     "TrainState",
     "ZeroOptions",
+    "exchanged",
     "export_safetensors",
     "from_deepspeed",
     "from_fsdp2",
@@ -59,6 +62,7 @@ __all__ = [
     "get_master",
     "get_state",
     "load",
+    "local_shards",
     "no_sync",
     "profiled",
     "save",
@@ -67,4 +71,5 @@ __all__ = [
     "set_state",
     "shard",
     "unshard",
+    "writing_shards",
 ]

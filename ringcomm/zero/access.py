@@ -127,6 +127,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     with place.all_or_none():
         sharded.refuse_if_torn("set_master")
         piece = place.piece_of(value, local)
+        place.placement.check()
         # From here on no rank reads what its peers are about to change.
         sharded.kernels.ready()
     place.agree({"value": place.digest(value, local)})
@@ -198,6 +199,7 @@ class _Place:
         operation: name of the function that was called.
         param: the parameter.
         name: its name in the module.
+        placement: the module as its optimizer sees it.
         sharded: the step of its optimizer.
         index: its index there.
         bucket: the bucket that has it; None where this rank has nothing of it.
@@ -207,6 +209,7 @@ class _Place:
     operation: str
     param: Tensor
     name: str
+    placement: ModulePlacement
     sharded: ShardedStep
     index: int
     bucket: Bucket | None
@@ -231,7 +234,7 @@ class _Place:
         number, segment = owner.layout.places.get(index, (None, Segment(0, 0, index)))
         bucket = None if number is None else owner.buckets[number]
         name = placement.name_of(param)
-        return cls(operation, param, name, owner, index, bucket, segment)
+        return cls(operation, param, name, placement, owner, index, bucket, segment)
 
     @property
     def spec(self) -> ParamSpec:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
+from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
@@ -80,6 +80,7 @@ class ShardEngine:
         slots: the places of the parameters in the module.
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``place_params``.
+        exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
 
     placement: Placement
@@ -96,6 +97,7 @@ class ShardEngine:
         self.mesh = find_mesh(self.parts.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
+        self.exchanged = False
         self._takes_part = False
         self._creates_graph = False
         self._pending: dict[ShardedBucket, int] = {}
@@ -280,15 +282,39 @@ class ShardEngine:
         if self.gatherer is not None:
             self.gatherer.free_all()
 
+    def check(self, operation: str) -> None:
+        """Checks that the parameters are in their places, with their own values.
+
+        Raises:
+            ArgumentError: the module has another tensor in a parameter's place; or it is in
+                ``exchanged()``.
+        """
+        if self.exchanged:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
+                "exchanged(), where the parameters have other values than their own; leave the "
+                "context first"
+            )
+        self.slots.check()
+
+    def check_all(self, operation: str) -> None:
+        """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
+        with all_or_none(self.comm, operation, self.mesh):
+            self.check(operation)
+
     def free_for_step(self) -> None:
         """Frees all gathered parameters, at stage 3, since a step is about to change their values.
 
         Raises:
             ArgumentError: the step is inside ``gathered()``.
         """
+        self.free_for_change("optimizer.step")
+
+    def free_for_change(self, operation: str) -> None:
+        """Does :meth:`free_for_step` for another operation."""
         if self.gatherer is not None and self.gatherer.pinned:
             raise ArgumentError(
-                f"{where('optimizer.step', self.comm.rank, self.comm.world_size)}: called inside "
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
                 "gathered(), whose parameters it would leave old; leave the context first"
             )
         if self.gatherer is not None:

@@ -436,7 +436,7 @@ class ModulePlacement(Placement):
 
     def check(self) -> None:
         engine = self._engine
-        engine.slots.check()
+        engine.check("optimizer.step")
         # Without a reduction the gradients check the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
@@ -447,7 +447,6 @@ class ModulePlacement(Placement):
 
     @property
     def owner(self) -> BucketOwner | None:
-        """The optimizer's step, or None before there is one."""
         return None if self._owner is None else self._owner()
 
     def refresh_masters(self) -> None:

@@ -393,7 +393,7 @@ def _all_here(engine: ShardEngine) -> Iterator[None]:
 def _take_changes(engine: ShardEngine, rank: int) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective."""
     comm = engine.comm
-    engine.slots.check_all(comm, "gathered", engine.mesh)
+    engine.check_all("gathered")
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     placed: set[int] = set()

@@ -169,6 +169,9 @@ def set_and_read(comm: Communicator, base: Any, choice: Choice) -> dict[str, tor
     optimizer.zero_grad()
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
+    with zero.writing_shards(module) as shards:
+        for shard in shards.values():
+            shard.values.mul_(1.5)
     masters = {f"master.{name}": zero.get_master(param) for name, param in params.items()}
     state = {**zero.full_state_dict(module), **masters, "norm": norm}
     zero.unshard(module)
