@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
@@ -259,8 +259,12 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def refresh_masters(self) -> None:
-        """Sets the masters to the parameters, after these were written to outside a step."""
+    def refresh_masters(self, only: Container[int] | None = None) -> None:
+        """Sets the masters to the parameters, after these were written to outside a step.
+
+        Args:
+            only: ``id`` of the parameters that were; None for all.
+        """
 
     @property
     @abstractmethod

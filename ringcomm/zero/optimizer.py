@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -449,11 +449,12 @@ class ModulePlacement(Placement):
     def owner(self) -> BucketOwner | None:
         return None if self._owner is None else self._owner()
 
-    def refresh_masters(self) -> None:
-        """Refreshes the optimizer's masters, if there is one, after parameters were replaced."""
+    def refresh_masters(self, only: Container[int] | None = None) -> None:
         if self.owner is not None:
-            for bucket in self.owner.buckets:
-                bucket.refresh_master()
+            for bucket, stored in zip(self.owner.buckets, self._engine.stored, strict=True):
+                for placed in stored.params:
+                    if only is None or id(placed.param) in only:
+                        bucket.refresh_master(placed.begin, placed.end)
 
     def bind(self, owner: BucketOwner) -> None:
         if self.owner is not None:
