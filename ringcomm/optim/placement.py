@@ -268,6 +268,22 @@ class Placement(ABC):
 
     @property
     @abstractmethod
+    def watches_gradients(self) -> bool:
+        """True if :meth:`see_gradient` is to be called; equal on all ranks."""
+
+    @abstractmethod
+    def see_gradient(self, index: int, number: int, piece: Tensor, begin: int) -> None:
+        """Shows a reduced gradient to whoever watches, who may write to it.
+
+        Args:
+            index: of the parameter in its bucket.
+            number: of the bucket.
+            piece: the elements of the flattened gradient that this rank has reduced.
+            begin: the first of them.
+        """
+
+    @property
+    @abstractmethod
     def owner(self) -> BucketOwner | None:
         """The optimizer's step, or None before there is one."""
 

@@ -18,6 +18,7 @@ from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
     CommRanks,
     MeshRanks,
+    all_or_none,
     check_agreement,
     check_on_mesh,
     ranks_of,
@@ -26,7 +27,7 @@ from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
-from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
+from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout, within
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
@@ -162,8 +163,9 @@ class _FirstPass:
         clip: float64, a scalar: the clip coefficient so far.
         mark: the mark of the gradients that were reduced.
         clipped: True if ``clip`` was asked for.
-        written: True if the reduced gradients were written to, so that they must not be reduced
-            again while the mark holds, and ``words`` may be of what was there before.
+        written: True if the reduced gradients may have been written to, so that they must not be
+            reduced again while the mark holds, and ``words`` may be of what was there before.
+        seen: True if those who watch gradients have seen them.
     """
 
     words: Tensor
@@ -172,6 +174,7 @@ class _FirstPass:
     mark: object
     clipped: bool = False
     written: bool = False
+    seen: bool = False
 
 
 class ShardedStep:
@@ -389,7 +392,11 @@ class ShardedStep:
             )
         self.take_hyper()
         self.kernels.ready()
-        if self.two_passes and (before is None or before.written):
+        if before is None:
+            first = self.two_passes or self._is_watched
+        else:
+            first = self.two_passes and before.written
+        if first:
             self._reduced = self._reduce("l2")
         reduced = self._reduced
         if reduced is None:
@@ -464,15 +471,19 @@ class ShardedStep:
     def _reduce(self, kind: str) -> _FirstPass:
         """Runs the first of two passes, or sums gradients that were written since; collective."""
         before = self._still_reduced()
-        if before is None or not before.written:
-            before = None
+        sums = before is not None and before.written
+        if not sums:
             self._collect()
         place, comm = self.setting.device, self.setting.comm
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
-        for bucket, row in zip(self.buckets, words, strict=True):
-            if before is None:
+        if not sums:
+            for bucket, row in zip(self.buckets, words, strict=True):
                 self.kernels.reduce_norm(bucket, kind, row)
-            else:
+        seen = self._is_watched and not (before is not None and before.seen)
+        if seen:
+            self._show_gradients()
+        for bucket, row in zip(self.buckets, words, strict=True):
+            if sums or seen:
                 self.kernels.reducer.norm(self._own_gradient(bucket), kind, row)
             if self.over is not None and not self.over.counts(bucket.layout.mesh_dims):
                 leave_to_replica(row)
@@ -481,10 +492,30 @@ class ShardedStep:
             comm.all_reduce(total, op)
         if self.over is not None:
             self.over.all_reduce(total, op)
-        if before is not None:
-            return replace(before, words=total, kind=kind)
-        one = torch.ones((), dtype=torch.float64, device=place)
-        return _FirstPass(total, kind, one, self.gradients.mark())
+        if before is None:
+            one = torch.ones((), dtype=torch.float64, device=place)
+            before = _FirstPass(total, kind, one, mark=None)
+        written, seen = before.written or seen, before.seen or seen
+        mark = self.gradients.mark()
+        return replace(before, words=total, kind=kind, mark=mark, written=written, seen=seen)
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._placement is not None and self._placement.watches_gradients
+
+    def _show_gradients(self) -> None:
+        """Shows all gradients that there are to those who watch them; collective."""
+        placement, active = self._placement, self.table.active.tolist()
+        assert placement is not None
+        with all_or_none(self.setting.comm, OPERATION, self.mesh):
+            for bucket in self.buckets:
+                reduced = self.kernels.reduced(bucket)
+                chunk = bucket.layout.chunk(*self.setting.shard_of)
+                for number, segment in enumerate(bucket.layout.segments):
+                    piece = within(reduced, chunk, segment)
+                    if active[segment.param] and piece.numel():
+                        begin = max(segment.begin, chunk.begin) - segment.begin
+                        placement.see_gradient(number, bucket.number, piece, begin)
 
     def _own_gradient(self, bucket: Bucket) -> Tensor:
         """Returns the part of the reduced gradient that this rank sums for the norm."""

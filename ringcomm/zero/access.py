@@ -12,19 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
-from ringcomm.optim.layout import Chunk, ParamSpec, Segment
+from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within
 from ringcomm.optim.placement import placement_of
 from ringcomm.optim.step import ShardedStep
 from ringcomm.optim.torch_state import master_of
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import checksum
+from ringcomm.zero.engine import GradientHook
 from ringcomm.zero.optimizer import ModulePlacement
+from ringcomm.zero.sharding import engine_of
 
 Tensor = torch.Tensor
 
@@ -55,7 +59,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     if place.bucket is None:
         return place.shown(place.nothing(), local)
     chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
-    own = _within(sharded.kernels.reduced(place.bucket), chunk, place.segment).float()
+    own = within(sharded.kernels.reduced(place.bucket), chunk, place.segment).float()
     if local and sharded.shard_of[1] > 1:
         return own.clone()
     return place.shown(place.gather(own), local)
@@ -89,7 +93,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
         chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
         begin = max(place.segment.begin, place.bucket.chunk.begin)
-        target = _within(sharded.kernels.reduced(place.bucket), chunk, place.segment)
+        target = within(sharded.kernels.reduced(place.bucket), chunk, place.segment)
         first = max(place.segment.begin, chunk.begin) - begin
         if target.numel():
             target.copy_(piece[first : first + target.numel()])
@@ -179,16 +183,43 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
         place.agree({"name": name, "value": place.digest(value, local)})
     if place.bucket is not None:
         moment = place.bucket.state.moments[name]
-        _within(moment, place.bucket.chunk, place.segment).copy_(piece)
+        within(moment, place.bucket.chunk, place.segment).copy_(piece)
+
+
+def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
+    """Has a hook see each reduced gradient before the step; collective.
+
+    It is called with a parameter's name, a view of this rank's piece of the flattened gradient, and
+    the piece's first element. What it writes there counts. One rank, with ``state="node"`` one of
+    each node, sees an element of a gradient, if any rank has that gradient.
+
+    The calls come in the layout's order, in the thread that steps, once all gradients are reduced:
+    in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then have what
+    the hooks have written. Backwards after that have the sum seen anew at stages 2 and 3, where it
+    holds what was written, and at 0 and 1 as it was reduced.
+
+    Args:
+        module: the module that ``shard()`` returned.
+        hook: it must call nothing that other ranks take part in.
+
+    Returns:
+        A handle, whose ``remove()`` all ranks call alike.
+
+    Raises:
+        ArgumentError: the module is not sharded, or ``hook`` cannot be called.
+        MismatchError: the ranks have different numbers of hooks.
+    """
+    engine = engine_of(module, "on_reduced")
+    with all_or_none(engine.comm, "on_reduced", engine.mesh):
+        if not callable(hook):
+            raise ArgumentError(f"on_reduced: hook: expected a function, got {hook!r}")
+    check_agreement(engine.comm, "on_reduced", {"options": {"hooks": len(engine.watchers) + 1}})
+    handle = RemovableHandle(engine.watchers)
+    engine.watchers[handle.id] = hook
+    return handle
 
 
 # ---- where a parameter lies ---------------------------------------------------------------------
-
-
-def _within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
-    """Returns the part of a chunk's tensor that a parameter fills, as a view."""
-    low, high = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
-    return own[low - chunk.begin : high - chunk.begin] if low < high else own[:0]
 
 
 @dataclass(frozen=True)
@@ -268,7 +299,7 @@ class _Place:
     def read(self, own: Tensor, local: bool) -> Tensor:
         """Returns a copy of the parameter's part of what the ranks keep of its bucket."""
         assert self.bucket is not None
-        piece = _within(own, self.bucket.chunk, self.segment).to(torch.float32, copy=True)
+        piece = within(own, self.bucket.chunk, self.segment).to(torch.float32, copy=True)
         if local or self.sharded.shard_of[1] == 1:
             return self.shown(piece, local)
         return self.shown(self.gather(piece), local)
@@ -291,7 +322,7 @@ class _Place:
         for chunk in self.bucket.layout.chunks(sharers):
             low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
             here = Segment(low, max(low, high), self.index)
-            parts.append(_within(flat, everything, here))
+            parts.append(within(flat, everything, here))
         return parts
 
     def shown(self, flat: Tensor, local: bool) -> Tensor:
@@ -376,7 +407,7 @@ class _Place:
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
         if bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
-            own = _within(bucket.own_params, bucket.chunk, self.segment).clone()
+            own = within(bucket.own_params, bucket.chunk, self.segment).clone()
             sharers.all_gather(self._pieces_of_all(bucket.params, 0), own)
         bucket.share()
         if self.comm is not None:
@@ -385,12 +416,12 @@ class _Place:
 
 def _write_master(bucket: Bucket, segment: Segment, piece: Tensor) -> None:
     """Writes the master of a parameter in this rank's chunk, and the parameter there."""
-    state, params = bucket.state, _within(bucket.own_params, bucket.chunk, segment)
+    state, params = bucket.state, within(bucket.own_params, bucket.chunk, segment)
     if state.remainder is not None:
         param, remainder = split_master(piece)
         params.copy_(param)
-        _within(state.remainder, bucket.chunk, segment).copy_(remainder)
+        within(state.remainder, bucket.chunk, segment).copy_(remainder)
         return
     if state.master is not None:
-        _within(state.master, bucket.chunk, segment).copy_(piece)
+        within(state.master, bucket.chunk, segment).copy_(piece)
     params.copy_(piece)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ from ringcomm.zero.slots import Slots
 from ringcomm.zero.units import Unit
 
 Tensor = torch.Tensor
+#: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
+GradientHook = Callable[[str, Tensor, int], object]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class ShardEngine:
         slots: the places of the parameters in the module.
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``place_params``.
+        watchers: hooks that see reduced gradients, by number.
         exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
 
@@ -98,6 +102,7 @@ class ShardEngine:
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self.exchanged = False
+        self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
         self._pending: dict[ShardedBucket, int] = {}

@@ -446,6 +446,15 @@ class ModulePlacement(Placement):
         self._engine.forget_gradients(set_to_none)
 
     @property
+    def watches_gradients(self) -> bool:
+        return bool(self._engine.watchers)
+
+    def see_gradient(self, index: int, number: int, piece: Tensor, begin: int) -> None:
+        name = self._engine.stored[number].params[index].name
+        for hook in list(self._engine.watchers.values()):
+            hook(name, piece, begin)
+
+    @property
     def owner(self) -> BucketOwner | None:
         return None if self._owner is None else self._owner()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm import zero
-from ringcomm.errors import ArgumentError, MismatchError
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, LossScaler, Sharded
 from tests.support import ROOT
 from tests.zero.job import BF16
@@ -356,4 +356,77 @@ def test_names_of_deepspeed_stand_beside_ours(worlds, stage):
             assert torch.equal(found, value if "safe_set" in theirs else result), theirs
 
     base = new_model("mlp")
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_hooks_see_each_reduced_gradient_once_and_change_it(worlds, world_size, stage, precision):
+    base = new_model("mlp")
+    dtype = torch.bfloat16 if precision else torch.float32
+    means = mean_gradients(base, world_size, dtype)
+    alone: Any = deepcopy(base)
+    for name, param in alone.named_parameters():
+        param.grad = means[name] * 2
+    plain = AdamW(alone.parameters(), lr=0.1, comm="alone")
+    norm = plain.clip_grad_norm_(0.25)
+    plain.step()
+
+    def work(comm, clips):
+        each = Trained(comm, base, stage, lambda p: AdamW(p, lr=0.1), precision)
+        seen: dict[str, Tensor] = {}
+
+        def double(name: str, piece: Tensor, begin: int) -> None:
+            assert name not in seen
+            seen[name] = torch.zeros(means[name].numel())
+            seen[name][begin : begin + piece.numel()] = piece
+            piece.mul_(2)
+
+        handle = zero.on_reduced(each.module, double)
+        each.backward()
+        if clips:
+            assert torch.equal(each.optimizer.clip_grad_norm_(1e9), norm)
+            assert torch.equal(each.optimizer.clip_grad_norm_(0.25), norm)
+            each.optimizer.step()
+            for name, param in each.params.items():
+                assert torch.equal(zero.get_master(param), alone.get_parameter(name)), name
+        else:
+            each.optimizer.step()
+            moment = get_state(each.params["head.weight"], "exp_avg")
+            torch.testing.assert_close(moment, means["head.weight"] * 0.2)
+        each.optimizer.zero_grad()
+        handle.remove()
+        each.step()
+        return seen
+
+    for clips in (True, False):
+        outcomes = worlds(world_size).run(work, clips)
+        for name, mean in means.items():
+            none = torch.zeros(mean.numel())
+            assert torch.equal(sum(seen.get(name, none) for seen in outcomes), mean.view(-1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_that_fail_or_differ_fail_on_all_ranks(worlds, stage):
+    base = new_model("mlp")
+
+    def work(comm):
+        each = Trained(comm, base, stage)
+        with pytest.raises(ArgumentError, match="hook: expected a function, got 5"):
+            zero.on_reduced(each.module, 5 if comm.rank else fail)  # type: ignore[arg-type]
+        handle = zero.on_reduced(each.module, fail)
+        each.backward()
+        before = zero.full_state_dict(each.module)
+        with pytest.raises((ZeroDivisionError, RingcommError), match="by zero"):
+            each.optimizer.step()
+        assert_same_bits(zero.full_state_dict(each.module), before)
+        if comm.rank == 1:
+            handle.remove()
+        with pytest.raises(MismatchError, match="Option hooks is 2 on rank 0 and 1 on rank 1"):
+            zero.on_reduced(each.module, fail)
+
+    def fail(name: str, piece: Tensor, begin: int) -> None:
+        assert 1 / begin != 1  # the first rank has the first elements
+
     worlds(2).run(work)
