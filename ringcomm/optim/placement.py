@@ -360,7 +360,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
 
     Raises:
         ArgumentError: the parameters have several placements, or only some of them have one, or
-            some that were placed together are missing or frozen.
+            some that were placed together are missing.
     """
     trainable = [
         (param, f"param group {number}, parameter {index}")
@@ -368,8 +368,8 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
         for index, param in enumerate(group["params"])
         if param.requires_grad
     ]
-    owned = {id(param) for param, _ in trainable}
-    placed = [placement_of(param) for param, _ in trainable]
+    everything = [param for group in groups for param in group["params"]]
+    placed = [placement_of(param) for param in everything]
     found = {id(each): each for each in placed if each is not None}
     if not found:
         return None
@@ -387,15 +387,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
         )
     (placement,) = found.values()
     names = dict(placement.names())
-    given = {id(param) for group in groups for param in group["params"]}
-    frozen = [name for key, name in names.items() if key in given and key not in owned]
-    if frozen:
-        raise ArgumentError(
-            f"optimizer: {len(frozen)} parameters were frozen after shard() had given them a "
-            f"place, the first is {frozen[0]!r}. Freeze them before shard(), or unshard() the "
-            "module and shard() it anew"
-        )
-    for param, _ in trainable:
+    for param in everything:
         names.pop(id(param), None)
     if names:
         raise ArgumentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -449,24 +450,35 @@ class ShardedStep:
             self._placement.check()
         options, comm = self.setting.options, self.setting.comm
         active = self.gradients.collect()
+        frozen = [] if self._placement is None else self.gradients.frozen()
+        for index in frozen:
+            if active[index]:
+                raise ArgumentError(
+                    f"{self.setting.where('step')}: {self.gradients.label(index)}: was frozen "
+                    "after its gradient had come; call zero_grad() in between"
+                )
         if options.unused == "zero":
             active = [
-                1.0 if spec.trainable and spec.tied_to is None else 0.0
-                for spec in self.layout.params
+                1.0 if spec.trainable and spec.tied_to is None and index not in frozen else 0.0
+                for index, spec in enumerate(self.layout.params)
             ]
         asked = comm if options.unused == "skip" else None
         compares = asked is not None and self.table.compares
-        self.table.write_active(active, self.rule.digest(self.groups) if compares else 0.0)
+        digest = self.rule.digest(self.groups) if compares else 0.0
+        if compares and frozen:
+            digest = float(int(digest) ^ zlib.crc32(repr(frozen).encode()))
+        self.table.write_active(active, digest)
         if asked is not None:
             asked.all_reduce(self.table.told, ReduceOp.MAX)
             if self.table.hyper_differ:
-                self._refuse_differences(asked)
+                self._refuse_differences(asked, [self.gradients.label(index) for index in frozen])
 
-    def _refuse_differences(self, comm: Communicator) -> None:
-        """Raises MismatchError, which names the first group that differs; collective."""
+    def _refuse_differences(self, comm: Communicator, frozen: list[str]) -> None:
+        """Raises MismatchError, which names what differs first; collective."""
         groups = self.groups
         hyper = [{"lr": plain(each.get("lr")), **self.rule.compared(each)} for each in groups]
-        check_agreement(comm, "optimizer.step", {"groups": hyper})
+        told = {"groups": hyper, "options": {"frozen parameters": frozen}}
+        check_agreement(comm, "optimizer.step", told)
 
     def _reduce(self, kind: str) -> _FirstPass:
         """Runs the first of two passes, or sums gradients that were written since; collective."""

@@ -192,8 +192,11 @@ class ShardEngine:
             self.reduction.has_left_over = True
         bucket = self.stored[number]
         if isinstance(bucket, ShardedBucket) and self.gatherer is not None:
-            left = self._pending.get(bucket, len(bucket.params)) - 1
-            self._pending[bucket] = left
+            left = self._pending.get(bucket)
+            if left is None:
+                with plainly():
+                    left = sum(placed.param.requires_grad for placed in bucket.params)
+            self._pending[bucket] = left = left - 1
             if not left:
                 self.gatherer.free_used(bucket)
 

@@ -258,6 +258,10 @@ class ReducedGradients(Gradients):
         self._reduction.finish()
         return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
 
+    def frozen(self) -> list[int]:
+        with plainly():
+            return super().frozen()
+
     def wrote(self, index: int) -> None:
         if index in self._layout.places:
             number, segment = self._layout.places[index]
@@ -290,7 +294,11 @@ class BucketedGradients(Gradients):
         me = weakref.ref(self)
         for number, slot in enumerate(self._slots):
             hook = partial(_move_gradient, me, number)
+            # torch takes hooks of what requires a gradient alone, and this may be frozen for now.
+            requires = slot.param.requires_grad
+            slot.param.requires_grad_(True)
             engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            slot.param.requires_grad_(requires)
 
     def move(self, number: int) -> None:
         """Moves the gradient of a slot's parameter."""

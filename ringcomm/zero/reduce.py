@@ -234,9 +234,12 @@ class Reduction:
 
     def begin(self) -> None:
         """Marks all buckets as not reduced in this backward."""
-        for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.stored.params)))
-            bucket.gone = False
+        with plainly():
+            for bucket in self.buckets:
+                # Parameters may have been frozen since shard(), and bring no gradients then.
+                params = enumerate(bucket.stored.params)
+                bucket.missing = {n for n, placed in params if placed.param.requires_grad}
+                bucket.gone = False
         self._order.begin()
 
     # ---- during backward ------------------------------------------------------------------------
