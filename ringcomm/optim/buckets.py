@@ -242,12 +242,15 @@ class Bucket:
         if self.state.master is not None:
             self.state.master.copy_(following(self.state.master, self.own_params))
 
-    def refresh_master(self) -> None:
-        """Sets the master to the parameters."""
+    def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
+        """Sets the master of the bucket's elements [begin, end), or of all, to the parameters."""
+        first, last = self.chunk
+        low, high = max(begin, first), last if end is None else min(end, last)
+        here = slice(low - first, max(low, high) - first)
         if self.state.master is not None:
-            self.state.master.copy_(self.own_params)
+            self.state.master[here].copy_(self.own_params[here])
         if self.state.remainder is not None:
-            self.state.remainder.zero_()
+            self.state.remainder[here].zero_()
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""

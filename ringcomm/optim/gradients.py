@@ -130,6 +130,20 @@ class Gradients:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad`` of all parameters."""
         return None
 
+    def frozen(self) -> list[int]:
+        """Returns the parameters that have a place, and were frozen since."""
+        return [
+            index
+            for index, (param, spec) in enumerate(
+                zip(self._params, self._layout.params, strict=True)
+            )
+            if spec.trainable and not param.requires_grad
+        ]
+
+    def wrote(self, index: int) -> None:
+        """Called after the reduced gradient of a parameter was written to, on all ranks."""
+        return
+
     def mark(self) -> object:
         """Returns a value that equals an earlier one only if no gradient changed since."""
         grads = (param.grad for param in self._params)

@@ -120,6 +120,8 @@ class Kernels(ABC):
     def __init__(self, alone: bool, reducer: Reducer) -> None:
         self.alone = alone
         self.reducer = reducer
+        # By bucket number, the gradients that :meth:`reduced` has given out in a world of one.
+        self._given_out: dict[int, Tensor] = {}
 
     @abstractmethod
     def forget(self) -> None:
@@ -149,15 +151,33 @@ class Kernels(ABC):
             kind: "l2", "l1" or "inf".
             words: int64 [24], overwritten.
         """
+        self._given_out.pop(bucket.number, None)
         if self.alone:
             self.reducer.norm(bucket.grads, kind, words)
         else:
             self.reducer.reduce(bucket.grads, Into(bucket.ensure_grad_shard(), kind, words))
 
+    def reduced(self, bucket: Bucket) -> Tensor:
+        """Returns the gradient that :meth:`update` will read, after :meth:`reduce_norm`.
+
+        What is written there counts. It is that of this rank's chunk among the chunks of all ranks
+        that share the state, whether or not each of them keeps all of the state.
+
+        Returns:
+            [chunk elements], float32 or of 16 bits.
+        """
+        if not self.alone:
+            return bucket.ensure_grad_shard()
+        if bucket.number not in self._given_out:
+            # ``grads`` may have 16 bits, to which a gradient that is written must not be rounded.
+            own = bucket.grads[: bucket.chunk.elems]
+            self._given_out[bucket.number] = own.to(torch.float32, copy=True)
+        return self._given_out[bucket.number]
+
     def update(self, bucket: Bucket) -> None:
         """Updates a bucket on all ranks, after :meth:`reduce_norm` and :meth:`begin`."""
         if self.alone:
-            self.update_shard(bucket, bucket.grads)
+            self.update_shard(bucket, self._given_out.pop(bucket.number, bucket.grads))
         else:
             self.update_gather(bucket, bucket.ensure_grad_shard())
 

@@ -205,6 +205,12 @@ class Chunk(NamedTuple):
         return self.end - self.begin
 
 
+def within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
+    """Returns the part of a chunk's tensor that a parameter fills, as a view."""
+    low, high = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
+    return own[low - chunk.begin : high - chunk.begin] if low < high else own[:0]
+
+
 @dataclass(frozen=True)
 class BucketLayout:
     """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and its segments.

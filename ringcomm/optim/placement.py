@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
@@ -259,8 +259,33 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def refresh_masters(self) -> None:
-        """Sets the masters to the parameters, after these were written to outside a step."""
+    def refresh_masters(self, only: Container[int] | None = None) -> None:
+        """Sets the masters to the parameters, after these were written to outside a step.
+
+        Args:
+            only: ``id`` of the parameters that were; None for all.
+        """
+
+    @property
+    @abstractmethod
+    def watches_gradients(self) -> bool:
+        """True if :meth:`see_gradient` is to be called; equal on all ranks."""
+
+    @abstractmethod
+    def see_gradient(self, index: int, number: int, piece: Tensor, begin: int) -> None:
+        """Shows a reduced gradient to whoever watches, who may write to it.
+
+        Args:
+            index: of the parameter in its bucket.
+            number: of the bucket.
+            piece: the elements of the flattened gradient that this rank has reduced.
+            begin: the first of them.
+        """
+
+    @property
+    @abstractmethod
+    def owner(self) -> BucketOwner | None:
+        """The optimizer's step, or None before there is one."""
 
     @abstractmethod
     def bind(self, owner: BucketOwner) -> None:
@@ -335,7 +360,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
 
     Raises:
         ArgumentError: the parameters have several placements, or only some of them have one, or
-            some that were placed together are missing or frozen.
+            some that were placed together are missing.
     """
     trainable = [
         (param, f"param group {number}, parameter {index}")
@@ -343,8 +368,8 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
         for index, param in enumerate(group["params"])
         if param.requires_grad
     ]
-    owned = {id(param) for param, _ in trainable}
-    placed = [placement_of(param) for param, _ in trainable]
+    everything = [param for group in groups for param in group["params"]]
+    placed = [placement_of(param) for param in everything]
     found = {id(each): each for each in placed if each is not None}
     if not found:
         return None
@@ -362,15 +387,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
         )
     (placement,) = found.values()
     names = dict(placement.names())
-    given = {id(param) for group in groups for param in group["params"]}
-    frozen = [name for key, name in names.items() if key in given and key not in owned]
-    if frozen:
-        raise ArgumentError(
-            f"optimizer: {len(frozen)} parameters were frozen after shard() had given them a "
-            f"place, the first is {frozen[0]!r}. Freeze them before shard(), or unshard() the "
-            "module and shard() it anew"
-        )
-    for param, _ in trainable:
+    for param in everything:
         names.pop(id(param), None)
     if names:
         raise ArgumentError(

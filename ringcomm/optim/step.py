@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +19,16 @@ from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
     CommRanks,
     MeshRanks,
+    all_or_none,
     check_agreement,
     check_on_mesh,
     ranks_of,
 )
-from ringcomm.optim.buckets import BucketDevice, Buckets
+from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
-from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
+from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout, within
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
@@ -161,12 +163,19 @@ class _FirstPass:
         kind: "l2", "l1" or "inf".
         clip: float64, a scalar: the clip coefficient so far.
         mark: the mark of the gradients that were reduced.
+        clipped: True if ``clip`` was asked for.
+        written: True if the reduced gradients may have been written to, so that they must not be
+            reduced again while the mark holds, and ``words`` may be of what was there before.
+        seen: True if those who watch gradients have seen them.
     """
 
     words: Tensor
     kind: str
     clip: Tensor
     mark: object
+    clipped: bool = False
+    written: bool = False
+    seen: bool = False
 
 
 class ShardedStep:
@@ -347,9 +356,30 @@ class ShardedStep:
             )
         # In FP32 and in this order, as torch.nn.utils.clip_grad_norm_ computes it.
         here = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        reduced.clip = coefficient * here.to(torch.float64)
+        reduced.clip, reduced.clipped = coefficient * here.to(torch.float64), True
         self._reduced = reduced
         return norm
+
+    def reduce_now(self) -> None:
+        """Reduces the gradients, if they are not reduced yet; collective.
+
+        The kernels have them afterwards (:meth:`Kernels.reduced`), and the step takes them from
+        there, unless gradients change meanwhile.
+        """
+        if self._still_reduced() is None:
+            self._reduced = self._reduce("l2")
+
+    def wrote_gradient(self, index: int) -> None:
+        """Called after a parameter's reduced gradient was written to, on all ranks.
+
+        The parameter takes the next step, and what was clipped is not any more.
+        """
+        before = self._reduced
+        assert before is not None
+        self.table.active[index] = 1.0
+        self.gradients.wrote(index)
+        one, mark = torch.ones_like(before.clip), self.gradients.mark()
+        self._reduced = replace(before, clip=one, mark=mark, clipped=False, written=True)
 
     def step(self, amp: Amp) -> None:
         """Takes one step; if it fails halfway, the optimizer is torn.
@@ -360,19 +390,25 @@ class ShardedStep:
         """
         self.refuse_if_torn("step")
         self._check_scaled(amp)
-        clipped = self._still_reduced() is not None
-        if amp.scale is not None and clipped:
+        before = self._still_reduced()
+        if amp.scale is not None and before is not None and before.clipped:
             raise ArgumentError(
                 f"{self.setting.where('step')}: the gradient was clipped while it was still "
                 "scaled; call scaler.unscale_(optimizer) before clip_grad_norm_()"
             )
         self.take_hyper()
         self.kernels.ready()
-        if self.two_passes and self._reduced is None:
+        if before is None:
+            first = self.two_passes or self._is_watched
+        else:
+            first = self.two_passes and before.written
+        if first:
             self._reduced = self._reduce("l2")
         reduced = self._reduced
         if reduced is None:
             self._collect()
+        elif self._placement is not None:
+            self._placement.check()
         self._write_control(amp, reduced)
         self.written.take_over()
         self.torn = True
@@ -419,32 +455,53 @@ class ShardedStep:
             self._placement.check()
         options, comm = self.setting.options, self.setting.comm
         active = self.gradients.collect()
+        frozen = [] if self._placement is None else self.gradients.frozen()
+        for index in frozen:
+            if active[index]:
+                raise ArgumentError(
+                    f"{self.setting.where('step')}: {self.gradients.label(index)}: was frozen "
+                    "after its gradient had come; call zero_grad() in between"
+                )
         if options.unused == "zero":
             active = [
-                1.0 if spec.trainable and spec.tied_to is None else 0.0
-                for spec in self.layout.params
+                1.0 if spec.trainable and spec.tied_to is None and index not in frozen else 0.0
+                for index, spec in enumerate(self.layout.params)
             ]
         asked = comm if options.unused == "skip" else None
         compares = asked is not None and self.table.compares
-        self.table.write_active(active, self.rule.digest(self.groups) if compares else 0.0)
+        digest = self.rule.digest(self.groups) if compares else 0.0
+        if compares and frozen:
+            digest = float(int(digest) ^ zlib.crc32(repr(frozen).encode()))
+        self.table.write_active(active, digest)
         if asked is not None:
             asked.all_reduce(self.table.told, ReduceOp.MAX)
             if self.table.hyper_differ:
-                self._refuse_differences(asked)
+                self._refuse_differences(asked, [self.gradients.label(index) for index in frozen])
 
-    def _refuse_differences(self, comm: Communicator) -> None:
-        """Raises MismatchError, which names the first group that differs; collective."""
+    def _refuse_differences(self, comm: Communicator, frozen: list[str]) -> None:
+        """Raises MismatchError, which names what differs first; collective."""
         groups = self.groups
         hyper = [{"lr": plain(each.get("lr")), **self.rule.compared(each)} for each in groups]
-        check_agreement(comm, "optimizer.step", {"groups": hyper})
+        told = {"groups": hyper, "options": {"frozen parameters": frozen}}
+        check_agreement(comm, "optimizer.step", told)
 
     def _reduce(self, kind: str) -> _FirstPass:
-        """Runs the first of two passes; collective."""
-        self._collect()
+        """Runs the first of two passes, or sums gradients that were written since; collective."""
+        before = self._still_reduced()
+        sums = before is not None and before.written
+        if not sums:
+            self._collect()
         place, comm = self.setting.device, self.setting.comm
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
+        if not sums:
+            for bucket, row in zip(self.buckets, words, strict=True):
+                self.kernels.reduce_norm(bucket, kind, row)
+        seen = self._is_watched and not (before is not None and before.seen)
+        if seen:
+            self._show_gradients()
         for bucket, row in zip(self.buckets, words, strict=True):
-            self.kernels.reduce_norm(bucket, kind, row)
+            if sums or seen:
+                self.kernels.reducer.norm(self._own_gradient(bucket), kind, row)
             if self.over is not None and not self.over.counts(bucket.layout.mesh_dims):
                 leave_to_replica(row)
         total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
@@ -452,8 +509,38 @@ class ShardedStep:
             comm.all_reduce(total, op)
         if self.over is not None:
             self.over.all_reduce(total, op)
-        one = torch.ones((), dtype=torch.float64, device=place)
-        return _FirstPass(total, kind, one, self.gradients.mark())
+        if before is None:
+            one = torch.ones((), dtype=torch.float64, device=place)
+            before = _FirstPass(total, kind, one, mark=None)
+        written, seen = before.written or seen, before.seen or seen
+        mark = self.gradients.mark()
+        return replace(before, words=total, kind=kind, mark=mark, written=written, seen=seen)
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._placement is not None and self._placement.watches_gradients
+
+    def _show_gradients(self) -> None:
+        """Shows all gradients that there are to those who watch them; collective."""
+        placement, active = self._placement, self.table.active.tolist()
+        assert placement is not None
+        with all_or_none(self.setting.comm, OPERATION, self.mesh):
+            for bucket in self.buckets:
+                reduced = self.kernels.reduced(bucket)
+                chunk = bucket.layout.chunk(*self.setting.shard_of)
+                for number, segment in enumerate(bucket.layout.segments):
+                    piece = within(reduced, chunk, segment)
+                    if active[segment.param] and piece.numel():
+                        begin = max(segment.begin, chunk.begin) - segment.begin
+                        placement.see_gradient(number, bucket.number, piece, begin)
+
+    def _own_gradient(self, bucket: Bucket) -> Tensor:
+        """Returns the part of the reduced gradient that this rank sums for the norm."""
+        reduced, comm = self.kernels.reduced(bucket), self.setting.comm
+        if comm is None or self.setting.options.state != "node":
+            return reduced
+        own = bucket.layout.part_of_copy(comm)
+        return reduced[own.begin - bucket.chunk.begin : own.end - bucket.chunk.begin]
 
     def _inv_scale(self) -> Tensor:
         scaler = self.setting.loss_scaler

@@ -5,10 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.zero.access import (
+    get_gradient,
+    get_master,
+    get_state,
+    on_reduced,
+    set_gradient,
+    set_master,
+    set_state,
+)
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
+from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_shards
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
@@ -38,19 +48,30 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Loaded",
+    "LocalShard",
     "Precision",
     "StepProfile",
     "TrainState",
     "ZeroOptions",
+    "exchanged",
     "export_safetensors",
     "from_deepspeed",
     "from_fsdp2",
     "full_state_dict",
     "gathered",
+    "get_gradient",
+    "get_master",
+    "get_state",
     "load",
+    "local_shards",
     "no_sync",
+    "on_reduced",
     "profiled",
     "save",
+    "set_gradient",
+    "set_master",
+    "set_state",
     "shard",
     "unshard",
+    "writing_shards",
 ]

@@ -6,7 +6,7 @@ import ctypes
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -533,14 +533,23 @@ class ShardedBucket(ParamBucket):
         self._leave()
         self._drop()
 
-    def keep_own(self) -> None:
-        """Copies what this rank keeps from ``flat``."""
-        self.kept.copy_(self.flat[self.kept_chunk.begin : self.kept_chunk.end])
+    def keep_own(self, begin: int = 0, end: int | None = None) -> None:
+        """Copies what this rank keeps of elements [begin, end) from ``flat``; of all by default."""
+        first, last = self.kept_chunk
+        low, high = max(begin, first), last if end is None else min(end, last)
+        if low < high:
+            self.kept[low - first : high - first].copy_(self.flat[low:high])
 
-    def accept_changes(self) -> None:
-        """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them."""
+    def accept_changes(self, only: Container[int] | None = None) -> None:
+        """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them.
+
+        Args:
+            only: ``id`` of the parameters to accept; None for all.
+        """
         with plainly():
-            self._versions = [param._version for param in self._parameters]
+            for index, param in enumerate(self._parameters):
+                if only is None or id(param) in only:
+                    self._versions[index] = param._version
 
 
 def _ask(reference: weakref.ref[ShardedBucket]) -> bool:
@@ -593,7 +602,7 @@ class WorldBucket(ShardedBucket):
         self._checksums = self._sum_up()
 
     def _sum_up(self) -> list[int]:
-        return [_checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
+        return [checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
 
     def _check_values(self) -> None:
         sums = zip(self.params, self._checksums, self._sum_up(), strict=True)
@@ -602,13 +611,15 @@ class WorldBucket(ShardedBucket):
                 self._forget_changes()
                 raise self._changed(placed)
 
-    def accept_changes(self) -> None:
-        super().accept_changes()
+    def accept_changes(self, only: Container[int] | None = None) -> None:
+        super().accept_changes(only)
         if self._in_the_open:
-            self._checksums = self._sum_up()
+            for index, found in enumerate(self._sum_up()):
+                if only is None or id(self._parameters[index]) in only:
+                    self._checksums[index] = found
 
 
-def _checksum(flat: Tensor) -> int:
+def checksum(flat: Tensor) -> int:
     """Returns the CRC-32 of a contiguous tensor's memory."""
     here = flat.cpu()
     # NumPy would keep the memory of the storage, which comes and goes.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.optim.agreement import CommRanks, MeshRanks, ranks_of
+from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
@@ -25,6 +26,7 @@ from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
+from ringcomm.zero.pipelines import in_pipeline
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.reduce import Reduction
@@ -32,6 +34,8 @@ from ringcomm.zero.slots import Slots
 from ringcomm.zero.units import Unit
 
 Tensor = torch.Tensor
+#: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
+GradientHook = Callable[[str, Tensor, int], object]
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class ShardEngine:
         slots: the places of the parameters in the module.
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``place_params``.
+        watchers: hooks that see reduced gradients, by number.
+        exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
 
     placement: Placement
@@ -96,6 +102,8 @@ class ShardEngine:
         self.mesh = find_mesh(self.parts.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
+        self.exchanged = False
+        self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
         self._pending: dict[ShardedBucket, int] = {}
@@ -155,11 +163,12 @@ class ShardEngine:
         """Has gradients of DTensors aligned when they come, so that all ranks do so in one order.
 
         What is done with them afterwards may depend on which buffers are free, and is not done on
-        ranks that have nothing of the parameter.
+        ranks that have nothing of the parameter. See also NOTE [Sums to come] in
+        ``zero/pipelines.py``.
         """
         for param in self.plan.params:
             if is_distributed(param):
-                self.keep(param.register_post_accumulate_grad_hook(align_gradient))  # type: ignore[no-untyped-call]
+                self.keep(param.register_post_accumulate_grad_hook(_align_gradient))  # type: ignore[no-untyped-call]
 
     def _watch_gradients(self) -> None:
         # A weak reference, since parameters may outlive the module and keep their hooks alive.
@@ -185,8 +194,11 @@ class ShardEngine:
             self.reduction.has_left_over = True
         bucket = self.stored[number]
         if isinstance(bucket, ShardedBucket) and self.gatherer is not None:
-            left = self._pending.get(bucket, len(bucket.params)) - 1
-            self._pending[bucket] = left
+            left = self._pending.get(bucket)
+            if left is None:
+                with plainly():
+                    left = sum(placed.param.requires_grad for placed in bucket.params)
+            self._pending[bucket] = left = left - 1
             if not left:
                 self.gatherer.free_used(bucket)
 
@@ -280,15 +292,39 @@ class ShardEngine:
         if self.gatherer is not None:
             self.gatherer.free_all()
 
+    def check(self, operation: str) -> None:
+        """Checks that the parameters are in their places, with their own values.
+
+        Raises:
+            ArgumentError: the module has another tensor in a parameter's place; or it is in
+                ``exchanged()``.
+        """
+        if self.exchanged:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
+                "exchanged(), where the parameters have other values than their own; leave the "
+                "context first"
+            )
+        self.slots.check()
+
+    def check_all(self, operation: str) -> None:
+        """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
+        with all_or_none(self.comm, operation, self.mesh):
+            self.check(operation)
+
     def free_for_step(self) -> None:
         """Frees all gathered parameters, at stage 3, since a step is about to change their values.
 
         Raises:
             ArgumentError: the step is inside ``gathered()``.
         """
+        self.free_for_change("optimizer.step")
+
+    def free_for_change(self, operation: str) -> None:
+        """Does :meth:`free_for_step` for another operation."""
         if self.gatherer is not None and self.gatherer.pinned:
             raise ArgumentError(
-                f"{where('optimizer.step', self.comm.rank, self.comm.world_size)}: called inside "
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
                 "gathered(), whose parameters it would leave old; leave the context first"
             )
         if self.gatherer is not None:
@@ -334,6 +370,11 @@ def _brings_gradient(param: Tensor) -> bool:
     except RuntimeError:
         # torch.autograd.grad() returns the leaf's gradient.
         return False
+
+
+def _align_gradient(param: Tensor) -> None:
+    if not in_pipeline():
+        align_gradient(param)
 
 
 def _gradient_arrived(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
-from ringcomm.optim.dtensors import local_gradient
+from ringcomm.optim.dtensors import is_distributed, local_gradient
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
@@ -29,6 +29,7 @@ from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, by_optimizer
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.pipelines import in_pipeline
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.reduce import Reduction
 
@@ -81,6 +82,9 @@ class RoundedKernels(StageKernels):
         dtype = self._precision.reduced_dtype(bucket.layout.dtype)
         self._shards[bucket.number] = exact.to(dtype)
 
+    def reduced(self, bucket: Bucket) -> Tensor:
+        return self._shards[bucket.number]
+
     def update(self, bucket: Bucket) -> None:
         self.update_gather(bucket, self._shards.pop(bucket.number))
 
@@ -112,12 +116,15 @@ class ReplicatedKernels(StageKernels):
             self._sums[bucket.number] = zeros(elems, dtype=dtype, device=self._comm.heap_device)
         return self._sums[bucket.number]
 
-    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+    def reduced(self, bucket: Bucket) -> Tensor:
         chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
-        own = self._sum(bucket)[: chunk.elems]
+        return self._sum(bucket)[: chunk.elems]
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        own = self.reduced(bucket)
         exact = own
         if own.dtype is not torch.float32:
-            exact = torch.empty(chunk.elems, dtype=torch.float32, device=own.device)
+            exact = torch.empty_like(own, dtype=torch.float32)
         self.reducer.reduce(bucket.grads, Into(exact, kind, words))
         if exact is not own:
             own.copy_(exact)
@@ -155,6 +162,11 @@ class ReducedKernels(StageKernels):
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         self._reduction.norm(bucket.number, kind, words)
+
+    def reduced(self, bucket: Bucket) -> Tensor:
+        self._reduction.settle()
+        self._reduction.wait()
+        return self._reduction.buckets[bucket.number].shard
 
     def update(self, bucket: Bucket) -> None:
         self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
@@ -251,6 +263,15 @@ class ReducedGradients(Gradients):
         self._reduction.finish()
         return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
 
+    def frozen(self) -> list[int]:
+        with plainly():
+            return super().frozen()
+
+    def wrote(self, index: int) -> None:
+        if index in self._layout.places:
+            number, segment = self._layout.places[index]
+            self._reduction.wrote(number, self._layout.buckets[number].segments.index(segment))
+
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
         with plainly():
@@ -278,7 +299,11 @@ class BucketedGradients(Gradients):
         me = weakref.ref(self)
         for number, slot in enumerate(self._slots):
             hook = partial(_move_gradient, me, number)
+            # torch takes hooks of what requires a gradient alone, and this may be frozen for now.
+            requires = slot.param.requires_grad
+            slot.param.requires_grad_(True)
             engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            slot.param.requires_grad_(requires)
 
     def move(self, number: int) -> None:
         """Moves the gradient of a slot's parameter."""
@@ -289,9 +314,10 @@ class BucketedGradients(Gradients):
             slot.param.grad = slot.shown
 
 
-def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, _: Tensor) -> None:
+def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, param: Tensor) -> None:
     alive = gradients()
-    if alive is not None:
+    # See NOTE [Sums to come] in zero/pipelines.py.
+    if alive is not None and not (is_distributed(param) and in_pipeline()):
         alive.move(number)
 
 
@@ -301,7 +327,7 @@ class ModulePlacement(Placement):
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         self._owner: weakref.ref[BucketOwner] | None = None
-        self.comm = engine.comm
+        self.comm: Communicator = engine.comm
         self.others = engine.parts.others
         self.scaled = engine.options.precision.scaled
         sharers = sharers_of(engine.comm, engine.options.state)
@@ -313,6 +339,13 @@ class ModulePlacement(Placement):
         plan = self._engine.plan
         placed = zip(plan.params, plan.names, plan.layout.params, strict=True)
         return {id(param): name for param, name, spec in placed if spec.placed}
+
+    def name_of(self, param: Tensor) -> str:
+        """Returns the name of a trainable parameter, which may be one without elements."""
+        plan = self._engine.plan
+        return next(
+            name for name, each in zip(plan.names, plan.params, strict=True) if each is param
+        )
 
     def options(self, options: AdamWOptions) -> AdamWOptions:
         engine, default = self._engine, AdamWOptions()
@@ -417,7 +450,7 @@ class ModulePlacement(Placement):
 
     def check(self) -> None:
         engine = self._engine
-        engine.slots.check()
+        engine.check("optimizer.step")
         # Without a reduction the gradients check the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
@@ -427,15 +460,24 @@ class ModulePlacement(Placement):
         self._engine.forget_gradients(set_to_none)
 
     @property
+    def watches_gradients(self) -> bool:
+        return bool(self._engine.watchers)
+
+    def see_gradient(self, index: int, number: int, piece: Tensor, begin: int) -> None:
+        name = self._engine.stored[number].params[index].name
+        for hook in list(self._engine.watchers.values()):
+            hook(name, piece, begin)
+
+    @property
     def owner(self) -> BucketOwner | None:
-        """The optimizer's step, or None before there is one."""
         return None if self._owner is None else self._owner()
 
-    def refresh_masters(self) -> None:
-        """Refreshes the optimizer's masters, if there is one, after parameters were replaced."""
+    def refresh_masters(self, only: Container[int] | None = None) -> None:
         if self.owner is not None:
-            for bucket in self.owner.buckets:
-                bucket.refresh_master()
+            for bucket, stored in zip(self.owner.buckets, self._engine.stored, strict=True):
+                for placed in stored.params:
+                    if only is None or id(placed.param) in only:
+                        bucket.refresh_master(placed.begin, placed.end)
 
     def bind(self, owner: BucketOwner) -> None:
         if self.owner is not None:

@@ -15,6 +15,14 @@ those of its parameters later, by ``torch.autograd.grad()`` from nodes inside of
 hook of a module sees it. But both begin by asking for the parameters' nodes in the graph, and at
 stage 3 parameters that are absent notice that they are asked. They are gathered then, and stay
 until the step.
+
+NOTE [Sums to come]
+A schedule that mixes whole and split backwards of a stage, as DualPipeV does, adds split ones to
+``p.grad`` itself, in an order that differs between ranks. Where ``p.grad`` is a replicated DTensor
+and what comes is a sum to come, each such addition would be an all-reduce, and those of two
+parameters could be taken for each other. So during a schedule gradients of DTensors stay as
+autograd makes them, and are aligned when the step, or its reduction, takes them: once, and in one
+order. Where autograd runs on another thread (on GPUs) this is not seen, and has not been tried.
 """
 
 from __future__ import annotations

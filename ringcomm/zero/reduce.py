@@ -234,9 +234,12 @@ class Reduction:
 
     def begin(self) -> None:
         """Marks all buckets as not reduced in this backward."""
-        for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.stored.params)))
-            bucket.gone = False
+        with plainly():
+            for bucket in self.buckets:
+                # Parameters may have been frozen since shard(), and bring no gradients then.
+                params = enumerate(bucket.stored.params)
+                bucket.missing = {n for n, placed in params if placed.param.requires_grad}
+                bucket.gone = False
         self._order.begin()
 
     # ---- during backward ------------------------------------------------------------------------
@@ -418,6 +421,16 @@ class Reduction:
             words.copy_(bucket.words)
         else:
             self.reducer.norm(bucket.stored.own_part(bucket.shard), kind, words)
+
+    def wrote(self, number: int, index: int) -> None:
+        """Notes that the shard of a bucket was written to, where parameter ``index`` has its part.
+
+        The bucket holds a gradient from now on, even if no backward has brought one.
+        """
+        bucket = self.buckets[number]
+        bucket.holds = True
+        bucket.active[index] = True
+        self.generation += 1
 
     def drop(self) -> None:
         """Forgets all gradients."""

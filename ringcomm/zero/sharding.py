@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
@@ -54,7 +56,7 @@ from ringcomm.zero.prepare import (
     settle_rest,
 )
 from ringcomm.zero.profile import StepProfile
-from ringcomm.zero.units import find_units
+from ringcomm.zero.units import Unit, find_units
 
 # NOTE [Freed memory]
 # A backward frees a gradient as soon as it is reduced, and stage 3 a unit's parameters as soon as
@@ -78,9 +80,13 @@ def keep_freed_memory() -> None:
     torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
 
+Tensor = torch.Tensor
 _STAGES = (0, 1, 2, 3)
 # An attribute of the module, so that engine and module end together.
 _ENGINE = "_ringcomm_engine"
+# By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
+# since they refer to the keys. torch's class is not typed.
+_engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
 
 
 def shard(
@@ -224,6 +230,8 @@ def engine_of(module: nn.Module, operation: str) -> ShardEngine:
 
 def forget_engine(module: nn.Module) -> None:
     """Detaches the engine from a module, which is plain again."""
+    for param in module.parameters():
+        _engines.pop(param, None)
     object.__delattr__(module, _ENGINE)
 
 
@@ -233,6 +241,8 @@ def _attach(parts: EngineParts, rollback: Rollback) -> None:
     rollback.call(engine.close)
     place_params(engine)
     object.__setattr__(parts.module, _ENGINE, engine)
+    for param in parts.module.parameters():
+        _engines[param] = weakref.ref(engine)
     rollback.call(forget_engine, parts.module)
     hook_modules(engine, parts.module)
 
@@ -310,34 +320,84 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def gathered(module: nn.Module, write_from: int | None = None) -> Iterator[None]:
-    """Makes the module's parameters whole and readable inside the context, at any stage.
+def gathered(
+    module: nn.Module | Tensor | Iterable[Tensor], write_from: int | None = None
+) -> Iterator[None]:
+    """Makes parameters whole and readable inside the context, at any stage.
 
     Reading needs no other rank: one rank may do it alone, while no rank steps. With
     ``params="world"`` over several nodes it is collective.
 
     Args:
-        module: the module that ``shard()`` returned.
+        module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter,
+            or several. Of a part only the units that have its parameters are gathered.
         write_from: a rank whose changes all ranks take over at the end, which makes the context
             collective. None: changes are refused at stage 3, and at lower stages stay this rank's
             own.
 
     Raises:
-        ArgumentError: the module is not sharded, there is no such rank, or parameters were changed
-            at stage 3 without ``write_from``, or replaced.
+        ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
+            parameters were changed at stage 3 without ``write_from``, or others than those of a
+            part, or replaced.
+        MismatchError: the ranks would take over different parameters.
     """
-    engine = engine_of(module, "gathered")
+    engine, part = _engine_and_part(module)
     world_size = engine.comm.world_size
     if write_from is not None and not 0 <= write_from < world_size:
         raise ArgumentError(
             f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from}"
         )
-    with _all_here(engine):
+    units = [
+        unit
+        for unit in engine.parts.units
+        if part is None or any(id(param) in part for param in unit.params.values())
+    ]
+    with _here(engine, units):
         if engine.gatherer is not None:
-            engine.gatherer.open()
+            for unit in units:
+                engine.gatherer.open(unit)
         yield
         if write_from is not None:
-            _take_changes(engine, write_from)
+            _take_changes(engine, write_from, part)
+
+
+def _engine_and_part(
+    module: nn.Module | Tensor | Iterable[Tensor],
+) -> tuple[ShardEngine, frozenset[int] | None]:
+    """Returns the engine of a part of a sharded module, and the ``id`` of its parameters.
+
+    Those are None for a whole module.
+
+    Raises:
+        ArgumentError: it is not sharded, has no parameter, or parameters of several modules.
+    """
+    params: list[Tensor]
+    if isinstance(module, nn.Module):
+        module = uncompiled(module)
+        params = list(module.parameters())
+        if _ENGINE in vars(module) or not params or params[0] not in _engines:
+            return engine_of(module, "gathered"), None
+    else:
+        params = [module] if isinstance(module, Tensor) else list(module)
+    found = {_engine_of_param(param) for param in params}
+    if len(found) != 1:
+        raise ArgumentError(
+            "gathered: expected parameters of one module that shard() returned, got "
+            f"{'those of several' if found else 'none'}; use a context for each"
+        )
+    return found.pop(), frozenset(map(id, params))
+
+
+def _engine_of_param(param: Tensor) -> ShardEngine:
+    reference = _engines.get(param) if isinstance(param, Tensor) else None
+    engine = None if reference is None else reference()
+    if engine is None:
+        kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
+        raise ArgumentError(
+            "gathered: expected a module that shard() returned, a module inside of it, or "
+            f"parameters of it, got {kind}, which is none of its parameters"
+        )
+    return engine
 
 
 @contextmanager
@@ -369,7 +429,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         ArgumentError: the module is not sharded.
     """
     engine = engine_of(module, "full_state_dict")
-    with _all_here(engine):
+    with _here(engine, engine.parts.units):
         state = engine.parts.module.state_dict()
         return {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
@@ -378,38 +438,59 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _all_here(engine: ShardEngine) -> Iterator[None]:
+def _here(engine: ShardEngine, units: Sequence[Unit]) -> Iterator[None]:
     gatherer = engine.gatherer
     if gatherer is None:
         yield
         return
     with gatherer.pin():
-        for unit in engine.parts.units:
+        for unit in units:
             gatherer.bring(unit)
         yield
 
 
 @torch.no_grad()
-def _take_changes(engine: ShardEngine, rank: int) -> None:
-    """Gives all ranks one rank's parameters, and their masters with them; collective."""
+def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -> None:
+    """Gives all ranks one rank's parameters, and their masters with them; collective.
+
+    Args:
+        engine: the engine of the parameters.
+        rank: the rank that has changed them.
+        part: ``id`` of the parameters; None for all.
+    """
     comm = engine.comm
-    engine.slots.check_all(comm, "gathered", engine.mesh)
+    engine.check_all("gathered")
+    named = dict(engine.parts.module.named_parameters())
+    if part is not None:
+        names = [name for name, param in named.items() if id(param) in part]
+        check_agreement(comm, "gathered", {"options": {"parameters": names}})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     placed: set[int] = set()
     for bucket in (*engine.stored, *engine.parts.stored_frozen):
         assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
-        comm.broadcast(bucket.flat, rank)
-        bucket.wide = None
+        for begin, end in _changed_in(bucket, part):
+            comm.broadcast(bucket.flat[begin:end], rank)
+            if isinstance(bucket, ShardedBucket):
+                bucket.keep_own(begin, end)
         if isinstance(bucket, ShardedBucket):
-            bucket.keep_own()
-            bucket.accept_changes()
+            bucket.accept_changes(part)
+        if part is None:
+            bucket.wide = None
         placed.update(id(each.param) for each in bucket.params)
-    for param in engine.parts.module.parameters():
-        if id(param) not in placed and param.numel():
+    for param in named.values():
+        if id(param) not in placed and param.numel() and (part is None or id(param) in part):
             comm.broadcast(local_of(param).detach(), rank)
-    engine.placement.refresh_masters()
+    engine.placement.refresh_masters(part)
     comm.barrier()
+
+
+def _changed_in(bucket: ParamBucket, part: frozenset[int] | None) -> list[tuple[int, int]]:
+    """Returns the runs of a bucket's elements that parameters of a part fill; None for all."""
+    chosen = [each for each in bucket.params if part is None or id(each.param) in part]
+    if len(chosen) == len(bucket.params):
+        return [(0, bucket.layout.elems)]
+    return [(each.begin, each.end) for each in chosen]
 
 
 def unshard(module: nn.Module) -> nn.Module:
@@ -426,7 +507,7 @@ def unshard(module: nn.Module) -> nn.Module:
     """
     engine = engine_of(module, "unshard")
     root = engine.parts.module
-    with _all_here(engine):
+    with _here(engine, engine.parts.units):
         copies = [(param, local_of(param).detach().clone()) for param in root.parameters()]
     # Peers may still be reading this rank's chunks.
     engine.comm.barrier()

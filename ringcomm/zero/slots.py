@@ -9,10 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.agreement import all_or_none
-from ringcomm.optim.dtensors import PartMesh
 from ringcomm.zero.buckets import BucketParam
 
 Tensor = torch.Tensor
@@ -69,11 +66,6 @@ class Slots:
             if module.__dict__[table].get(key) is not thing:
                 return self._look()
         return None
-
-    def check_all(self, comm: Communicator, operation: str, mesh: PartMesh | None) -> None:
-        """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
-        with all_or_none(comm, operation, mesh):
-            self.check()
 
     def _look(self) -> None:
         there = {id(param) for param in self._root.parameters()}

@@ -13,9 +13,10 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
 from ringcomm.zero.absent import Absent, plainly
+from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
 
 Tensor = torch.Tensor
@@ -235,3 +236,96 @@ def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
 
     for n in (1, 2):
         worlds(n).run(work)
+
+
+def unlooked(module: Any) -> dict[str, Tensor]:
+    """The parameters, which a look-up in the module would gather."""
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("write_from", [None, 1])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("part", ["module", "parameters", "parameter", "frozen"])
+def test_a_part_is_gathered_and_written_alone(worlds, stage, part, write_from):
+    """Masters of the others keep what rounding drops, those of the same bucket, too."""
+    names = {
+        "module": [n for n, _ in new_model("gpt").named_parameters() if n.startswith("blocks.1.")],
+        "parameters": ["blocks.1.mlp.expand.weight", "embed.weight"],
+        "parameter": ["blocks.1.mlp.expand.weight"],
+        "frozen": ["blocks.1.mlp.contract.weight"],
+    }[part]
+    base: Any = new_model("gpt")
+    base.get_parameter("blocks.1.mlp.contract.weight").requires_grad_(False)
+    bf16 = zero.ZeroOptions(precision=BF16)
+
+    def work(comm):
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=bf16)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        module(*text(comm, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        params = unlooked(module)
+        wanted = zero.full_state_dict(module)
+        masters = {n: zero.get_master(p) for n, p in params.items() if p.requires_grad}
+        given = [params[name] for name in names]
+        target: Any = {"module": module.get_submodule("blocks.1"), "parameter": given[0]}.get(
+            part, given
+        )
+        if write_from is None and comm.rank == 1:
+            comm.barrier()
+            return
+        with zero.gathered(target, write_from=write_from), torch.no_grad():
+            for name in names:
+                assert torch.equal(params[name], wanted[name])
+            if stage == 3:
+                others = [n for n in params if not n.startswith("blocks.1") and n not in names]
+                outside = [n for n in others if n.startswith("blocks")]
+                assert outside and all(isinstance(params[n], Absent) for n in outside)
+            if write_from == comm.rank:
+                for name in names:
+                    params[name].mul_(3)
+        if write_from is None:
+            comm.barrier()
+            return
+        for name in names:
+            wanted[name].mul_(3)
+            if name in masters:
+                masters[name] = wanted[name].float()
+        wanted["head.weight"] = wanted["embed.weight"]  # tied
+        assert_same_bits(zero.full_state_dict(module), wanted)
+        for name, master in masters.items():
+            assert torch.equal(zero.get_master(params[name]), master), name
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_no_part_of_one_module_is_not_gathered(worlds, stage):
+    def work(comm):
+        one: Any = zero.shard(new(), stage, comm=comm, options=SMALL)
+        other = zero.shard(new(), stage, comm=comm, options=SMALL)
+        first, second = list(one.parameters()), list(other.parameters())
+        for bad, message in (
+            ([*first, *second], "got those of several"),
+            ([], "got none"),
+            ([torch.ones(3)], "got a tensor of shape"),
+            ([*first, 5], "got 5, which is none"),
+            (nn.Linear(2, 2), "expected the module that shard"),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                zero.gathered(bad).__enter__()
+        context = zero.gathered(first[comm.rank], write_from=0)
+        with pytest.raises(MismatchError, match="Option parameters is"), context:
+            pass
+        if stage == 3:
+            changed = pytest.raises(ArgumentError, match=r"parameter 0\.bias was changed in place")
+            with changed, zero.gathered(first[0], write_from=0), torch.no_grad():
+                first[1].zero_()
+        zero.unshard(other)
+        with pytest.raises(ArgumentError, match="which is none of its parameters"):
+            zero.gathered(second).__enter__()
+
+    def new() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    worlds(2).run(work)

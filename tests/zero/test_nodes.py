@@ -156,6 +156,49 @@ def test_nodes_of_unequal_sizes_end_with_the_bits_of_one_node():
             assert_ends_alike(world, run, chosen, train_on_one_node(3, 0, run))
 
 
+def set_and_read(comm: Communicator, base: Any, choice: Choice) -> dict[str, torch.Tensor]:
+    """Trains with gradients, masters and states that are set, all from elements of their shapes."""
+    stage, options = choice
+    run = Run("mlp", stage, options=options, precision=BF16)
+    module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters(), lr=0.1)
+    optimizer.prepare()
+    params = dict(module.named_parameters())
+    module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
+    for number, param in enumerate(params.values()):
+        local = number % 2 == 0
+        found = zero.get_gradient(param, local=local)
+        assert found is not None
+        zero.set_gradient(param, found + 2, local=local)
+        zero.set_master(param, zero.get_master(param, local=local) * 1.125, local=local)
+    norm = optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    for number, param in enumerate(params.values()):
+        local = number % 2 == 0
+        moment = zero.get_state(param, "exp_avg", local=local)
+        assert moment is not None
+        zero.set_state(param, "exp_avg", moment * 3, local=local)
+    optimizer.zero_grad()
+    module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
+    optimizer.step()
+    with zero.writing_shards(module) as shards:
+        for shard in shards.values():
+            shard.values.mul_(1.5)
+    masters = {f"master.{name}": zero.get_master(param) for name, param in params.items()}
+    state = {**zero.full_state_dict(module), **masters, "norm": norm}
+    zero.unshard(module)
+    return state
+
+
+def test_what_is_set_arrives_on_all_nodes(two_by_two):
+    base = new_model("mlp")
+    with ringcomm.local_world(4, options=CommOptions(sum_blocks=2)) as world:
+        wanted = world.run(set_and_read, base, (1, {}))[0]
+    for choice in CHOICES:
+        for found in two_by_two.run(set_and_read, base, choice):
+            assert_same_bits(found, wanted)
+
+
 # ---- what leaves a node ------------------------------------------------------------------------
 
 

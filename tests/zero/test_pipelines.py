@@ -16,10 +16,12 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import SGD, AdamW, AdamWOptions
 from tests.support.meshes import mesh_of_stages
 from tests.support.rank_pool import same
 from tests.zero.tensor_parallel import Model, batch, parallelized, whole_params
@@ -214,6 +216,42 @@ def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
                     same(whole_params(modules)[f"{place}.{name}"], params[f"{number}.{name}"])
 
 
+def sums_to_come_are_added_once(rank: int, world_size: int) -> None:
+    """Norms on a rank's own tokens, whose gradients are sums over tp, under DualPipeV."""
+    mesh = mesh_of_stages(2, 1, 2)
+    own, part = numbers(ScheduleDualPipeV, mesh), mesh.get_local_rank("tp")
+    x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(3))
+    target, loss_of = torch.ones(8, 2, 6), nn.functional.mse_loss
+    alone = nn.Sequential(*norms(4))
+    for rows in x.chunk(MICRO_BATCHES):
+        for tokens in rows.chunk(2, dim=1):
+            (loss_of(alone(tokens), torch.ones_like(tokens)) / MICRO_BATCHES).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    for stage in (0, 2, 3):
+        modules = nn.ModuleList([norms(4)[number] for number in own])
+        for module in modules:
+            parallelize_module(module, mesh["tp"], {"0": SequenceParallel(use_local_output=True)})
+        zero.shard(modules, stage, mesh=mesh, options=OPTIONS)
+        optimizer = SGD(modules.parameters(), lr=0.5)
+        runner = schedule(ScheduleDualPipeV, modules, mesh, loss_of)
+        run(runner, mesh, x.chunk(2, dim=1)[part].contiguous(), target)
+        optimizer.step()
+        for place, number in enumerate(own):
+            for name, want in alone[number].named_parameters():
+                found = whole_params(modules)[f"{place}.{name}"]
+                found = found.full_tensor() if isinstance(found, DTensor) else found
+                torch.testing.assert_close(found, want.detach(), rtol=1e-5, atol=1e-6)
+
+
+def norms(count: int) -> list[nn.Module]:
+    torch.manual_seed(1)
+    made: list[nn.Module] = [nn.Sequential(nn.LayerNorm(6), nn.Tanh()) for _ in range(count)]
+    for module in made:
+        for param in module.parameters():
+            nn.init.normal_(param)
+    return made
+
+
 def here(module: nn.Module) -> bool:
     """Whether a module's parameters have values, at stage 3 of ZeRO."""
     return not any("not gathered" in repr(param) for param in module.parameters())
@@ -354,7 +392,12 @@ def sums_in_fp32_are_divided(rank: int, world_size: int) -> None:
 
 CHECKS = [norms_are_of_all_stages, a_stage_without_parameters, all_stages_fail_together]
 CHECKPOINTS = [each_stage_has_its_checkpoints, a_stage_without_parameters_has_checkpoints]
-SCHEDULES = [schedules_equal_data_parallelism, a_step_is_exact, sums_in_fp32_are_divided]
+SCHEDULES = [
+    schedules_equal_data_parallelism,
+    a_step_is_exact,
+    sums_in_fp32_are_divided,
+    sums_to_come_are_added_once,
+]
 
 
 @pytest.mark.parametrize("check", SCHEDULES, ids=lambda check: check.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ringcomm import zero
-from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim import AdamW
+from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
+from ringcomm.optim import AdamW, AdamWOptions
+from tests.zero.models import assert_same_bits
 
 STAGES = [0, 1, 2, 3]
 BF16 = zero.ZeroOptions(precision=zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16))
@@ -105,15 +107,70 @@ def test_torchs_own_scaler_on_one_rank(worlds, stage, unscales):
     worlds(1).run(work)
 
 
+@pytest.mark.parametrize("unused", ["skip", "zero"])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_freezing_after_shard(worlds, stage):
+def test_freezing_and_unfreezing_after_shard(worlds, world_size, stage, unused):
+    """A frozen parameter takes no step, with the bits of one process; a whole unit or a part."""
+    base = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
+
+    def turns(module: Any, optimizer: Any) -> None:
+        params = dict(module.named_parameters())
+        for turn in range(4):
+            for name in ("0.weight", "0.bias", "1.weight"):
+                params[name].requires_grad_(turn not in (0, 2))
+            module(torch.ones(2, 20) + turn).square().mean().backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = deepcopy(base)
+    alone = AdamW(plain.parameters(), lr=0.1, comm="alone")
+    alone.prepare()
+    turns(plain, alone)
+
+    def work(comm):
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm)
+        module[0].requires_grad_(False)
+        options = AdamWOptions(unused=unused)
+        turns(module, AdamW(module.parameters(), lr=0.1, options=options))
+        return zero.full_state_dict(module)
+
+    for state in worlds(world_size).run(work):
+        assert_same_bits(state, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_freeze_differently_take_no_step(worlds, stage):
     def work(comm):
         module: Any = zero.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stage, comm=comm)
-        module[0].requires_grad_(False)
-        with pytest.raises(ArgumentError, match=r"2 parameters were frozen .* '0\.weight'"):
-            AdamW(module.parameters()).prepare()
+        optimizer = AdamW(module.parameters(), lr=0.1)
+        before = zero.full_state_dict(module)
+        params = dict(module.named_parameters())
+        params["0.weight"].requires_grad_(comm.rank == 0)
+        module(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(MismatchError, match=r"frozen parameters is .* \(0\.weight\)"):
+            optimizer.step()
+        assert_same_bits(zero.full_state_dict(module), before)
 
-    worlds(1).run(work)
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_from_before_a_parameter_was_frozen(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=0.1)
+        module(torch.ones(2, 4)).sum().backward()
+        module.requires_grad_(False)
+        with pytest.raises(ArgumentError, match=r"frozen after its gradient .* zero_grad\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        before = zero.full_state_dict(module)
+        optimizer.step()
+        assert_same_bits(zero.full_state_dict(module), before)
+
+    worlds(2).run(work)
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -198,7 +198,43 @@ def refusals(rank, world_size):
         zero.shard(turned, 2, comm=mesh["dp"])
 
 
+def one_parameter_at_a_time(rank, world_size):
+    """Gradients, masters and states are DTensors as the parameters are, and are set as such."""
+    mesh = mesh_of(2, 2)
+    for stage in (0, 1, 2, 3):
+        model = parallelized(Model(), mesh["tp"])
+        training = Training(stage, zero=BF16, backwards=1)
+        optimizer = build(model, mesh, training)
+        train(model, optimizer, mesh, training)
+        params = dict(model.named_parameters())
+        index = [id(param) for param in model.parameters()].index(id(params["head.weight"]))
+        state = optimizer.full_state_dict()
+        for name, number in (("head.weight", index), ("head.bias", index + 1)):
+            param: Any = params[name]
+            found: dict[str, Any] = {
+                "master": zero.get_master(param),
+                "exp_avg": zero.get_state(param, "exp_avg"),
+            }
+            wanted = {"master": state["master"][number], **state["state"][number]}
+            for key, tensor in found.items():
+                assert isinstance(tensor, DTensor) and tensor.placements == param.placements
+                same(full(tensor), full(wanted[key]))
+            zero.set_master(param, found["master"] * 2)
+            zero.set_state(param, "exp_avg", full(found["exp_avg"]) * 2)
+            zero.set_gradient(param, found["master"] * 3)
+            same(full(zero.get_master(param)), full(found["master"]) * 2)
+            moment, gradient = zero.get_state(param, "exp_avg"), zero.get_gradient(param)
+            assert moment is not None and gradient is not None
+            same(full(moment), full(found["exp_avg"]) * 2)
+            same(full(gradient), full(found["master"]) * 3)
+            same(whole_params(model)[name], (full(found["master"]) * 2).bfloat16())
+            with pytest.raises(ArgumentError, match=rf"{name}: value: .* got another DTensor"):
+                other = distribute_tensor(full(found["master"]), mesh["dp"], [Replicate()])
+                zero.set_master(param, other)
+
+
 CHECKS = [
+    one_parameter_at_a_time,
     stages_are_equal,
     mixed_precision,
     a_step_is_exact,

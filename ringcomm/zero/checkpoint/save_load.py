@@ -82,7 +82,7 @@ def save(
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
             sharded.refuse_if_torn("save")
-        engine.slots.check_all(engine.comm, "save", engine.mesh)
+        engine.check_all("save")
         extra = _extra_state(engine)
         buffers = module_state.buffers_of(engine.parts.module)
         tensors, generators = save_generators(engine.comm.device)
@@ -176,7 +176,7 @@ def load(
     operation = where("load", comm.rank, comm.world_size)
     with torch.no_grad():
         sharded = module_state.step_of(engine, optimizer, "load")
-        engine.slots.check_all(comm, "load", engine.mesh)
+        engine.check_all("load")
         with agreed_load(engine.ranks, operation) as agreement:
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step

@@ -1,0 +1,427 @@
+"""Reading and writing of one parameter's reduced gradient, FP32 master and optimizer state.
+
+NOTE [Pieces]
+A rank keeps the part of a parameter that lies in its chunks, which is one run of elements of the
+flattened parameter, and may be empty. Functions with ``local=True`` read and write that run, whose
+place :func:`ringcomm.zero.local_shards` tells; the others take and return whole tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, where
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.buckets import Bucket, split_master
+from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
+from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within
+from ringcomm.optim.placement import placement_of
+from ringcomm.optim.step import ShardedStep
+from ringcomm.optim.torch_state import master_of
+from ringcomm.zero.absent import plainly
+from ringcomm.zero.buckets import checksum
+from ringcomm.zero.engine import GradientHook
+from ringcomm.zero.optimizer import ModulePlacement
+from ringcomm.zero.sharding import engine_of
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
+    """Returns a parameter's gradient, reduced over the ranks; collective, also with ``local``.
+
+    It is what the next step takes, before clipping, and of a scaled loss still scaled. Whatever was
+    not reduced yet is reduced now, at stages 0 and 1 all of it.
+
+    Args:
+        param: a trainable parameter of a sharded module.
+        local: return this rank's piece of the flattened gradient alone.
+
+    Returns:
+        A copy as float32; None if no rank has a gradient of it.
+
+    Raises:
+        ArgumentError: it is no such parameter, or there is no optimizer that is prepared.
+    """
+    place = _Place.of(param, "get_gradient")
+    sharded = place.sharded
+    sharded.refuse_if_torn("get_gradient")
+    sharded.reduce_now()
+    if not bool(sharded.table.active[place.index]):
+        return None
+    if place.bucket is None:
+        return place.shown(place.nothing(), local)
+    chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
+    own = within(sharded.kernels.reduced(place.bucket), chunk, place.segment).float()
+    if local and sharded.shard_of[1] > 1:
+        return own.clone()
+    return place.shown(place.gather(own), local)
+
+
+@torch.no_grad()
+def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
+    """Sets a parameter's reduced gradient for the next step; collective, also with ``local``.
+
+    What was clipped is so no longer. At stages 0 and 1 a gradient that a backward, or a GradScaler,
+    changes afterwards is reduced anew; at stages 2 and 3 backwards add to ``value``.
+
+    Args:
+        param: a trainable parameter of a sharded module.
+        value: of its shape, equal on all ranks, perhaps a DTensor as the parameter is; with
+            ``local`` this rank's piece, flat.
+        local: ``value`` is this rank's piece.
+
+    Raises:
+        ArgumentError: as of :func:`get_gradient`, or ``value`` does not fit; nothing was changed.
+        MismatchError: the ranks gave different values; nothing was changed.
+    """
+    place = _Place.of(param, "set_gradient")
+    sharded = place.sharded
+    with place.all_or_none():
+        sharded.refuse_if_torn("set_gradient")
+        piece = place.piece_of(value, local)
+    place.agree({"value": place.digest(value, local)})
+    sharded.reduce_now()
+    if place.bucket is not None:
+        # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
+        chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
+        begin = max(place.segment.begin, place.bucket.chunk.begin)
+        target = within(sharded.kernels.reduced(place.bucket), chunk, place.segment)
+        first = max(place.segment.begin, chunk.begin) - begin
+        if target.numel():
+            target.copy_(piece[first : first + target.numel()])
+    sharded.wrote_gradient(place.index)
+
+
+@torch.no_grad()
+def get_master(param: Tensor, *, local: bool = False) -> Tensor:
+    """Returns a parameter's FP32 master; collective, unless ``local``.
+
+    Args, Raises: as of :func:`get_gradient`.
+
+    Returns:
+        A copy, float32: the master, or the parameter where the optimizer keeps none.
+    """
+    place = _Place.of(param, "get_master")
+    if place.bucket is None:
+        return place.shown(place.nothing(), local)
+    place.sharded.written.take_over()
+    master = master_of(place.bucket)
+    return place.read(place.bucket.own_params if master is None else master, local)
+
+
+@torch.no_grad()
+def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
+    """Sets a parameter's FP32 master, and the parameter; collective, also with ``local``.
+
+    The parameter becomes the master on all ranks, rounded as a step rounds it, or to the nearest
+    where steps round stochastically. At stage 3 whatever is gathered is freed.
+
+    Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``gathered()``, too.
+    """
+    place = _Place.of(param, "set_master")
+    sharded = place.sharded
+    with place.all_or_none():
+        sharded.refuse_if_torn("set_master")
+        piece = place.piece_of(value, local)
+        place.placement.check()
+        # From here on no rank reads what its peers are about to change.
+        sharded.kernels.ready()
+    place.agree({"value": place.digest(value, local)})
+    if place.bucket is not None:
+        sharded.written.take_over()
+        _write_master(place.bucket, place.segment, piece)
+        place.publish()
+
+
+@torch.no_grad()
+def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None:
+    """Returns a tensor of a parameter's optimizer state; collective, unless ``local``.
+
+    Args:
+        param: a trainable parameter of a sharded module.
+        name: as in the optimizer's ``state``: "exp_avg", "momentum_buffer" and others.
+        local: return this rank's piece of the flattened tensor alone.
+
+    Returns:
+        A copy, float32; None if the parameter has no such state yet, as before its first step.
+
+    Raises:
+        ArgumentError: as of :func:`get_gradient`, or the optimizer keeps no such tensor.
+    """
+    place = _Place.of(param, "get_state")
+    if not place.has_state(name):
+        return None
+    if place.bucket is None:
+        return place.shown(place.nothing(), local)
+    return place.read(place.bucket.state.moments[name], local)
+
+
+@torch.no_grad()
+def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -> None:
+    """Sets a tensor of a parameter's optimizer state; collective, unless ``local``.
+
+    Where several ranks keep the same state (stage 0, and ``state="node"``), a local piece must be
+    set alike on all of them.
+
+    Args, Raises: as of :func:`get_state` and :func:`set_gradient`. ArgumentError is raised, too,
+        before the parameter's first step, when it has no state.
+    """
+    place = _Place.of(param, "set_state")
+    if local:
+        piece = place.state_piece_of(name, value, local)
+    else:
+        with place.all_or_none():
+            piece = place.state_piece_of(name, value, local)
+        place.agree({"name": name, "value": place.digest(value, local)})
+    if place.bucket is not None:
+        moment = place.bucket.state.moments[name]
+        within(moment, place.bucket.chunk, place.segment).copy_(piece)
+
+
+def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
+    """Has a hook see each reduced gradient before the step; collective.
+
+    It is called with a parameter's name, a view of this rank's piece of the flattened gradient, and
+    the piece's first element. What it writes there counts. One rank, with ``state="node"`` one of
+    each node, sees an element of a gradient, if any rank has that gradient.
+
+    The calls come in the layout's order, in the thread that steps, once all gradients are reduced:
+    in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then have what
+    the hooks have written. Backwards after that have the sum seen anew at stages 2 and 3, where it
+    holds what was written, and at 0 and 1 as it was reduced.
+
+    Args:
+        module: the module that ``shard()`` returned.
+        hook: it must call nothing that other ranks take part in.
+
+    Returns:
+        A handle, whose ``remove()`` all ranks call alike.
+
+    Raises:
+        ArgumentError: the module is not sharded, or ``hook`` cannot be called.
+        MismatchError: the ranks have different numbers of hooks.
+    """
+    engine = engine_of(module, "on_reduced")
+    with all_or_none(engine.comm, "on_reduced", engine.mesh):
+        if not callable(hook):
+            raise ArgumentError(f"on_reduced: hook: expected a function, got {hook!r}")
+    check_agreement(engine.comm, "on_reduced", {"options": {"hooks": len(engine.watchers) + 1}})
+    handle = RemovableHandle(engine.watchers)
+    engine.watchers[handle.id] = hook
+    return handle
+
+
+# ---- where a parameter lies ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter's state lies.
+
+    Attributes:
+        operation: name of the function that was called.
+        param: the parameter.
+        name: its name in the module.
+        placement: the module as its optimizer sees it.
+        sharded: the step of its optimizer.
+        index: its index there.
+        bucket: the bucket that has it; None where this rank has nothing of it.
+        segment: where it is in the bucket.
+    """
+
+    operation: str
+    param: Tensor
+    name: str
+    placement: ModulePlacement
+    sharded: ShardedStep
+    index: int
+    bucket: Bucket | None
+    segment: Segment
+
+    @classmethod
+    def of(cls, param: Tensor, operation: str) -> _Place:
+        placement = placement_of(param) if isinstance(param, Tensor) else None
+        if not isinstance(placement, ModulePlacement):
+            raise ArgumentError(
+                f"{operation}: param: expected a parameter of a module that shard() has prepared, "
+                "which was trainable then; frozen ones have no gradient, master or state"
+            )
+        owner = placement.owner
+        head = where(operation, placement.comm.rank, placement.comm.world_size)
+        if not isinstance(owner, ShardedStep):
+            raise ArgumentError(
+                f"{head}: no optimizer has prepared the parameters yet, so that there is no state; "
+                "build one of ringcomm.optim on them, and call its prepare(), or take a step"
+            )
+        index = next(at for at, each in enumerate(owner.params) if each is param)
+        number, segment = owner.layout.places.get(index, (None, Segment(0, 0, index)))
+        bucket = None if number is None else owner.buckets[number]
+        name = placement.name_of(param)
+        return cls(operation, param, name, placement, owner, index, bucket, segment)
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.sharded.layout.params[self.index]
+
+    @property
+    def comm(self) -> Communicator | None:
+        return self.sharded.setting.comm
+
+    def all_or_none(self) -> Any:
+        """Returns a context at whose end all ranks go on, or none; collective."""
+        return all_or_none(self.comm, self.operation, self.sharded.mesh)
+
+    def agree(self, told: dict[str, Any]) -> None:
+        """Checks that the ranks do the same to the same parameter; collective."""
+        if self.comm is not None:
+            said = {"parameter": self.name, **told}
+            check_agreement(self.comm, self.operation, {"options": said})
+
+    def fail(self, said: str) -> ArgumentError:
+        setting = self.sharded.setting
+        head = where(self.operation, setting.rank, setting.world_size)
+        return ArgumentError(f"{head}: parameter {self.name}: {said}")
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def nothing(self) -> Tensor:
+        """Returns the elements of a parameter of which this rank has none."""
+        return torch.empty(0, dtype=torch.float32, device=self.sharded.setting.device)
+
+    def read(self, own: Tensor, local: bool) -> Tensor:
+        """Returns a copy of the parameter's part of what the ranks keep of its bucket."""
+        assert self.bucket is not None
+        piece = within(own, self.bucket.chunk, self.segment).to(torch.float32, copy=True)
+        if local or self.sharded.shard_of[1] == 1:
+            return self.shown(piece, local)
+        return self.shown(self.gather(piece), local)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """Returns the flattened tensor of which the ranks have the pieces; collective."""
+        sharers = self.sharded.setting.sharers
+        if sharers is None or self.bucket is None:
+            return piece
+        whole = piece.new_empty(self.spec.elems)
+        sharers.all_gather(self._pieces_of_all(whole, self.segment.begin), piece.contiguous())
+        return whole
+
+    def _pieces_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
+        """Returns by rank that shares state its piece of ``flat``, whose first element is given."""
+        sharers = self.sharded.setting.sharers
+        assert sharers is not None and self.bucket is not None
+        everything = Chunk(first, first + flat.numel())
+        parts = []
+        for chunk in self.bucket.layout.chunks(sharers):
+            low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
+            here = Segment(low, max(low, high), self.index)
+            parts.append(within(flat, everything, here))
+        return parts
+
+    def shown(self, flat: Tensor, local: bool) -> Tensor:
+        """Returns a whole flattened tensor as it was asked for: flat, or as the parameter lies."""
+        if local:
+            return flat
+        with plainly():
+            return distributed_as(self.param, self.spec.view(flat))
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def piece_of(self, value: Tensor, local: bool) -> Tensor:
+        """Returns what this rank keeps of a value that is to be set, as float32.
+
+        Raises:
+            ArgumentError: the value does not fit.
+        """
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise self.fail(f"value: expected a floating-point tensor, got {got}")
+        if value.device != self.sharded.setting.device:
+            device = self.sharded.setting.device
+            raise self.fail(f"value: expected a tensor on {device}, got one on {value.device}")
+        part = value if local else self._part_of(value)
+        chunk = Chunk(0, 0) if self.bucket is None else self.bucket.chunk
+        low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
+        elems = max(0, high - low)
+        expected = (elems,) if local else self.spec.shape
+        if tuple(part.shape) != expected:
+            raise self.fail(f"value: expected shape {expected}, got {tuple(part.shape)}")
+        flat = part.detach().reshape(-1).to(torch.float32)
+        begin = low - self.segment.begin
+        return flat if local else flat[begin : begin + elems]
+
+    def _part_of(self, value: Tensor) -> Tensor:
+        """Returns this rank's part of a value that is whole, or a DTensor as the parameter is."""
+        sharding = self.spec.sharding
+        if is_distributed(value):
+            if not lies_alike(value, self.param):
+                raise self.fail(
+                    "value: expected a tensor that is whole, or a DTensor with the mesh and "
+                    "placements of the parameter, got another DTensor; pass .full_tensor() of it"
+                )
+            return local_of(value)
+        if sharding is not None and tuple(value.shape) == sharding.shape:
+            return sharding.part_of(value, self.spec.shape)
+        return value
+
+    def digest(self, value: Tensor, local: bool) -> str:
+        """Returns what must be equal on all ranks of a value; "" if each has another piece."""
+        if local and self.sharded.shard_of[1] > 1:
+            return ""
+        return f"checksum {checksum(local_of(value).detach().contiguous())}"
+
+    def has_state(self, name: str) -> bool:
+        """Returns whether the parameter has a tensor of its state.
+
+        Raises:
+            ArgumentError: its optimizer keeps none of this name.
+        """
+        known = self.sharded.rule.names(self.sharded.groups)
+        state = self.sharded.states()[self.index]
+        if state is not None and name in state.tensors:
+            return True
+        if name not in known:
+            kept = ", ".join(known) or "no tensors"
+            raise self.fail(f"{self.sharded.rule.name} keeps {kept}, got {name!r}")
+        return False
+
+    def state_piece_of(self, name: str, value: Tensor, local: bool) -> Tensor:
+        """Returns what this rank keeps of a tensor of the state that is to be set.
+
+        Raises:
+            ArgumentError: there is no such state, or the value does not fit.
+        """
+        if not self.has_state(name):
+            raise self.fail(f"it has no {name} yet; take its first step before setting it")
+        return self.piece_of(value, local)
+
+    def publish(self) -> None:
+        """Gives all copies of the parameter what this rank has written to its piece; collective."""
+        bucket, sharers = self.bucket, self.sharded.setting.sharers
+        assert bucket is not None
+        if bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
+            own = within(bucket.own_params, bucket.chunk, self.segment).clone()
+            sharers.all_gather(self._pieces_of_all(bucket.params, 0), own)
+        bucket.share()
+        if self.comm is not None:
+            self.comm.barrier()
+
+
+def _write_master(bucket: Bucket, segment: Segment, piece: Tensor) -> None:
+    """Writes the master of a parameter in this rank's chunk, and the parameter there."""
+    state, params = bucket.state, within(bucket.own_params, bucket.chunk, segment)
+    if state.remainder is not None:
+        param, remainder = split_master(piece)
+        params.copy_(param)
+        within(state.remainder, bucket.chunk, segment).copy_(remainder)
+        return
+    if state.master is not None:
+        within(state.master, bucket.chunk, segment).copy_(piece)
+    params.copy_(piece)

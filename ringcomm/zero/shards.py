@@ -1,0 +1,262 @@
+"""The pieces of parameters that a rank keeps, to be read and written without gathering.
+
+NOTE [What a rank keeps]
+At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has whole parameters,
+and what counts is the share whose optimizer state it keeps, so that what a program computes of its
+shards (an average, a second set of weights) takes a share of the memory at these stages, too. At
+stage 0 it is everything, as are parameters that were frozen when stages 0 to 2 were sharded, which
+lie in no bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.placement import sharers_of
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.absent import plainly
+from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, checksum
+from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.sharding import engine_of
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The elements [begin, end) of a flattened parameter, which this rank keeps; perhaps none.
+
+    Attributes:
+        name: name of the parameter.
+        begin, end: which elements; of a DTensor, of what this rank has of it.
+        values: [end - begin], in the parameter's dtype: a view of this rank's memory, which is the
+            same for as long as the module is sharded.
+    """
+
+    name: str
+    begin: int
+    end: int
+    values: Tensor
+
+
+def local_shards(module: nn.Module) -> dict[str, LocalShard]:
+    """Returns by name the piece of each parameter that this rank keeps; needs no other rank.
+
+    A step changes their values. They are to be written in :func:`writing_shards` alone.
+
+    Args:
+        module: the module that ``shard()`` returned.
+
+    Raises:
+        ArgumentError: the module is not sharded.
+        UnsupportedError: a parameter that lies in no bucket is not contiguous.
+    """
+    engine = engine_of(module, "local_shards")
+    found = {shard.name: shard for bucket in _buckets(engine) for shard in _shards_of(bucket)}
+    shards = {}
+    with plainly():
+        for name, param in engine.parts.module.named_parameters():
+            shards[name] = found[name] if name in found else _whole(engine, name, param)
+    return shards
+
+
+@contextmanager
+def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
+    """Takes over what is written to the shards inside, in parameters and masters; collective.
+
+    At its end all ranks have the values. Masters of elements that were written become these values.
+    The module must not run inside. Where ranks keep the same elements (stage 0, frozen parameters
+    below stage 3, and ``state="node"``) all must write them alike.
+
+    Args:
+        module: the module that ``shard()`` returned.
+
+    Yields:
+        The shards, as :func:`local_shards` returns them.
+
+    Raises:
+        ArgumentError: the module is not sharded, or the context is inside of ``gathered()`` or
+            :func:`exchanged`.
+        MismatchError: stage 0, and the ranks wrote different values.
+        Exception: what is raised inside, on all ranks, with nothing changed.
+    """
+    engine = engine_of(module, "writing_shards")
+    memory = _Memory(engine, "writing_shards")
+    with memory.changing():
+        yield memory.shards
+    memory.follow()
+
+
+@contextmanager
+def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Puts other values into the parameters inside the context, to evaluate with; collective.
+
+    At its end the parameters have their own values again. Masters, gradients and state stay as they
+    are. Steps and checkpoints are refused inside, and writes to parameters inside are lost.
+
+    Args:
+        module: the module that ``shard()`` returned.
+        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; the other
+            parameters stay as they are.
+
+    Raises:
+        ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside of
+            ``gathered()`` or itself; on all ranks, with nothing changed.
+        MismatchError: stage 0, and the ranks gave different values; nothing was changed.
+    """
+    engine = engine_of(module, "exchanged")
+    memory = _Memory(engine, "exchanged")
+    with memory.changing():
+        memory.check_values(values)
+        for name, value in values.items():
+            with torch.no_grad():
+                memory.shards[name].values.copy_(value)
+    engine.exchanged = True
+    try:
+        yield
+    finally:
+        engine.exchanged = False
+        try:
+            engine.free_for_change("exchanged")
+        finally:
+            # No rank reads any more what its peers are about to change.
+            engine.comm.barrier()
+            memory.put_back()
+            _publish(engine)
+
+
+# ---- the memory of shards -----------------------------------------------------------------------
+
+
+def _buckets(engine: ShardEngine) -> list[ParamBucket]:
+    return [*engine.stored, *engine.parts.stored_frozen]
+
+
+def _own(bucket: ParamBucket) -> Tensor:
+    """Returns what a rank keeps of a bucket: [state chunk elements]."""
+    if isinstance(bucket, ShardedBucket):
+        return bucket.own
+    assert isinstance(bucket, ReplicatedBucket)
+    return bucket.flat[bucket.state_chunk.begin : bucket.state_chunk.end]
+
+
+def _shards_of(bucket: ParamBucket) -> Iterator[LocalShard]:
+    own, chunk = _own(bucket), bucket.state_chunk
+    for placed in bucket.params:
+        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+        if low < high:
+            values = own[low - chunk.begin : high - chunk.begin]
+            yield LocalShard(placed.name, low - placed.begin, high - placed.begin, values)
+        else:
+            yield LocalShard(placed.name, 0, 0, own[:0])
+
+
+def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
+    here = local_of(param).detach()
+    if not here.is_contiguous():
+        head = where("local_shards", engine.comm.rank, engine.comm.world_size)
+        raise UnsupportedError(
+            f"{head}: parameter {name}: it was frozen when it was sharded, and its elements do not "
+            "lie in the order of its shape; make it contiguous() before shard()"
+        )
+    return LocalShard(name, 0, here.numel(), here.view(-1))
+
+
+class _Memory:
+    """The memory of all shards of a module while they are written to."""
+
+    def __init__(self, engine: ShardEngine, operation: str) -> None:
+        self._engine = engine
+        self._operation = operation
+        self.shards: dict[str, LocalShard] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Has all ranks write to the shards inside, or puts them back on all; collective."""
+        engine = self._engine
+        with self._all_or_none():
+            engine.check(self._operation)
+            # From here on no rank reads what its peers are about to change.
+            engine.free_for_change(self._operation)
+            self.shards = local_shards(engine.parts.module)
+            if isinstance(engine.placement.owner, ShardedStep):
+                engine.placement.owner.written.take_over()
+        self._kept = {name: shard.values.clone() for name, shard in self.shards.items()}
+        try:
+            with self._all_or_none():
+                yield
+            if engine.stage == 0:
+                sums = {f"parameters {n}": checksum(_own(b)) for n, b in enumerate(engine.stored)}
+                check_agreement(engine.comm, self._operation, {"options": sums})
+        except BaseException:
+            self.put_back()
+            raise
+        _publish(engine)
+
+    def _all_or_none(self) -> AbstractContextManager[None]:
+        return all_or_none(self._engine.comm, self._operation, self._engine.mesh)
+
+    def check_values(self, values: Mapping[str, Tensor]) -> None:
+        """Raises ArgumentError if values cannot be put into the shards."""
+        head = where(self._operation, self._engine.comm.rank, self._engine.comm.world_size)
+        for name, value in values.items():
+            shard = self.shards.get(name)
+            if shard is None:
+                raise ArgumentError(f"{head}: values: the module has no parameter {name!r}")
+            expected = tuple(shard.values.shape)
+            if not isinstance(value, Tensor) or tuple(value.shape) != expected:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ArgumentError(
+                    f"{head}: values: {name}: expected this rank's shard, a tensor of shape "
+                    f"{expected}, got {got}"
+                )
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Gives the shards the values that they had."""
+        for name, values in self._kept.items():
+            self.shards[name].values.copy_(values)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Sets the masters of elements that were written to the parameters."""
+        owner = self._engine.placement.owner
+        if owner is None:
+            return
+        masters = {bucket.number: bucket.state for bucket in owner.buckets}
+        for number, bucket in enumerate(self._engine.stored):
+            state = masters[number]
+            for placed, shard in zip(bucket.params, _shards_of(bucket), strict=True):
+                if shard.begin == shard.end:
+                    continue
+                begin = placed.begin + shard.begin - bucket.state_chunk.begin
+                part = slice(begin, begin + shard.end - shard.begin)
+                same = shard.values == self._kept[shard.name]
+                if state.master is not None:
+                    master = state.master[part]
+                    master.copy_(torch.where(same, master, shard.values.to(master.dtype)))
+                if state.remainder is not None:
+                    state.remainder[part].mul_(same)
+
+
+def _publish(engine: ShardEngine) -> None:
+    """Gives all copies of the parameters what their ranks have written; collective."""
+    sharers = sharers_of(engine.comm, engine.options.state)
+    assert sharers is not None
+    for bucket in _buckets(engine):
+        if isinstance(bucket, ShardedBucket):
+            bucket.share()
+        elif isinstance(bucket, ReplicatedBucket) and engine.stage > 0:
+            chunks = bucket.layout.chunks(sharers)
+            parts = [bucket.flat[chunk.begin : chunk.end] for chunk in chunks]
+            sharers.all_gather(parts, _own(bucket).clone())
+    engine.comm.barrier()
