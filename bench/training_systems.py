@@ -19,7 +19,6 @@ from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import Corpus
 from ringcomm.examples.gpt.model import GPT, VOCABULARY
 from ringcomm.examples.gpt.report import MemoryMeter, load_first_use
-from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
 DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
@@ -110,6 +109,7 @@ class Optimizers:
     takes_shards: bool = True
 
 
+SHARDED = (ringcomm.optim.AdamW, ringcomm.optim.SGD, ringcomm.optim.Lion, ringcomm.optim.Muon)
 OPTIMIZERS = {
     "adamw": Optimizers(
         lambda module: ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE),
@@ -226,7 +226,7 @@ class Training:
 
         Collective.
         """
-        if isinstance(self._optimizer, ShardedOptimizer):
+        if isinstance(self._optimizer, SHARDED):
             return ringcomm.zero.full_state_dict(self.module)
         found = {}
         for name, param in self.module.named_parameters():
