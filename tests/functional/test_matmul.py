@@ -171,6 +171,24 @@ def test_few_rows_or_none(worlds, each_way, kind, rows):
         assert found.size(0) == (rows if kind == "scatter" else 2 * rows)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sums_of_any_world_are_within_the_bound_of_the_documents(worlds, each_way, world_size):
+    rows, inner = 8, 1024
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(*shape, generator=generator) for shape in ((rows, inner), (inner, 5)))
+    exact, unit = x.double() @ w.double(), 2.0**-24
+    bound = inner * unit / (1 - inner * unit) * (x.double().abs() @ w.double().abs())
+
+    def body(comm: Communicator) -> Tensor:
+        part = slice(comm.rank * inner // world_size, (comm.rank + 1) * inner // world_size)
+        return F.matmul_reduce_scatter(x[:, part].contiguous(), w[part], comm)
+
+    apart = (torch.cat(worlds(world_size).run(body)).double() - exact).abs()
+    assert bool((apart <= bound).all())
+    # The bound is far below what a rank's part is: one that was missing would be seen.
+    assert bool((bound < 1e-2 * (x[:, :256].double() @ w[:256].double()).abs().mean()).all())
+
+
 def test_what_is_lent_may_be_written_to_afterwards(worlds, each_way):
     """A peer that is late reads what was there when the function was called."""
 
