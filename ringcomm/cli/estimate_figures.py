@@ -337,7 +337,7 @@ def _timing(args: argparse.Namespace) -> Timing | None:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept in which precision, in the words of the options; ``scaled`` as of Precision."""
+    """The precision of everything, in the words of the options; ``scaled`` as of Precision."""
 
     dtype: str
     reduce: str

@@ -91,7 +91,7 @@ class ProductPass(CustomGraphPass):  # type: ignore[misc]
         self.fused.append(count)
 
     def uuid(self) -> Any:
-        """What the outcome depends on besides the graph: this code, and whose the groups are."""
+        """Returns this code and whose the groups are, on which the outcome depends as well."""
         code = get_hash_for_files((__file__, matmul.__file__))
         return code, groups_of_the_backend(), matmul.READ_FROM_BYTES
 
@@ -160,7 +160,7 @@ def _joined(wait: Node) -> tuple[Node, int]:
 
 
 def _divided(tensor: Node) -> tuple[Node, int]:
-    """What is scattered, and the dimension that is divided by rank."""
+    """Returns the tensor that is scattered, and the dimension that is divided by rank."""
     split = None if _dim_of(tensor, 1) else _split_of(tensor)
     return (tensor, 0) if split is None else (split.all_input_nodes[0], _dim_of(split, 2))
 

@@ -20,8 +20,6 @@ directions: 2 falls away, and 4 sends whole updates.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,9 +51,9 @@ from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.reduction import NORM_WORDS, Into
-from ringcomm.optim.rules import Group, ParamState, UpdateRule, plain
+from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
-from ringcomm.optim.torch_rule import Told, gather_params
+from ringcomm.optim.torch_rule import StepControl, gather_params
 
 Tensor = torch.Tensor
 
@@ -171,9 +169,7 @@ class MuonRule(UpdateRule):
         return {name: plain(group[name]) for name in _HYPER}
 
     def digest(self, groups: Sequence[Group]) -> float:
-        hyper = [{"lr": float(group["lr"]), **self.compared(group)} for group in groups]
-        found = hashlib.sha256(json.dumps(hyper).encode()).digest()
-        return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
+        return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
 
     def row(self, group: Group) -> list[float]:
         return self._adamw.row(_as_adamw(group))
@@ -265,7 +261,7 @@ def _check_matrix(param: Tensor, called: str) -> None:
         )
 
 
-class Exchange:
+class OwnerExchange:
     """The way of directions to the owners of matrices, and of updates back.
 
     Args:
@@ -395,7 +391,7 @@ class MuonKernels(Kernels):
         self._native = native
         self._sharers = sharers
         self._rule = rule
-        self._told = Told()
+        self._control = StepControl()
         # The buckets that this step has come to, and by their numbers the directions of the chunk.
         self._buckets: dict[int, Bucket] = {}
         self._directions: dict[int, Tensor] = {}
@@ -405,7 +401,7 @@ class MuonKernels(Kernels):
         self._native.forget()
 
     def begin(self, table: StepTable) -> None:
-        self._told = Told.read(table)
+        self._control = StepControl.read(table)
         self._buckets.clear()
         self._native.begin(table)
         # To the native kernels a matrix has no gradient.
@@ -429,7 +425,7 @@ class MuonKernels(Kernels):
 
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
         self._native.update_shard(bucket, grad)
-        if self._told.skips:
+        if self._control.skips:
             return
         self._buckets[bucket.number] = bucket
         for matrix in self._active():
@@ -437,7 +433,7 @@ class MuonKernels(Kernels):
                 self._direct(bucket, matrix, grad)
 
     def _active(self) -> list[Matrix]:
-        return [each for each in self._rule.matrices if self._told.active[each.index]]
+        return [each for each in self._rule.matrices if self._control.active[each.index]]
 
     def _own(self, bucket: Bucket, matrix: Matrix, flat: Tensor) -> Tensor | None:
         """Returns the piece of a matrix in a tensor of this rank's chunk, or None."""
@@ -460,18 +456,18 @@ class MuonKernels(Kernels):
         direction = self._own(bucket, matrix, self._directions[bucket.number])
         assert direction is not None
         grad = given.to(torch.float32)
-        for factor in self._told.factors:
+        for factor in self._control.factors:
             grad = grad * factor
         group = self._rule.group_of(matrix)
         momentum.lerp_(grad, 1 - group["momentum"])
         direction.copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
 
     def end(self) -> None:
-        if self._told.skips:
+        if self._control.skips:
             return
         active = self._active()
         pieces = [self._own_of(matrix) for matrix in active]
-        exchange = Exchange(active, self._buckets, self._sharers, self._rule.is_replicated)
+        exchange = OwnerExchange(active, self._buckets, self._sharers, self._rule.is_replicated)
         for matrix, update in exchange.updates(pieces, self._rule.group_of):
             self._apply(self._buckets[matrix.bucket], matrix, update)
         self._directions.clear()

@@ -1,7 +1,9 @@
-"""What a step has to know about an optimizer: its update rule, and the state that it keeps."""
+"""The interface of an optimizer to its step: its update rule, and the state that it keeps."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     return [plain(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def digest_of(hyper: Sequence[Mapping[str, Any]]) -> float:
+    """Returns a whole number below 2^52, equal in all processes for equal plain JSON types."""
+    found = hashlib.sha256(json.dumps(list(map(dict, hyper))).encode()).digest()
+    return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
 
 
 class UpdateRule(ABC):

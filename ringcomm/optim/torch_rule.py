@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.reduction import NORM_WORDS, DeviceReducer, HostReducer, Into
-from ringcomm.optim.rules import Group, ParamState, UpdateRule, plain
+from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
 
 Tensor = torch.Tensor
 
@@ -74,9 +72,9 @@ class TorchRule(UpdateRule):
         return {name: _told(hyper[name]) for name in sorted(hyper) if name != "lr"}
 
     def digest(self, groups: Sequence[Group]) -> float:
-        hyper = [{"lr": plain(group.get("lr")), **self.compared(group)} for group in groups]
-        found = hashlib.sha256(json.dumps(hyper).encode()).digest()
-        return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
+        return digest_of(
+            [{"lr": plain(group.get("lr")), **self.compared(group)} for group in groups]
+        )
 
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
         found = [self._tried.kinds(group, self._place).tensors for group in groups]
@@ -178,8 +176,8 @@ def _told(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a step that torch's code takes must know on the host; reading it waits for a device.
+class StepControl:
+    """The numbers of a step that torch's code needs on the host; to read them waits for a device.
 
     Attributes:
         skips: the step changes nothing.
@@ -192,7 +190,7 @@ class Told:
     active: Sequence[float] = ()
 
     @classmethod
-    def read(cls, table: StepTable) -> Told:
+    def read(cls, table: StepTable) -> StepControl:
         """Reads the table of a step that begins."""
         params = len(table.active)
         told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
@@ -229,17 +227,17 @@ class TorchKernels(Kernels):
         self._needs_words = comm is not None and comm.launches
         # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
         self._scratch: Tensor | None = None
-        self._told = Told()
+        self._control = StepControl()
 
     def forget(self) -> None:
         return
 
     def begin(self, table: StepTable) -> None:
-        self._told = told = Told.read(table)
-        table.control[SKIPPED if told.skips else STEPS].add_(1)
-        if not told.skips:
+        self._control = control = StepControl.read(table)
+        table.control[SKIPPED if control.skips else STEPS].add_(1)
+        if not control.skips:
             table.step.add_(table.active != 0)
-            self._rule.begin(told.active)
+            self._rule.begin(control.active)
 
     def _own(self, bucket: Bucket) -> Tensor:
         """Returns memory for a gradient: float32 [chunk elements]."""
@@ -250,27 +248,27 @@ class TorchKernels(Kernels):
         return self._scratch[:elems]
 
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        if self._told.skips:
+        if self._control.skips:
             return
         grad = grad[: bucket.chunk.elems]
-        if self._told.factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
+        if self._control.factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
             grad = self._own(bucket).copy_(grad)
         self._update_from(bucket, grad)
 
     def _update_from(self, bucket: Bucket, grad: Tensor) -> None:
         """Updates this rank's chunk from a gradient, which is scaled in place if it has to be."""
-        for factor in self._told.factors:
+        for factor in self._control.factors:
             grad.mul_(factor)
-        self._rule.update(bucket, grad, self._told.active)
+        self._rule.update(bucket, grad, self._control.active)
 
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         self.update_shard(bucket, grad)
-        if not self._told.skips:
+        if not self._control.skips:
             assert self._sharers is not None
             gather_params(bucket, self._sharers)
 
     def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        if self._told.skips:
+        if self._control.skips:
             return
         own = self._own(bucket)
         words = None

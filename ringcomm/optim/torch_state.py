@@ -237,7 +237,7 @@ def _check_masters(
 
 
 class _Given(NamedTuple):
-    """What is loaded: by parameter which state it has, and the entry; names of all tensors."""
+    """A state that is loaded: which one each parameter has, its entry, and all tensors' names."""
 
     states: Sequence[ParamState | None]
     entries: Mapping[int, Any]

@@ -83,7 +83,7 @@ _AUTO = {
 
 @dataclass(frozen=True)
 class DeepSpeedSetup:
-    """What a DeepSpeed configuration says, for a trainer on ringcomm.
+    """The settings of a DeepSpeed configuration, for a trainer on ringcomm.
 
     Attributes:
         stage: for ``zero.shard``.

@@ -78,7 +78,7 @@ KEYS: dict[str, Key] = {
 
 @dataclass(frozen=True)
 class FSDP2Setup:
-    """What FSDP2's arguments say, for ``zero.shard``.
+    """The settings that FSDP2's arguments stand for, for ``zero.shard``.
 
     Attributes:
         stage: 3.
