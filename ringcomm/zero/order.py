@@ -221,8 +221,9 @@ class ModuleOrder:
     def _begin(self) -> None:
         """Determines which modules this backward reduces, and in what order; collective."""
         if in_pipeline():
+            # All numbers, since some modules may be alive on some ranks alone.
+            self._pipelined.update(self._numbers)
             for module in list(self._modules.values()):
-                self._pipelined.add(module.number)
                 module.leave_over()
         reducing = [number for number in self._numbers if not self._waits(number)]
         mine = [

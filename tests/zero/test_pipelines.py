@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -308,6 +309,19 @@ def a_step_is_exact(rank: int, world_size: int) -> None:
         assert [each.name for each in profile.spans if each.name == "reduce_scatter"]
 
 
+def a_dropped_module_may_live_on_some_ranks(rank: int, world_size: int) -> None:
+    """A module that one rank has collected and another has not makes no call of its own."""
+    mesh = mesh_of_stages(2, 2, 1)
+    dropped = [zero.shard(linear(0), 2, mesh=mesh, options=OPTIONS)]
+    module = zero.shard(linear(mesh.get_local_rank("pp")), 2, mesh=mesh, options=OPTIONS)
+    if mesh.get_local_rank("dp"):
+        dropped.clear()
+        gc.collect()
+    runner = schedule(ScheduleGPipe, nn.ModuleList([nn.Sequential(module)]), mesh, weighted)
+    run(runner, mesh, torch.ones(8, 6), torch.ones(8, 6))
+    same(AdamW(module.parameters()).clip_grad_norm_(1.0) > 0, torch.tensor(True))
+
+
 def each_stage_has_its_checkpoints(folder: str, rank: int, world_size: int) -> None:
     mesh = mesh_of_stages(2, 2, 1)
     number = mesh.get_local_rank("pp")
@@ -395,6 +409,7 @@ CHECKPOINTS = [each_stage_has_its_checkpoints, a_stage_without_parameters_has_ch
 SCHEDULES = [
     schedules_equal_data_parallelism,
     a_step_is_exact,
+    a_dropped_module_may_live_on_some_ranks,
     sums_in_fp32_are_divided,
     sums_to_come_are_added_once,
 ]
