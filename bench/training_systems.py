@@ -109,7 +109,13 @@ class Optimizers:
     takes_shards: bool = True
 
 
-SHARDED = (ringcomm.optim.AdamW, ringcomm.optim.SGD, ringcomm.optim.Lion, ringcomm.optim.Muon)
+SHARDED = (
+    ringcomm.optim.AdamW,
+    ringcomm.optim.SGD,
+    ringcomm.optim.Lion,
+    ringcomm.optim.Muon,
+    ringcomm.optim.Adafactor,
+)
 OPTIMIZERS = {
     "adamw": Optimizers(
         lambda module: ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE),
@@ -129,6 +135,11 @@ OPTIMIZERS = {
     "muon": Optimizers(
         lambda module: ringcomm.optim.Muon(_muon_groups(module), lr=LEARNING_RATE),
         Both,
+        takes_shards=False,
+    ),
+    "adafactor": Optimizers(
+        lambda module: ringcomm.optim.Adafactor(module.parameters(), lr=LEARNING_RATE),
+        lambda module: torch.optim.Adafactor(module.parameters(), lr=LEARNING_RATE),
         takes_shards=False,
     ),
 }

@@ -5,6 +5,7 @@ See ``docs/optimizer.md`` for its guarantees.
 
 from __future__ import annotations
 
+from ringcomm.optim.adafactor import Adafactor
 from ringcomm.optim.adamw import Adam, AdamW
 from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
@@ -17,6 +18,7 @@ from ringcomm.optim.state import reshard
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "AdamWOptions",

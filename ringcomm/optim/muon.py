@@ -21,8 +21,7 @@ directions: 2 falls away, and 4 sends whole updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.module_names import matches
 from ringcomm.optim.buckets import Bucket, Buckets
-from ringcomm.optim.dtensors import is_distributed
 from ringcomm.optim.fused_rules import (
     MOMENTS,
     AdamWRule,
@@ -46,14 +44,21 @@ from ringcomm.optim.fused_rules import (
     numbers,
 )
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
-from ringcomm.optim.layout import BucketLayout, Chunk, ParamSpec, ShardLayout
+from ringcomm.optim.layout import BucketLayout, ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.owners import (
+    OwnedParam,
+    OwnerExchange,
+    OwnerKernels,
+    is_divided,
+    params_of,
+    refuse_other_options,
+)
 from ringcomm.optim.placement import sharers_of
-from ringcomm.optim.reduction import NORM_WORDS, Into
 from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
-from ringcomm.optim.torch_rule import StepControl, gather_params
+from ringcomm.optim.torch_rule import StepControl
 
 Tensor = torch.Tensor
 
@@ -101,31 +106,6 @@ def cost_of(shape: Sequence[int]) -> int:
     return short * short * (2 * long + short)
 
 
-def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
-    """Gives each matrix an owner, the most expensive first and each to the least busy rank."""
-    busy, owners = [0] * ranks, [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda each: -costs[each]):
-        owners[number] = min(range(ranks), key=lambda rank: busy[rank])
-        busy[owners[number]] += costs[number]
-    return owners
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that Muon steps: elements [begin, end) of a bucket."""
-
-    index: int
-    bucket: int
-    begin: int
-    end: int
-    spec: ParamSpec
-
-    def within(self, chunk: Chunk) -> slice | None:
-        """Returns the part of the matrix's elements that a chunk has, or None."""
-        low, high = max(self.begin, chunk.begin), min(self.end, chunk.end)
-        return slice(low - self.begin, high - self.begin) if low < high else None
-
-
 class MuonRule(UpdateRule):
     """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw"."""
 
@@ -136,7 +116,7 @@ class MuonRule(UpdateRule):
     def __init__(self) -> None:
         self._adamw = AdamWRule()
         self.groups: Sequence[Group] = ()
-        self.matrices: list[Matrix] = []
+        self.matrices: list[OwnedParam] = []
         #: Every rank keeps the whole state, as at stage 0.
         self.is_replicated = False
 
@@ -155,10 +135,8 @@ class MuonRule(UpdateRule):
             expected = 'None, "original" or "match_rms_adamw"'
             fail(index, "adjust_lr_fn", expected, group["adjust_lr_fn"])
         if group["algorithm"] == "muon":
-            for number, entry in enumerate(group["params"]):
-                param = entry[1] if isinstance(entry, tuple) else entry
-                if isinstance(param, Tensor):
-                    _check_matrix(param, f"param group {index}, parameter {number}")
+            for called, param in params_of(group["params"]):
+                _check_matrix(param, f"param group {index}, {called}")
 
     def replaced(self, group: Group) -> dict[str, Any]:
         coefficients = group["ns_coefficients"]
@@ -190,13 +168,7 @@ class MuonRule(UpdateRule):
     def kernels(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
     ) -> Kernels:
-        if options.kernels != "native" or options.master == "remainder":
-            raise UnsupportedError(
-                'Muon: expected kernels="native" and master="fp32", got '
-                f"kernels={options.kernels!r} and master={options.master!r}"
-            )
-        if options.rounding != "nearest":
-            raise UnsupportedError('Muon: expected rounding="nearest", got "stochastic"')
+        refuse_other_options(self.name, options)
         native: Kernels
         if comm is not None and comm.launches:
             native = DeviceKernels(comm, options, table, MOMENTS)
@@ -210,13 +182,13 @@ class MuonRule(UpdateRule):
         self.groups = groups
         self.is_replicated = chunks == 1
         self.matrices = [
-            Matrix(param, number, begin, end, layout.params[param])
+            OwnedParam(param, number, begin, end, layout.params[param])
             for number, bucket in enumerate(layout.buckets)
             for begin, end, param in bucket.segments
             if groups[layout.params[param].group]["algorithm"] == "muon"
         ]
 
-    def group_of(self, matrix: Matrix) -> Group:
+    def group_of(self, matrix: OwnedParam) -> Group:
         """Returns the param group of a matrix."""
         return self.groups[matrix.spec.group]
 
@@ -254,154 +226,29 @@ def _check_matrix(param: Tensor, called: str) -> None:
             f"{called}: expected a matrix, got shape {tuple(param.shape)}: Muon orthogonalises "
             'matrices. Put it in a group with "algorithm": "adamw", as muon_groups() does'
         )
-    if is_distributed(param) and any(each.is_shard() for each in param.placements):  # type: ignore[attr-defined]
+    if is_divided(param):
         raise UnsupportedError(
             f"{called}: ranks of the mesh have parts of the matrix, which is orthogonalised whole. "
             'Put it in a group with "algorithm": "adamw"'
         )
 
 
-class OwnerExchange:
-    """The way of directions to the owners of matrices, and of updates back.
-
-    Args:
-        matrices: those that step, in the same order on all ranks.
-        buckets: by number, those that they lie in.
-        sharers: the ranks that share the work; None for this one alone.
-        is_replicated: every rank has the directions of whole buckets, as at stage 0.
-    """
-
-    def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        buckets: Mapping[int, Bucket],
-        sharers: Communicator | None,
-        is_replicated: bool,
-    ) -> None:
-        self._matrices = matrices
-        self._sharers = sharers
-        self._is_replicated = is_replicated
-        ranks = 1 if sharers is None else sharers.world_size
-        self._ranks = range(ranks)
-        self._rank = 0 if sharers is None else sharers.rank
-        self._owners = owners_of([cost_of(each.spec.shape) for each in matrices], ranks)
-        # By matrix, the parts of it that the ranks have.
-        self._parts = [self._parts_of(each, buckets[each.bucket]) for each in matrices]
-
-    def _parts_of(self, matrix: Matrix, bucket: Bucket) -> list[slice | None]:
-        if self._sharers is None or self._is_replicated:
-            return [matrix.within(bucket.chunk)] * len(self._ranks)
-        return [matrix.within(chunk) for chunk in bucket.layout.chunks(self._sharers)]
-
-    def _is_whole(self, number: int) -> bool:
-        """Tells whether the owner of a matrix has all of its direction."""
-        part = self._parts[number][self._owners[number]]
-        return part == slice(0, self._matrices[number].spec.elems)
-
-    def updates(
-        self, pieces: Sequence[Tensor | None], group_of: Callable[[Matrix], Group]
-    ) -> list[tuple[Matrix, Tensor]]:
-        """Returns this rank's pieces of the updates, of the matrices that it has a part of.
-
-        Args:
-            pieces: bfloat16, by matrix, this rank's piece of its direction; None where it has none.
-            group_of: returns the param group of a matrix.
-        """
-        wholes = self._to_owners(pieces)
-        for number, direction in wholes.items():
-            matrix = self._matrices[number]
-            update = orthogonalized(matrix.spec.view(direction), group_of(matrix))
-            matrix.spec.view(direction).copy_(update)
-        back = self._from_owners(wholes, pieces)
-        return [(self._matrices[number], piece) for number, piece in back.items()]
-
-    def _mine(self) -> list[int]:
-        return [number for number, owner in enumerate(self._owners) if owner == self._rank]
-
-    def _to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Returns by number the whole directions of this rank's matrices, which may be changed."""
-        travels = [number for number in range(len(pieces)) if not self._is_whole(number)]
-        sent: list[list[Tensor]] = [[] for _ in self._ranks]
-        for number in travels:
-            piece = pieces[number]
-            if piece is not None:
-                sent[self._owners[number]].append(piece)
-        found: dict[int, Tensor] = {}
-        room: list[list[Tensor]] = [[] for _ in self._ranks]
-        for number in self._mine():
-            piece = pieces[number]
-            if self._is_whole(number):
-                assert piece is not None
-                found[number] = piece.clone()
-                continue
-            found[number] = self._empty(self._matrices[number].spec.elems)
-            for rank in self._ranks:
-                part = self._parts[number][rank]
-                if part is not None:
-                    room[rank].append(found[number][part])
-        self._all_to_all(room, sent)
-        return found
-
-    def _from_owners(
-        self, wholes: Mapping[int, Tensor], pieces: Sequence[Tensor | None]
-    ) -> dict[int, Tensor]:
-        """Returns by number this rank's pieces of the updates, which the owners have whole."""
-        sent: list[list[Tensor]] = [[] for _ in self._ranks]
-        for number, update in wholes.items():
-            for rank in self._ranks:
-                part = self._parts[number][rank]
-                if part is not None:
-                    sent[rank].append(update[part])
-        found: dict[int, Tensor] = {}
-        room: list[list[Tensor]] = [[] for _ in self._ranks]
-        for number, piece in enumerate(pieces):
-            if piece is not None:
-                found[number] = self._empty(piece.numel())
-                room[self._owners[number]].append(found[number])
-        self._all_to_all(room, sent)
-        return found
-
-    def _empty(self, elems: int) -> Tensor:
-        device = "cpu" if self._sharers is None else self._sharers.device
-        return torch.empty(elems, dtype=torch.bfloat16, device=device)
-
-    def _all_to_all(self, room: Sequence[list[Tensor]], sent: Sequence[list[Tensor]]) -> None:
-        """Fills the tensors of ``room[r]`` with those that rank r sends, in their order."""
-        outputs = [self._empty(sum(each.numel() for each in tensors)) for tensors in room]
-        inputs = [torch.cat(tensors) if tensors else self._empty(0) for tensors in sent]
-        if self._sharers is None or self._sharers.world_size == 1:
-            outputs = inputs
-        else:
-            self._sharers.all_to_all(outputs, inputs)
-        for output, tensors in zip(outputs, room, strict=True):
-            end = 0
-            for tensor in tensors:
-                begin, end = end, end + tensor.numel()
-                tensor.copy_(output[begin:end])
-
-
-class MuonKernels(Kernels):
-    """The step: AdamW's parameters by the native kernels, then all matrices together.
-
-    It reads on the host whether a step is skipped, and which parameters have gradients.
-    """
+class MuonKernels(OwnerKernels):
+    """The step: AdamW's parameters by the native kernels, then all matrices together."""
 
     def __init__(self, native: Kernels, sharers: Communicator | None, rule: MuonRule) -> None:
-        super().__init__(native.alone, native.reducer)
+        super().__init__(native.alone, native.reducer, sharers)
         self._native = native
-        self._sharers = sharers
         self._rule = rule
-        self._control = StepControl()
         # The buckets that this step has come to, and by their numbers the directions of the chunk.
         self._buckets: dict[int, Bucket] = {}
         self._directions: dict[int, Tensor] = {}
-        self._gathers = False
 
     def forget(self) -> None:
         self._native.forget()
 
     def begin(self, table: StepTable) -> None:
-        self._control = StepControl.read(table)
+        self.control = StepControl.read(table)
         self._buckets.clear()
         self._native.begin(table)
         # To the native kernels a matrix has no gradient.
@@ -409,91 +256,80 @@ class MuonKernels(Kernels):
         place = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
         table.factors.view(torch.int32)[matrices, place] = 0
 
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        self._gathers = False
-        self._update(bucket, grad)
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        self._gathers = True
-        self._update(bucket, grad)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        own = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=grads.device)
-        words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=grads.device)
-        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
-        self.update_gather(bucket, own)
-
-    def _update(self, bucket: Bucket, grad: Tensor) -> None:
+    def take_up(self, bucket: Bucket, grad: Tensor) -> None:
         self._native.update_shard(bucket, grad)
-        if self._control.skips:
+        if self.control.skips:
             return
         self._buckets[bucket.number] = bucket
         for matrix in self._active():
             if matrix.bucket == bucket.number:
                 self._direct(bucket, matrix, grad)
 
-    def _active(self) -> list[Matrix]:
-        return [each for each in self._rule.matrices if self._control.active[each.index]]
+    def _active(self) -> list[OwnedParam]:
+        return [each for each in self._rule.matrices if self.control.active[each.index]]
 
-    def _own(self, bucket: Bucket, matrix: Matrix, flat: Tensor) -> Tensor | None:
-        """Returns the piece of a matrix in a tensor of this rank's chunk, or None."""
-        part = matrix.within(bucket.chunk)
-        if part is None:
-            return None
-        shift = matrix.begin - bucket.chunk.begin
-        return flat[part.start + shift : part.stop + shift]
-
-    def _direct(self, bucket: Bucket, matrix: Matrix, grads: Tensor) -> None:
+    def _direct(self, bucket: Bucket, matrix: OwnedParam, grads: Tensor) -> None:
         """Moves the momentum of this rank's piece of a matrix, and keeps its direction."""
-        given = self._own(bucket, matrix, grads)
-        momentum = self._own(bucket, matrix, bucket.state.moments[MOMENTUM])
+        given = matrix.piece_in(grads, bucket.chunk)
+        momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
         if given is None or momentum is None:
             return
         if bucket.number not in self._directions:
             self._directions[bucket.number] = torch.empty(
                 bucket.chunk.elems, dtype=torch.bfloat16, device=grads.device
             )
-        direction = self._own(bucket, matrix, self._directions[bucket.number])
+        direction = matrix.piece_in(self._directions[bucket.number], bucket.chunk)
         assert direction is not None
-        grad = given.to(torch.float32)
-        for factor in self._control.factors:
-            grad = grad * factor
+        grad = self.scaled(given)
         group = self._rule.group_of(matrix)
         momentum.lerp_(grad, 1 - group["momentum"])
         direction.copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
 
     def end(self) -> None:
-        if self._control.skips:
+        if self.control.skips:
             return
         active = self._active()
-        pieces = [self._own_of(matrix) for matrix in active]
-        exchange = OwnerExchange(active, self._buckets, self._sharers, self._rule.is_replicated)
-        for matrix, update in exchange.updates(pieces, self._rule.group_of):
-            self._apply(self._buckets[matrix.bucket], matrix, update)
+        exchange = OwnerExchange(
+            active,
+            [cost_of(matrix.spec.shape) for matrix in active],
+            self._buckets,
+            self.sharers,
+            self._rule.is_replicated,
+            torch.bfloat16,
+        )
+        wholes = exchange.to_owners([self._own_of(matrix) for matrix in active])
+        for number, direction in wholes.items():
+            matrix = active[number]
+            update = orthogonalized(matrix.spec.view(direction), self._rule.group_of(matrix))
+            matrix.spec.view(direction).copy_(update)
+        updates = {
+            number: torch.empty_like(piece)
+            for number, piece in enumerate(map(self._own_of, active))
+            if piece is not None
+        }
+        exchange.from_owners(wholes, updates)
+        for number, update in updates.items():
+            self._apply(self._buckets[active[number].bucket], active[number], update)
         self._directions.clear()
-        for bucket in self._buckets.values():
-            if self._gathers and self._sharers is not None:
-                gather_params(bucket, self._sharers)
-            else:
-                bucket.share()
+        self.publish(self._buckets.values())
         self._native.end()
 
-    def _own_of(self, matrix: Matrix) -> Tensor | None:
+    def _own_of(self, matrix: OwnedParam) -> Tensor | None:
         """Returns the direction of this rank's piece of a matrix, or None."""
         bucket = self._buckets[matrix.bucket]
         if matrix.within(bucket.chunk) is None:
             return None
-        return self._own(bucket, matrix, self._directions[matrix.bucket])
+        return matrix.piece_in(self._directions[matrix.bucket], bucket.chunk)
 
-    def _apply(self, bucket: Bucket, matrix: Matrix, update: Tensor) -> None:
+    def _apply(self, bucket: Bucket, matrix: OwnedParam, update: Tensor) -> None:
         master = bucket.state.master
-        values = self._own(bucket, matrix, bucket.own_params if master is None else master)
+        values = matrix.piece_in(bucket.own_params if master is None else master, bucket.chunk)
         assert values is not None
         group = self._rule.group_of(matrix)
         values.mul_(1 - float(group["lr"]) * group["weight_decay"])
         values.add_(update, alpha=-adjusted_lr(group, matrix.spec.shape))
         if master is not None:
-            rounded = self._own(bucket, matrix, bucket.own_params)
+            rounded = matrix.piece_in(bucket.own_params, bucket.chunk)
             assert rounded is not None
             rounded.copy_(values)
 

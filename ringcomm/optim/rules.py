@@ -23,7 +23,9 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ParamState:
-    """The state that a parameter has, apart from its tensors' elements, which lie in the buckets.
+    """The state that a parameter has, apart from its tensors' elements.
+
+    Those of :attr:`tensors` lie in the buckets, and the rest in :meth:`UpdateRule.kept_whole`.
 
     Attributes:
         numbers: by name, such as "step".
@@ -150,6 +152,17 @@ class UpdateRule(ABC):
             groups: param groups of the optimizer.
             steps: by parameter, the steps that it has taken.
         """
+
+    def kept_whole(self, index: int) -> Mapping[str, Tensor]:
+        """Returns by name the tensors of a parameter's state that lie in no bucket.
+
+        All ranks have them whole and equal, float32, contiguous and of shapes of the rule's own.
+        Whoever loads a state writes into them.
+
+        Args:
+            index: of the parameter in the layout that the rule is bound to.
+        """
+        return {}
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
         """Goes on from states that were saved, whose tensors' elements are in the buckets."""

@@ -2,8 +2,9 @@
 
 A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
-``ShardState``); "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout,
-and, for another optimizer than AdamW, its name, and what other state each parameter has.
+``ShardState``), and for Adafactor "whole", by parameter a dict of tensors that all ranks have;
+"param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout, and, for another
+optimizer than AdamW, its name, and what other state each parameter has.
 The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``. With
 ``AdamWOptions(state="node")`` rank and world are those of the node, and nodes have equal shards.
 """
@@ -102,6 +103,7 @@ def take_groups(groups: Sequence[Group], ready: Sequence[Group]) -> None:
 Tensor = torch.Tensor
 Shard = Mapping[str, Any]
 ChunkTensors = list[dict[str, Tensor]]  # by bucket and name
+KeptWhole = dict[int, dict[str, Tensor]]  # by parameter and name
 
 SHARD_VERSION = 1
 MASTERS = ("master", "remainder")
@@ -170,6 +172,9 @@ class SavedShard:
             self.scalars = {name: float(self.state[name]) for name in _SCALARS}
             self.optimizer = str(shard.get("optimizer", AdamWRule.name))
             self.states = read_states(shard.get("states", []))
+            self.whole: KeptWhole = {
+                int(index): dict(each) for index, each in self.state.get("whole", {}).items()
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{operation}: a shard cannot be read: {error!r}") from error
         self._check()
@@ -341,6 +346,7 @@ def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
                 },
                 "step": first.step.clone(),
                 "buckets": saved.cut(saved.layout, rank, world_size),
+                **({"whole": deepcopy(first.whole)} if first.whole else {}),
             },
             "param_groups": first.param_groups,
             "shard": {**describe_shard(saved.layout, rank, world_size), **first.more},
@@ -357,16 +363,47 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
     sharded.refuse_if_torn("state_dict")
     sharded.written.take_over()
     control = sharded.table.control
+    whole = kept_whole(sharded)
     return {
         "state": {
             "step": sharded.table.step,
             "steps_taken": control[kernels.STEPS],
             "skipped_steps": control[kernels.SKIPPED],
             "buckets": [bucket.state.tensors() for bucket in sharded.buckets],
+            **({"whole": whole} if whole else {}),
         },
         "param_groups": pack_groups(sharded.groups, sharded.layout),
         "shard": {**describe_shard(sharded.layout, *sharded.shard_of), **_told(sharded)},
     }
+
+
+def kept_whole(sharded: ShardedStep) -> KeptWhole:
+    """Returns by parameter the tensors of its state that all ranks have whole."""
+    found = {index: sharded.rule.kept_whole(index) for index in range(len(sharded.layout.params))}
+    return {index: dict(each) for index, each in found.items() if each}
+
+
+def check_whole(sharded: ShardedStep, given: Mapping[int, Mapping[str, Any]], called: str) -> None:
+    """Raises CheckpointError unless a saved state has what :func:`kept_whole` returns."""
+    for index, tensors in kept_whole(sharded).items():
+        for name, mine in tensors.items():
+            found = given.get(index, {}).get(name)
+            if not isinstance(found, Tensor) or found.shape != mine.shape:
+                got = tuple(found.shape) if isinstance(found, Tensor) else found
+                raise CheckpointError(
+                    f"{called}: parameter {index}: {name}: expected a tensor of shape "
+                    f"{tuple(mine.shape)}, got {got}"
+                )
+
+
+def take_whole(sharded: ShardedStep, given: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Takes over what :func:`check_whole` has checked, and zeros for parameters without state."""
+    for index, tensors in kept_whole(sharded).items():
+        for name, mine in tensors.items():
+            if index in given:
+                mine.copy_(given[index][name])
+            else:
+                mine.zero_()
 
 
 def _told(sharded: ShardedStep) -> dict[str, Any]:
@@ -392,9 +429,11 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         _check_kinds(sharded, tensors, merged_groups(sharded.groups, groups), operation)
         states = saved.first.states
         check_states(sharded, states, operation)
+        check_whole(sharded, saved.first.whole, operation)
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
     take_groups(sharded.groups, groups)
+    take_whole(sharded, saved.first.whole)
     sharded.rule.take_states(states)
     sharded.table.step.copy_(saved.first.step)
     sharded.table.control[kernels.STEPS].fill_(saved.first.scalars["steps_taken"])

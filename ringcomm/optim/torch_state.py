@@ -24,6 +24,7 @@ from ringcomm.optim.state import (
     pack_groups,
     take_groups,
     take_state,
+    take_whole,
 )
 from ringcomm.optim.step import ShardedStep
 
@@ -48,6 +49,8 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
                 zeros = torch.zeros(spec.shape, device=sharded.setting.device)
                 param = sharded.params[index]
                 state[index].update({n: distributed_as(param, zeros.clone()) for n in has.tensors})
+            kept = sharded.rule.kept_whole(index).items()
+            state[index].update({name: each.clone() for name, each in kept})
     if sharded.setting.options.master != "none":
         masters = {index: _nothing_of(sharded, index) for index in _empty_parts(sharded.layout)}
     keeps = dst is None or sharded.setting.rank == dst
@@ -132,6 +135,7 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
             for index in range(len(sharded.layout.params))
         ]
         steps = [_step_of(state) for state in states]
+        whole = _kept_whole(sharded, entries, states, operation)
         masters = _check_masters(sharded, given.get("master"), operation)
         agreement.append(describe_states(states))
     names = sharded.rule.names(merged)
@@ -139,6 +143,7 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
     if sharded.setting.comm is not None:
         end_changes(sharded.setting.comm, sharded.buckets)
     take_groups(sharded.groups, groups)
+    take_whole(sharded, whole)
     sharded.rule.take_states(states)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # torch counts steps by parameter, and the optimizer has taken at least the largest count.
@@ -208,6 +213,22 @@ def _check_entry(
     if not 0 <= _step_of(state) < 2**53:
         raise CheckpointError(f"{called}: expected a step >= 0, got {_step_of(state)}")
     return state
+
+
+def _kept_whole(
+    sharded: ShardedStep,
+    entries: Mapping[int, Any],
+    states: Sequence[ParamState | None],
+    operation: str,
+) -> dict[int, dict[str, Tensor]]:
+    """Returns by parameter with state the tensors that all ranks have whole, checked."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for index, state in enumerate(states):
+        for name, mine in sharded.rule.kept_whole(index).items() if state is not None else ():
+            called = f"{operation}: parameter {index}: {name}"
+            _check_tensor(entries[index].get(name), tuple(mine.shape), called)
+            found.setdefault(index, {})[name] = entries[index][name]
+    return found
 
 
 def _step_of(state: ParamState | None) -> float:

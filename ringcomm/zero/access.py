@@ -8,6 +8,7 @@ place :func:`ringcomm.zero.local_shards` tells; the others take and return whole
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,8 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
     place = _Place.of(param, "get_state")
     if not place.has_state(name):
         return None
+    if name in place.kept_whole:
+        return place.kept_whole[name].clone()
     if place.bucket is None:
         return place.shown(place.nothing(), local)
     return place.read(place.bucket.state.moments[name], local)
@@ -168,8 +171,8 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
 def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -> None:
     """Sets a tensor of a parameter's optimizer state; collective, unless ``local``.
 
-    Where several ranks keep the same state (stage 0, and ``state="node"``), a local piece must be
-    set alike on all of them.
+    Where several ranks keep the same state (stage 0, ``state="node"``, and Adafactor's rows and
+    columns, which are whole also with ``local``), it must be set alike on all of them.
 
     Args, Raises: as of :func:`get_state` and :func:`set_gradient`. ArgumentError is raised, too,
         before the parameter's first step, when it has no state.
@@ -181,7 +184,9 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
         with place.all_or_none():
             piece = place.state_piece_of(name, value, local)
         place.agree({"name": name, "value": place.digest(value, local)})
-    if place.bucket is not None:
+    if name in place.kept_whole:
+        place.kept_whole[name].copy_(piece)
+    elif place.bucket is not None:
         moment = place.bucket.state.moments[name]
         within(moment, place.bucket.chunk, place.segment).copy_(piece)
 
@@ -274,6 +279,11 @@ class _Place:
     @property
     def comm(self) -> Communicator | None:
         return self.sharded.setting.comm
+
+    @property
+    def kept_whole(self) -> Mapping[str, Tensor]:
+        """The tensors of its state that all ranks have whole, by name."""
+        return self.sharded.rule.kept_whole(self.index)
 
     def all_or_none(self) -> Any:
         """Returns a context at whose end all ranks go on, or none; collective."""
@@ -383,9 +393,9 @@ class _Place:
         Raises:
             ArgumentError: its optimizer keeps none of this name.
         """
-        known = self.sharded.rule.names(self.sharded.groups)
+        known = (*self.sharded.rule.names(self.sharded.groups), *self.kept_whole)
         state = self.sharded.states()[self.index]
-        if state is not None and name in state.tensors:
+        if state is not None and name in (*state.tensors, *self.kept_whole):
             return True
         if name not in known:
             kept = ", ".join(known) or "no tensors"
@@ -400,7 +410,13 @@ class _Place:
         """
         if not self.has_state(name):
             raise self.fail(f"it has no {name} yet; take its first step before setting it")
-        return self.piece_of(value, local)
+        if name not in self.kept_whole:
+            return self.piece_of(value, local)
+        mine = self.kept_whole[name]
+        if not isinstance(value, Tensor) or value.shape != mine.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise self.fail(f"value: expected a tensor of shape {tuple(mine.shape)}, got {got}")
+        return value
 
     def publish(self) -> None:
         """Gives all copies of the parameter what this rank has written to its piece; collective."""

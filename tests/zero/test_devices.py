@@ -10,7 +10,7 @@ import torch
 
 from ringcomm import CommOptions, zero
 from ringcomm.comm.device.streams import DeviceWork
-from ringcomm.optim import Muon
+from ringcomm.optim import Adafactor, Muon
 from tests.support.device_worlds import on_host
 from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
@@ -26,6 +26,7 @@ RUNS = {
     "bfloat16": Run("gpt", 0, 2, precision=BF16),
     "accumulated": Run("mlp", 0, 2, backwards=2),
     "Muon": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=Muon),
+    "Adafactor": Run("mlp", 0, 2, precision=BF16, kind=Adafactor),
     "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),

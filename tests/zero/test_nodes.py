@@ -22,7 +22,7 @@ from ringcomm import CommOptions, Communicator, zero
 from ringcomm.comm.nodes.connecting import gloo
 from ringcomm.comm.nodes.rails import HEADER_TAG
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.optim import AdamW, AdamWOptions, Muon
+from ringcomm.optim import Adafactor, AdamW, AdamWOptions, Muon
 from ringcomm.zero.estimate import BytesPerElement, ModelElems, World
 from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.support.ranks import Ranks, join_nodes, run_ranks
@@ -41,6 +41,7 @@ REMAINDER = Run("gpt", 0, steps=2, precision=BF16, adamw=AdamWOptions(master="re
 ROUNDED = Run("partial", 0, steps=2, precision=replace(BF16, reduce=torch.bfloat16))
 MOMENTUM = Run("mlp", 0, 3, precision=BF16, kind=torch.optim.SGD, settings={"momentum": 0.9})
 MUON = Run("mlp", 0, 3, precision=BF16, kind=Muon)
+ADAFACTOR = Run("mlp", 0, 3, precision=BF16, kind=Adafactor)
 # FP32 parameters among others, in the root and in units, trained and frozen.
 KEPT = replace(
     ROUNDED, precision=replace(ROUNDED.precision, keep_fp32=("lora_a", "frozen", "head"))
@@ -92,6 +93,7 @@ def assert_ends_alike(
         (REMAINDER, [DEFAULTS[1], DEFAULTS[3], *CHOICES[4:]]),
         (MOMENTUM, CHOICES),
         (MUON, CHOICES),
+        (ADAFACTOR, CHOICES),
         (ROUNDED, [*DEFAULTS[:3], *CHOICES[4:]]),
         (KEPT, [*DEFAULTS[1:], *CHOICES[4:]]),
         (ADDING, [*DEFAULTS[2:], *CHOICES[5:]]),
@@ -104,6 +106,7 @@ def assert_ends_alike(
         "remainder",
         "SGD",
         "Muon",
+        "Adafactor",
         "rounded",
         "kept",
         "adding",

@@ -11,7 +11,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, Muon, Sharded
+from ringcomm.optim import SGD, Adafactor, AdamW, AdamWOptions, Lion, Muon, Sharded
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
 
 Tensor = torch.Tensor
@@ -219,9 +219,12 @@ def test_sgd_and_lion_are_the_same_at_all_stages(worlds, kind):
         Run("gpt", 0, backwards=2, clip=0.3, kind=Muon),
         Run("partial", 0, precision=BF16, kind=Muon),
         Run("conv", 0, precision=ROUNDED, kind=Muon),
+        Run("gpt", 0, backwards=2, clip=0.3, kind=Adafactor),
+        Run("partial", 0, precision=BF16, kind=Adafactor),
+        Run("conv", 0, precision=ROUNDED, kind=Adafactor),
     ],
-    ids=lambda run: run.model,
+    ids=lambda run: f"{run.kind.__name__} {run.model}",
 )
-def test_muon_is_the_same_at_all_stages(worlds, run):
+def test_owners_of_parameters_end_alike_at_all_stages(worlds, run):
     compare_stages(worlds, 2, run)
     compare_stages(worlds, 3, run)

@@ -49,8 +49,9 @@ from ringcomm.zero.engine import ShardEngine
 #     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
 #
 # Both are flat, and each rank has the elements of its chunks, whatever the stage is: so a
-# checkpoint of one stage is one of all of them. Buffers differ between ranks, and are each rank's
-# own tensors, too.
+# checkpoint of one stage is one of all of them. What an optimizer keeps in other shapes, as
+# Adafactor does, all ranks have whole, and rank 0 saves. Buffers differ between ranks, and are each
+# rank's own tensors, too.
 
 Tensor = torch.Tensor
 
@@ -137,6 +138,12 @@ def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator
         for kind, flat in bucket.state.tensors().items():
             prefix = f"optim.{kind}."
             yield from bucket_parts(stored, flat, stored.state_chunk, wanted, prefix)
+    for index, name in enumerate(names_of(engine, step)):
+        for kind, tensor in step.rule.kept_whole(index).items():
+            flat = tensor.view(-1)
+            local = flat if whole or engine.ranks.rank == 0 else flat[:0]
+            called, shape = f"optim.{kind}.{name}", tuple(tensor.shape)
+            yield StatePart(called, flat.numel(), 0, local, shape)
 
 
 def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:

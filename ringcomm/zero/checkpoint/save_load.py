@@ -17,7 +17,7 @@ from ringcomm.json_reader import decode, encode
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.optim.state import MASTERS
+from ringcomm.optim.state import MASTERS, kept_whole
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
 from ringcomm.zero.checkpoint.module_state import (
@@ -297,9 +297,10 @@ class _Loading:
 
     def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
         """And of the optimizer's state."""
+        kept = {kind for each in kept_whole(step).values() for kind in each}
         for part in module_state.state_parts(self.engine, step, whole=True):
             # A moment that was not saved had not begun, and is zeroed.
-            if part.name.split(".")[1] in self.saved["optimizer"]["kinds"]:
+            if part.name.split(".")[1] in {*self.saved["optimizer"]["kinds"], *kept}:
                 yield part
 
     def take(self) -> None:

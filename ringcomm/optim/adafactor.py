@@ -1,0 +1,344 @@
+"""Adafactor: second moments in rows and columns, by the owner of each whole parameter.
+
+The update of an element takes sums over its row, its column and the whole parameter, so each
+parameter has an owner (``optim/owners.py``). What is kept of a matrix of m x n are m + n numbers.
+They are as good as nothing beside its m n elements, so every rank has them, which makes saving and
+loading a matter of one rank; of a parameter without a matrix, such as a bias, its variance.
+
+Buckets are exchanged W at a time, where W ranks share the state, so that each rank owns about a
+bucket of them: a step needs memory for two buckets of float32 beside one of gradients, and 12 bytes
+of a parameter in pieces travel, as gradient and value to its owner and as value back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcomm.c10d.comm_argument import CommArgument
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import UnsupportedError
+from ringcomm.optim.buckets import Bucket, Buckets
+from ringcomm.optim.fused_rules import AdamWRule, check_positive, check_rate, fail, numbers
+from ringcomm.optim.kernels import SKIPPED, STEPS, Kernels, StepTable
+from ringcomm.optim.layout import ParamSpec, ShardLayout
+from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.owners import (
+    OwnedParam,
+    OwnerExchange,
+    OwnerKernels,
+    is_divided,
+    params_of,
+    refuse_other_options,
+)
+from ringcomm.optim.placement import sharers_of
+from ringcomm.optim.reduction import DeviceReducer, HostReducer, Reducer
+from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
+from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
+from ringcomm.optim.torch_rule import StepControl
+
+Tensor = torch.Tensor
+
+ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
+_HYPER = ("beta2_decay", "eps", "d", "weight_decay", "maximize")
+
+
+def take_step(
+    value: Tensor, grad: Tensor, kept: Mapping[str, Tensor], step: float, group: Group
+) -> None:
+    """Steps one whole parameter in place, in the operations of ``torch.optim.Adafactor``.
+
+    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
+    with torch's meaning of lr and eps.
+
+    Args:
+        value: float32, of the parameter's shape.
+        grad: as ``value``.
+        kept: the state's tensors by name, changed in place.
+        step: number of this step, from 1 on.
+        group: hyper-parameters.
+    """
+    eps1, eps2 = group["eps"]
+    eps1 = torch.finfo(value.dtype).eps if eps1 is None else eps1
+    lr = float(group["lr"])
+    if group["maximize"]:
+        grad = -grad
+    weight = step ** group["beta2_decay"]
+    rate = max(eps2, value.norm(2).item() / value.numel() ** 0.5) * min(lr, 1 / step**0.5)
+    if group["weight_decay"] != 0:
+        value.mul_(1 - lr * group["weight_decay"])
+    if grad.dim() > 1:
+        rows, columns = kept[ROWS], kept[COLUMNS]
+        for mean, dim in ((rows, -1), (columns, -2)):
+            squares = torch.norm(grad, dim=dim, keepdim=True).square_().div_(grad.size(dim))
+            mean.lerp_(squares, weight)
+        variance = rows @ columns
+        variance.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+    else:
+        kept[VARIANCE].lerp_(grad * grad, weight)
+        variance = kept[VARIANCE].clone()
+    update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(grad)
+    clip = max(1.0, update.norm(2).item() / (update.numel() ** 0.5 * group["d"]))
+    value.add_(update, alpha=-rate / clip)
+
+
+def kept_of(spec: ParamSpec, device: torch.device) -> dict[str, Tensor]:
+    """Returns zeros for the state's tensors of a parameter."""
+    shape = list(spec.shape)
+    if len(shape) < 2:
+        return {VARIANCE: torch.zeros(shape, device=device)}
+    return {
+        ROWS: torch.zeros([*shape[:-1], 1], device=device),
+        COLUMNS: torch.zeros([*shape[:-2], 1, shape[-1]], device=device),
+    }
+
+
+class AdafactorRule(UpdateRule):
+    """Adafactor with FP32 state, as ``torch.optim.Adafactor`` has it."""
+
+    name = "Adafactor"
+
+    def __init__(self) -> None:
+        self.groups: Sequence[Group] = ()
+        #: By bucket number.
+        self.params: dict[int, list[OwnedParam]] = {}
+        #: Every rank keeps the whole state, as at stage 0.
+        self.is_replicated = False
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._place = torch.device("cpu")
+
+    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+        check_rate(group, index, place)
+        check_positive(group, index, "weight_decay")
+        if not _is_number(group["beta2_decay"]) or group["beta2_decay"] > 0:
+            fail(index, "beta2_decay", "a number <= 0", group["beta2_decay"])
+        if not _is_number(group["d"]) or group["d"] < 1:
+            fail(index, "d", "a number >= 1", group["d"])
+        eps = group["eps"]
+        pair = isinstance(eps, (tuple, list)) and len(eps) == 2
+        if not pair or not all(_is_number(each) and each >= 0 for each in (eps[0] or 0, eps[1])):
+            fail(index, "eps", "two numbers >= 0, of which the first may be None", eps)
+        self._place = place
+        for called, param in params_of(group["params"]):
+            if is_divided(param):
+                raise UnsupportedError(
+                    f"param group {index}, {called}: ranks of the mesh have parts of it, and "
+                    "Adafactor takes sums over whole parameters; step it with AdamW"
+                )
+
+    def replaced(self, group: Group) -> dict[str, Any]:
+        return {"eps": numbers(group["eps"])}
+
+    def compared(self, group: Group) -> dict[str, Any]:
+        return {name: plain(group[name]) for name in _HYPER}
+
+    def digest(self, groups: Sequence[Group]) -> float:
+        return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
+
+    def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        return ()
+
+    def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
+        return "no tensors of the parameters' shapes" if names else ""
+
+    def kernels(
+        self, comm: Communicator | None, options: AdamWOptions, table: StepTable
+    ) -> Kernels:
+        refuse_other_options(self.name, options)
+        reducer: Reducer
+        if comm is not None and comm.launches:
+            alone, reducer = comm.world_size == 1, DeviceReducer(comm, options)
+        else:
+            alone, reducer = comm is None, HostReducer(comm, options, table.layout.size_bytes)
+        return AdafactorKernels(alone, reducer, sharers_of(comm, options.state), self)
+
+    def bind(
+        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+    ) -> None:
+        self.groups = groups
+        self.is_replicated = chunks == 1
+        self.params = {
+            number: [
+                OwnedParam(param, number, begin, end, layout.params[param])
+                for begin, end, param in bucket.segments
+            ]
+            for number, bucket in enumerate(layout.buckets)
+        }
+        self._kept = {
+            index: kept_of(spec, self._place)
+            for index, spec in enumerate(layout.params)
+            if spec.trainable and spec.tied_to is None
+        }
+
+    def kept_whole(self, index: int) -> Mapping[str, Tensor]:
+        return self._kept.get(index, {})
+
+    def states(
+        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
+    ) -> list[ParamState | None]:
+        return [ParamState({"step": step}) if step else None for step in steps]
+
+    def to_torch(self, name: str, number: float) -> Any:
+        return AdamWRule().to_torch(name, number)
+
+    def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
+        try:
+            return ParamState({"step": float(entry["step"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"expected step, {ROWS}, {COLUMNS}, got {error!r}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+class AdafactorKernels(OwnerKernels):
+    """The step: W buckets at a time, each parameter by its owner."""
+
+    def __init__(
+        self, alone: bool, reducer: Reducer, sharers: Communicator | None, rule: AdafactorRule
+    ) -> None:
+        super().__init__(alone, reducer, sharers)
+        self._rule = rule
+        # Buckets that wait for their exchange, by number, with their gradients: [chunk elements].
+        self._waiting: dict[int, tuple[Bucket, Tensor]] = {}
+        self._steps: list[float] = []
+
+    def forget(self) -> None:
+        return
+
+    def begin(self, table: StepTable) -> None:
+        self.control = control = StepControl.read(table)
+        self._waiting.clear()
+        table.control[SKIPPED if control.skips else STEPS].add_(1)
+        if not control.skips:
+            table.step.add_(table.active != 0)
+            self._steps = table.step.tolist()
+
+    def take_up(self, bucket: Bucket, grad: Tensor) -> None:
+        if self.control.skips:
+            return
+        self._waiting[bucket.number] = (bucket, grad)
+        ranks = 1 if self._owning is None else self._owning.world_size
+        if len(self._waiting) == ranks:
+            self._update()
+
+    def end(self) -> None:
+        if self._waiting:
+            self._update()
+
+    @property
+    def _owning(self) -> Communicator | None:
+        """The ranks that divide the work: at stage 0 each does all of it, as that is less work."""
+        return None if self._rule.is_replicated else self.sharers
+
+    def _update(self) -> None:
+        """Updates the buckets that wait."""
+        buckets = {number: bucket for number, (bucket, _) in self._waiting.items()}
+        grads = {number: self.scaled(grad) for number, (_, grad) in self._waiting.items()}
+        values = {number: _values_of(bucket) for number, bucket in buckets.items()}
+        params = [
+            param
+            for number in buckets
+            for param in self._rule.params[number]
+            if self.control.active[param.index]
+        ]
+        exchange = OwnerExchange(
+            params,
+            [param.spec.elems for param in params],
+            buckets,
+            self._owning,
+            False,
+            torch.float32,
+        )
+        given = exchange.to_owners([_piece(param, buckets, grads) for param in params])
+        pieces = {number: _piece(param, buckets, values) for number, param in enumerate(params)}
+        wholes = exchange.to_owners(list(pieces.values()))
+        for number, whole in wholes.items():
+            param = params[number]
+            take_step(
+                param.spec.view(whole),
+                param.spec.view(given[number]),
+                self._rule.kept_whole(param.index),
+                self._steps[param.index],
+                self._rule.groups[param.spec.group],
+            )
+        room = {number: piece for number, piece in pieces.items() if piece is not None}
+        kept = [list(self._rule.kept_whole(param.index).values()) for param in params]
+        exchange.from_owners(wholes, room, kept)
+        for number, bucket in buckets.items():
+            bucket.own_params.copy_(values[number])
+        self.publish(buckets.values())
+        self._waiting.clear()
+
+
+def _values_of(bucket: Bucket) -> Tensor:
+    """Returns what this rank's chunk of a bucket is computed in: float32 [chunk elements]."""
+    master = bucket.state.master
+    return bucket.own_params.to(torch.float32) if master is None else master
+
+
+def _piece(
+    param: OwnedParam, buckets: Mapping[int, Bucket], flat: Mapping[int, Tensor]
+) -> Tensor | None:
+    return param.piece_in(flat[param.bucket], buckets[param.bucket].chunk)
+
+
+class Adafactor(ShardedOptimizer):
+    """Adafactor, whose state is a row and a column of each matrix, sharded over a communicator.
+
+    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
+    as ``torch.optim.Adafactor`` has it. Otherwise as :class:`ringcomm.optim.AdamW`, whose ``comm``,
+    ``options``, ``loss_scaler`` and ``mesh`` it takes.
+
+    Args:
+        params: as torch takes them; of any shape.
+        lr: greatest relative step, and times ``weight_decay`` the fraction that is lost.
+        beta2_decay: exponent of the step number in the second moment's weight.
+        eps: least root of the second moment, None for the machine precision of float32; and least
+            root mean square of a parameter that scales its step.
+        d: root mean square above which an update is scaled down.
+        weight_decay: see ``lr``.
+        foreach: accepted as torch's is; there is one implementation, with the bits of False.
+        maximize: maximize the objective.
+        comm: see :class:`ringcomm.optim.AdamW`.
+        options: see there; master weights are FP32, rounding is to nearest, kernels are native.
+        loss_scaler: see there.
+        mesh: see there.
+
+    Raises:
+        ArgumentError: see there.
+        UnsupportedError: options that Adafactor has not; a parameter that ranks of a mesh divide.
+    """
+
+    def __init__(  # noqa: PLR0913 -- torch's signature
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        comm: CommArgument = None,
+        options: AdamWOptions | None = None,
+        loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        sharing = Sharing(comm, options, loss_scaler, mesh)
+        super().__init__(params, defaults, sharing, AdafactorRule())
