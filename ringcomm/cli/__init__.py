@@ -38,6 +38,7 @@ class Entry:
 
 COMMANDS = {
     "bench": Entry("time collectives against Gloo and MPI", forwards=True),
+    "convert": Entry("make a checkpoint of DeepSpeed or of torch one that zero.load() reads"),
     "demo": Entry(
         "check and time every collective, then train a small model on ringcomm and on Gloo"
     ),

@@ -23,6 +23,7 @@ from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_sh
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.migrating.convert import convert
     from ringcomm.zero.migrating.deepspeed import from_deepspeed
     from ringcomm.zero.migrating.fsdp2 import from_fsdp2
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "Loaded": "checkpoint.save_load",
     "TrainState": "checkpoint.save_load",
+    "convert": "migrating.convert",
     "export_safetensors": "checkpoint.export",
     "from_deepspeed": "migrating.deepspeed",
     "from_fsdp2": "migrating.fsdp2",
@@ -53,6 +55,7 @@ __all__ = [
     "StepProfile",
     "TrainState",
     "ZeroOptions",
+    "convert",
     "exchanged",
     "export_safetensors",
     "from_deepspeed",

@@ -42,6 +42,7 @@ from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket, Sh
 from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.units import aliases
 
 # What of a sharded module and its optimizer a checkpoint holds, under which names.
 #
@@ -265,6 +266,9 @@ def check_names(engine: ShardEngine, saved: Mapping[str, Any], fail: Fail) -> No
     """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
     mine = [name for name, _ in engine.parts.module.named_parameters()]
     theirs = saved["params"]
+    if saved.get("converted"):
+        _check_converted(engine, mine, theirs, fail)
+        return
     for index in range(max(len(mine), len(theirs))):
         a, b = mine[index : index + 1], theirs[index : index + 1]
         if a != b:
@@ -272,6 +276,24 @@ def check_names(engine: ShardEngine, saved: Mapping[str, Any], fail: Fail) -> No
                 f"is of another model: its parameter {index} is {_one(b)}, and the module's is "
                 f"{_one(a)}"
             )
+
+
+def _check_converted(engine: ShardEngine, mine: list[str], theirs: list[str], fail: Fail) -> None:
+    """Checks what another library saved, which may not say in what order, and buffers with it."""
+    module = engine.parts.module
+    known = {*mine, *buffers_of(module), *aliases(module)}
+    missing, strange = sorted({*mine} - {*theirs}), sorted({*theirs} - known)
+    if missing or strange:
+        raise fail(
+            f"is of another model: the module's {_few(missing)} is not there"
+            if missing
+            else f"is of another model: the module has no {_few(strange)}"
+        )
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _one(names: list[str]) -> str:
@@ -286,7 +308,13 @@ def check_optimizer(
     check_same_optimizer(step.rule, given.get("name", AdamWRule.name), str(fail("optimizer")))
     names = names_of(engine, step)
     mine = group_names(names, list(step.groups))
-    if mine != given["group_params"]:
+    theirs = given["group_params"]
+    converted = bool(saved.get("converted"))
+    same = mine == theirs
+    if converted:
+        # By name, each parameter has its own state, so the order in a group does not matter.
+        same = [sorted(group) for group in mine] == [sorted(group) for group in theirs]
+    if not same:
         raise fail(
             f"expected the param groups {mine}, as the optimizer has them, got "
             f"{given['group_params']}"
@@ -298,7 +326,8 @@ def check_optimizer(
     for group, taken in zip(step.groups, packed, strict=True):
         if isinstance(group["lr"], Tensor):
             taken["lr"] = torch.full_like(group["lr"], taken["lr"])
-    if (step.setting.loss_scaler is None) != (given["loss_scaler"] is None):
+    has_scaler = given["loss_scaler"] is not None
+    if not converted and (step.setting.loss_scaler is not None) != has_scaler:
         raise fail("expected a loss scaler on both sides, or on none")
     if not all(0 <= given["steps"].get(name, -1) < 2**53 for name in names):
         raise fail("its step numbers are damaged")
@@ -348,7 +377,7 @@ def take_optimizer(
     step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     step.table.control[STEPS].fill_(given["steps_taken"])
     step.table.control[SKIPPED].fill_(given["skipped_steps"])
-    if step.setting.loss_scaler is not None:
+    if step.setting.loss_scaler is not None and given["loss_scaler"] is not None:
         step.setting.loss_scaler.load_state_dict(given["loss_scaler"])
     step.kernels.forget()
     step.gradients.drop()

@@ -256,6 +256,8 @@ class _Loading:
         """Checks what each rank has for itself, and what is read last."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
+        if self.saved.get("converted"):
+            self.own |= self._converted_buffers()
         for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
             saved = self.own.get(f"buffer.{name}")
             if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
@@ -271,7 +273,17 @@ class _Loading:
         engine = self.engine
         self.extra = read_extra_state(engine.parts.module, extra, engine.comm.device, self.fail)
         if self.step is not None and self.step.setting.loss_scaler is not None:
-            LossScaler().load_state_dict(self.saved["optimizer"]["loss_scaler"])
+            scale = self.saved["optimizer"]["loss_scaler"]
+            if scale is not None:
+                LossScaler().load_state_dict(scale)
+
+    def _converted_buffers(self) -> dict[str, Tensor]:
+        """Reads the buffers of another library's checkpoint, which are the same on all ranks."""
+        found = {}
+        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
+            found[f"buffer.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            self.reader.read(f"model.{name}", 0, found[f"buffer.{name}"].view(-1))
+        return found
 
     def _check_part(self, part: StatePart) -> None:
         if part.name not in self.names:

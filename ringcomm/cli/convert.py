@@ -1,0 +1,79 @@
+"""``ringcomm convert``: other libraries' checkpoints as ringcomm's, and those as safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from ringcomm.errors import ArgumentError
+from ringcomm.zero import convert, export_safetensors
+from ringcomm.zero.checkpoint import Checkpoints
+
+__all__ = ["add_arguments", "run"]
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.description = (
+        "Makes a checkpoint of DeepSpeed (ZeRO stages 1 to 3) or of torch.distributed.checkpoint "
+        "(FSDP2) one that ringcomm.zero.load() reads, at any stage and in any world: weights, FP32 "
+        "masters and AdamW's state. Makes one of ringcomm a folder of safetensors files, as "
+        "Hugging Face's from_pretrained() reads them. Nothing that a pickle names is run."
+    )
+    parser.add_argument("source", type=Path, help="folder of the checkpoint, or of ringcomm's run")
+    parser.add_argument(
+        "target", type=Path, help="run's folder that gets a step-00000100 or so; of the safetensors"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the model that is to load it (default: as saved); of 16 bits, its FP32 masters "
+        "are kept besides",
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer's state out"
+    )
+    parser.add_argument(
+        "--step", type=int, help="number of the checkpoint (default: as saved; ringcomm's: latest)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts, and says what was written."""
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    folder = _own(args.source, args.step)
+    if folder is None:
+        made = convert(
+            args.source,
+            args.target,
+            dtype=dtype,
+            weights_only=args.weights_only,
+            step=args.step,
+        )
+        print(f"wrote {made}; ringcomm.zero.load({str(args.target)!r}, module, ...) reads it")
+        return 0
+    if args.weights_only:
+        raise ArgumentError("--weights-only: safetensors of ringcomm's have weights alone anyway")
+    files = export_safetensors(folder, args.target, dtype=dtype)
+    print(f"wrote {len(files)} file{'s' * (len(files) != 1)} of the weights in {folder}:")
+    print(*files, sep="\n")
+    return 0
+
+
+def _own(source: Path, step: int | None) -> Path | None:
+    """Returns the folder of a checkpoint of ringcomm's, or None if it is of another library."""
+    if (source / "checkpoint.json").is_file():
+        return source
+    checkpoints = Checkpoints(source)
+    found = checkpoints.latest() if step is None else step
+    if found is None or found not in checkpoints.steps():
+        return None
+    return checkpoints.folder(found)

@@ -1,0 +1,194 @@
+"""``convert()``: checkpoints of DeepSpeed and of torch's own become ringcomm's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.zero.checkpoint import Checkpoints, commit
+from ringcomm.zero.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Piece,
+    RankRecord,
+    SavedTensor,
+    check_fill,
+    file_name,
+    piece_key,
+)
+from ringcomm.zero.checkpoint.module_state import VERSION
+from ringcomm.zero.checkpoint.tensor_file import (
+    Entry,
+    dtype_name,
+    host_blocks,
+    write_file,
+    write_tensor_file,
+)
+from ringcomm.zero.migrating.dcp_checkpoint import METADATA, read_dcp
+from ringcomm.zero.migrating.deepspeed_checkpoint import find_folder, read_deepspeed
+from ringcomm.zero.migrating.foreign import ForeignState, ForeignTensor
+
+Tensor = torch.Tensor
+
+OPERATION = "convert"
+
+
+def convert(
+    source: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    weights_only: bool = False,
+    step: int | None = None,
+) -> Path:
+    """Writes a checkpoint of another library as one of ringcomm's, for :func:`ringcomm.zero.load`.
+
+    It runs in one process. Pickles are read without running anything, tensors are views of the
+    files and written in blocks, so memory for a whole model is not needed.
+
+    Args:
+        source: folder of a DeepSpeed checkpoint (ZeRO stages 1 to 3) or of one of
+            ``torch.distributed.checkpoint``.
+        root: a run's folder, in which the checkpoint becomes step-00000100 or so.
+        dtype: of the module that will load it: float32, or a 16-bit dtype, whose FP32 masters are
+            kept besides. Default: as saved. Buffers follow it.
+        weights_only: leave the optimizer's state out.
+        step: number of the checkpoint; default as saved, or 0.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: the source is damaged, or none of these; or it cannot be written.
+        UnsupportedError: it has what cannot be converted; the message says what.
+        ArgumentError: ``dtype`` is none of the three, or the step is not after those in ``root``.
+    """
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise ArgumentError(
+            f"{OPERATION}: dtype: expected float32, bfloat16 or float16, got {dtype}"
+        )
+    state = read(Path(source), weights_only)
+    number = (state.step or 0) if step is None else step
+    checkpoints = Checkpoints(root, keep=None)
+    latest = checkpoints.latest()
+    if latest is not None and number <= latest:
+        raise ArgumentError(
+            f"{OPERATION}: {root}: expected a step after {latest}, which is there, got {number}"
+        )
+    target = checkpoints.folder(number)
+    try:
+        with commit.whole(target) as partial_folder:
+            _write(partial_folder, state, dtype)
+    except OSError as error:
+        raise CheckpointError(f"{OPERATION}: cannot write {target}: {error}") from error
+    return target
+
+
+def read(source: Path, weights_only: bool) -> ForeignState:
+    """Reads a checkpoint of another library.
+
+    Raises: as of :func:`convert`.
+    """
+    if (source / METADATA).is_file():
+        return read_dcp(source, weights_only)
+    folder = find_folder(source) if source.is_dir() else None
+    if folder is None:
+        raise CheckpointError(
+            f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
+            "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"
+        )
+    return read_deepspeed(folder, weights_only)
+
+
+def _write(folder: Path, state: ForeignState, dtype: torch.dtype | None) -> None:
+    tensors = dict(_tensors(state, dtype))
+    saved, entries = {}, []
+    for name, (tensor, kind) in tensors.items():
+        pieces = []
+        for offsets, piece in tensor.pieces.items():
+            key = piece_key(name, offsets)
+            sizes = tuple(piece.shape)
+            if not prod(sizes):
+                continue
+            pieces.append(Piece(offsets, sizes, file_name(0), key))
+            entries.append(Entry(key, kind, sizes, partial(_blocks, piece, kind)))
+        pieces.sort(key=lambda piece: piece.offsets)
+        try:
+            check_fill(tensor.size, pieces)
+        except ValueError as error:
+            raise CheckpointError(f"{OPERATION}: tensor {name!r}: {error}") from error
+        named = dtype_name(kind, name)
+        saved[name] = SavedTensor(named, tensor.size, tensor.shape, tuple(pieces))
+    files = {file_name(0): write_tensor_file(folder / file_name(0), entries)}
+    records = (RankRecord({"generators": None, "extra": {}}, {}),)
+    data = {"ringcomm": _facts(state, dtype), "tied": state.tied, "user": state.data}
+    manifest = Manifest(saved, files, records, data)
+    write_file(folder / MANIFEST_NAME, manifest.to_text().encode())
+
+
+def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    for block in host_blocks(tensor):
+        yield block.to(dtype)
+
+
+def _tensors(
+    state: ForeignState, dtype: torch.dtype | None
+) -> Iterator[tuple[str, tuple[ForeignTensor, torch.dtype]]]:
+    """Yields by its name in the checkpoint each tensor, and the dtype to write it in."""
+    steps = _steps(state)
+    for name, weight in state.weights.items():
+        kind = _kind(weight, dtype)
+        master = state.masters.get(name)
+        exact = weight if kind == weight.dtype or master is None else master
+        yield f"model.{name}", (exact, kind)
+        if kind != torch.float32 and name in steps:
+            yield f"optim.master.{name}", (master or weight, torch.float32)
+    for moment, tensors in state.moments.items():
+        for name in _steps(state):
+            # A parameter without a gradient so far has no state.
+            zeros = ForeignTensor.zeros(state.weights[name].shape)
+            yield f"optim.{moment}.{name}", (tensors.get(name, zeros), torch.float32)
+
+
+def _kind(weight: ForeignTensor, dtype: torch.dtype | None) -> torch.dtype:
+    return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
+
+
+def _facts(state: ForeignState, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Returns what ringcomm's own checkpoints say beside their tensors."""
+    facts: dict[str, Any] = {
+        "version": VERSION,
+        "stage": 0,
+        # No world has this size, so that no rank's own state is looked for.
+        "world_size": 0,
+        "converted": state.kind,
+        "params": list(state.weights),
+        "optimizer": None,
+    }
+    if state.groups:
+        kinds = [*state.moments]
+        steps = _steps(state)
+        if any(_kind(state.weights[name], dtype) != torch.float32 for name in steps):
+            kinds.append("master")
+        facts["optimizer"] = {
+            "steps": steps,
+            "steps_taken": max(steps.values(), default=0.0),
+            "skipped_steps": 0.0,
+            "groups": state.groups,
+            "group_params": state.group_params,
+            "kinds": sorted(kinds),
+            "loss_scaler": None,
+        }
+    return facts
+
+
+def _steps(state: ForeignState) -> Mapping[str, float]:
+    """Returns the steps of all parameters in groups; those without state have taken none."""
+    return {name: state.steps.get(name, 0.0) for names in state.group_params for name in names}
