@@ -483,11 +483,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         torch_state.load_torch(self.sharded_step(), state_dict)
 
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuses ``torch.distributed.algorithms.Join``; see :func:`refuse_join`."""
+        refuse_join(**kwargs)
+
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
             f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
             "process's heap; save state_dict()"
         )
+
+
+def refuse_join(**kwargs: Any) -> NoReturn:
+    """Stands for the hook that ``torch.distributed.algorithms.Join`` asks of what it joins.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "Join: a rank that has no batches left must still update its shards, with the clipping, "
+        "loss scale and learning rate of the others, of which torch's Join knows nothing; iterate "
+        "over ringcomm.zero.uneven(batches, comm=...) instead, which gives such a rank its last "
+        "batch again with the weight 0"
+    )
 
 
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:

@@ -19,6 +19,7 @@ from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
 from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_shards
+from ringcomm.zero.uneven import uneven
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
@@ -72,6 +73,7 @@ __all__ = [
     "set_master",
     "set_state",
     "shard",
+    "uneven",
     "unshard",
     "writing_shards",
 ]
