@@ -137,6 +137,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # On a device a communicator launches the kernels, even one of a single rank.
         alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
+        if accumulator is not None and self.placement is not None:
+            self.placement.accumulate(accumulator)
         self._setting = Setting(
             None if alone else found, device, rule, options, loss_scaler, accumulator, others
         )
@@ -216,9 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gradient_flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
-        if self.accumulator is not None:
-            return self.accumulator.flats()
-        return None if self.placement is None else self.sharded_step().gradients.flats()
+        flats = None if self.placement is None else self.sharded_step().gradients.flats()
+        return self.accumulator.flats() if flats is None and self.accumulator else flats
 
     def _count(self, column: int) -> Tensor:
         # Preparing is collective, and reading a number must not be.

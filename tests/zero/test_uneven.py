@@ -121,6 +121,7 @@ def test_batches_that_raise_end_the_loop_on_all_ranks(worlds):
 def test_torchs_join_is_refused_with_the_way_out():
     module = zero.shard(torch.nn.Linear(2, 2), 1, comm=ringcomm.local_world(1)[0])
     optimizer: Any = AdamW(module.parameters())
+    joined: Any
     for joined in (module, optimizer):
         with pytest.raises(UnsupportedError, match=r"ringcomm\.zero\.uneven"):
             Join([joined])
