@@ -14,6 +14,7 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
+from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
@@ -52,8 +53,10 @@ __all__ = [
     "LocalShard",
     "Precision",
     "StepProfile",
+    "SyncBatchNorm",
     "TrainState",
     "ZeroOptions",
+    "convert_sync_batchnorm",
     "exchanged",
     "export_safetensors",
     "from_deepspeed",
@@ -73,6 +76,7 @@ __all__ = [
     "set_master",
     "set_state",
     "shard",
+    "sync_buffers",
     "uneven",
     "unshard",
     "writing_shards",
