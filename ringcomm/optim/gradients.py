@@ -187,7 +187,7 @@ def _slot(index: int, param: Tensor, view: Tensor) -> _Slot:
 class Accumulator:
     """The FP32 sums of gradients: each backward's ``p.grad`` is added to them, and dropped.
 
-    Before the buckets exist the sums are in tensors of their own.
+    Before the buckets exist the sums are in tensors of their own; at stages 2 and 3 of ZeRO always.
     """
 
     def __init__(self) -> None:
@@ -238,6 +238,11 @@ class Accumulator:
     def has(self, param: Tensor) -> bool:
         """Returns whether a gradient of ``param`` has come since :meth:`clear`."""
         return id(param) in self._written
+
+    def take(self, param: Tensor) -> Tensor:
+        """Returns the sum of a parameter, which has one, and forgets it."""
+        self._written.remove(id(param))
+        return self._sums.pop(id(param))
 
     def clear(self) -> None:
         """Begins new sums: the next gradient of each parameter overwrites its old sum."""

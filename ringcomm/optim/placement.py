@@ -239,6 +239,14 @@ class Placement(ABC):
         """Returns the gradients of a step."""
 
     @abstractmethod
+    def accumulate(self, accumulator: Accumulator) -> None:
+        """Has gradients that a backward does not reduce add up in an accumulator.
+
+        Raises:
+            ArgumentError: backwards have reduced gradients without one already.
+        """
+
+    @abstractmethod
     def kernels(self, native: Kernels) -> Kernels:
         """Returns the kernels of a step, built on those that work on whole buckets."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
@@ -15,6 +14,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import kernels, state, torch_state
+from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
 from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
 from ringcomm.optim.elementwise import OptimizerClass
 from ringcomm.optim.gradients import Accumulator
@@ -23,7 +23,6 @@ from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, read_mesh
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import check_order, placement_of
-from ringcomm.optim.reduction import norm_kind
 from ringcomm.optim.rules import UpdateRule
 from ringcomm.optim.step import Amp, Setting, ShardedStep
 from ringcomm.optim.torch_rule import TorchRule
@@ -138,6 +137,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # On a device a communicator launches the kernels, even one of a single rank.
         alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
+        if accumulator is not None and self.placement is not None:
+            self.placement.accumulate(accumulator)
         self._setting = Setting(
             None if alone else found, device, rule, options, loss_scaler, accumulator, others
         )
@@ -217,9 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gradient_flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
-        if self.accumulator is not None:
-            return self.accumulator.flats()
-        return None if self.placement is None else self.sharded_step().gradients.flats()
+        flats = None if self.placement is None else self.sharded_step().gradients.flats()
+        return self.accumulator.flats() if flats is None and self.accumulator else flats
 
     def _count(self, column: int) -> Tensor:
         # Preparing is collective, and reading a number must not be.
@@ -346,30 +346,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        params: Tensor | Iterable[Tensor] | None = None,
     ) -> Tensor:
-        """Has the next step scale the gradient down to a norm of ``max_norm``; collective.
+        """Scales the gradient of the next step down to a norm of ``max_norm``; collective.
 
         The gradients of all ranks are reduced now; ``p.grad`` itself is not scaled. If gradients
-        change afterwards, by whatever means, the clipping is forgotten.
+        change afterwards, by whatever means, the clipping is forgotten. With ``params`` that is so
+        at stages 0 and 1 of ZeRO, while at 2 and 3 later backwards add to what was scaled.
 
         Args:
             max_norm: bound of the norm of the reduced gradient of all parameters, after unscaling.
             norm_type: 2.0, 1.0 or ``math.inf``.
             error_if_nonfinite: read the norm on the host, and raise if it is not finite.
+            params: parameters of this optimizer, equal on all ranks: the norm is theirs, and only
+                their gradients are scaled. None means all.
 
         Returns:
             The norm before clipping: float32, a scalar on the device; the same bits for every world
             size. NaN when the gradient is not finite.
 
         Raises:
-            ArgumentError: a bad norm, or a gradient that cannot be used.
+            ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a tensor
+                that is no parameter of the optimizer.
+            MismatchError: on a CPU: the ranks gave different ``params`` or bounds of them.
             RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
         """
-        if not isinstance(max_norm, (int, float, Tensor)) or math.isnan(max_norm) or max_norm < 0:
-            raise ArgumentError(f"max_norm: expected a number >= 0, got {max_norm!r}")
-        kind = norm_kind(norm_type)
-        return self.sharded_step().clip(float(max_norm), kind, error_if_nonfinite)
+        bound = NormBound.of(max_norm, norm_type, error_if_nonfinite)
+        sharded = self.sharded_step()
+        if params is None:
+            return clip_norm(sharded, bound)
+        return clip_norm_of(sharded, params, bound)
+
+    @torch.no_grad()
+    def clip_grad_value_(
+        self, clip_value: float, *, params: Tensor | Iterable[Tensor] | None = None
+    ) -> None:
+        """Limits each element of the next step's gradient to a magnitude; collective.
+
+        The gradients of all ranks are reduced now, and their mean is clipped, after an earlier
+        clipping by norm: the bits are those of ``torch.nn.utils.clip_grad_value_`` on the whole
+        gradient. ``p.grad`` stays. Backwards that follow reduce everything anew at stages 0 and 1
+        of ZeRO, and add to what was clipped at 2 and 3. A step that a loss scaler or
+        ``check_finite`` skips for an overflow is skipped all the same.
+
+        Args:
+            clip_value: the largest magnitude of an element, after unscaling.
+            params: parameters of this optimizer, equal on all ranks; None means all.
+
+        Raises:
+            ArgumentError, MismatchError: as of :meth:`clip_grad_norm_`; on a CPU on all ranks, and
+                nothing was changed.
+        """
+        clip_value_of(self.sharded_step(), clip_value, params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, as torch does.
@@ -451,11 +484,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         torch_state.load_torch(self.sharded_step(), state_dict)
 
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuses ``torch.distributed.algorithms.Join``; see :func:`refuse_join`."""
+        refuse_join(**kwargs)
+
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
             f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
             "process's heap; save state_dict()"
         )
+
+
+def refuse_join(**kwargs: Any) -> NoReturn:
+    """Stands for the hook that ``torch.distributed.algorithms.Join`` asks of what it joins.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "Join: a rank that has no batches left must still update its shards, with the clipping, "
+        "loss scale and learning rate of the others, of which torch's Join knows nothing; iterate "
+        "over ringcomm.zero.uneven(batches, comm=...) instead, which gives such a rank its last "
+        "batch again with the weight 0"
+    )
 
 
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
-from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout, within
+from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, ShardLayout, within
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
@@ -51,7 +51,6 @@ from ringcomm.optim.reduction import (
     combine,
     found_non_finite,
     leave_to_replica,
-    norm_of,
 )
 from ringcomm.optim.rules import ParamState, UpdateRule, plain
 
@@ -155,7 +154,7 @@ class Amp:
 
 
 @dataclass
-class _FirstPass:
+class FirstPass:
     """The result of the first of two passes.
 
     Attributes:
@@ -167,6 +166,8 @@ class _FirstPass:
         written: True if the reduced gradients may have been written to, so that they must not be
             reduced again while the mark holds, and ``words`` may be of what was there before.
         seen: True if those who watch gradients have seen them.
+        overflowed: float64, a scalar: not 0 if the gradient was not finite before it was clipped by
+            value; None where that was not asked.
     """
 
     words: Tensor
@@ -176,6 +177,7 @@ class _FirstPass:
     clipped: bool = False
     written: bool = False
     seen: bool = False
+    overflowed: Tensor | None = None
 
 
 class ShardedStep:
@@ -232,7 +234,7 @@ class ShardedStep:
         rule.bind(self.layout, groups, self.buckets, self.shard_of[1])
         self.written = OutsideWrites(self.params, self.buckets, options)
         self.torn = False
-        self._reduced: _FirstPass | None = None
+        self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
 
     def _make_kernels(self) -> Kernels:
@@ -289,21 +291,21 @@ class ShardedStep:
         """True if every step must check the whole gradient before it changes anything."""
         return self.setting.options.check_finite or self.setting.loss_scaler is not None
 
-    def _still_reduced(self) -> _FirstPass | None:
+    def still_reduced(self) -> FirstPass | None:
         """Returns the result of the first pass, or None if the gradients have changed since."""
-        reduced = self._reduced
+        reduced = self.first_pass
         if reduced is not None and reduced.mark != self.gradients.mark():
-            reduced = self._reduced = None
+            reduced = self.first_pass = None
         return reduced
 
     def forget_reduced(self) -> None:
         """Forgets the result of :meth:`clip`, since the gradients are new."""
-        self._reduced = None
+        self.first_pass = None
 
     def begin_anew(self) -> None:
         """Clears the marks of earlier steps, after the whole state was replaced."""
         self.torn = False
-        self._reduced = None
+        self.first_pass = None
         self.written.accept()
         if self.setting.device.type == "cpu":
             self._seen_skipped = int(self.table.control[kernels.SKIPPED])
@@ -314,13 +316,13 @@ class ShardedStep:
         Raises:
             ArgumentError: a hyper-parameter cannot be used; nothing was changed.
         """
-        self._check_hyper()
+        self.check_hyper()
         if self.rule.hyper_columns:
             rows = [self.rule.row(group) for group in self.groups]
             self.table.write_hyper(rows, [group["lr"] for group in self.groups])
         self._ensure_all()
 
-    def _check_hyper(self) -> None:
+    def check_hyper(self) -> None:
         for index, group in enumerate(self.groups):
             self.rule.check_hyper(group, index, self.setting.device)
 
@@ -339,47 +341,29 @@ class ShardedStep:
         """Returns by parameter the state that it has, or None."""
         return self.rule.states(self.layout, self.groups, self.table.step.tolist())
 
-    def clip(self, max_norm: float, kind: str, error_if_nonfinite: bool) -> Tensor:
-        """Runs the first pass of a step, keeps the clip coefficient, and returns the norm."""
-        self.refuse_if_torn("clip_grad_norm_")
-        self._check_hyper()
-        before = self._still_reduced()
-        reduced = self._reduce(kind)
-        coefficient = reduced.clip if before is None else before.clip
-        norm = norm_of(reduced.words, kind, self._inv_scale() * coefficient)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            self._reduced = before
-            raise RingcommError(
-                f"{self.setting.where('clip_grad_norm_')}: the gradient's norm of type {kind} is "
-                f"{norm.item()}. Look for the loss that overflowed, or pass "
-                "error_if_nonfinite=False"
-            )
-        # In FP32 and in this order, as torch.nn.utils.clip_grad_norm_ computes it.
-        here = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        reduced.clip, reduced.clipped = coefficient * here.to(torch.float64), True
-        self._reduced = reduced
-        return norm
-
     def reduce_now(self) -> None:
         """Reduces the gradients, if they are not reduced yet; collective.
 
         The kernels have them afterwards (:meth:`Kernels.reduced`), and the step takes them from
         there, unless gradients change meanwhile.
         """
-        if self._still_reduced() is None:
-            self._reduced = self._reduce("l2")
+        if self.still_reduced() is None:
+            self.first_pass = self.reduce("l2")
 
     def wrote_gradient(self, index: int) -> None:
         """Called after a parameter's reduced gradient was written to, on all ranks.
 
         The parameter takes the next step, and what was clipped is not any more.
         """
-        before = self._reduced
+        before = self.first_pass
         assert before is not None
         self.table.active[index] = 1.0
         self.gradients.wrote(index)
-        one, mark = torch.ones_like(before.clip), self.gradients.mark()
-        self._reduced = replace(before, clip=one, mark=mark, clipped=False, written=True)
+        self.wrote(replace(before, clip=torch.ones_like(before.clip), clipped=False))
+
+    def wrote(self, first_pass: FirstPass) -> None:
+        """Keeps the result of a first pass whose reduced gradients were written to."""
+        self.first_pass = replace(first_pass, mark=self.gradients.mark(), written=True)
 
     def step(self, amp: Amp) -> None:
         """Takes one step; if it fails halfway, the optimizer is torn.
@@ -390,7 +374,7 @@ class ShardedStep:
         """
         self.refuse_if_torn("step")
         self._check_scaled(amp)
-        before = self._still_reduced()
+        before = self.still_reduced()
         if amp.scale is not None and before is not None and before.clipped:
             raise ArgumentError(
                 f"{self.setting.where('step')}: the gradient was clipped while it was still "
@@ -403,8 +387,8 @@ class ShardedStep:
         else:
             first = self.two_passes and before.written
         if first:
-            self._reduced = self._reduce("l2")
-        reduced = self._reduced
+            self.first_pass = self.reduce("l2")
+        reduced = self.first_pass
         if reduced is None:
             self._collect()
         elif self._placement is not None:
@@ -420,7 +404,7 @@ class ShardedStep:
                 self.kernels.update(bucket)
         self.kernels.end()
         self.torn = False
-        self._reduced = None
+        self.first_pass = None
         if self.setting.accumulator is not None:
             # p.grad is always None here, so only the step can tell that a new sum begins.
             self.setting.accumulator.clear()
@@ -485,13 +469,13 @@ class ShardedStep:
         told = {"groups": hyper, "options": {"frozen parameters": frozen}}
         check_agreement(comm, "optimizer.step", told)
 
-    def _reduce(self, kind: str) -> _FirstPass:
+    def reduce(self, kind: str) -> FirstPass:
         """Runs the first of two passes, or sums gradients that were written since; collective."""
-        before = self._still_reduced()
+        before = self.still_reduced()
         sums = before is not None and before.written
         if not sums:
             self._collect()
-        place, comm = self.setting.device, self.setting.comm
+        place = self.setting.device
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         if not sums:
             for bucket, row in zip(self.buckets, words, strict=True):
@@ -499,22 +483,47 @@ class ShardedStep:
         seen = self._is_watched and not (before is not None and before.seen)
         if seen:
             self._show_gradients()
-        for bucket, row in zip(self.buckets, words, strict=True):
-            if sums or seen:
-                self.kernels.reducer.norm(self._own_gradient(bucket), kind, row)
-            if self.over is not None and not self.over.counts(bucket.layout.mesh_dims):
-                leave_to_replica(row)
-        total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
-        if comm is not None:
-            comm.all_reduce(total, op)
-        if self.over is not None:
-            self.over.all_reduce(total, op)
+        total = (
+            self.norm_words(kind, self.own_gradient) if sums or seen else self._total(words, kind)
+        )
         if before is None:
             one = torch.ones((), dtype=torch.float64, device=place)
-            before = _FirstPass(total, kind, one, mark=None)
+            before = FirstPass(total, kind, one, mark=None)
         written, seen = before.written or seen, before.seen or seen
         mark = self.gradients.mark()
         return replace(before, words=total, kind=kind, mark=mark, written=written, seen=seen)
+
+    def norm_words(self, kind: str, gradient_of: Callable[[Bucket], Tensor | None]) -> Tensor:
+        """Sums the norm words of what a function gives of each bucket; collective.
+
+        Args:
+            kind: "l2", "l1" or "inf".
+            gradient_of: returns the part that this rank sums, with :meth:`own_gradient`'s blocks;
+                on all ranks None for a bucket of which nothing counts.
+
+        Returns:
+            int64 [24], of all buckets and ranks.
+        """
+        place = self.setting.device
+        words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
+        for bucket, row in zip(self.buckets, words, strict=True):
+            gradient = gradient_of(bucket)
+            if gradient is not None:
+                self.kernels.reducer.norm(gradient, kind, row)
+        return self._total(words, kind)
+
+    def _total(self, words: Tensor, kind: str) -> Tensor:
+        """Combines the buckets' norm words of all ranks; collective."""
+        if self.over is not None:
+            for bucket, row in zip(self.buckets, words, strict=True):
+                if not self.over.counts(bucket.layout.mesh_dims):
+                    leave_to_replica(row)
+        total, op = combine(words, kind), ReduceOp.MAX if kind == "inf" else ReduceOp.SUM
+        if self.setting.comm is not None:
+            self.setting.comm.all_reduce(total, op)
+        if self.over is not None:
+            self.over.all_reduce(total, op)
+        return total
 
     @property
     def _is_watched(self) -> bool:
@@ -534,27 +543,31 @@ class ShardedStep:
                         begin = max(segment.begin, chunk.begin) - segment.begin
                         placement.see_gradient(number, bucket.number, piece, begin)
 
-    def _own_gradient(self, bucket: Bucket) -> Tensor:
-        """Returns the part of the reduced gradient that this rank sums for the norm."""
-        reduced, comm = self.kernels.reduced(bucket), self.setting.comm
+    def own_chunk(self, bucket: Bucket) -> Chunk:
+        """Returns the part of a bucket that this rank sums for the norm."""
+        comm = self.setting.comm
         if comm is None or self.setting.options.state != "node":
-            return reduced
-        own = bucket.layout.part_of_copy(comm)
-        return reduced[own.begin - bucket.chunk.begin : own.end - bucket.chunk.begin]
+            return bucket.layout.chunk(*self.setting.shard_of)
+        return bucket.layout.part_of_copy(comm)
 
-    def _inv_scale(self) -> Tensor:
+    def own_gradient(self, bucket: Bucket) -> Tensor:
+        """Returns the part of the reduced gradient that this rank sums for the norm."""
+        kept, own = bucket.layout.chunk(*self.setting.shard_of), self.own_chunk(bucket)
+        return self.kernels.reduced(bucket)[own.begin - kept.begin : own.end - kept.begin]
+
+    def inv_scale(self) -> Tensor:
         scaler = self.setting.loss_scaler
         if scaler is None:
             return torch.ones((), dtype=torch.float64, device=self.setting.device)
         return scaler.current.to(self.setting.device, torch.float64).reciprocal()
 
-    def _write_control(self, amp: Amp, reduced: _FirstPass | None) -> None:
+    def _write_control(self, amp: Amp, reduced: FirstPass | None) -> None:
         """Writes the factors of the gradient, and whether the kernels skip the step."""
         control = self.table.control
         if amp.scale is not None:
             control[kernels.INV_SCALE].copy_(amp.scale.to(torch.float64).view(()).reciprocal())
         else:
-            control[kernels.INV_SCALE].copy_(self._inv_scale())
+            control[kernels.INV_SCALE].copy_(self.inv_scale())
         control[kernels.CLIP].fill_(1.0) if reduced is None else control[kernels.CLIP].copy_(
             reduced.clip
         )
@@ -564,6 +577,8 @@ class ShardedStep:
             found.copy_(amp.found_inf.view(()))
         if reduced is not None and self.two_passes:
             found.add_(found_non_finite(reduced.words))
+            if reduced.overflowed is not None:
+                found.add_(reduced.overflowed)
 
     def _report(self) -> None:
         """Logs on rank 0 that a step was skipped; on the CPU, where reading that costs nothing."""

@@ -14,11 +14,13 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
+from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
 from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_shards
+from ringcomm.zero.uneven import uneven
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
@@ -53,9 +55,11 @@ __all__ = [
     "LocalShard",
     "Precision",
     "StepProfile",
+    "SyncBatchNorm",
     "TrainState",
     "ZeroOptions",
     "convert",
+    "convert_sync_batchnorm",
     "exchanged",
     "export_safetensors",
     "from_deepspeed",
@@ -75,6 +79,8 @@ __all__ = [
     "set_master",
     "set_state",
     "shard",
+    "sync_buffers",
+    "uneven",
     "unshard",
     "writing_shards",
 ]

@@ -38,8 +38,9 @@ Tensor = torch.Tensor
 def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     """Returns a parameter's gradient, reduced over the ranks; collective, also with ``local``.
 
-    It is what the next step takes, before clipping, and of a scaled loss still scaled. Whatever was
-    not reduced yet is reduced now, at stages 0 and 1 all of it.
+    It is what the next step takes, before clipping by the norm of all parameters, after any other
+    clipping, and of a scaled loss still scaled. Whatever was not reduced yet is reduced now, at
+    stages 0 and 1 all of it.
 
     Args:
         param: a trainable parameter of a sharded module.

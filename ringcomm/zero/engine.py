@@ -21,6 +21,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
+from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
 from ringcomm.zero.gather import Gatherer
@@ -115,6 +116,7 @@ class ShardEngine:
         )
         self.slots.watch_loads(self.keep)
         self._align_gradients()
+        parts.module.join_hook = refuse_join  # type: ignore[assignment]
         if self.reduction is not None:
             self._watch_gradients()
             self._zero_grad_of_module = parts.module.zero_grad
@@ -342,6 +344,7 @@ class ShardEngine:
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()
+        vars(self.parts.module).pop("join_hook", None)
         if self.reduction is not None:
             vars(self.parts.module).pop("zero_grad", None)
             self.reduction.wait()

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.units import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
+# torch's bindings are not typed.
+functorch: Any = torch._C._functorch
+_DIFFERENTIATES = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
 
 # Dynamo shows this text where it breaks a graph, and in the error under fullgraph=True.
 _REASON = (
@@ -55,6 +58,16 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """Returns the module that ``torch.compile()`` wrapped, or the module itself if it did not."""
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
+
+
+def in_transform() -> bool:
+    """Returns whether ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
+
+    What they return is no gradient that is accumulated in a parameter, so that nothing of it is
+    reduced; and torch refuses to write to memory from outside, as gathering does.
+    """
+    stack = functorch.get_interpreter_stack()
+    return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
 
 
 Tensor = torch.Tensor
@@ -191,7 +204,9 @@ class _RootHooks:
     @only_inlined
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         # A compiled graph of the whole module has one backward, with no backward inside it.
-        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+            return
+        if not in_transform():
             if not self._engine.in_backward:
                 self._engine.order.runs(self._engine.number)
             _watch_gradients(output, self._backward)
@@ -234,12 +249,30 @@ class _UnitHooks:
 
     def _need(self) -> None:
         assert self._engine.gatherer is not None
+        if in_transform():
+            self._check_here()
+            return
         self._engine.gatherer.need(self._unit)
+
+    def _check_here(self) -> None:
+        """Raises where a unit would have to be gathered in a transform of torch.func."""
+        if not all(bucket.is_here for bucket in self._buckets):
+            comm = self._engine.comm
+            raise UnsupportedError(
+                f"{where('zero', comm.rank, comm.world_size)}: torch.func differentiates module "
+                f"{self._unit.name!r}, whose parameters are not here: at stage 3 they are gathered "
+                "when they are needed, and torch.func lets no memory be written to meanwhile. Call "
+                "grad(), vjp(), jvp() and what is made of them inside "
+                "ringcomm.zero.gathered(module), where all parameters are"
+            )
 
     @outside_of_compile
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         gatherer = self._engine.gatherer
         assert gatherer is not None
+        if in_transform():
+            self._check_here()
+            return
         if self._depth and not _calls_itself(module):
             for each in self.everyone:
                 each._depth = 0
@@ -274,6 +307,8 @@ class _UnitHooks:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         gatherer = self._engine.gatherer
         assert gatherer is not None
+        if in_transform():
+            return None
         # torch also calls this, with None, after an exception, perhaps one from before _before().
         if self._depth:
             self._depth -= 1

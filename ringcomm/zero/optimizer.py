@@ -242,10 +242,12 @@ class ReducedGradients(Gradients):
         layout: ShardLayout,
         buckets: Buckets,
         engine: ShardEngine,
+        accumulator: Accumulator | None,
     ) -> None:
         super().__init__(params, layout, buckets)
         assert engine.reduction is not None
         self._engine = engine
+        self._accumulator = accumulator
         self._reduction = engine.reduction
 
     def collect(self) -> list[float]:
@@ -255,8 +257,11 @@ class ReducedGradients(Gradients):
         for bucket, flags in zip(self._layout.buckets, found, strict=True):
             for segment, flag in zip(bucket.segments, flags, strict=True):
                 active[segment.param] = float(flag)
+        sums = self._accumulator
         for index in self._empty:
-            active[index] = 0.0 if self._params[index].grad is None else 1.0
+            param = self._params[index]
+            has = param.grad is not None or (sums is not None and sums.has(param))
+            active[index] = 1.0 if has else 0.0
         return active
 
     def flats(self) -> list[Tensor]:
@@ -274,8 +279,9 @@ class ReducedGradients(Gradients):
 
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
+        sums = None if self._accumulator is None else self._accumulator.mark()
         with plainly():
-            return self._reduction.generation, shards, super().mark()
+            return self._reduction.generation, shards, sums, super().mark()
 
     def zero(self) -> None:
         self._engine.order.settle()
@@ -368,11 +374,6 @@ class ModulePlacement(Placement):
                 )
         if options.kernels != "native":
             raise UnsupportedError(f'{head}: a sharded module takes kernels="native" alone')
-        if options.accumulate_dtype is not None and engine.stage > 1:
-            raise UnsupportedError(
-                f"{head}: accumulate_dtype: at stages 2 and 3 reduced gradients add up in FP32 "
-                "already, outside of no_sync(); leave it away"
-            )
         return replace(options, **mine)
 
     def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
@@ -425,7 +426,7 @@ class ModulePlacement(Placement):
     ) -> Gradients:
         engine = self._engine
         if engine.reduction is not None:
-            return ReducedGradients(params, layout, buckets, engine)
+            return ReducedGradients(params, layout, buckets, engine, accumulator)
         if accumulator is not None:
             return AccumulatedGradients(params, layout, buckets, accumulator)
         gradients = BucketedGradients(params, layout, buckets)
@@ -447,6 +448,10 @@ class ModulePlacement(Placement):
             return ReplicatedKernels(native, reducer, comm, precision)
         exact = precision.reduce in (None, torch.float32)
         return native if exact else RoundedKernels(native, reducer, precision)
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        if self._engine.reduction is not None:
+            self._engine.reduction.accumulate(accumulator)
 
     def check(self) -> None:
         engine = self._engine

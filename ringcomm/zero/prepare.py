@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringcomm import _native
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.dtensors import check_placements, is_distributed, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES
@@ -63,6 +65,24 @@ def check_shardable(root: nn.Module) -> None:
             raise ArgumentError(
                 f"shard: parameter {name} has no shape yet, as it belongs to a lazy module; run "
                 "the module once, on a batch, before shard()"
+            )
+
+
+def check_batch_norm(root: nn.Module, comm: Communicator) -> None:
+    """Checks that torch's synchronised batch normalisations, if there are any, can work.
+
+    Raises:
+        UnsupportedError: they would fail in the forward, or take this rank's batch alone.
+    """
+    works = comm.device.type != "cpu" and dist.is_available() and dist.is_initialized()
+    if comm.world_size == 1 or works:
+        return
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"shard: module {name or type(module).__name__!r}: torch.nn.SyncBatchNorm works on "
+                "GPUs alone, and without torch.distributed takes each rank's own batch; use "
+                "ringcomm.zero.convert_sync_batchnorm(module, comm) in place of torch's conversion"
             )
 
 

@@ -6,6 +6,11 @@ its bucket had gone (a reentrant checkpoint runs backwards inside backwards). Th
 reduces such gradients too, or at the latest the step. Where there may be any, which is so on all
 ranks or on none, the ranks agree on the buckets that have some.
 
+NOTE [Sums in FP32]
+With ``accumulate_dtype`` such a gradient does not stay in ``p.grad``: the optimizer's accumulator
+adds it to a sum in FP32, which ends in the bucket's buffer. Buffers are FP32 then, so that neither
+the sum nor what this backward adds to it is rounded before it is reduced.
+
 NOTE [Kept for the step]
 On a host, the last buckets of a backward cannot be reduced behind computation, since none is left.
 So stage 2 leaves as many of them unreduced as there are buffers, and the step reduces, updates and
@@ -17,6 +22,7 @@ The bits are the same.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +32,11 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
+from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.dtensors import local_gradient
+from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket
@@ -52,6 +60,7 @@ class GradientBucket:
         missing: indices of parameters whose gradient this backward has not brought yet.
         taken: indices of parameters whose gradient is in ``buffer``.
         buffer: [elements], in the heap, while the bucket is filled.
+        accumulator: see NOTE [Sums in FP32]; None without ``accumulate_dtype``.
         gone: True if this backward has had the bucket's turn.
         summed: True if the last reduction computed ``words``.
         version: version of ``shard`` after the last reduction.
@@ -65,6 +74,7 @@ class GradientBucket:
     missing: set[int] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
     buffer: Tensor | None = None
+    accumulator: weakref.ref[Accumulator] | None = None
     gone: bool = False
     summed: bool = False
     version: int = -1
@@ -75,16 +85,27 @@ class GradientBucket:
     def take(self, index: int) -> None:
         """Moves a parameter's gradient, if it has one, into the buffer."""
         placed, buffer = self.stored.params[index], self.buffer
-        if placed.param.grad is None or buffer is None:
+        if buffer is None:
             return
-        grad = local_gradient(placed.param, f"parameter {placed.name}")
-        view = placed.view(buffer)
+        sums = self._sums
+        if sums is not None and sums.has(placed.param):
+            self._move(index, sums.take(placed.param))
+        if placed.param.grad is not None:
+            self._move(index, local_gradient(placed.param, f"parameter {placed.name}"))
+            placed.param.grad = None
+
+    def _move(self, index: int, grad: Tensor) -> None:
+        assert self.buffer is not None
+        view = self.stored.params[index].view(self.buffer)
         if index in self.taken:
             view.add_(grad)
         else:
             view.copy_(grad)
             self.taken.add(index)
-        placed.param.grad = None
+
+    @property
+    def _sums(self) -> Accumulator | None:
+        return None if self.accumulator is None else self.accumulator()
 
     def fill_up(self, buffer: Tensor) -> None:
         """Makes ``buffer`` the bucket's, holding all its gradients and zeros elsewhere."""
@@ -98,15 +119,21 @@ class GradientBucket:
     @property
     def has_more(self) -> bool:
         """True if the bucket has gradients that were not reduced."""
+        sums = self._sums
+        if sums is not None and any(sums.has(placed.param) for placed in self.stored.params):
+            return True
         with plainly():
             return bool(self.taken) or any(p.param.grad is not None for p in self.stored.params)
 
     def drop(self) -> None:
         """Forgets gradients that were not reduced."""
         self.taken.clear()
+        sums = self._sums
         with plainly():
             for placed in self.stored.params:
                 placed.param.grad = None
+                if sums is not None and sums.has(placed.param):
+                    sums.take(placed.param)
 
 
 class Buffers:
@@ -116,15 +143,23 @@ class Buffers:
         stored: all buckets; a buffer is as large as the largest of its dtype.
         count: number of buffers that there should be of each dtype.
         device: device of the heap.
+        dtype: of all buffers; None for that of the bucket's parameters.
     """
 
-    def __init__(self, stored: Sequence[ParamBucket], count: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        stored: Sequence[ParamBucket],
+        count: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._count = count
         self._device = device
+        self._dtype = dtype
         self._most_elems: dict[torch.dtype, int] = {}
         for layout in (each.layout for each in stored):
-            most = self._most_elems.get(layout.dtype, 0)
-            self._most_elems[layout.dtype] = max(most, layout.elems)
+            kind = dtype or layout.dtype
+            self._most_elems[kind] = max(self._most_elems.get(kind, 0), layout.elems)
         self._made = dict.fromkeys(self._most_elems, 0)
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
 
@@ -135,7 +170,7 @@ class Buffers:
             stored: the bucket that the buffer is for.
             must: make one more if all are in use.
         """
-        dtype, elems = stored.layout.dtype, stored.layout.elems
+        dtype, elems = self._dtype or stored.layout.dtype, stored.layout.elems
         free = self._free[dtype]
         if not free and self._made[dtype] >= self._count and not must:
             return None
@@ -211,6 +246,25 @@ class Reduction:
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
         self.begin()
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        """Adds up in FP32 what stays unreduced from now on; see NOTE [Sums in FP32].
+
+        Raises:
+            ArgumentError: there are gradients already, in buffers of another dtype.
+        """
+        if self.kept or any(bucket.holds for bucket in self.buckets):
+            raise ArgumentError(
+                f"{where('optimizer', self._comm.rank, self._comm.world_size)}: accumulate_dtype: "
+                "a backward has begun to reduce gradients in their own dtype; build the optimizer "
+                "before the first backward, or call zero_grad() of the module"
+            )
+        self.wait()
+        place = self._comm.heap_device
+        stored = [bucket.stored for bucket in self.buckets]
+        self._buffers = Buffers(stored, self._options.in_flight, place, torch.float32)
+        for bucket in self.buckets:
+            bucket.accumulator = weakref.ref(accumulator)
 
     def begin_backward(self) -> None:
         """Begins a backward, which also reduces the gradients that earlier ones have left."""

@@ -49,6 +49,7 @@ from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.prepare import (
     Initialize,
     Rollback,
+    check_batch_norm,
     check_shardable,
     is_meta,
     make_bucket,
@@ -132,7 +133,8 @@ def shard(
             ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a name in
             ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
-            placements than Shard and Replicate; nodes with different numbers of ranks,
+            placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or without
+            ``torch.distributed``; nodes with different numbers of ranks,
             where each shall have a copy.
         MismatchError: the ranks' modules or options differ; names the first parameter that does.
         HeapError: the heap of some rank has no room.
@@ -145,13 +147,14 @@ def shard(
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"shard: module: expected a torch.nn.Module, got {module!r}")
     returned, module = module, uncompiled(module)
-    if any(_ENGINE in vars(each) for each in module.modules()):
+    if any(map(is_sharded, module.modules())):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, module)
     options = ZeroOptions() if options is None else options
     with with_all_stages(ranks, others, "shard"):
         check_shardable(module)
+        check_batch_norm(module, ranks)
         parted = find_mesh(module.parameters(), "shard")
         over = over_mesh(others, parted, "shard")
         check_nodes(ranks, "shard", options.algorithm, "native")
@@ -226,6 +229,11 @@ def engine_of(module: nn.Module, operation: str) -> ShardEngine:
             f"{type(module).__name__} that was not sharded"
         )
     return engine
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Returns whether ``shard()`` has prepared this very module."""
+    return _ENGINE in vars(module)
 
 
 def forget_engine(module: nn.Module) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES
-from ringcomm.errors import ArgumentError, RingcommError
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError
+from ringcomm.optim import SGD, AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
 from ringcomm.optim.reduction import NORM_WORDS, combine, norm_of
+from ringcomm.optim.sharded import ShardedOptimizer
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, values
 
 Tensor = torch.Tensor
@@ -129,6 +131,172 @@ def test_it_clips_as_torch_does(norm_type, max_norm):
         reference.step()
         for index, (mine, param) in enumerate(zip(params, theirs, strict=True)):
             torch.testing.assert_close(mine, param, rtol=1e-5, atol=1e-6, msg=str(index))
+
+
+# No empty parameter: torch knows no largest element of nothing.
+SGD_PROBLEM = replace(
+    WILD,
+    shapes=tuple(shape for shape in SHAPES if 0 not in shape),
+    torch_class=torch.optim.SGD,
+    settings={"lr": 0.5, "momentum": 0.5},
+    groups=({}, {"lr": 0.25}),
+)
+MIXED = [
+    ("value", lambda parts: (parts.value(0.5), None)),
+    ("some values", lambda parts: (parts.value(0.5, parts.some), None)),
+    ("one value", lambda parts: (parts.value(0.0, parts.some[1]), None)),
+    ("norm of some", lambda parts: parts.norm(0.7, parts.some)),
+    ("norms of both", lambda parts: [*parts.norm(0.7, parts.some), *parts.norm(0.1, parts.rest)]),
+    ("norm, then value", lambda parts: (parts.norm(2.0, None)[0], parts.value(0.05))),
+    ("value, then norm", lambda parts: (parts.value(0.5), *parts.norm(0.7, None))),
+    ("value, then norm of some", lambda parts: (parts.value(0.5), *parts.norm(0.7, parts.some))),
+]
+
+
+@dataclass
+class Parts:
+    """Clips with ringcomm, or with torch where there is no optimizer."""
+
+    params: list[Tensor]
+    optimizer: ShardedOptimizer | None
+
+    @property
+    def some(self) -> list[Tensor]:
+        return self.params[::2]
+
+    @property
+    def rest(self) -> list[Tensor]:
+        return self.params[1::2]
+
+    def value(self, most: float, params: Any = None) -> None:
+        if self.optimizer is not None:
+            self.optimizer.clip_grad_value_(most, params=params)
+        else:
+            chosen = self.params if params is None else params
+            torch.nn.utils.clip_grad_value_(chosen, most, foreach=False)
+
+    def norm(self, most: float, params: Any) -> list[Tensor]:
+        if self.optimizer is not None:
+            return [self.optimizer.clip_grad_norm_(most, params=params)]
+        chosen = self.params if params is None else params
+        return [torch.nn.utils.clip_grad_norm_(chosen, most, foreach=False)]
+
+
+def clipped_in_parts(comm, clip, options=SUM, problem=SGD_PROBLEM):
+    """What the clipping returned, and final parameters."""
+    params = problem.params()
+    optimizer = problem.ours(params, comm, options)
+    told = []
+    for step in range(3):
+        problem.give(params, step, 0 if comm is None else comm.rank)
+        told += [each for each in clip(Parts(params, optimizer)) if each is not None]
+        optimizer.step()
+    return told, params
+
+
+@pytest.mark.parametrize("clip", [clip for _, clip in MIXED], ids=[name for name, _ in MIXED])
+def test_values_and_parts_are_clipped_alike_in_every_world(worlds, clip):
+    told, expected = clipped_in_parts(None, clip)
+    for world in (1, 2, 3):
+        for mine, params in worlds(world).run(clipped_in_parts, clip):
+            assert mine == told
+            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+
+
+@pytest.mark.parametrize("clip", [clip for _, clip in MIXED], ids=[name for name, _ in MIXED])
+def test_values_and_parts_are_clipped_as_by_torch(clip):
+    told, mine = clipped_in_parts(None, clip)
+    theirs = SGD_PROBLEM.params()
+    reference, torchs = SGD_PROBLEM.torch(theirs), []
+    for step in range(3):
+        SGD_PROBLEM.give(theirs, step, 0)
+        torchs += [each for each in clip(Parts(theirs, None)) if each is not None]
+        reference.step()
+    torch.testing.assert_close(told, torchs, rtol=1e-5, atol=0.0)
+    for index, (param, other) in enumerate(zip(mine, theirs, strict=True)):
+        # A norm that differs in its last bit scales otherwise; values are clipped to the bit.
+        rtol, atol = (1e-5, 1e-6) if told else (0.0, 0.0)
+        torch.testing.assert_close(param, other, rtol=rtol, atol=atol, msg=str(index))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_scaled_gradient_is_clipped_by_its_unscaled_value(worlds, world, dtype):
+    """What overflows is skipped although clipping makes it finite."""
+
+    def work(comm):
+        weight = torch.zeros(700, dtype=dtype).requires_grad_()
+        scaler = LossScaler(LossScaleOptions(init_scale=1024.0))
+        optimizer = SGD([weight], lr=1.0, comm=comm, loss_scaler=scaler)
+        weight.grad = torch.full_like(weight, 1024.0 * (0.5 if comm.rank else 1.0))
+        weight.grad[0] = 0.125 * 1024.0
+        optimizer.clip_grad_value_(0.25)
+        optimizer.step()
+        assert weight[0].item() == -0.125 and bool((weight[1:] == -0.25).all())
+        for value_first in (True, False):
+            optimizer.zero_grad()
+            weight.grad = torch.zeros_like(weight)
+            weight.grad[-1] = math.inf if comm.rank == 0 else 0.0
+            if not value_first:
+                assert optimizer.clip_grad_norm_(1.0, params=[weight]).isnan()
+            optimizer.clip_grad_value_(0.25)
+            if value_first:
+                assert optimizer.clip_grad_norm_(1.0).item() == 0.25
+            optimizer.step()
+        return weight[0].item(), optimizer.skipped_steps.item(), scaler.current.item()
+
+    assert worlds(world).run(work) == [(-0.125, 2.0, 256.0)] * world
+
+
+def test_clipping_in_parts_of_what_is_still_scaled_is_refused():
+    for clip in (lambda o: o.clip_grad_value_(1.0), lambda o: o.clip_grad_norm_(1.0, params=[])):
+        weight = torch.zeros(4).requires_grad_()
+        optimizer, scaler = AdamW([weight]), GradScaler(init_scale=4.0)
+        scaler.scale(weight.sum()).backward()
+        clip(optimizer)
+        with pytest.raises(ArgumentError, match=r"call scaler\.unscale_"):
+            scaler.step(optimizer)
+
+
+def test_the_norm_of_some_is_finite_if_only_the_others_overflow():
+    params = [torch.zeros(3).requires_grad_(), torch.zeros(3).requires_grad_()]
+    optimizer = SGD(params, lr=1.0)
+    params[0].grad, params[1].grad = torch.full((3,), 2.0), torch.full((3,), math.inf)
+    some = params[:1]
+    assert optimizer.clip_grad_norm_(1.0, math.inf, True, params=some).item() == 2.0
+    with pytest.raises(RingcommError, match="Look for the loss that overflowed"):
+        optimizer.clip_grad_norm_(1.0, math.inf, True, params=params)
+    optimizer.step()
+    torch.testing.assert_close(params[0], torch.full((3,), -1.0))
+    assert bool((params[1] == -math.inf).all())
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, "1", None])
+def test_a_bad_value_is_refused(value):
+    optimizer = AdamW([torch.zeros(2).requires_grad_()])
+    with pytest.raises(ArgumentError, match="clip_value: expected a number >= 0"):
+        optimizer.clip_grad_value_(value)
+
+
+def test_ranks_that_clip_differently_are_told_so_and_nothing_is_changed(worlds):
+    def work(comm):
+        params = [torch.zeros(600).requires_grad_(), torch.zeros(9).requires_grad_()]
+        optimizer = SGD(params, lr=1.0, comm=comm)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        mine, stranger = params[comm.rank], torch.zeros(1)
+        with pytest.raises(MismatchError, match="Option clip_value"):
+            optimizer.clip_grad_value_(0.5 + comm.rank)
+        with pytest.raises(MismatchError, match="Option parameters"):
+            optimizer.clip_grad_value_(0.5, params=mine)
+        with pytest.raises(MismatchError, match="Option max_norm"):
+            optimizer.clip_grad_norm_(0.5 + comm.rank, params=params)
+        with pytest.raises(ArgumentError, match=r"number 1: expected a parameter of this"):
+            optimizer.clip_grad_norm_(0.5, params=[mine, params[0] if comm.rank else stranger])
+        optimizer.step()
+        return all(bool((param == -1.0).all()) for param in params)
+
+    assert worlds(2).run(work) == [True, True]
 
 
 def test_the_last_of_several_steps_is_not_clipped_by_the_first():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm import zero
-from ringcomm.optim import AdamW
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -135,6 +135,43 @@ def test_at_stage_3_units_share_what_was_compiled(worlds, base, how):
     assert_same_bits({k.replace("_orig_mod.", ""): v for k, v in found.items()}, wanted)
     # The first block's input requires no gradient; that of the others does.
     assert graphs.count == 2
+
+
+BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", [zero.Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_graphs_of_autograd_train_with_all_habits(worlds, base, stage, precision):
+    """Forward and backward are one graph each, at stage 3 of each block."""
+
+    def work(comm, stage, compiles):
+        module: Any = deepcopy(base)
+        graph: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+        if compiles and stage == 3:
+            for block in module.blocks:
+                block.compile(**graph)
+        options = zero.ZeroOptions(bucket_elems=512, precision=precision)
+        zero.shard(module, stage, comm=comm, options=options)
+        called: Any = torch.compile(module, **graph) if compiles and stage < 3 else module
+        sums = AdamWOptions(accumulate_dtype=torch.float32)
+        optimizer = AdamW(module.parameters(), lr=1e-2, options=sums)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(2):
+            with zero.no_sync(module):
+                called(torch.randn(4, 8, generator=generator)).backward()
+            called(torch.randn(4, 8, generator=generator)).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.clip_grad_value_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                called(torch.randn(4, 8, generator=generator))
+        return zero.full_state_dict(module)
+
+    wanted = worlds(2).run(work, 1, False)[0]
+    for state in worlds(2).run(work, stage, True):
+        assert_same_bits(state, wanted)
 
 
 def test_one_graph_of_a_split_module_is_refused_with_the_way_out(worlds, base):

@@ -145,7 +145,7 @@ def test_an_optimizer_over_other_ranks(worlds):
         (AdamWOptions(bucket_elems=1024), ArgumentError),
         (AdamWOptions(reduce="sum"), ArgumentError),
         (AdamWOptions(algorithm="ring"), ArgumentError),
-        (AdamWOptions(accumulate_dtype=torch.float32), UnsupportedError),
+        (AdamWOptions(kernels="triton"), UnsupportedError),
     ],
 )
 def test_options_that_shard_decides(worlds, options, error):

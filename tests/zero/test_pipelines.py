@@ -385,12 +385,12 @@ def sums_in_fp32_are_divided(rank: int, world_size: int) -> None:
     mesh = mesh_of_stages(2, 2, 1)
     fp32_sums = AdamWOptions(accumulate_dtype=torch.float32)
     for kind in (ScheduleGPipe, ScheduleInterleavedZeroBubble):
-        for scales in (True, False):
+        for scales, stage in ((True, 1), (False, 1), (True, 2), (False, 3)):
             stepped = []
             for options in (AdamWOptions(), fp32_sums):
                 own = numbers(kind, mesh)
                 modules = nn.ModuleList([layers(2 * len(own))[number] for number in own])
-                zero.shard(modules, 1, mesh=mesh, options=OPTIONS)
+                zero.shard(modules, stage, mesh=mesh, options=OPTIONS)
                 optimizer = AdamW(modules.parameters(), lr=0.05, options=options)
                 runner = schedule(kind, modules, mesh, nn.functional.mse_loss)
                 runner.scale_grads = scales

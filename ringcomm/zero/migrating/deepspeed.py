@@ -190,7 +190,7 @@ def from_deepspeed(
         options=given.options(stage, precision),
         optimizer_options=AdamWOptions(
             check_finite=bf16 and given.flag("bf16.check_grad_overflow", True),
-            accumulate_dtype=torch.float32 if adds_wide and dtype and stage < 2 else None,
+            accumulate_dtype=torch.float32 if adds_wide and dtype else None,
         ),
         loss_scale=given.loss_scale() if precision.scaled else None,
         clip=given.number("gradient_clipping", 0.0) or None,

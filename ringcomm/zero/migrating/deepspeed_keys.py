@@ -193,8 +193,7 @@ _PRECISION = (
     Key(
         "data_types.grad_accum_dtype",
         MAPPED,
-        "fp32: `AdamWOptions.accumulate_dtype` at stages 0 and 1, and what is so at 2 and 3; the "
-        "parameters' 16-bit dtype: `Precision.reduce`",
+        "fp32: `AdamWOptions.accumulate_dtype`; the parameters' 16-bit dtype: `Precision.reduce`",
     ),
     Key("data_types.param_dtype", MAPPED, "checked: it must be what `fp16` or `bf16` enables"),
     Key("data_types.buffer_dtype", MAPPED, "`Precision.buffer`"),

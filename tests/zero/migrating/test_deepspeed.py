@@ -244,7 +244,7 @@ def test_a_static_scale_stays(loss_scale):
     [
         ({}, 1, None, None),
         ({"grad_accum_dtype": "fp32"}, 1, None, torch.float32),
-        ({"grad_accum_dtype": "fp32"}, 2, None, None),
+        ({"grad_accum_dtype": "fp32"}, 2, None, torch.float32),
         ({"grad_accum_dtype": "bf16"}, 2, torch.bfloat16, None),
     ],
 )

@@ -1,0 +1,227 @@
+"""Clipping of reduced gradients: by the norm of all or of some, and by value.
+
+NOTE [What clipping writes]
+The norm of the whole gradient gives one coefficient, by which the kernels of the step multiply, so
+that nothing is written. What clips some parameters, or each element, writes to the reduced shards.
+A norm of some parameters is summed over a copy of a chunk with zeros in the place of the others, so
+that blocks of 512 elements are cut as in every other world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.layout import within
+from ringcomm.optim.reduction import found_non_finite, norm_kind, norm_of
+from ringcomm.optim.step import FirstPass, ShardedStep
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class NormBound:
+    """A bound of a norm.
+
+    Attributes:
+        max_norm: the bound.
+        kind: "l2", "l1" or "inf".
+        error_if_nonfinite: read the norm on the host, and raise if it is not finite.
+    """
+
+    max_norm: float
+    kind: str
+    error_if_nonfinite: bool
+
+    @classmethod
+    def of(cls, max_norm: Any, norm_type: float, error_if_nonfinite: bool) -> NormBound:
+        """Returns the bound that a user asked for.
+
+        Raises:
+            ArgumentError: it cannot be used.
+        """
+        return cls(_bound("max_norm", max_norm), norm_kind(norm_type), error_if_nonfinite)
+
+    def coefficient(self, norm: Tensor) -> Tensor:
+        """Returns the factor of the gradient, float32.
+
+        In FP32 and in this order, as ``torch.nn.utils.clip_grad_norm_`` computes it.
+        """
+        return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+
+    def check(self, norm: Tensor, sharded: ShardedStep) -> None:
+        """Raises RingcommError if the norm shall be finite, and is not."""
+        if self.error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RingcommError(
+                f"{sharded.setting.where('clip_grad_norm_')}: the gradient's norm of type "
+                f"{self.kind} is {norm.item()}. Look for the loss that overflowed, or pass "
+                "error_if_nonfinite=False"
+            )
+
+
+def _bound(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float, Tensor)) or math.isnan(value) or value < 0:
+        raise ArgumentError(f"{name}: expected a number >= 0, got {value!r}")
+    return float(value)
+
+
+def clip_norm(sharded: ShardedStep, bound: NormBound) -> Tensor:
+    """Has the next step scale the whole gradient down, and returns its norm; collective."""
+    _refuse_torn(sharded, "clip_grad_norm_")
+    before = sharded.still_reduced()
+    reduced = sharded.reduce(bound.kind)
+    coefficient = reduced.clip if before is None else before.clip
+    norm = norm_of(reduced.words, bound.kind, sharded.inv_scale() * coefficient)
+    try:
+        bound.check(norm, sharded)
+    except RingcommError:
+        sharded.first_pass = before
+        raise
+    here = bound.coefficient(norm)
+    reduced.clip, reduced.clipped = coefficient * here.to(torch.float64), True
+    sharded.first_pass = reduced
+    return norm
+
+
+def clip_norm_of(sharded: ShardedStep, params: Any, bound: NormBound) -> Tensor:
+    """Scales the reduced gradients of some parameters down to a norm; collective.
+
+    Args:
+        params: a parameter, or several of them.
+        bound: of their norm.
+
+    Returns:
+        Their norm before.
+
+    Raises:
+        ArgumentError: one is none of the optimizer's; on a CPU on all ranks.
+        MismatchError: on a CPU: the ranks asked for different things.
+    """
+    with _agreed(
+        sharded, "clip_grad_norm_", {"max_norm": bound.max_norm, "norm": bound.kind}
+    ) as told:
+        chosen = _indices(sharded, params)
+        told["parameters"] = sorted(chosen)
+    before = _reduced(sharded)
+    words = sharded.norm_words(bound.kind, lambda bucket: _only(sharded, bucket, chosen))
+    norm = norm_of(words, bound.kind, sharded.inv_scale() * before.clip)
+    bound.check(norm, sharded)
+    here = bound.coefficient(norm)
+    _write(sharded, chosen, lambda piece: piece.mul_(here))
+    sharded.wrote(replace(before, clipped=True))
+    return norm
+
+
+def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
+    """Limits each element of the reduced gradient to a magnitude; collective.
+
+    Args:
+        value: the bound of the unscaled gradient.
+        params: a parameter, or several of them; None for all.
+
+    Raises:
+        As of :func:`clip_norm_of`.
+    """
+    with _agreed(sharded, "clip_grad_value_", {}) as told:
+        limit = _bound("clip_value", value)
+        chosen = range(len(sharded.params)) if params is None else _indices(sharded, params)
+        told.update(clip_value=limit, parameters=None if params is None else sorted(chosen))
+    before = _reduced(sharded)
+    if before.written and sharded.two_passes:
+        before = sharded.reduce("l2")  # the words of what was written since
+    if before.clipped:
+        # A bound of what is scaled already: the coefficient is applied first, as torch applies it.
+        factor = before.clip.to(torch.float32)
+        _write(sharded, range(len(sharded.params)), lambda piece: piece.mul_(factor))
+        before = replace(before, clip=torch.ones_like(before.clip))
+    # What overflowed is finite once it is clipped, and the step is to be skipped all the same.
+    overflowed = found_non_finite(before.words) if sharded.two_passes else None
+    if before.overflowed is not None:
+        overflowed = before.overflowed if overflowed is None else overflowed + before.overflowed
+    most = (limit / sharded.inv_scale()).to(torch.float32)
+    _write(sharded, chosen, lambda piece: piece.clamp_(-most, most))
+    sharded.wrote(replace(before, clipped=True, overflowed=overflowed))
+
+
+def _refuse_torn(sharded: ShardedStep, operation: str) -> None:
+    sharded.refuse_if_torn(operation)
+    sharded.check_hyper()
+
+
+def _reduced(sharded: ShardedStep) -> FirstPass:
+    sharded.reduce_now()
+    assert sharded.first_pass is not None
+    return sharded.first_pass
+
+
+@contextmanager
+def _agreed(sharded: ShardedStep, operation: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Checks arguments inside, and that all ranks have what is put into the dict; collective.
+
+    On a device the host would have to wait for the other ranks, so each rank checks alone.
+    """
+    comm = sharded.setting.comm
+    if comm is None or not sharded.table.compares:
+        _refuse_torn(sharded, operation)
+        yield told
+        return
+    with all_or_none(comm, f"optimizer.{operation}", sharded.mesh):
+        _refuse_torn(sharded, operation)
+        yield told
+    check_agreement(comm, f"optimizer.{operation}", {"options": told})
+
+
+def _indices(sharded: ShardedStep, params: Any) -> set[int]:
+    """Returns the indices of parameters in the optimizer."""
+    several: Iterable[Any] = [params] if isinstance(params, Tensor) else params
+    known: dict[int, int] = {}
+    for index, param in enumerate(sharded.params):
+        known.setdefault(id(param), index)
+    chosen = set()
+    for number, param in enumerate(several):
+        if id(param) not in known:
+            raise ArgumentError(
+                f"params: number {number}: expected a parameter of this optimizer, got "
+                f"{_told(param)}"
+            )
+        chosen.add(known[id(param)])
+    return chosen
+
+
+def _told(param: Any) -> str:
+    if not isinstance(param, Tensor):
+        return repr(param)
+    return f"another tensor, {param.dtype} of shape {tuple(param.shape)}"
+
+
+def _only(sharded: ShardedStep, bucket: Bucket, chosen: Container[int]) -> Tensor | None:
+    """Returns what this rank sums of a bucket, zero where other parameters are, or None."""
+    segments = [each for each in bucket.layout.segments if each.param in chosen]
+    if not segments:
+        return None
+    own = sharded.own_gradient(bucket)
+    if len(segments) == len(bucket.layout.segments):
+        return own
+    chunk, only = sharded.own_chunk(bucket), torch.zeros_like(own)
+    for segment in segments:
+        within(only, chunk, segment).copy_(within(own, chunk, segment))
+    return only
+
+
+def _write(sharded: ShardedStep, chosen: Container[int], write: Callable[[Tensor], object]) -> None:
+    """Calls a function with this rank's piece of each reduced gradient, which it writes to."""
+    for bucket in sharded.buckets:
+        chunk = bucket.layout.chunk(*sharded.setting.shard_of)
+        for segment in bucket.layout.segments:
+            if segment.param in chosen:
+                piece = within(sharded.kernels.reduced(bucket), chunk, segment)
+                if piece.numel():
+                    write(piece)

@@ -1,0 +1,132 @@
+"""``accumulate_dtype``: what several backwards bring adds up in FP32, at every stage."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import zero
+from ringcomm.errors import ArgumentError
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, Muon
+from tests.zero.models import (
+    MODELS,
+    SMALL_BUCKET_ELEMS,
+    Run,
+    assert_same_bits,
+    new_model,
+    text,
+    train_world,
+)
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
+ROUNDED = replace(BF16, reduce=torch.bfloat16)
+FP32_SUMS = AdamWOptions(accumulate_dtype=torch.float32)
+OPTIONS = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS, precision=BF16)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("gpt", 0, steps=2, precision=BF16, clip=0.3),
+        Run("mlp", 0, precision=ROUNDED, options={"overlap": False}),
+        Run("partial", 0, precision=BF16, kind=Muon),
+        Run("wandering", 0, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
+        Run("reaching", 0, precision=BF16, options={"in_flight": 1}),
+    ],
+    ids=lambda run: f"{run.model}-{run.kind.__name__}",
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_stages_end_with_the_same_bits(worlds, world_size, run):
+    run = replace(run, backwards=3, adamw=FP32_SUMS)
+    wanted, norms = train_world(worlds(world_size), run)
+    for stage in (1, 2, 3):
+        state, told = train_world(worlds(world_size), replace(run, stage=stage))
+        assert_same_bits(state, wanted)
+        assert told == norms
+    narrow, _ = train_world(worlds(world_size), replace(run, adamw=AdamWOptions()))
+    assert any(not torch.equal(narrow[name], tensor) for name, tensor in wanted.items())
+
+
+def gradients_of(module: Any, comm: Any, turn: int) -> list[Tensor]:
+    """The BF16 gradients of one backward without any sharding, as FP32."""
+    plain = deepcopy(module).to(torch.bfloat16)
+    plain(*text(comm, turn)).backward()
+    return [param.grad.float() for param in plain.parameters()]
+
+
+def test_the_gradient_is_the_fp32_sum_of_each_backwards_16_bit_gradients(worlds):
+    base = new_model("gpt")
+
+    def work(comm, stage):
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=OPTIONS)
+        optimizer = AdamW(module.parameters(), options=FP32_SUMS)
+        optimizer.prepare()
+        sums = [torch.zeros(param.shape) for param in base.parameters()]
+        for turn in range(3):
+            with zero.no_sync(module) if turn < 2 else nullcontext():
+                module(*text(comm, turn)).backward()
+            for total, grad in zip(sums, gradients_of(base, comm, turn), strict=True):
+                total += grad
+        assert all(param.grad is None for param in module.parameters()) or stage < 2
+        for total, param in zip(sums, dict(module.named_parameters()).values(), strict=True):
+            comm.all_reduce(total, ringcomm.ReduceOp.AVG)
+            assert torch.equal(zero.get_gradient(param), total)  # type: ignore[arg-type]
+
+    for stage in STAGES:
+        worlds(2).run(work, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sums_are_forgotten_scaled_and_reduced_by_a_step_without_a_backward(worlds, stage):
+    """All that is done with gradients in p.grad, with those that an accumulator has."""
+    base = new_model("gpt")
+
+    def work(comm, stage):
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=OPTIONS)
+        optimizer = AdamW(module.parameters(), lr=1e-2, options=FP32_SUMS)
+        scaler = GradScaler("cpu", init_scale=64.0)
+        for forget in (optimizer.zero_grad, module.zero_grad if stage > 1 else optimizer.zero_grad):
+            with zero.no_sync(module):
+                (module(*text(comm, 9)) * 1e4).backward()
+            forget()
+        norms = []
+        for turn in range(2):
+            with zero.no_sync(module):
+                for part in range(2):
+                    scaler.scale(module(*text(comm, 2 * turn + part))).backward()
+            scaler.unscale_(optimizer)
+            norms.append(optimizer.clip_grad_norm_(0.1).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return zero.full_state_dict(module), norms
+
+    wanted, norms = worlds(2).run(work, 1)[0]
+    for state, told in worlds(2).run(work, stage):
+        assert told == norms
+        assert_same_bits(state, wanted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_comes_after_a_backward_is_told_so(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=OPTIONS)
+        batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
+        module(*batch).backward()
+        with pytest.raises(ArgumentError, match="build the optimizer before the first backward"):
+            AdamW(module.parameters(), options=FP32_SUMS)
+        module.zero_grad()
+        optimizer = AdamW(module.parameters(), options=FP32_SUMS)
+        module(*batch).backward()
+        optimizer.step()
+
+    base = new_model("gpt")
+    worlds(2).run(work)

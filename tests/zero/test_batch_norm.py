@@ -1,0 +1,186 @@
+"""Batch normalisation over the batches of all ranks, and buffers that are equal on all ranks."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
+from ringcomm.optim import AdamW
+from tests.zero.models import SMALL_BUCKET_ELEMS, ConvNet, assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+#: Rows of each rank's batch: statistics weigh them by their number.
+ROWS = (5, 2, 3)
+
+
+def options_of(overlap: bool) -> zero.ZeroOptions:
+    return zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS, overlap=overlap)
+
+
+def rows(rank: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(20 + rank)
+    return torch.randn(ROWS[rank], *shape, generator=generator) * 3 + 100 * rank
+
+
+def close(found: Tensor | None, wanted: Tensor | None) -> None:
+    assert found is not None and wanted is not None
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.BatchNorm1d(6), (6,)),
+        (lambda: nn.BatchNorm1d(6, momentum=None), (6, 4)),
+        (lambda: nn.BatchNorm2d(6, affine=False), (6, 2, 3)),
+        (lambda: nn.BatchNorm3d(6, track_running_stats=False), (6, 2, 1, 2)),
+    ],
+    ids=["1d", "cumulative", "2d", "3d"],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(
+    worlds, make, shape, world_size
+):
+    plain: Any = make()
+    whole = torch.cat([rows(rank, *shape) for rank in range(world_size)]).requires_grad_()
+    factors = torch.arange(whole.numel(), dtype=torch.float32).view(whole.shape).sin()
+
+    def work(comm):
+        norm: Any = zero.convert_sync_batchnorm(deepcopy(make()), comm)
+        assert isinstance(norm, zero.SyncBatchNorm)
+        begin = sum(ROWS[: comm.rank])
+        mine = factors[begin : begin + ROWS[comm.rank]]
+        own = rows(comm.rank, *shape).requires_grad_()
+        for _ in range(2):
+            out = norm(own)
+        (out * mine).sum().backward()
+        norm.eval()
+        return out, own.grad, norm, norm(own.detach())
+
+    for _ in range(2):
+        wanted = plain(whole)
+    (wanted * factors).sum().backward()
+    plain.eval()
+    outs, grads, norms, evaluated = zip(*worlds(world_size).run(work), strict=True)
+    close(torch.cat(outs), wanted)
+    close(torch.cat(grads), whole.grad)
+    if plain.track_running_stats:
+        close(torch.cat(evaluated), plain(whole))
+    for norm in norms:
+        assert norm.state_dict().keys() == plain.state_dict().keys()
+        for name, buffer in plain.named_buffers():
+            close(norm.get_buffer(name), buffer)
+            assert torch.equal(norm.get_buffer(name), norms[0].get_buffer(name))
+    for name, param in plain.named_parameters():
+        close(sum(norm.get_parameter(name).grad for norm in norms), param.grad)
+
+
+def test_a_rank_with_an_empty_batch_takes_part(worlds):
+    def work(comm):
+        norm: Any = zero.convert_sync_batchnorm(nn.BatchNorm1d(6), comm)
+        own = rows(0, 6)[: 0 if comm.rank else None].requires_grad_()
+        out = norm(own)
+        out.square().sum().backward()
+        return out, norm.running_var
+
+    plain = nn.BatchNorm1d(6)
+    wanted = plain(rows(0, 6))
+    (out, var), (nothing, other) = worlds(2).run(work)
+    close(out, wanted)
+    close(var, plain.running_var)
+    assert nothing.shape == (0, 6) and torch.equal(var, other)
+
+
+def trained(comm, base, stage, overlap, converts=True):
+    module: Any = deepcopy(base)
+    if converts:
+        module = zero.convert_sync_batchnorm(module, comm)
+    zero.shard(module, stage, comm=comm, options=options_of(overlap))
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(comm.rank)
+    for _ in range(3):
+        module(torch.randn(4, 3, generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_stages_end_with_the_same_bits_on_all_ranks(worlds, overlap):
+    torch.manual_seed(1)
+    base = ConvNet()
+
+    def work(comm, stage):
+        return zero.full_state_dict(trained(comm, base, stage, overlap))
+
+    wanted = worlds(2).run(work, 0)[0]
+    for stage in STAGES:
+        for state in worlds(2).run(work, stage):
+            assert_same_bits(state, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_made_equal(worlds, stage):
+    torch.manual_seed(1)
+    base: Any = ConvNet()
+    base.register_buffer("table", torch.full((3,), 0.1), persistent=False)
+
+    def work(comm):
+        module = trained(comm, base, stage, False, converts=False)
+        own = {name: each.clone() for name, each in module.named_buffers()}
+        module.normal.num_batches_tracked += comm.rank
+        zero.sync_buffers(module)
+        mean = {name: each.clone() for name, each in module.named_buffers()}
+        module.normal.running_mean += comm.rank
+        zero.sync_buffers(module, "rank0")
+        last = {name: each.clone() for name, each in module.named_buffers()}
+        with pytest.raises(ArgumentError, match='expected "mean" or "rank0"'):
+            zero.sync_buffers(module, "max")
+        with pytest.raises(MismatchError, match="Option how"):
+            zero.sync_buffers(module, "mean" if comm.rank else "rank0")
+        return own, mean, last
+
+    outcomes = worlds(3).run(work)
+    owns, means, lasts = zip(*outcomes, strict=True)
+    for name in ("normal.running_mean", "normal.running_var"):
+        assert not torch.equal(owns[0][name], owns[1][name])
+        wanted = torch.stack([own[name] for own in owns]).mean(0)
+        torch.testing.assert_close(means[0][name], wanted, rtol=1e-6, atol=0.0)
+    assert torch.equal(means[0]["table"], base.table), "the mean of equal values is not rounded"
+    for mean, last in zip(means, lasts, strict=True):
+        assert_same_bits(mean, means[0])
+        assert_same_bits(last, means[0])
+        assert mean["normal.num_batches_tracked"].item() == 3
+
+
+def test_torchs_layer_is_refused_where_it_would_fail_or_take_one_ranks_batch(worlds):
+    def work(comm):
+        module = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+        with pytest.raises(UnsupportedError, match=r"module '1': .*zero\.convert_sync_batchnorm"):
+            zero.shard(module, 1, comm=comm)
+        zero.shard(zero.convert_sync_batchnorm(module, comm), 1, comm=comm)
+        with pytest.raises(ArgumentError, match="convert it before shard"):
+            zero.convert_sync_batchnorm(module, comm)
+        return type(module[1])
+
+    assert worlds(2).run(work) == [zero.SyncBatchNorm] * 2
+    alone = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    assert zero.convert_sync_batchnorm(alone, "alone") is alone
+    zero.shard(alone, 1, comm=worlds(1)[0])
+
+
+def test_a_layer_that_is_there_twice_stays_one(worlds):
+    def work(comm):
+        norm = nn.BatchNorm1d(4)
+        module = zero.convert_sync_batchnorm(nn.Sequential(norm, nn.Linear(4, 4), norm), comm)
+        assert isinstance(module, nn.Sequential)
+        assert module[0] is module[2] is not norm and module[0].weight is norm.weight
+
+    worlds(2).run(work)
