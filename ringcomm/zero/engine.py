@@ -23,6 +23,7 @@ from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
+from ringcomm.zero.conversions import allow_conversions, refuse_conversions
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -108,12 +109,11 @@ class ShardEngine:
         self._creates_graph = False
         self._pending: dict[ShardedBucket, int] = {}
         everywhere = (*parts.stored, *parts.stored_frozen)
-        self.slots = Slots(
-            parts.module,
-            [placed for bucket in everywhere for placed in bucket.params],
-            where("zero", parts.comm.rank, parts.comm.world_size),
-        )
+        head = where("zero", parts.comm.rank, parts.comm.world_size)
+        placed = [placed for bucket in everywhere for placed in bucket.params]
+        self.slots = Slots(parts.module, placed, head)
         self.slots.watch_loads(self.keep)
+        self._unconverted = refuse_conversions(parts.module, head)
         self._align_gradients()
         if self.reduction is not None:
             self._watch_gradients()
@@ -342,6 +342,7 @@ class ShardEngine:
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()
+        allow_conversions(self._unconverted)
         if self.reduction is not None:
             vars(self.parts.module).pop("zero_grad", None)
             self.reduction.wait()
