@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -215,7 +215,8 @@ def within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
 class BucketLayout:
     """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and its segments.
 
-    The elements between the segments, and behind the last one, are padding. Its parameters are
+    The elements between the segments, and behind the last one, are padding, or those of parameters
+    that no optimizer steps. Its parameters are
     divided by the same dimensions of a mesh, ``mesh_dims``, so that a norm over the mesh counts
     the bucket once for each of its parts.
     """
@@ -250,6 +251,12 @@ class BucketLayout:
         chunk, number = self.chunk_of_size(node.rank, each), comm.node_of(comm.rank)
         begin, end = (chunk.begin + at * part for at in (number, number + 1))
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
+
+    def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
+        """Returns the bucket of parameters with other indices; those with None have no place."""
+        moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
+        segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
+        return replace(self, segments=tuple(segments))
 
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
         """Returns int64 [segments, 3]: begin, end, param; sorted."""
@@ -318,6 +325,13 @@ class ShardLayout:
             for run in runs
         )
         return cls(tuple(params), bucket_elems, buckets)
+
+    def extended(self, params: Sequence[ParamSpec]) -> ShardLayout:
+        """Returns the layout with more parameters, in buckets of their own behind the others."""
+        first = len(self.params)
+        more = ShardLayout.plan(params, self.bucket_elems)
+        moved = tuple(bucket.with_params(lambda param: param + first) for bucket in more.buckets)
+        return ShardLayout((*self.params, *params), self.bucket_elems, (*self.buckets, *moved))
 
     def chunk(self, bucket: int, number: int, world_size: int) -> Chunk:
         """Returns chunk ``number`` of ``world_size`` of bucket number ``bucket``."""
@@ -420,6 +434,6 @@ def _bucket_from(described: Mapping[str, Any], params: int) -> BucketLayout:
         if not (last <= begin < end <= bucket.elems and 0 <= param < params):
             raise ValueError(f"segment {begin}..{end} of parameter {param}")
         last = end
-    if not segments or bucket.elems % BLOCK_ELEMS:
+    if bucket.elems % BLOCK_ELEMS:
         raise ValueError(f"bucket of {bucket.elems} elements")
     return bucket

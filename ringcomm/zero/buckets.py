@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.dtensors import Sharding, apart, is_distributed, local_of, set_local
-from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
+from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, ShardLayout
 from ringcomm.zero.absent import advance_versions, make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import ModuleDtypes
@@ -69,8 +70,7 @@ def plan_buckets(
                 specs.append(_spec(name, param, dtypes.of_param(param)))
         run = ShardLayout.plan(specs[first:], options.bucket_elems)
         for bucket in run.buckets:
-            moved = tuple(Segment(s.begin, s.end, s.param + first) for s in bucket.segments)
-            buckets.append(replace(bucket, segments=moved))
+            buckets.append(bucket.with_params(partial(add, first)))
             unit_of.append(number)
     return BucketPlan(
         tuple(name for name, _ in named),
@@ -97,7 +97,8 @@ def by_optimizer(
 
     Args:
         plan: plan of the trainable parameters.
-        params: parameters in the optimizer's order; frozen ones and repetitions have no place.
+        params: parameters in the optimizer's order; frozen ones and repetitions have no place, and
+            the place of what is missing is padding.
         groups: param group of each.
         names: name of each; "" takes the module's name for it.
     """
@@ -117,13 +118,7 @@ def by_optimizer(
             spec = replace(spec, name=name)
         specs.append(replace(spec, tied_to=_earlier(tied_to, at)))
         position.setdefault(index, at)
-    buckets = tuple(
-        replace(
-            bucket,
-            segments=tuple(Segment(s.begin, s.end, position[s.param]) for s in bucket.segments),
-        )
-        for bucket in plan.layout.buckets
-    )
+    buckets = tuple(bucket.with_params(position.get) for bucket in plan.layout.buckets)
     return ShardLayout(tuple(specs), plan.layout.bucket_elems, buckets)
 
 

@@ -113,6 +113,13 @@ class ShardEngine:
         placed = [placed for bucket in everywhere for placed in bucket.params]
         self.slots = Slots(parts.module, placed, head)
         self.slots.watch_loads(self.keep)
+        trained = set(map(id, self.plan.params))
+        #: The names of parameters that were frozen at ``shard()``, by parameter.
+        self.frozen_params = {
+            param: name
+            for name, param in parts.module.named_parameters()
+            if id(param) not in trained
+        }
         self._unconverted = refuse_conversions(parts.module, head)
         self._align_gradients()
         if self.reduction is not None:
@@ -348,7 +355,7 @@ class ShardEngine:
             self.reduction.wait()
         if self.gatherer is not None:
             self.gatherer.close()
-        for param in self.plan.params:
+        for param in (*self.plan.params, *self.frozen_params):
             displace(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

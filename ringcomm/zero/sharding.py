@@ -29,8 +29,7 @@ from ringcomm.optim.meshes import (
     stages_of,
     with_all_stages,
 )
-from ringcomm.optim.placement import check_axis, check_memory
-from ringcomm.optim.step import check_nodes
+from ringcomm.optim.placement import check_axis, check_memory, check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
