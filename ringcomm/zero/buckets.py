@@ -547,9 +547,9 @@ class ShardedBucket(ParamBucket):
                     self._versions[index] = param._version
 
 
-def _ask(reference: weakref.ref[ShardedBucket]) -> bool:
+def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
     bucket = reference()
-    return bucket is not None and bucket.asked(bucket)
+    return None if bucket is None else bucket.asked(bucket)
 
 
 class WorldBucket(ShardedBucket):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
@@ -37,6 +38,15 @@ from ringcomm.zero.units import Unit
 Tensor = torch.Tensor
 #: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
 GradientHook = Callable[[str, Tensor, int], object]
+# By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
+# since they refer to the keys. torch's class is not typed.
+_engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
+
+
+def owner_of(param: Tensor) -> ShardEngine | None:
+    """Returns the engine of the sharded module that a parameter is of, or None."""
+    reference = _engines.get(param)
+    return None if reference is None else reference()
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class ShardEngine:
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``place_params``.
         watchers: hooks that see reduced gradients, by number.
+        closed: True once the module is plain again.
         exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
 
@@ -103,6 +114,7 @@ class ShardEngine:
         self.mesh = find_mesh(self.parts.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
+        self.closed = False
         self.exchanged = False
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
@@ -147,6 +159,30 @@ class ShardEngine:
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
         return Gatherer(units, self.comm, self.options, self.profile)
+
+    def own(self, owns: bool) -> None:
+        """Makes the engine the owner of the module's parameters, or of none any more."""
+        if owns:
+            for param in self.parts.module.parameters():
+                _engines[param] = weakref.ref(self)
+            return
+        for each in [param for param in _engines if owner_of(param) is self]:
+            _engines.pop(each, None)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters with the names that they have now, without other engines'.
+
+        Modules that were put into the module since, such as adapters, may be sharded by themselves.
+        """
+        for name, param in self.parts.module.named_parameters():
+            if owner_of(param) in (None, self):
+                yield name, param
+
+    def names(self) -> dict[int, str]:
+        """Returns by ``id`` the names that parameters have now; what is gone has its last one."""
+        buckets = (*self.parts.stored, *self.parts.stored_frozen)
+        had = {id(placed.param): placed.name for bucket in buckets for placed in bucket.params}
+        return {**had, **{id(param): name for name, param in self.named_parameters()}}
 
     def keep(self, handle: RemovableHandle) -> None:
         """Keeps the handle of a hook that ends with the engine."""
@@ -304,8 +340,14 @@ class ShardEngine:
 
         Raises:
             ArgumentError: the module has another tensor in a parameter's place; or it is in
-                ``exchanged()``.
+                ``exchanged()``, or plain again.
         """
+        if self.closed:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
+                "a module that unshard() has made plain since, so that its shards are gone; "
+                "shard() it anew, and build a new optimizer"
+            )
         if self.exchanged:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
@@ -343,6 +385,7 @@ class ShardEngine:
 
     def close(self) -> None:
         """Removes all hooks; the parameters stay where they are."""
+        self.closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
