@@ -162,12 +162,11 @@ class ShardEngine:
 
     def own(self, owns: bool) -> None:
         """Makes the engine the owner of the module's parameters, or of none any more."""
-        if owns:
-            for param in self.parts.module.parameters():
+        for param in (*self.plan.params, *self.frozen_params):
+            if owns:
                 _engines[param] = weakref.ref(self)
-            return
-        for each in [param for param in _engines if owner_of(param) is self]:
-            _engines.pop(each, None)
+            else:
+                _engines.pop(param, None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters with the names that they have now, without other engines'.
