@@ -32,6 +32,15 @@ DTYPES = {
     "float16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Dtypes of which frozen parameters can lie in buckets, too, which moves them and computes nothing.
+FROZEN_DTYPES = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in (DTYPES | FROZEN_DTYPES).items()}
+PLACED_DTYPES = frozenset(_NAMES)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class ParamSpec:
     Attributes:
         shape: shape of the parameter, which may have zero elements; of a DTensor, shape of what
             this rank has of it.
-        dtype: float32, bfloat16 or float16.
+        dtype: float32, bfloat16 or float16; of a frozen one perhaps one of ``FROZEN_DTYPES``.
         group: index of its param group.
         name: name for messages; "" when it has none.
         trainable: False keeps it out of the buckets.
@@ -61,11 +70,8 @@ class ParamSpec:
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_NAMES:
-            raise ArgumentError(
-                f"parameter {self.name or self.shape}: expected dtype {', '.join(DTYPES)}, got "
-                f"{self.dtype}"
-            )
+        if self.dtype not in _NAMES:
+            raise _unknown(self.name or self.shape, self.dtype)
 
     @classmethod
     def of(
@@ -76,6 +82,8 @@ class ParamSpec:
         Raises:
             ArgumentError: its dtype is not one of the three.
         """
+        if tensor.dtype not in DTYPE_NAMES:
+            raise _unknown(name or tuple(tensor.shape), tensor.dtype)
         local = local_of(tensor)
         shape, stride = tuple(local.shape), tuple(local.stride())
         keeps = not local.is_contiguous() and _fills_its_memory(shape, stride)
@@ -117,7 +125,7 @@ class ParamSpec:
             "name": self.name,
             "shape": list(self.shape),
             "stride": None if self.stride is None else list(self.stride),
-            "dtype": DTYPE_NAMES[self.dtype],
+            "dtype": _NAMES[self.dtype],
             "group": self.group,
             "trainable": self.trainable,
             "tied_to": self.tied_to,
@@ -159,6 +167,10 @@ class ParamSpec:
                 f"layout: expected the description of a parameter, got {described!r} ({error!r})"
             ) from error
         return spec
+
+
+def _unknown(called: object, dtype: torch.dtype) -> ArgumentError:
+    return ArgumentError(f"parameter {called}: expected dtype {', '.join(DTYPES)}, got {dtype}")
 
 
 def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -265,7 +277,7 @@ class BucketLayout:
     def describe(self) -> dict[str, Any]:
         """Returns the bucket's layout as plain JSON types."""
         described = {
-            "dtype": DTYPE_NAMES[self.dtype],
+            "dtype": _NAMES[self.dtype],
             "elems": self.elems,
             "segments": [list(segment) for segment in self.segments],
         }
