@@ -169,7 +169,7 @@ class AdafactorRule(UpdateRule):
             for number, bucket in enumerate(layout.buckets)
         }
         self._kept = {
-            index: kept_of(spec, self._place)
+            index: self._kept.get(index) or kept_of(spec, self._place)
             for index, spec in enumerate(layout.params)
             if spec.trainable and spec.tied_to is None
         }

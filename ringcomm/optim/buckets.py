@@ -175,6 +175,11 @@ class Bucket:
         self.tag: Callable[[], int] = int
         self.share: Callable[[], object] = _has_no_copies
 
+    def lay_out(self, layout: BucketLayout) -> None:
+        """Takes another layout of the same elements, in which parameters have other indices."""
+        self.layout = layout
+        self.segments = layout.segment_table(self._place)
+
     @property
     def has_all_params(self) -> bool:
         """True if this rank keeps all parameters of the bucket, and not just its chunk."""

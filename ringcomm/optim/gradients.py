@@ -193,17 +193,23 @@ class Accumulator:
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}  # by id of the parameter
         self._written: set[int] = set()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def watch(self, param: Tensor, called: str) -> None:
         """Hooks ``param`` so that every gradient of it is added."""
         # The hook lives as long as the parameter, so it has a weak reference.
         hook = _hook(weakref.ref(self), called)
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._handles[id(param)] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         _accumulators[param] = weakref.ref(self)
 
+    def unwatch(self, param: Tensor) -> None:
+        """Undoes :meth:`watch`."""
+        handle = self._handles.pop(id(param), None)
+        if handle is not None:
+            handle.remove()
+
     def __del__(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def add(self, param: Tensor, called: str) -> None:

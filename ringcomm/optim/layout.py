@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -32,6 +32,15 @@ DTYPES = {
     "float16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Dtypes of which frozen parameters can lie in buckets, too, which moves them and computes nothing.
+FROZEN_DTYPES = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in (DTYPES | FROZEN_DTYPES).items()}
+PLACED_DTYPES = frozenset(_NAMES)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class ParamSpec:
     Attributes:
         shape: shape of the parameter, which may have zero elements; of a DTensor, shape of what
             this rank has of it.
-        dtype: float32, bfloat16 or float16.
+        dtype: float32, bfloat16 or float16; of a frozen one perhaps one of ``FROZEN_DTYPES``.
         group: index of its param group.
         name: name for messages; "" when it has none.
         trainable: False keeps it out of the buckets.
@@ -61,11 +70,8 @@ class ParamSpec:
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_NAMES:
-            raise ArgumentError(
-                f"parameter {self.name or self.shape}: expected dtype {', '.join(DTYPES)}, got "
-                f"{self.dtype}"
-            )
+        if self.dtype not in _NAMES:
+            raise _unknown(self.name or self.shape, self.dtype)
 
     @classmethod
     def of(
@@ -76,6 +82,8 @@ class ParamSpec:
         Raises:
             ArgumentError: its dtype is not one of the three.
         """
+        if tensor.dtype not in DTYPE_NAMES:
+            raise _unknown(name or tuple(tensor.shape), tensor.dtype)
         local = local_of(tensor)
         shape, stride = tuple(local.shape), tuple(local.stride())
         keeps = not local.is_contiguous() and _fills_its_memory(shape, stride)
@@ -117,7 +125,7 @@ class ParamSpec:
             "name": self.name,
             "shape": list(self.shape),
             "stride": None if self.stride is None else list(self.stride),
-            "dtype": DTYPE_NAMES[self.dtype],
+            "dtype": _NAMES[self.dtype],
             "group": self.group,
             "trainable": self.trainable,
             "tied_to": self.tied_to,
@@ -159,6 +167,10 @@ class ParamSpec:
                 f"layout: expected the description of a parameter, got {described!r} ({error!r})"
             ) from error
         return spec
+
+
+def _unknown(called: object, dtype: torch.dtype) -> ArgumentError:
+    return ArgumentError(f"parameter {called}: expected dtype {', '.join(DTYPES)}, got {dtype}")
 
 
 def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -215,7 +227,8 @@ def within(own: Tensor, chunk: Chunk, segment: Segment) -> Tensor:
 class BucketLayout:
     """One bucket: ``elems`` elements of ``dtype``, a multiple of 512, and its segments.
 
-    The elements between the segments, and behind the last one, are padding. Its parameters are
+    The elements between the segments, and behind the last one, are padding, or those of parameters
+    that no optimizer steps. Its parameters are
     divided by the same dimensions of a mesh, ``mesh_dims``, so that a norm over the mesh counts
     the bucket once for each of its parts.
     """
@@ -251,6 +264,12 @@ class BucketLayout:
         begin, end = (chunk.begin + at * part for at in (number, number + 1))
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
+    def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
+        """Returns the bucket of parameters with other indices; those with None have no place."""
+        moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
+        segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
+        return replace(self, segments=tuple(segments))
+
     def segment_table(self, device: torch.device | str = "cpu") -> Tensor:
         """Returns int64 [segments, 3]: begin, end, param; sorted."""
         return torch.tensor(self.segments, dtype=torch.int64, device=device).view(-1, 3)
@@ -258,7 +277,7 @@ class BucketLayout:
     def describe(self) -> dict[str, Any]:
         """Returns the bucket's layout as plain JSON types."""
         described = {
-            "dtype": DTYPE_NAMES[self.dtype],
+            "dtype": _NAMES[self.dtype],
             "elems": self.elems,
             "segments": [list(segment) for segment in self.segments],
         }
@@ -318,6 +337,13 @@ class ShardLayout:
             for run in runs
         )
         return cls(tuple(params), bucket_elems, buckets)
+
+    def extended(self, params: Sequence[ParamSpec]) -> ShardLayout:
+        """Returns the layout with more parameters, in buckets of their own behind the others."""
+        first = len(self.params)
+        more = ShardLayout.plan(params, self.bucket_elems)
+        moved = tuple(bucket.with_params(lambda param: param + first) for bucket in more.buckets)
+        return ShardLayout((*self.params, *params), self.bucket_elems, (*self.buckets, *moved))
 
     def chunk(self, bucket: int, number: int, world_size: int) -> Chunk:
         """Returns chunk ``number`` of ``world_size`` of bucket number ``bucket``."""
@@ -420,6 +446,6 @@ def _bucket_from(described: Mapping[str, Any], params: int) -> BucketLayout:
         if not (last <= begin < end <= bucket.elems and 0 <= param < params):
             raise ValueError(f"segment {begin}..{end} of parameter {param}")
         last = end
-    if not segments or bucket.elems % BLOCK_ELEMS:
+    if bucket.elems % BLOCK_ELEMS:
         raise ValueError(f"bucket of {bucket.elems} elements")
     return bucket

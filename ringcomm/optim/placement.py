@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, cast
@@ -16,14 +17,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm.comm.arguments import ALGORITHMS
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, where
+from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.agreement import check_agreement, check_on_mesh, exchange
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.kernels import Kernels
-from ringcomm.optim.layout import ParamSpec, ShardLayout
+from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.meshes import ranks_of_stage, with_all_stages
 from ringcomm.optim.options import AdamWOptions
 
@@ -190,6 +192,56 @@ def end_changes(comm: Communicator, buckets: Buckets) -> None:
         comm.barrier()
 
 
+def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str) -> None:
+    """Checks that state can be sharded over a communicator's nodes, where it has several.
+
+    Raises:
+        UnsupportedError: an algorithm or kernels that work within one node, or a communicator over
+            which no state can be sharded.
+    """
+    if comm.num_nodes == 1:
+        return
+    comm.shard_index  # noqa: B018 -- a communicator that shards no state raises here
+    head = where(operation, comm.rank, comm.world_size)
+    if algorithm == "ring":
+        raise UnsupportedError(
+            f'{head}: algorithm: expected "auto" or "direct" over several nodes, got "ring", which '
+            "exists within one (Communicator.node)"
+        )
+    if kernels != "native":
+        raise UnsupportedError(
+            f'{head}: kernels: expected "native" over several nodes, got {kernels!r}, which '
+            "exist within one (Communicator.node)"
+        )
+
+
+def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> None:
+    """Checks that a communicator's nodes have equally many ranks, as copies on nodes need it.
+
+    The ranks of a rail update and exchange the same chunk, so that a copy is cut alike everywhere.
+
+    Raises:
+        UnsupportedError: they have not.
+    """
+    sizes = list(Counter(map(comm.node_of, range(comm.world_size))).values())
+    if len(set(sizes)) > 1:
+        raise UnsupportedError(
+            f"{where(operation, comm.rank, comm.world_size)}: {asked}: expected nodes with equally "
+            f"many ranks, got {', '.join(map(str, sizes))}. Pass {instead}, start as many ranks on "
+            "each node, or shard over a new_group() with equally many ranks of each"
+        )
+
+
+def check_segments(comm: Communicator, algorithm: int) -> None:
+    """Refuses a ring whose segments hold no whole block, since norms are summed by blocks."""
+    segment_bytes, least = comm.segment_bytes, BLOCK_ELEMS * 4
+    if comm.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
+        raise UnsupportedError(
+            f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
+            f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
+        )
+
+
 class BucketOwner(Protocol):
     """The interface of a step that a placement uses; it keeps the state of the parameters."""
 
@@ -211,6 +263,14 @@ class Placement(ABC):
     @abstractmethod
     def names(self) -> Mapping[int, str]:
         """Returns the name of each placed trainable parameter, by its ``id``."""
+
+    @abstractmethod
+    def name_of(self, param: Tensor) -> str:
+        """Returns the name of a trainable parameter, which may be one without elements."""
+
+    @abstractmethod
+    def left_out(self, groups: Sequence[Group]) -> list[Tensor]:
+        """Returns the placed parameters that are in none of an optimizer's groups."""
 
     @abstractmethod
     def options(self, options: AdamWOptions) -> AdamWOptions:
@@ -280,12 +340,11 @@ class Placement(ABC):
         """True if :meth:`see_gradient` is to be called; equal on all ranks."""
 
     @abstractmethod
-    def see_gradient(self, index: int, number: int, piece: Tensor, begin: int) -> None:
+    def see_gradient(self, param: Tensor, piece: Tensor, begin: int) -> None:
         """Shows a reduced gradient to whoever watches, who may write to it.
 
         Args:
-            index: of the parameter in its bucket.
-            number: of the bucket.
+            param: the parameter.
             piece: the elements of the flattened gradient that this rank has reduced.
             begin: the first of them.
         """
@@ -296,8 +355,12 @@ class Placement(ABC):
         """The optimizer's step, or None before there is one."""
 
     @abstractmethod
-    def bind(self, owner: BucketOwner) -> None:
+    def bind(self, owner: BucketOwner, before: BucketOwner | None = None) -> None:
         """Makes one optimizer the owner.
+
+        Args:
+            owner: its step.
+            before: the step of the same optimizer that it takes the place of.
 
         Raises:
             ArgumentError: another optimizer is the owner.
@@ -307,7 +370,9 @@ class Placement(ABC):
 # The keys are weak and compared by id(), and the values are weak since they refer to the keys.
 # torch's class is not typed.
 _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKeyDictionary)()
-# The ids of the keys, and of some that are gone: a set look-up takes an eighth of a weak
+# The names of parameters that were frozen when their module was sharded.
+_frozen: MutableMapping[Tensor, str] = cast(Any, WeakIdKeyDictionary)()
+# The ids of the keys of both, and of some that are gone: a set look-up takes an eighth of a weak
 # dictionary's time.
 _ids: set[int] = set()
 
@@ -319,9 +384,33 @@ def place(param: Tensor, placement: Placement) -> None:
 
 
 def displace(param: Tensor) -> None:
-    """Undoes :func:`place`."""
+    """Undoes :func:`place`, and :func:`place_frozen`."""
     _placements.pop(param, None)
+    _frozen.pop(param, None)
     _ids.discard(id(param))
+
+
+def place_frozen(param: Tensor, name: str) -> None:
+    """Records a parameter that was frozen when its module was sharded."""
+    _frozen[param] = name
+    _ids.add(id(param))
+
+
+def check_frozen(params: Iterable[Tensor], operation: str) -> None:
+    """Checks that no parameter is to be trained that was frozen when its module was sharded.
+
+    Raises:
+        ArgumentError: one is; names it.
+    """
+    for param in params:
+        name = _frozen.get(param) if id(param) in _ids and param.requires_grad else None
+        if name is not None:
+            raise ArgumentError(
+                f"{operation}: parameter {name} was frozen when shard() laid out its module, and "
+                "has no place for a gradient there. unshard() the module, unfreeze the parameter, "
+                "and shard() the module anew; what shall be trained at times must require a "
+                "gradient at shard(), and can be frozen right after it"
+            )
 
 
 def first_placed(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Placement] | None:
@@ -368,7 +457,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
 
     Raises:
         ArgumentError: the parameters have several placements, or only some of them have one, or
-            some that were placed together are missing.
+            some that were placed together are missing and not frozen.
     """
     trainable = [
         (param, f"param group {number}, parameter {index}")
@@ -376,7 +465,8 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
         for index, param in enumerate(group["params"])
         if param.requires_grad
     ]
-    everything = [param for group in groups for param in group["params"]]
+    everything = all_params(groups)
+    check_frozen(everything, "optimizer")
     placed = [placement_of(param) for param in everything]
     found = {id(each): each for each in placed if each is not None}
     if not found:
@@ -384,9 +474,9 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
     for param, called in trainable:
         if placement_of(param) is None:
             raise ArgumentError(
-                f"{called}: is no parameter of the module that was sharded, or was frozen then, "
-                "and others are trained. Build the optimizer on the parameters of one module that "
-                "shard() returned, and unfreeze what shall be trained before shard()"
+                f"{called}: is no parameter of the module that was sharded, and others are. Build "
+                "the optimizer on the parameters of one module that shard() returned, and another "
+                "one for what is not of it, such as adapters"
             )
     if len(found) > 1:
         raise ArgumentError(
@@ -394,13 +484,11 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
             f"{len(found)}; shard a module that contains them, or build an optimizer for each"
         )
     (placement,) = found.values()
-    names = dict(placement.names())
-    for param in everything:
-        names.pop(id(param), None)
-    if names:
+    missing = [placement.name_of(each) for each in placement.left_out(groups) if each.requires_grad]
+    if missing:
         raise ArgumentError(
-            f"optimizer: expected all trainable parameters of the sharded module, {len(names)} are "
-            f"missing, the first is {next(iter(names.values()))!r}. Pass module.parameters(), or "
-            "freeze what shall not be trained before shard()"
+            f"optimizer: expected all trainable parameters of the sharded module, {len(missing)} "
+            f"are missing, the first is {missing[0]!r}. Pass module.parameters(), or freeze what "
+            "shall not be trained (requires_grad_(False)), which add_param_group() can take later"
         )
     return placement

@@ -131,7 +131,7 @@ class UpdateRule(ABC):
     def bind(
         self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
     ) -> None:
-        """Called once, when the buckets are there, with memory for the tensors of the state.
+        """Called when the buckets are there, and again whenever the groups have grown.
 
         Args:
             layout: layout of the parameters.

@@ -14,15 +14,17 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import kernels, state, torch_state
+from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
 from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
 from ringcomm.optim.elementwise import OptimizerClass
 from ringcomm.optim.gradients import Accumulator
+from ringcomm.optim.growth import GrownStep
 from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, read_mesh
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import check_order, placement_of
+from ringcomm.optim.placement import all_params, check_order, placement_of
 from ringcomm.optim.rules import UpdateRule
 from ringcomm.optim.step import Amp, Setting, ShardedStep
 from ringcomm.optim.torch_rule import TorchRule
@@ -270,18 +272,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built_on = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does; before the first step only.
+        """Adds a group, as torch does; collective once the optimizer is prepared.
+
+        Its parameters begin at step 0, and the state of the others stays. See NOTE [Growth] in
+        ``optim/growth.py``.
 
         Raises:
             ArgumentError: hyper-parameters or parameters that cannot be used.
-            UnsupportedError: the buckets are laid out already.
+            MismatchError: the ranks add different groups.
+
+        If it raises once the optimizer is prepared, it does so on all ranks, and none has the
+        group.
         """
         # The base class calls this method before it has set anything else up.
-        if self._sharded is not None:
-            raise UnsupportedError(
-                f"{type(self).__name__}.add_param_group: the buckets were laid out at the first "
-                "step; add groups before it, or build a new optimizer"
-            )
+        before = self._sharded
+        if before is None:
+            self._add_group(param_group)
+            return
+        count = len(self.param_groups)
+        try:
+            with all_or_none(before.setting.comm, "optimizer.add_param_group", before.over):
+                before.refuse_if_torn("add_param_group")
+                self._add_group(param_group)
+                before.check_growth()
+            with torch.no_grad():
+                self._sharded = GrownStep(before, self.param_groups)
+        except Exception:
+            for param in all_params(self.param_groups[count:]):
+                self._setting.unwatch(param)
+            del self.param_groups[count:]
+            raise
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict) and "params" in param_group:
             param_group = {**param_group, "params": listed(param_group["params"])}
             group = {**self.defaults, **param_group}

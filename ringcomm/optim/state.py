@@ -24,7 +24,7 @@ from ringcomm.optim import kernels
 from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.fused_rules import MOMENTS, AdamWRule
-from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.layout import BucketLayout, ShardLayout
 from ringcomm.optim.rules import ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
 
@@ -290,7 +290,7 @@ class SavedShards:
             chunk = bucket.chunk(rank, world_size)
             tensors = {
                 name: torch.zeros(chunk.elems, dtype=_dtype_of(name), device="cpu")
-                for name in self._names(bucket.segments[0].param)
+                for name in self._names(bucket)
             }
             for begin, end, param in bucket.segments:
                 low, high = max(begin, chunk.begin), min(end, chunk.end)
@@ -301,8 +301,12 @@ class SavedShards:
             mine.append(tensors)
         return mine
 
-    def _names(self, param: int) -> list[str]:
-        number, _ = self.layout.places[param]
+    def _names(self, bucket: BucketLayout) -> list[str]:
+        """Returns the names of the tensors that a bucket of another layout has."""
+        if bucket.segments:
+            number, _ = self.layout.places[bucket.segments[0].param]
+        else:
+            number = next(n for n, b in enumerate(self.layout.buckets) if b.dtype is bucket.dtype)
         return list(self.first.buckets[number])
 
     def _read(self, param: int, name: str, begin: int, target: Tensor) -> None:

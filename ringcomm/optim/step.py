@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
     CommRanks,
@@ -28,7 +27,7 @@ from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
-from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, ShardLayout, within
+from ringcomm.optim.layout import Chunk, ShardLayout, within
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
@@ -37,9 +36,12 @@ from ringcomm.optim.placement import (
     Placement,
     all_params,
     check_axis,
+    check_even,
     check_masters,
     check_memory,
+    check_nodes,
     check_ranks,
+    check_segments,
     find_placement,
     move_parameters,
     share_params,
@@ -66,7 +68,13 @@ class OutsideWrites:
     the values do not tell which elements were written.
     """
 
-    def __init__(self, params: Sequence[Tensor], buckets: Buckets, options: AdamWOptions) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buckets: Buckets,
+        options: AdamWOptions,
+        left_out: Sequence[Tensor] = (),
+    ) -> None:
         followed = [
             bucket
             for bucket in buckets
@@ -76,6 +84,8 @@ class OutsideWrites:
         ]
         self._buckets = followed
         placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
+        # What no group has lies in the same buckets, and its masters with the others'.
+        placed += left_out if followed else []
         # A local tensor that is written to changes no version of its DTensor.
         self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
         self._versions = self._read()
@@ -140,6 +150,11 @@ class Setting:
     def world_size(self) -> int:
         return 1 if self.comm is None else self.comm.world_size
 
+    def unwatch(self, param: Tensor) -> None:
+        """Has no sum taken of a parameter's gradients any more."""
+        if self.accumulator is not None:
+            self.accumulator.unwatch(param)
+
     def where(self, operation: str) -> str:
         """Returns the head of a message about an operation."""
         return where(f"optimizer.{operation}", self.rank, self.world_size)
@@ -186,6 +201,9 @@ class ShardedStep:
     Building it is collective, and moves the parameters into the heap.
     """
 
+    #: The step of the same optimizer that this one takes the place of, while it is built.
+    _before: ShardedStep | None = None
+
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
         placement = find_placement(groups)
         if placement is not None:
@@ -202,7 +220,7 @@ class ShardedStep:
         with with_all_stages(comm, setting.others, OPERATION):
             check_axis(comm, self.mesh, OPERATION)
         if placement is None:
-            self.layout = ShardLayout.plan(specs_of(groups), options.bucket_elems)
+            self.layout = self._lay_out()
             check_memory(self.params, self.layout)
         else:
             self.layout = placement.layout(self.params, groups)
@@ -232,7 +250,8 @@ class ShardedStep:
             self._join(placement)
         self._ensure_all()
         rule.bind(self.layout, groups, self.buckets, self.shard_of[1])
-        self.written = OutsideWrites(self.params, self.buckets, options)
+        left_out = [] if placement is None else placement.left_out(groups)
+        self.written = OutsideWrites(self.params, self.buckets, options, left_out)
         self.torn = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
@@ -250,8 +269,25 @@ class ShardedStep:
             check_nodes(comm, "optimizer", options.algorithm, options.kernels)
             if options.state == "node":
                 check_even(comm, "optimizer", 'state="node"', 'state="world"')
-            _check_segments(comm, ALGORITHMS[options.algorithm])
+            check_segments(comm, ALGORITHMS[options.algorithm])
         return self.rule.kernels(comm, options, self.table)
+
+    def check_growth(self) -> None:
+        """Checks that the groups, of which some were added since, can be stepped together.
+
+        Raises:
+            ArgumentError: a parameter of another module, or of none, beside those of a sharded one;
+                or one that was sharded since.
+        """
+        if find_placement(self.groups) is not self._placement:
+            raise ArgumentError(
+                f"{self.setting.where('add_param_group')}: expected parameters of no sharded "
+                "module, as the optimizer's others are; build another optimizer for these"
+            )
+
+    def _lay_out(self) -> ShardLayout:
+        """Lays the parameters out in the optimizer's own buckets."""
+        return ShardLayout.plan(specs_of(self.groups), self.setting.options.bucket_elems)
 
     def _take_over(self) -> None:
         """Moves the parameters into the optimizer's own buckets."""
@@ -267,19 +303,25 @@ class ShardedStep:
     def _join(self, placement: Placement) -> None:
         """Takes the buckets in which a placement has put the parameters."""
         setting = self.setting
-        placement.bind(self)
+        placement.bind(self, self._before)
         self.shard_of = placement.shard_of
         self.kernels = placement.kernels(self.kernels)
-        self.buckets = placement.buckets(self.layout, setting.options)
-        for bucket in self.buckets:
+        self.buckets = self._placed_buckets(placement)
+        self.gradients = placement.gradients(
+            self.params, self.layout, self.buckets, setting.accumulator
+        )
+
+    def _placed_buckets(self, placement: Placement) -> Buckets:
+        """Returns the buckets of a placement, with state."""
+        setting = self.setting
+        buckets = placement.buckets(self.layout, setting.options)
+        for bucket in buckets:
             bucket.take_wide()
         sharers = setting.sharers
         if setting.options.master == "remainder" and sharers and self.shard_of[1] > 1:
             assert setting.comm is not None
-            share_params(setting.comm, sharers, self.buckets)
-        self.gradients = placement.gradients(
-            self.params, self.layout, self.buckets, setting.accumulator
-        )
+            share_params(setting.comm, sharers, buckets)
+        return buckets
 
     @property
     def ranks(self) -> CommRanks | MeshRanks | None:
@@ -434,9 +476,9 @@ class ShardedStep:
 
     def _collect(self) -> None:
         """Moves gradients into the buckets, and determines which parameters step; collective."""
-        self.gradients.check()
         if self._placement is not None:
             self._placement.check()
+        self.gradients.check()
         options, comm = self.setting.options, self.setting.comm
         active = self.gradients.collect()
         frozen = [] if self._placement is None else self.gradients.frozen()
@@ -537,11 +579,11 @@ class ShardedStep:
             for bucket in self.buckets:
                 reduced = self.kernels.reduced(bucket)
                 chunk = bucket.layout.chunk(*self.setting.shard_of)
-                for number, segment in enumerate(bucket.layout.segments):
+                for segment in bucket.layout.segments:
                     piece = within(reduced, chunk, segment)
                     if active[segment.param] and piece.numel():
                         begin = max(segment.begin, chunk.begin) - segment.begin
-                        placement.see_gradient(number, bucket.number, piece, begin)
+                        placement.see_gradient(self.params[segment.param], piece, begin)
 
     def own_chunk(self, bucket: Bucket) -> Chunk:
         """Returns the part of a bucket that this rank sums for the norm."""
@@ -590,53 +632,3 @@ class ShardedStep:
                 "optimizer: step skipped, its gradient is not finite (%d skipped so far)", skipped
             )
         self._seen_skipped = skipped
-
-
-def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str) -> None:
-    """Checks that state can be sharded over a communicator's nodes, where it has several.
-
-    Raises:
-        UnsupportedError: an algorithm or kernels that work within one node, or a communicator over
-            which no state can be sharded.
-    """
-    if comm.num_nodes == 1:
-        return
-    comm.shard_index  # noqa: B018 -- a communicator that shards no state raises here
-    head = where(operation, comm.rank, comm.world_size)
-    if algorithm == "ring":
-        raise UnsupportedError(
-            f'{head}: algorithm: expected "auto" or "direct" over several nodes, got "ring", which '
-            "exists within one (Communicator.node)"
-        )
-    if kernels != "native":
-        raise UnsupportedError(
-            f'{head}: kernels: expected "native" over several nodes, got {kernels!r}, which '
-            "exist within one (Communicator.node)"
-        )
-
-
-def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> None:
-    """Checks that a communicator's nodes have equally many ranks, as copies on nodes need it.
-
-    The ranks of a rail update and exchange the same chunk, so that a copy is cut alike everywhere.
-
-    Raises:
-        UnsupportedError: they have not.
-    """
-    sizes = list(Counter(map(comm.node_of, range(comm.world_size))).values())
-    if len(set(sizes)) > 1:
-        raise UnsupportedError(
-            f"{where(operation, comm.rank, comm.world_size)}: {asked}: expected nodes with equally "
-            f"many ranks, got {', '.join(map(str, sizes))}. Pass {instead}, start as many ranks on "
-            "each node, or shard over a new_group() with equally many ranks of each"
-        )
-
-
-def _check_segments(comm: Communicator, algorithm: int) -> None:
-    """Refuses a ring whose segments hold no whole block, since norms are summed by blocks."""
-    segment_bytes, least = comm.segment_bytes, BLOCK_ELEMS * 4
-    if comm.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
-        raise UnsupportedError(
-            f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
-            f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
-        )

@@ -92,9 +92,12 @@ class TorchRule(UpdateRule):
     def bind(
         self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
     ) -> None:
+        self._instances.clear()
+        self._bare = None
         for bucket in buckets:
             parts = parts_of(bucket.layout, bucket.chunk, lambda index: layout.params[index].group)
-            self._instances[bucket.number] = self._instance(groups, bucket, parts)
+            if parts:
+                self._instances[bucket.number] = self._instance(groups, bucket, parts)
         bare = [
             Part(index, spec.group)
             for index, spec in enumerate(layout.params)
@@ -132,6 +135,8 @@ class TorchRule(UpdateRule):
             grad: float32 [chunk elements].
             active: by parameter, not 0 where the parameter takes the step.
         """
+        if bucket.number not in self._instances:
+            return  # none of its parameters is in a group
         self._instances[bucket.number].step(grad, active)
         if bucket.state.master is not None:
             bucket.own_params.copy_(bucket.state.master)

@@ -79,8 +79,14 @@ class Absent:
         absent = list(_absent_in((args, kwargs)))
         if absent and all(not isinstance(each, Absent) or vars(each)[_ASK]() for each in absent):
             return func(*args, **kwargs)
-        name = vars(absent[0])[_NAME] if absent else "?"
-        raise _needs_values(name, _called(func))
+        if not absent:
+            raise _needs_values("?", _called(func))
+        absent[0]._refuse(_called(func))
+
+    def _refuse(self, called: str) -> NoReturn:
+        if vars(self)[_ASK]() is None:
+            raise _is_gone(vars(self)[_NAME], called)
+        raise _needs_values(vars(self)[_NAME], called)
 
     def __repr__(self: Any) -> str:
         with plainly():
@@ -103,9 +109,6 @@ class AbsentPart(Absent):
         """Raises ArgumentError."""
         self._refuse("full_tensor")
 
-    def _refuse(self, called: str) -> NoReturn:
-        raise _needs_values(vars(self)[_NAME], called)
-
 
 def _needs_values(name: str, called: str) -> ArgumentError:
     return ArgumentError(
@@ -113,6 +116,14 @@ def _needs_values(name: str, called: str) -> ArgumentError:
         "stage 3 a parameter has them only while its module runs and in "
         "ringcomm.zero.gathered(module). Read it in there, and change it in "
         "ringcomm.zero.gathered(module, write_from=0)"
+    )
+
+
+def _is_gone(name: str, called: str) -> ArgumentError:
+    return ArgumentError(
+        f"zero: parameter {name}: {called} needs its values, and the module that shard() returned, "
+        "whose ranks have a shard of them each, is gone on this rank. Keep that module for as long "
+        "as its parameters are used, or unshard() it before it goes"
     )
 
 
@@ -142,14 +153,15 @@ def _absent_kind(kind: type) -> type:
 
 
 def make_absent(
-    params: Sequence[nn.Parameter], names: Sequence[str], ask: Callable[[], bool]
+    params: Sequence[nn.Parameter], names: Sequence[str], ask: Callable[[], bool | None]
 ) -> list[int]:
     """Makes parameters raise when they are used, naming them; see NOTE [Absent parameters].
 
     Args:
         params: the parameters.
         names: theirs.
-        ask: called before one raises; returns whether it has brought them all instead.
+        ask: called before one raises; returns whether it has brought them all instead, or None if
+            nobody can any more.
 
     Returns:
         The versions that the parameters have now.

@@ -267,10 +267,15 @@ class _Place:
                 f"{head}: no optimizer has prepared the parameters yet, so that there is no state; "
                 "build one of ringcomm.optim on them, and call its prepare(), or take a step"
             )
-        index = next(at for at, each in enumerate(owner.params) if each is param)
+        name = placement.name_of(param)
+        index = next((at for at, each in enumerate(owner.params) if each is param), None)
+        if index is None:
+            raise ArgumentError(
+                f"{head}: parameter {name}: is in none of its optimizer's groups, so that it has "
+                "no state; add_param_group() it"
+            )
         number, segment = owner.layout.places.get(index, (None, Segment(0, 0, index)))
         bucket = None if number is None else owner.buckets[number]
-        name = placement.name_of(param)
         return cls(operation, param, name, placement, owner, index, bucket, segment)
 
     @property

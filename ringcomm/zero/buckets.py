@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 
 import torch
 from torch import nn
@@ -20,7 +21,15 @@ from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.dtensors import Sharding, apart, is_distributed, local_of, set_local
-from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout, Chunk, ParamSpec, Segment, ShardLayout
+from ringcomm.optim.layout import (
+    DTYPE_NAMES,
+    DTYPES,
+    PLACED_DTYPES,
+    BucketLayout,
+    Chunk,
+    ParamSpec,
+    ShardLayout,
+)
 from ringcomm.zero.absent import advance_versions, make_absent, make_present, plainly
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import ModuleDtypes
@@ -51,8 +60,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
 
-    Parameters of several dtypes in a unit have buckets of each. Frozen parameters of a dtype that
-    no optimizer takes have no place.
+    Parameters of several dtypes in a unit have buckets of each. Frozen parameters of 8 bits keep
+    their dtype, and those of other dtypes that no optimizer takes have no place.
 
     Raises:
         ArgumentError: a trainable parameter is of a dtype that no optimizer takes.
@@ -64,13 +73,18 @@ def plan_buckets(
     for number, unit in enumerate(units):
         first = len(specs)
         for name, param in unit.params.items():
-            if param.requires_grad == trainable and (trainable or param.dtype in DTYPE_NAMES):
+            if trainable and param.requires_grad and param.dtype not in DTYPE_NAMES:
+                raise ArgumentError(
+                    f"shard: parameter {name}: expected dtype {', '.join(DTYPES)}, got "
+                    f"{param.dtype}, which no optimizer steps; freeze it (requires_grad_(False)), "
+                    "and train others beside it, such as adapters"
+                )
+            if param.requires_grad == trainable and param.dtype in PLACED_DTYPES:
                 named.append((name, param))
                 specs.append(_spec(name, param, dtypes.of_param(param)))
         run = ShardLayout.plan(specs[first:], options.bucket_elems)
         for bucket in run.buckets:
-            moved = tuple(Segment(s.begin, s.end, s.param + first) for s in bucket.segments)
-            buckets.append(replace(bucket, segments=moved))
+            buckets.append(bucket.with_params(partial(add, first)))
             unit_of.append(number)
     return BucketPlan(
         tuple(name for name, _ in named),
@@ -87,6 +101,8 @@ def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpe
     parameter.
     """
     shape = tuple(local_of(param).shape)
+    if param.dtype not in DTYPE_NAMES:
+        dtype = None
     return ParamSpec(shape, dtype or param.dtype, name=name, sharding=Sharding.of(param))
 
 
@@ -97,7 +113,8 @@ def by_optimizer(
 
     Args:
         plan: plan of the trainable parameters.
-        params: parameters in the optimizer's order; frozen ones and repetitions have no place.
+        params: parameters in the optimizer's order; frozen ones and repetitions have no place, and
+            the place of what is missing is padding.
         groups: param group of each.
         names: name of each; "" takes the module's name for it.
     """
@@ -117,13 +134,7 @@ def by_optimizer(
             spec = replace(spec, name=name)
         specs.append(replace(spec, tied_to=_earlier(tied_to, at)))
         position.setdefault(index, at)
-    buckets = tuple(
-        replace(
-            bucket,
-            segments=tuple(Segment(s.begin, s.end, position[s.param]) for s in bucket.segments),
-        )
-        for bucket in plan.layout.buckets
-    )
+    buckets = tuple(bucket.with_params(position.get) for bucket in plan.layout.buckets)
     return ShardLayout(tuple(specs), plan.layout.bucket_elems, buckets)
 
 
@@ -268,7 +279,7 @@ class ShardedBucket(ParamBucket):
         kept: [kept chunk elements], its values, in the heap.
 
     While it is freed, its parameters keep their shapes and raise when they are used; see
-    NOTE [Absent parameters]. One NaN, expanded, stands in for their values.
+    NOTE [Absent parameters]. One NaN, expanded, stands in for their values, or a zero for integers.
 
     NOTE [Gathering is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
@@ -368,8 +379,16 @@ class ShardedBucket(ParamBucket):
         return self.comm.all_gather_on_rail(self._on_rail, async_op)
 
     def _make_absent(self, placed: BucketParam) -> Tensor:
-        nan = torch.full((), torch.nan, dtype=self.layout.dtype, device=self.flat.device)
-        return nan.expand(placed.spec.shape)
+        one = torch.zeros((), dtype=self.layout.dtype, device=self.flat.device)
+        self._void(one)
+        return one.expand(placed.spec.shape)
+
+    def _void(self, absent: Tensor) -> None:
+        """Fills what stands for absent values with NaN, if its dtype has one."""
+        if absent.is_floating_point():
+            absent.fill_(torch.nan)
+        else:
+            absent.zero_()
 
     def _make_flat(self) -> None:
         """Makes ``flat``, whose storage has no memory yet."""
@@ -522,7 +541,7 @@ class ShardedBucket(ParamBucket):
         self._in_the_open = False
         if not self.is_here:
             for absent in self._absent:
-                absent.fill_(torch.nan)
+                self._void(absent)
         self.accept_changes()
 
     def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
@@ -552,9 +571,9 @@ class ShardedBucket(ParamBucket):
                     self._versions[index] = param._version
 
 
-def _ask(reference: weakref.ref[ShardedBucket]) -> bool:
+def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
     bucket = reference()
-    return bucket is not None and bucket.asked(bucket)
+    return None if bucket is None else bucket.asked(bucket)
 
 
 class WorldBucket(ShardedBucket):

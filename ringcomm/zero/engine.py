@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
@@ -24,6 +25,7 @@ from ringcomm.optim.placement import Placement, displace
 from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
+from ringcomm.zero.conversions import allow_conversions, refuse_conversions
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -37,6 +39,15 @@ from ringcomm.zero.units import Unit
 Tensor = torch.Tensor
 #: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
 GradientHook = Callable[[str, Tensor, int], object]
+# By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
+# since they refer to the keys. torch's class is not typed.
+_engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
+
+
+def owner_of(param: Tensor) -> ShardEngine | None:
+    """Returns the engine of the sharded module that a parameter is of, or None."""
+    reference = _engines.get(param)
+    return None if reference is None else reference()
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,7 @@ class ShardEngine:
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``place_params``.
         watchers: hooks that see reduced gradients, by number.
+        closed: True once the module is plain again.
         exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
 
@@ -103,18 +115,25 @@ class ShardEngine:
         self.mesh = find_mesh(self.parts.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
+        self.closed = False
         self.exchanged = False
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
         self._pending: dict[ShardedBucket, int] = {}
         everywhere = (*parts.stored, *parts.stored_frozen)
-        self.slots = Slots(
-            parts.module,
-            [placed for bucket in everywhere for placed in bucket.params],
-            where("zero", parts.comm.rank, parts.comm.world_size),
-        )
+        head = where("zero", parts.comm.rank, parts.comm.world_size)
+        placed = [placed for bucket in everywhere for placed in bucket.params]
+        self.slots = Slots(parts.module, placed, head)
         self.slots.watch_loads(self.keep)
+        trained = set(map(id, self.plan.params))
+        #: The names of parameters that were frozen at ``shard()``, by parameter.
+        self.frozen_params = {
+            param: name
+            for name, param in parts.module.named_parameters()
+            if id(param) not in trained
+        }
+        self._unconverted = refuse_conversions(parts.module, head)
         self._align_gradients()
         parts.module.join_hook = refuse_join  # type: ignore[assignment]
         if self.reduction is not None:
@@ -142,6 +161,29 @@ class ShardEngine:
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
         return Gatherer(units, self.comm, self.options, self.profile)
+
+    def own(self, owns: bool) -> None:
+        """Makes the engine the owner of the module's parameters, or of none any more."""
+        for param in (*self.plan.params, *self.frozen_params):
+            if owns:
+                _engines[param] = weakref.ref(self)
+            else:
+                _engines.pop(param, None)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters with the names that they have now, without other engines'.
+
+        Modules that were put into the module since, such as adapters, may be sharded by themselves.
+        """
+        for name, param in self.parts.module.named_parameters():
+            if owner_of(param) in (None, self):
+                yield name, param
+
+    def names(self) -> dict[int, str]:
+        """Returns by ``id`` the names that parameters have now; what is gone has its last one."""
+        buckets = (*self.parts.stored, *self.parts.stored_frozen)
+        had = {id(placed.param): placed.name for bucket in buckets for placed in bucket.params}
+        return {**had, **{id(param): name for name, param in self.named_parameters()}}
 
     def keep(self, handle: RemovableHandle) -> None:
         """Keeps the handle of a hook that ends with the engine."""
@@ -299,8 +341,14 @@ class ShardEngine:
 
         Raises:
             ArgumentError: the module has another tensor in a parameter's place; or it is in
-                ``exchanged()``.
+                ``exchanged()``, or plain again.
         """
+        if self.closed:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
+                "a module that unshard() has made plain since, so that its shards are gone; "
+                "shard() it anew, and build a new optimizer"
+            )
         if self.exchanged:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
@@ -338,6 +386,7 @@ class ShardEngine:
 
     def close(self) -> None:
         """Removes all hooks; the parameters stay where they are."""
+        self.closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -345,12 +394,13 @@ class ShardEngine:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()
         vars(self.parts.module).pop("join_hook", None)
+        allow_conversions(self._unconverted)
         if self.reduction is not None:
             vars(self.parts.module).pop("zero_grad", None)
             self.reduction.wait()
         if self.gatherer is not None:
             self.gatherer.close()
-        for param in self.plan.params:
+        for param in (*self.plan.params, *self.frozen_params):
             displace(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -23,7 +23,16 @@ from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradient
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import BucketOwner, Placement, first_placed, place, sharers_of
+from ringcomm.optim.placement import (
+    BucketOwner,
+    Placement,
+    all_params,
+    check_frozen,
+    first_placed,
+    place,
+    place_frozen,
+    sharers_of,
+)
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.absent import plainly
@@ -249,14 +258,20 @@ class ReducedGradients(Gradients):
         self._engine = engine
         self._accumulator = accumulator
         self._reduction = engine.reduction
+        # By bucket and by parameter there, its index; None for one that is in no group.
+        self._places: list[list[int | None]] = []
+        for bucket, reduced in zip(layout.buckets, self._reduction.buckets, strict=True):
+            index_at = {segment.begin: segment.param for segment in bucket.segments}
+            self._places.append([index_at.get(p.begin) for p in reduced.stored.params])
 
     def collect(self) -> list[float]:
         self._engine.order.settle()
         found = self._reduction.finish(keep=True)
         active = [0.0] * len(self._params)
-        for bucket, flags in zip(self._layout.buckets, found, strict=True):
-            for segment, flag in zip(bucket.segments, flags, strict=True):
-                active[segment.param] = float(flag)
+        for places, flags in zip(self._places, found, strict=True):
+            for index, flag in zip(places, flags, strict=True):
+                if index is not None:
+                    active[index] = float(flag)
         sums = self._accumulator
         for index in self._empty:
             param = self._params[index]
@@ -274,8 +289,8 @@ class ReducedGradients(Gradients):
 
     def wrote(self, index: int) -> None:
         if index in self._layout.places:
-            number, segment = self._layout.places[index]
-            self._reduction.wrote(number, self._layout.buckets[number].segments.index(segment))
+            number, _ = self._layout.places[index]
+            self._reduction.wrote(number, self._places[number].index(index))
 
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
@@ -333,6 +348,7 @@ class ModulePlacement(Placement):
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         self._owner: weakref.ref[BucketOwner] | None = None
+        self._left_out: list[Tensor] = []
         self.comm: Communicator = engine.comm
         self.others = engine.parts.others
         self.scaled = engine.options.precision.scaled
@@ -347,11 +363,14 @@ class ModulePlacement(Placement):
         return {id(param): name for param, name, spec in placed if spec.placed}
 
     def name_of(self, param: Tensor) -> str:
-        """Returns the name of a trainable parameter, which may be one without elements."""
         plan = self._engine.plan
         return next(
             name for name, each in zip(plan.names, plan.params, strict=True) if each is param
         )
+
+    def left_out(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        there = {id(param) for param in all_params(groups)}
+        return [param for param in self._engine.plan.params if id(param) not in there]
 
     def options(self, options: AdamWOptions) -> AdamWOptions:
         engine, default = self._engine, AdamWOptions()
@@ -377,6 +396,7 @@ class ModulePlacement(Placement):
         return replace(options, **mine)
 
     def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
+        self._left_out = self.left_out(groups)
         numbers: list[int] = []
         names: list[str] = []
         for number, group in enumerate(groups):
@@ -456,10 +476,25 @@ class ModulePlacement(Placement):
     def check(self) -> None:
         engine = self._engine
         engine.check("optimizer.step")
+        self._check_left_out()
         # Without a reduction the gradients check the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
+
+    def _check_left_out(self) -> None:
+        """Raises ArgumentError if what no group has is to be trained."""
+        engine = self._engine
+        head = where("optimizer.step", engine.comm.rank, engine.comm.world_size)
+        with plainly():
+            check_frozen(engine.frozen_params, head)
+            for param in self._left_out:
+                if param.requires_grad:
+                    raise ArgumentError(
+                        f"{head}: parameter {self.name_of(param)}: is in none of the optimizer's "
+                        "groups, and no step would train it; add_param_group() it, or freeze it "
+                        "(requires_grad_(False))"
+                    )
 
     def forget_gradients(self, set_to_none: bool) -> None:
         self._engine.forget_gradients(set_to_none)
@@ -468,8 +503,8 @@ class ModulePlacement(Placement):
     def watches_gradients(self) -> bool:
         return bool(self._engine.watchers)
 
-    def see_gradient(self, index: int, number: int, piece: Tensor, begin: int) -> None:
-        name = self._engine.stored[number].params[index].name
+    def see_gradient(self, param: Tensor, piece: Tensor, begin: int) -> None:
+        name = self.name_of(param)
         for hook in list(self._engine.watchers.values()):
             hook(name, piece, begin)
 
@@ -484,8 +519,8 @@ class ModulePlacement(Placement):
                     if only is None or id(placed.param) in only:
                         bucket.refresh_master(placed.begin, placed.end)
 
-    def bind(self, owner: BucketOwner) -> None:
-        if self.owner is not None:
+    def bind(self, owner: BucketOwner, before: BucketOwner | None = None) -> None:
+        if self.owner is not before:
             raise ArgumentError(
                 "optimizer: another optimizer steps these parameters already; build one, or "
                 "unshard() and shard() the module anew"
@@ -514,6 +549,8 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
     """Raises ArgumentError if an optimizer that knows no sharding would step sharded parameters."""
     if isinstance(optimizer, ShardedOptimizer):
         return
+    with plainly():
+        check_frozen(all_params(optimizer.param_groups), "optimizer.step")
     found = first_placed(optimizer.param_groups)
     # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.
     if found is None or any(
@@ -538,3 +575,5 @@ def place_params(engine: ShardEngine) -> None:
     watch_optimizers()
     for param in engine.plan.params:
         place(param, engine.placement)
+    for param, name in engine.frozen_params.items():
+        place_frozen(param, name)

@@ -11,7 +11,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import BLOCK_ELEMS
-from ringcomm.optim.step import check_even
+from ringcomm.optim.placement import check_even
 from ringcomm.zero.precision import Precision
 
 # Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
@@ -29,8 +27,7 @@ from ringcomm.optim.meshes import (
     stages_of,
     with_all_stages,
 )
-from ringcomm.optim.placement import check_axis, check_memory
-from ringcomm.optim.step import check_nodes
+from ringcomm.optim.placement import check_axis, check_memory, check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
@@ -40,7 +37,7 @@ from ringcomm.zero.buckets import (
     ShardedBucket,
     plan_buckets,
 )
-from ringcomm.zero.engine import EngineParts, ShardEngine
+from ringcomm.zero.engine import EngineParts, ShardEngine, owner_of
 from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
@@ -85,9 +82,6 @@ Tensor = torch.Tensor
 _STAGES = (0, 1, 2, 3)
 # An attribute of the module, so that engine and module end together.
 _ENGINE = "_ringcomm_engine"
-# By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
-# since they refer to the keys. torch's class is not typed.
-_engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
 
 
 def shard(
@@ -126,7 +120,7 @@ def shard(
         ``module``.
 
     Raises:
-        ArgumentError: a bad stage, no trainable parameter, a module that is sharded already, a
+        ArgumentError: a bad stage, no parameter, a module that is sharded already, a
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
             that this rank is not in, or of ranks that have different parts of DTensor parameters;
@@ -147,12 +141,13 @@ def shard(
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"shard: module: expected a torch.nn.Module, got {module!r}")
     returned, module = module, uncompiled(module)
-    if any(map(is_sharded, module.modules())):
-        raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
+    _check_not_sharded(module)
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, module)
     options = ZeroOptions() if options is None else options
     with with_all_stages(ranks, others, "shard"):
+        if stages_of(others) == 1 and not any(True for _ in module.parameters()):
+            raise ArgumentError("shard: module: expected at least one parameter, got none")
         check_shardable(module)
         check_batch_norm(module, ranks)
         parted = find_mesh(module.parameters(), "shard")
@@ -165,11 +160,6 @@ def shard(
         frozen = _no_plan(options)
         if stage == 3:
             frozen = plan_buckets(units, options, dtypes, trainable=False)
-        if not plan.layout.buckets and stages_of(others) == 1:
-            raise ArgumentError(
-                "shard: module: expected at least one trainable parameter, got none; call "
-                "requires_grad_() on what shall be trained before shard()"
-            )
     with with_all_stages(ranks, others, "shard"):
         check_axis(ranks, parted, "shard")
     told = stage, (plan, frozen), options
@@ -238,8 +228,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def forget_engine(module: nn.Module) -> None:
     """Detaches the engine from a module, which is plain again."""
-    for param in module.parameters():
-        _engines.pop(param, None)
+    engine_of(module, "unshard").own(False)
     object.__delattr__(module, _ENGINE)
 
 
@@ -249,10 +238,21 @@ def _attach(parts: EngineParts, rollback: Rollback) -> None:
     rollback.call(engine.close)
     place_params(engine)
     object.__setattr__(parts.module, _ENGINE, engine)
-    for param in parts.module.parameters():
-        _engines[param] = weakref.ref(engine)
+    engine.own(True)
     rollback.call(forget_engine, parts.module)
     hook_modules(engine, parts.module)
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    if any(_ENGINE in vars(each) for each in module.modules()):
+        raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
+    for name, param in module.named_parameters():
+        if owner_of(param) is not None:
+            raise ArgumentError(
+                f"shard: parameter {name} is of a module that is sharded already. Of what is put "
+                "into such a module, as adapters are, shard what is new alone, such as an "
+                "nn.ModuleList of the adapters; or unshard() the whole and shard() it anew"
+            )
 
 
 def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
@@ -349,56 +349,59 @@ def gathered(
             part, or replaced.
         MismatchError: the ranks would take over different parameters.
     """
-    engine, part = _engine_and_part(module)
-    world_size = engine.comm.world_size
-    if write_from is not None and not 0 <= write_from < world_size:
-        raise ArgumentError(
-            f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from}"
-        )
-    units = [
-        unit
-        for unit in engine.parts.units
-        if part is None or any(id(param) in part for param in unit.params.values())
-    ]
-    with _here(engine, units):
-        if engine.gatherer is not None:
-            for unit in units:
-                engine.gatherer.open(unit)
+    parts = _engines_and_parts(module)
+    for engine, _ in parts:
+        world_size = engine.comm.world_size
+        if write_from is not None and not 0 <= write_from < world_size:
+            raise ArgumentError(
+                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from}"
+            )
+    with ExitStack() as here:
+        for engine, part in parts:
+            units = [
+                unit
+                for unit in engine.parts.units
+                if part is None or any(id(param) in part for param in unit.params.values())
+            ]
+            here.enter_context(_here(engine, units))
+            if engine.gatherer is not None:
+                for unit in units:
+                    engine.gatherer.open(unit)
         yield
         if write_from is not None:
-            _take_changes(engine, write_from, part)
+            for engine, part in parts:
+                _take_changes(engine, write_from, part)
 
 
-def _engine_and_part(
+def _engines_and_parts(
     module: nn.Module | Tensor | Iterable[Tensor],
-) -> tuple[ShardEngine, frozenset[int] | None]:
-    """Returns the engine of a part of a sharded module, and the ``id`` of its parameters.
+) -> list[tuple[ShardEngine, frozenset[int] | None]]:
+    """Returns the engines of parameters, each with the ``id`` of its own; None for all that it has.
 
-    Those are None for a whole module.
+    A module that was put into a sharded one may be sharded by itself.
 
     Raises:
-        ArgumentError: it is not sharded, has no parameter, or parameters of several modules.
+        ArgumentError: a module is not sharded, or there is no parameter of a sharded one.
     """
-    params: list[Tensor]
     if isinstance(module, nn.Module):
         module = uncompiled(module)
-        params = list(module.parameters())
-        if _ENGINE in vars(module) or not params or params[0] not in _engines:
-            return engine_of(module, "gathered"), None
+        params: list[Tensor] = [p for p in module.parameters() if owner_of(p) is not None]
+        if _ENGINE in vars(module) or not params:
+            whole = engine_of(module, "gathered")
+            nested = dict.fromkeys(map(_engine_of_param, params))
+            return [(each, None) for each in {whole: None, **nested}]
     else:
         params = [module] if isinstance(module, Tensor) else list(module)
-    found = {_engine_of_param(param) for param in params}
-    if len(found) != 1:
-        raise ArgumentError(
-            "gathered: expected parameters of one module that shard() returned, got "
-            f"{'those of several' if found else 'none'}; use a context for each"
-        )
-    return found.pop(), frozenset(map(id, params))
+    found: dict[ShardEngine, set[int]] = {}
+    for param in params:
+        found.setdefault(_engine_of_param(param), set()).add(id(param))
+    if not found:
+        raise ArgumentError("gathered: expected parameters of sharded modules, got none")
+    return [(engine, frozenset(part)) for engine, part in found.items()]
 
 
 def _engine_of_param(param: Tensor) -> ShardEngine:
-    reference = _engines.get(param) if isinstance(param, Tensor) else None
-    engine = None if reference is None else reference()
+    engine = owner_of(param) if isinstance(param, Tensor) else None
     if engine is None:
         kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
         raise ArgumentError(
@@ -437,7 +440,9 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         ArgumentError: the module is not sharded.
     """
     engine = engine_of(module, "full_state_dict")
-    with _here(engine, engine.parts.units):
+    with ExitStack() as here:
+        for each, _ in _engines_and_parts(module):
+            here.enter_context(_here(each, each.parts.units))
         state = engine.parts.module.state_dict()
         return {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
@@ -468,7 +473,7 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     """
     comm = engine.comm
     engine.check_all("gathered")
-    named = dict(engine.parts.module.named_parameters())
+    named = dict(engine.named_parameters())
     if part is not None:
         names = [name for name, param in named.items() if id(param) in part]
         check_agreement(comm, "gathered", {"options": {"parameters": names}})
@@ -516,7 +521,8 @@ def unshard(module: nn.Module) -> nn.Module:
     engine = engine_of(module, "unshard")
     root = engine.parts.module
     with _here(engine, engine.parts.units):
-        copies = [(param, local_of(param).detach().clone()) for param in root.parameters()]
+        own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]
+        copies = [(param, local_of(param).detach().clone()) for param in own]
     # Peers may still be reading this rank's chunks.
     engine.comm.barrier()
     engine.close()

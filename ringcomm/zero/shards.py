@@ -60,10 +60,11 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
         UnsupportedError: a parameter that lies in no bucket is not contiguous.
     """
     engine = engine_of(module, "local_shards")
-    found = {shard.name: shard for bucket in _buckets(engine) for shard in _shards_of(bucket)}
+    names = engine.names()
+    found = {shard.name: shard for each in _buckets(engine) for shard in _shards_of(each, names)}
     shards = {}
     with plainly():
-        for name, param in engine.parts.module.named_parameters():
+        for name, param in engine.named_parameters():
             shards[name] = found[name] if name in found else _whole(engine, name, param)
     return shards
 
@@ -148,15 +149,16 @@ def _own(bucket: ParamBucket) -> Tensor:
     return bucket.flat[bucket.state_chunk.begin : bucket.state_chunk.end]
 
 
-def _shards_of(bucket: ParamBucket) -> Iterator[LocalShard]:
+def _shards_of(bucket: ParamBucket, names: Mapping[int, str]) -> Iterator[LocalShard]:
     own, chunk = _own(bucket), bucket.state_chunk
     for placed in bucket.params:
         low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+        name = names[id(placed.param)]
         if low < high:
             values = own[low - chunk.begin : high - chunk.begin]
-            yield LocalShard(placed.name, low - placed.begin, high - placed.begin, values)
+            yield LocalShard(name, low - placed.begin, high - placed.begin, values)
         else:
-            yield LocalShard(placed.name, 0, 0, own[:0])
+            yield LocalShard(name, 0, 0, own[:0])
 
 
 def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
@@ -232,10 +234,11 @@ class _Memory:
         owner = self._engine.placement.owner
         if owner is None:
             return
+        names = self._engine.names()
         masters = {bucket.number: bucket.state for bucket in owner.buckets}
         for number, bucket in enumerate(self._engine.stored):
             state = masters[number]
-            for placed, shard in zip(bucket.params, _shards_of(bucket), strict=True):
+            for placed, shard in zip(bucket.params, _shards_of(bucket, names), strict=True):
                 if shard.begin == shard.end:
                     continue
                 begin = placed.begin + shard.begin - bucket.state_chunk.begin

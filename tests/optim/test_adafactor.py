@@ -248,3 +248,23 @@ def test_ranks_with_other_settings_are_told_so(worlds):
             optimizer.prepare()
 
     worlds(2).run(work)
+
+
+def test_a_group_that_is_added_later_leaves_the_state_of_others(worlds):
+    def work(comm):
+        params = parameters()
+        mine = Adafactor(params[:4], comm=comm, options=SMALL_BUCKETS)
+        theirs = parameters()
+        reference = torch.optim.Adafactor(theirs[:4])
+        for step in range(1, STEPS + 1):
+            if step == 2:
+                mine.add_param_group({"params": params[4:]})
+                reference.add_param_group({"params": theirs[4:]})
+            for each in (params, theirs):
+                give(each, step, range(1))
+            mine.step()
+            reference.step()
+        for one, other in zip(params, theirs, strict=True):
+            assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+    worlds(2).run(work)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import ArgumentError
 from ringcomm.optim import Adam, AdamW, AdamWOptions
 from tests.optim.problems import SMALL_BUCKETS, Problem, loss_of, model, values
 
@@ -211,7 +211,7 @@ def test_groups_may_be_generators():
     assert len(AdamW(net.parameters()).param_groups[0]["params"]) == 4
 
 
-def test_groups_can_be_added_before_the_first_step_only():
+def test_groups_can_be_added_at_any_time():
     first, second = (torch.ones(3).requires_grad_() for _ in range(2))
     optimizer = AdamW([("first", first)], lr=0.5)
     optimizer.add_param_group({"params": [("second", second)], "lr": 0.25})
@@ -219,9 +219,19 @@ def test_groups_can_be_added_before_the_first_step_only():
     optimizer.step()
     assert first[0].item() == pytest.approx(1 - 0.5 - 0.005)
     assert second[0].item() == pytest.approx(1 - 0.25 - 0.0025)
-    with pytest.raises(UnsupportedError, match="add groups before it"):
-        optimizer.add_param_group({"params": [torch.ones(2).requires_grad_()]})
+    third = torch.ones(2).requires_grad_()
+    with pytest.raises(ArgumentError, match="lr"):
+        optimizer.add_param_group({"params": [("third", third)], "lr": -1.0})
     assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [("third", third)], "lr": 0.125})
+    third.grad = torch.ones(2)
+    optimizer.step()
+    assert third[0].item() == pytest.approx(1 - 0.125 - 0.00125)
+    assert [each["step"].item() for each in optimizer.full_state_dict()["state"].values()] == [
+        2,
+        2,
+        1,
+    ]
 
 
 def test_torchs_arguments_are_taken():

@@ -34,11 +34,10 @@ def test_what_is_no_module():
         zero.shard(torch.ones(3), 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
-def test_a_module_with_nothing_to_train(worlds, module):
+def test_a_module_with_no_parameter(worlds):
     def work(comm):
-        with pytest.raises(ArgumentError, match="at least one trainable parameter"):
-            zero.shard(module, 2, comm=comm)
+        with pytest.raises(ArgumentError, match="at least one parameter"):
+            zero.shard(nn.ReLU(), 2, comm=comm)
 
     alone(worlds, work)
 

@@ -134,8 +134,9 @@ def test_gradients_that_add_up_in_fp32_do_not_hide_it(worlds, stage):
         options = AdamWOptions(accumulate_dtype=torch.float32)
         optimizer = AdamW(module.parameters(), lr=1e-2, options=options)
         _parameter(module)
+        module[2].weight.data = module[2].weight.data.bfloat16()
         with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):
-            step(module.bfloat16(), optimizer)
+            step(module, optimizer)
 
     worlds(1).run(work)
 

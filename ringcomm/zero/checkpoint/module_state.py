@@ -99,7 +99,7 @@ def overlap(placed: BucketParam, chunk: Chunk) -> tuple[int, int]:
 
 
 def bucket_parts(
-    stored: ParamBucket, flat: Tensor, held: Chunk, wanted: Chunk, prefix: str
+    stored: ParamBucket, flat: Tensor, held: Chunk, wanted: Chunk, names: Mapping[int, str]
 ) -> Iterator[StatePart]:
     """The parameters of a bucket, as a checkpoint names them.
 
@@ -108,27 +108,33 @@ def bucket_parts(
         flat: [held elements], one number per element of the bucket.
         held: what ``flat`` has of the bucket.
         wanted: of which part of the bucket, inside of ``held``.
-        prefix: of the names.
+        names: of the tensors, by ``id`` of the parameter.
     """
     for placed in stored.params:
         low, high = overlap(placed, wanted)
         local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
         begin = low - placed.begin if low < high else 0
         elems, spec = placed.end - placed.begin, placed.spec
-        yield StatePart(prefix + placed.name, elems, begin, local, spec.shape, spec.sharding)
+        name = names[id(placed.param)]
+        yield StatePart(name, elems, begin, local, spec.shape, spec.sharding)
+
+
+def _names(engine: ShardEngine, prefix: str) -> dict[int, str]:
+    return {key: prefix + name for key, name in engine.names().items()}
 
 
 def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
     """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps."""
+    names = _names(engine, "model.")
     for stored in (*engine.stored, *engine.parts.stored_frozen):
         if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
             wanted = held if whole else stored.chunk
-            yield from bucket_parts(stored, stored.flat, held, wanted, "model.")
+            yield from bucket_parts(stored, stored.flat, held, wanted, names)
         else:
             assert isinstance(stored, ShardedBucket)
             wanted = stored.kept_chunk if whole else stored.chunk
-            yield from bucket_parts(stored, stored.kept, stored.kept_chunk, wanted, "model.")
+            yield from bucket_parts(stored, stored.kept, stored.kept_chunk, wanted, names)
 
 
 def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
@@ -137,8 +143,8 @@ def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
         wanted = stored.state_chunk if whole else stored.chunk
         for kind, flat in bucket.state.tensors().items():
-            prefix = f"optim.{kind}."
-            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, prefix)
+            names = _names(engine, f"optim.{kind}.")
+            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
@@ -155,7 +161,7 @@ def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
         for each in stored.params
     }
     comm = engine.comm
-    for name, param in engine.parts.module.named_parameters():
+    for name, param in engine.named_parameters():
         if id(param) in placed:
             continue
         here = local_of(param).detach()
@@ -204,7 +210,7 @@ def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
 
 def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
     """The module's name of each parameter of an optimizer, in its order."""
-    found = {id(param): name for name, param in engine.parts.module.named_parameters()}
+    found = engine.names()
     return [found.get(id(param), "") for param in step.params]
 
 
@@ -230,7 +236,7 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
         "stage": engine.stage,
         "world_size": engine.comm.world_size,
         **({} if engine.mesh is None else {"mesh": engine.mesh.sizes}),
-        "params": [name for name, _ in engine.parts.module.named_parameters()],
+        "params": [name for name, _ in engine.named_parameters()],
         "optimizer": None,
     }
     if step is not None:
@@ -264,7 +270,7 @@ def _plain(value: Any) -> Any:
 
 def check_names(engine: ShardEngine, saved: Mapping[str, Any], fail: Fail) -> None:
     """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
-    mine = [name for name, _ in engine.parts.module.named_parameters()]
+    mine = [name for name, _ in engine.named_parameters()]
     theirs = saved["params"]
     if saved.get("converted"):
         _check_converted(engine, mine, theirs, fail)

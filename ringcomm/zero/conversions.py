@@ -1,0 +1,130 @@
+"""Conversions of a sharded module by ``.to()``, ``.half()`` and the like, which are refused.
+
+NOTE [Conversions]
+A conversion gives each parameter other memory, and the buckets keep the old one. At stages 0 and 1
+backward would then fail on gradients of another dtype, and at stages 2 and 3 the step would. All
+conversions of torch call ``_apply()`` of each module with one function of a tensor. So each module
+has an ``_apply()`` of its own, which tries the function on small tensors of the kinds that the
+module's own are of, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError
+from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.layout import DTYPE_NAMES
+from ringcomm.zero.absent import plainly
+
+Tensor = torch.Tensor
+Convert = Callable[[Tensor], Tensor]
+# The method of torch's modules that all conversions call.
+_METHOD = "_apply"
+
+
+class Unconverted:
+    """A module's ``_apply()`` while it is sharded: refuses what would change one of its tensors.
+
+    Attributes:
+        module: the module.
+        head: begins a message: operation and rank.
+    """
+
+    def __init__(self, module: nn.Module, head: str) -> None:
+        self.module = module
+        self.head = head
+
+    def __call__(self, fn: Convert, recurse: bool = True) -> nn.Module:
+        guarded = list(self._inside()) if recurse else [self.module]
+        tried: dict[object, Tensor | None] = {}
+        for module in guarded:
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._check(module, key, tensor, fn, tried)
+        # Nothing changes in what is sharded; what was added since is none of the engine's.
+        if recurse:
+            known = set(map(id, guarded))
+            for module in guarded:
+                for child in module.children():
+                    if id(child) not in known:
+                        getattr(child, _METHOD)(fn)
+        return self.module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a part of the module is plain.
+        return getattr, (self.module, _METHOD)
+
+    def _inside(self) -> Iterator[nn.Module]:
+        for module in self.module.modules():
+            if isinstance(vars(module).get(_METHOD), Unconverted):
+                yield module
+
+    def _check(
+        self,
+        module: nn.Module,
+        key: str,
+        tensor: Tensor,
+        fn: Convert,
+        tried: dict[object, Tensor | None],
+    ) -> None:
+        """Raises ArgumentError if the function changes tensors of this one's kind."""
+        with plainly():
+            local = local_of(tensor)
+            shape = tuple(min(size, 2) for size in local.shape)
+            kind = local.dtype, local.device, shape
+        if kind not in tried:
+            tried[kind] = _change_of(torch.zeros(shape, dtype=kind[0], device=kind[1]), fn)
+        other = tried[kind]
+        if other is not None:
+            which = "param" if key in module._parameters else "buffer"
+            raise ArgumentError(self._refusal(self._name_of(module, key), which, kind, other))
+
+    def _name_of(self, module: nn.Module, key: str) -> str:
+        names = (name for name, each in self.module.named_modules() if each is module)
+        prefix = next(names, "")
+        return f"{prefix}.{key}" if prefix else key
+
+    def _refusal(self, name: str, which: str, kind: tuple[Any, ...], other: Tensor) -> str:
+        way = "zero.unshard() the module, convert it, and shard() it anew"
+        if other.dtype is not kind[0] and other.dtype in DTYPE_NAMES:
+            way = (
+                f"pass shard() options=ZeroOptions(precision=Precision({which}={other.dtype})) "
+                f"instead; or {way}"
+            )
+        return (
+            f"{self.head}: {type(self.module).__name__}.to(), or another call that converts a "
+            f"module: {name} is {kind[0]} on {kind[1]}, where shard() has put it, and would get "
+            f"other memory, of {other.dtype} on {other.device}. Nothing was changed. To convert "
+            f"it, {way}"
+        )
+
+
+def _change_of(probe: Tensor, fn: Convert) -> Tensor | None:
+    """Returns what a function makes of a tensor, or None if it leaves the tensor as it was."""
+    before = probe.dtype, probe.device, probe.stride(), probe.data_ptr()
+    with torch.no_grad():
+        made = fn(probe)
+    if made.device != probe.device or made.device.type == "meta":
+        return made
+    after = made.dtype, made.device, made.stride(), made.data_ptr()
+    return made if after != before else None
+
+
+def refuse_conversions(root: nn.Module, head: str) -> list[nn.Module]:
+    """Has a module, and all inside it, refuse conversions; returns them."""
+    modules = list(root.modules())
+    for module in modules:
+        object.__setattr__(module, _METHOD, Unconverted(module, head))
+    return modules
+
+
+def allow_conversions(modules: list[nn.Module]) -> None:
+    """Undoes :func:`refuse_conversions`."""
+    for module in modules:
+        vars(module).pop(_METHOD, None)
+    modules.clear()

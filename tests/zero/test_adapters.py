@@ -1,0 +1,258 @@
+"""Low-rank adapters on a frozen base, put in before ``shard()`` or after it, and swapped."""
+
+from __future__ import annotations
+
+import gc
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError
+from ringcomm.optim import AdamW
+from ringcomm.zero.sharding import engine_of
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+SMALL = zero.ZeroOptions(bucket_elems=2048)
+
+
+class LoRA(nn.Module):
+    """A linear layer with a low-rank addition, as users write it; the base is another module's."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter: Any = nn.Sequential(
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight, self.base.bias) + self.adapter(x)
+
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        down, up = self.adapter
+        self.base.weight += up.weight @ down.weight
+        return self.base
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+torch.manual_seed(5)
+BASE = nn.Sequential(Block(), Block(), nn.Linear(24, 1)).requires_grad_(False)
+# One for each layer, so that models get the same values whatever their order is.
+BLOCKS: Any = BASE[:2]
+ADAPTERS = [[LoRA(layer).adapter for layer in (block.up, block.down)] for block in BLOCKS]
+
+
+def put_in(model: Any, generation: int = 0) -> list[LoRA]:
+    """Wraps both layers of each block."""
+    made = []
+    for block, adapters in zip(model[:2], ADAPTERS, strict=True):
+        for name, adapter in zip(("up", "down"), adapters, strict=True):
+            layer = LoRA(getattr(block, name))
+            layer.adapter = deepcopy(adapter)
+            with torch.no_grad():
+                for param in layer.adapter.parameters():
+                    param.add_(0.01 * generation)
+            setattr(block, name, layer)
+            made.append(layer)
+    return made
+
+
+def adapters_of(layers: list[LoRA]) -> nn.ModuleList:
+    return nn.ModuleList(layer.adapter for layer in layers)
+
+
+def steps(model: Any, optimizer: AdamW, count: int, shift: int = 0) -> None:
+    """Trains on the same batches on all ranks, whose mean is each one's gradient."""
+    for turn in range(count):
+        x = torch.linspace(-1, 1, 72).view(3, 24) + turn + shift
+        model(x).square().mean().backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone() -> dict[str, Tensor]:
+    """Two generations of adapters in one process, the first of them merged."""
+    model: Any = deepcopy(BASE)
+    layers = put_in(model)
+    adapters = adapters_of(layers)
+    steps(model, AdamW(adapters.parameters(), lr=0.1, comm="alone"), 3)
+    take_out(model, layers)
+    layers = put_in(model, 1)
+    steps(model, AdamW(adapters_of(layers).parameters(), lr=0.1, comm="alone"), 2)
+    return dict(model.state_dict())
+
+
+def take_out(model: Any, layers: list[LoRA]) -> None:
+    merged = [layer.merge() for layer in layers]
+    for number, block in enumerate(model[:2]):
+        block.up, block.down = merged[2 * number : 2 * number + 2]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_put_in_before_shard(worlds, stage):
+    """What is frozen has no state and no bucket of gradients, and at stage 3 it is sharded."""
+
+    def plain() -> dict[str, Tensor]:
+        model = deepcopy(BASE)
+        adapters = adapters_of(put_in(model))
+        steps(model, AdamW(adapters.parameters(), lr=0.1, comm="alone"), 3)
+        return dict(model.state_dict())
+
+    def work(comm):
+        model = deepcopy(BASE)
+        put_in(model)
+        zero.shard(model, stage, comm=comm, options=SMALL)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        steps(model, optimizer, 3)
+        engine: Any = engine_of(model, "test")
+        elems = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = sum(placed.end - placed.begin for b in engine.stored for placed in b.params)
+        assert trained == elems
+        frozen = sum(b.kept.numel() for b in engine.parts.stored_frozen)
+        whole = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        assert frozen < whole if stage == 3 else frozen == 0
+        return zero.full_state_dict(model)
+
+    wanted = plain()
+    for found in worlds(2).run(work):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_put_in_after_shard(worlds, stage, shards):
+    """Sharded by themselves or not; merged, and swapped for others."""
+
+    def trained(comm, model, generation, count):
+        layers = put_in(model, generation)
+        adapters = adapters_of(layers)
+        if shards:
+            zero.shard(adapters, stage, comm=comm)
+        optimizer = AdamW(adapters.parameters(), lr=0.1, comm=comm)
+        steps(model, optimizer, count)
+        return layers, adapters
+
+    def work(comm):
+        model: Any = zero.shard(deepcopy(BASE), stage, comm=comm, options=SMALL)
+        layers, adapters = trained(comm, model, 0, 3)
+        with zero.gathered(model, write_from=0):
+            take_out(model, layers)
+        if shards:
+            zero.unshard(adapters)
+        del layers, adapters
+        _, adapters = trained(comm, model, 1, 2)
+        state = zero.full_state_dict(model)
+        with zero.gathered(model[0]):
+            assert torch.equal(model[0].up.adapter[0].weight, state["0.up.adapter.0.weight"])
+        zero.unshard(model)
+        if shards:
+            zero.unshard(adapters)
+        assert_same_bits(dict(model.state_dict()), state)
+        return state
+
+    wanted = alone()
+    for found in worlds(2).run(work):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_base_is_saved_with_its_adapters_or_without(worlds, stage, tmp_path):
+    """Under the names that all have now; adapters that are sharded are saved by themselves."""
+
+    def made(comm, shards):
+        model: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        adapters = adapters_of(put_in(model))
+        if shards:
+            zero.shard(adapters, stage, comm=comm)
+        return model, adapters, AdamW(adapters.parameters(), lr=0.1, comm=comm)
+
+    def work(comm):
+        for shards in (False, True):
+            base, own = tmp_path / f"base-{shards}", tmp_path / f"own-{shards}"
+            model, adapters, optimizer = made(comm, shards)
+            steps(model, optimizer, 2)
+            zero.save(base, 2, model)
+            if shards:
+                zero.save(own, 2, adapters, optimizer)
+            other, its, loaded = made(comm, shards)
+            zero.load(base, other)
+            if shards:
+                zero.load(own, its, loaded)
+            else:
+                loaded.load_state_dict(optimizer.state_dict())
+            steps(model, optimizer, 2, shift=2)
+            steps(other, loaded, 2, shift=2)
+            assert_same_bits(zero.full_state_dict(other), zero.full_state_dict(model))
+
+    worlds(2).run(work)
+    with_adapters: Any = deepcopy(BASE)
+    put_in(with_adapters)
+
+    def load(comm):
+        zero.load(tmp_path / "base-False", zero.shard(with_adapters, 0, comm=comm))
+
+    worlds(1).run(load)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_sharded_already_is_refused(worlds, stage):
+    """On all ranks, with the way to shard adapters; nothing is changed."""
+
+    def work(comm):
+        model: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        layers = put_in(model)
+        with pytest.raises(ArgumentError, match=r"base\.weight is of .* nn\.ModuleList of the ad"):
+            zero.shard(layers[0], stage, comm=comm)
+        adapters = zero.shard(adapters_of(layers), stage, comm=comm)
+        steps(model, AdamW(adapters.parameters(), lr=0.1), 1)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_shards_that_are_gone(worlds, stage):
+    """A step after ``unshard()``, and parameters whose module has been dropped."""
+
+    def work(comm):
+        model: Any = deepcopy(BASE)
+        layers = put_in(model)
+        zero.shard(model, stage, comm=comm)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        steps(model, optimizer, 1)
+        zero.unshard(model)
+        before = deepcopy(model.state_dict())
+        model(torch.ones(1, 24)).sum().backward()
+        with pytest.raises(ArgumentError, match=r"unshard\(\) has made plain since.* new optim"):
+            optimizer.step()
+        assert_same_bits(dict(model.state_dict()), before)
+        steps(model, AdamW(adapters_of(layers).parameters(), lr=0.1, comm=comm), 1)
+
+    worlds(2).run(work)
+
+
+def test_a_parameter_whose_module_is_gone(worlds):
+    def work(comm):
+        weight = next(zero.shard(nn.Linear(4, 4), 3, comm=comm).parameters())
+        gc.collect()
+        with pytest.raises(ArgumentError, match=r"weight: linear needs .* is gone on this rank"):
+            F.linear(torch.ones(1, 4), weight)
+
+    worlds(1).run(work)

@@ -1,0 +1,282 @@
+"""NOTE [Growth]: groups that are added later, and optimizers of a part of a sharded module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, MismatchError
+from ringcomm.optim import AdamW, AdamWOptions, Muon, Sharded
+from ringcomm.optim.state import reshard
+from tests.zero.models import assert_same_bits
+
+STAGES = [0, 1, 2, 3]
+BASE = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
+SMALL = 512
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": lambda params, **chosen: AdamW(params, lr=0.1, **chosen),
+    "momentum": lambda params, **chosen: Sharded(
+        torch.optim.SGD, params, lr=0.1, momentum=0.9, **chosen
+    ),
+    "rmsprop": lambda params, **chosen: Sharded(torch.optim.RMSprop, params, lr=0.1, **chosen),
+    "muon": lambda groups, **chosen: Muon(groups, lr=0.1, **chosen),
+}
+PRECISIONS = {
+    "float32": zero.Precision(),
+    "masters": zero.Precision(param=torch.bfloat16),
+    "remainder": zero.Precision.preset("bf16-remainder"),
+}
+
+
+def turn(module: Any, optimizer: Any, number: int) -> None:
+    """One step, of the same batch on all ranks, whose mean is each one's gradient."""
+    x = torch.linspace(-1, 1, 40).view(2, 20) + number
+    module(x.to(module[3].weight.dtype)).float().square().mean().backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def late(module: Any) -> list[nn.Parameter]:
+    """What is frozen at first: a unit, and a part of another one."""
+    return [*module[0].parameters(), module[1].weight]
+
+
+def early(module: Any) -> list[nn.Parameter]:
+    chosen = set(map(id, late(module)))
+    return [param for param in module.parameters() if id(param) not in chosen]
+
+
+def freeze(module: Any, frozen: bool) -> None:
+    for param in late(module):
+        param.requires_grad_(not frozen)
+
+
+def groups_of(params: list[nn.Parameter], **chosen: Any) -> list[dict[str, Any]]:
+    """Matrices and the rest, which Muon steps in two ways, and the other optimizers alike."""
+    kinds = (("muon", 2), ("adamw", 1))
+    split = [(name, [p for p in params if p.dim() == dims]) for name, dims in kinds]
+    return [{"params": some, "algorithm": name, **chosen} for name, some in split]
+
+
+def joins_late(module: Any, make: Callable[..., Any]) -> Any:
+    """Trains a part, and then all, with a group that is added after two steps."""
+    freeze(module, True)
+    optimizer = make(groups_of(early(module)))
+    for number in range(2):
+        turn(module, optimizer, number)
+    for group in groups_of(late(module), lr=0.2):
+        optimizer.add_param_group(group)
+    freeze(module, False)
+    for number in range(2, 5):
+        turn(module, optimizer, number)
+    return optimizer
+
+
+def there_from_the_start(module: Any, make: Callable[..., Any]) -> Any:
+    """Trains the same with all groups from the start, of which one has no gradients at first."""
+    freeze(module, True)
+    optimizer = make([*groups_of(early(module)), *groups_of(late(module), lr=0.2)])
+    for number in range(5):
+        if number == 2:
+            freeze(module, False)
+        turn(module, optimizer, number)
+    return optimizer
+
+
+# A remainder is AdamW's alone.
+COMBINED = [(kind, each) for kind in OPTIMIZERS for each in PRECISIONS if each != "remainder"]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [*COMBINED, ("adamw", "remainder")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_joins_later_with_the_bits_of_one_that_was_there(worlds, stage, kind, precision):
+    """Parameters, state and step numbers, over two ranks as in torch's way of counting steps."""
+    options = zero.ZeroOptions(bucket_elems=SMALL, precision=PRECISIONS[precision])
+
+    def work(comm, way):
+        module: Any = zero.shard(deepcopy(BASE), stage, comm=comm, options=options)
+        optimizer = way(module, OPTIMIZERS[kind])
+        state = optimizer.full_state_dict()
+        flat = {f"master {index}": each for index, each in state.get("master", {}).items()}
+        for index, entry in state["state"].items():
+            flat.update({f"{index} {k}": torch.as_tensor(v) for k, v in entry.items()})
+        return {**zero.full_state_dict(module), **flat}
+
+    wanted = worlds(2).run(lambda comm: work(comm, there_from_the_start))[0]
+    for found in worlds(2).run(lambda comm: work(comm, joins_late)):
+        assert_same_bits(found, wanted)
+    assert any(name.endswith("step") for name in wanted) or kind == "momentum"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_has_the_groups(worlds, stage, tmp_path):
+    """Of a part, and of what has grown; it loads into an optimizer of the same groups."""
+
+    def made(comm, grows):
+        module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        freeze(module, True)
+        optimizer = AdamW(early(module), lr=0.1)
+        turn(module, optimizer, 0)
+        if grows:
+            freeze(module, False)
+            optimizer.add_param_group({"params": late(module), "lr": 0.2})
+            turn(module, optimizer, 1)
+        return module, optimizer
+
+    def work(comm, grows):
+        folder = tmp_path / str(grows)
+        module, optimizer = made(comm, grows)
+        zero.save(folder, 1, module, optimizer)
+        shard = deepcopy(optimizer.state_dict())
+        turn(module, optimizer, 2)
+        other, loaded = made(comm, grows)
+        zero.load(folder, other, loaded)
+        turn(other, loaded, 2)
+        assert_same_bits(zero.full_state_dict(other), zero.full_state_dict(module))
+        loaded.load_state_dict(shard)
+        assert loaded.param_groups[-1]["lr"] == (0.2 if grows else 0.1)
+        return shard
+
+    for grows in (False, True):
+        shards = worlds(2).run(work, grows)
+        if stage:
+            assert len(reshard(shards, 3)) == 3
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_of_plain_parameters_grows(worlds, world_size, master):
+    """What is added gets buckets of its own, whose values are rank 0's."""
+
+    def work(comm, at):
+        net: Any = deepcopy(BASE).bfloat16()
+        options = AdamWOptions(master=master)
+        optimizer = AdamW(early(net), lr=0.1, comm=comm, options=options)
+        if at:
+            optimizer.prepare()
+            freeze(net, True)
+        for number in range(5):
+            if number == 2:
+                freeze(net, False)
+            if number == at:
+                with torch.no_grad():
+                    net[0].bias.add_(comm.rank)
+                optimizer.add_param_group({"params": late(net), "lr": 0.2})
+                optimizer.prepare()
+                freeze(net, number < 2)
+            turn(net, optimizer, number)
+        return dict(net.state_dict())
+
+    wanted = worlds(world_size).run(work, 0)[0]
+    for found in worlds(world_size).run(work, 2):
+        assert_same_bits(found, wanted)
+
+
+def test_sums_of_gradients_grow():
+    net: Any = deepcopy(BASE)
+    options = AdamWOptions(accumulate_dtype=torch.float32)
+    optimizer = AdamW(early(net), lr=0.1, options=options)
+    freeze(net, True)
+    turn(net, optimizer, 0)
+    freeze(net, False)
+    optimizer.add_param_group({"params": late(net)})
+    before = net[0].weight.clone()
+    turn(net, optimizer, 1)
+    assert net[0].weight.grad is None and not torch.equal(net[0].weight, before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_that_cannot_be_added_change_nothing(worlds, stage):
+    """On all ranks, if one rank's cannot be."""
+
+    def work(comm):
+        module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        freeze(module, True)
+        optimizer = AdamW(early(module), lr=0.1)
+        turn(module, optimizer, 0)
+        freeze(module, False)
+        given = late(module) if comm.rank else [nn.Parameter(torch.ones(3))]
+        with pytest.raises(
+            ArgumentError, match=r"is no parameter of the module|failed, so no rank"
+        ):
+            optimizer.add_param_group({"params": given})
+        with pytest.raises(MismatchError, match="betas"):
+            betas = (0.9, 0.9 + 0.01 * comm.rank)
+            optimizer.add_param_group({"params": late(module), "betas": betas})
+        with pytest.raises(ArgumentError, match="2 are missing"):
+            optimizer.add_param_group({"params": late(module)[:1]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": late(module)})
+        turn(module, optimizer, 1)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_no_group_has_must_be_frozen(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        freeze(module, True)
+        optimizer = AdamW(early(module), lr=0.1)
+        turn(module, optimizer, 0)
+        freeze(module, False)
+        before = zero.full_state_dict(module)
+        with pytest.raises(ArgumentError, match=r"0\.weight: is in none of .* add_param_group\(\)"):
+            turn(module, optimizer, 1)
+        assert_same_bits(zero.full_state_dict(module), before)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, AdamW])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_frozen_at_shard_has_no_place(worlds, stage, kind):
+    """The step that would leave it untrained says so, and so does an optimizer of it alone."""
+
+    def work(comm):
+        module: Any = deepcopy(BASE)
+        freeze(module, True)
+        zero.shard(module, stage, comm=comm)
+        optimizer = AdamW(early(module), lr=0.1)
+        turn(module, optimizer, 0)
+        module[0].requires_grad_()
+        other = kind(module[0].parameters(), lr=0.1)
+        module(torch.ones(2, 20)).sum().backward()
+        for each in (optimizer, other):
+            with pytest.raises(ArgumentError, match=r"0\.weight was frozen when shard\(\).*anew"):
+                each.step()
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_and_gradients_of_a_part(worlds, stage):
+    """They go by the parameter, whatever place the others have in its bucket."""
+
+    def work(comm):
+        module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        freeze(module, True)
+        optimizer = AdamW(early(module), lr=0.1)
+        optimizer.prepare()
+        seen = set()
+        handle = zero.on_reduced(module, lambda name, piece, begin: seen.add(name))
+        turn(module, optimizer, 0)
+        handle.remove()
+        params = dict(module.named_parameters())
+        zero.set_gradient(params["1.bias"], torch.ones(20))
+        assert bool((zero.get_gradient(params["1.bias"]) == 1).all())
+        with pytest.raises(ArgumentError, match=r"1\.weight.*in none of its optimizer's groups"):
+            zero.get_gradient(params["1.weight"])
+        return seen
+
+    names = {name for name, p in BASE.named_parameters() if name not in ("0.weight", "0.bias")}
+    assert set.union(*worlds(2).run(work)) == names - {"1.weight"}

@@ -1,0 +1,109 @@
+"""NOTE [Conversions]: ``.to()`` and the like of a sharded module are refused, or change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError
+from ringcomm.optim import AdamW
+from tests.zero.models import assert_same_bits
+
+STAGES = [0, 1, 2, 3]
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "double": lambda m: m.double(),
+    "to": lambda m: m.to(torch.float16),
+    "meta": lambda m: m.to("meta"),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "share_memory": lambda m: m.share_memory(),
+}
+
+
+BASE = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Conv1d(1, 2, 3), nn.Flatten())
+
+
+def new() -> Any:
+    return deepcopy(BASE)
+
+
+def step(module: Any, optimizer: AdamW) -> None:
+    x = module[1](module[0](torch.ones(3, 4))).unsqueeze(1)
+    module[2](x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_conversions_are_refused_on_all_ranks_and_change_nothing(worlds, stage):
+    """Of the whole and of a part, with the way to do it; training goes on with the same bits."""
+
+    def work(comm, converts):
+        module: Any = zero.shard(new(), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step(module, optimizer)
+        for convert in CONVERSIONS.values() if converts else ():
+            for part, name in ((module, r"0\.weight"), (module[2], "weight")):
+                with pytest.raises(ArgumentError, match=rf"{name} is torch\.float32 on cpu.*unsh"):
+                    convert(part)
+        step(module, optimizer)
+        return zero.full_state_dict(module)
+
+    plain = worlds(2).run(lambda comm: work(comm, False))
+    assert_same_bits(worlds(2).run(lambda comm: work(comm, True))[1], plain[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_refusal_names_the_option(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm)
+        with pytest.raises(ArgumentError, match=r"Precision\(param=torch\.bfloat16\)"):
+            module.bfloat16()
+        with pytest.raises(ArgumentError) as raised:
+            module.double()
+        assert "Precision" not in str(raised.value)
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_conversion_to_what_it_is(worlds, stage):
+    """It changes nothing, and converts what was put in since."""
+
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm)
+        module[0].adapter = nn.Linear(4, 2, dtype=torch.float64)
+        assert module.float() is module
+        assert module[0].adapter.weight.dtype is torch.float32
+        assert module.to("cpu").cpu().to(torch.float32) is module
+        optimizer = AdamW([p for n, p in module.named_parameters() if "adapter" not in n])
+        step(module, optimizer)
+
+    worlds(1).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_unsharded_module_converts(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm)
+        zero.unshard(module)
+        assert module.half()[0].weight.dtype is torch.float16
+
+    worlds(1).run(work)
+
+
+def test_a_copy_of_a_part_converts(worlds):
+    def work(comm):
+        module: Any = zero.shard(new(), 1, comm=comm)
+        copied = deepcopy(module[0]).half()
+        assert copied.weight.dtype is torch.float16
+        assert module[0].weight.dtype is torch.float32
+
+    worlds(1).run(work)

@@ -1,0 +1,123 @@
+"""A frozen base in 8 bits, which the user's own module dequantises, with trained adapters."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError
+from ringcomm.optim import AdamW
+from ringcomm.zero.sharding import engine_of
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+
+
+class Quantised(nn.Module):
+    """A linear layer of 8-bit weights with a scale a row, and a low-rank addition."""
+
+    zero: Tensor
+
+    def __init__(self, dtype: torch.dtype, features: int = 24) -> None:
+        super().__init__()
+        values = torch.randn(features, features) * 20
+        if dtype is torch.uint8:
+            values = values.abs()
+        self.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((features, 1), 0.01), requires_grad=False)
+        self.register_buffer("zero", torch.full((features, 1), 3.0))
+        self.down, self.up = nn.Linear(features, 2, bias=False), nn.Linear(2, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight.to(x.dtype) - self.zero.to(x.dtype)) * self.scale
+        return torch.tanh(F.linear(x, weight) + self.up(self.down(x)))
+
+
+def steps(model: Any, optimizer: AdamW, count: int) -> None:
+    for turn in range(count):
+        x = torch.linspace(-1, 1, 72).view(3, 24) + turn
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_stages_end_with_the_same_bits(worlds, dtype, cast, tmp_path):
+    """At stage 3 a rank keeps its share, a byte a parameter; checkpoints load at other stages."""
+    base: Any = nn.Sequential(Quantised(dtype), Quantised(dtype))
+    options = zero.ZeroOptions(precision=zero.Precision(param=cast))
+
+    def work(comm, stage):
+        model: Any = deepcopy(base)
+        with torch.no_grad():
+            model[0].weight.copy_(model[0].weight.float() + comm.rank)
+        zero.shard(model, stage, comm=comm, options=options)
+        optimizer = AdamW(trainable(model), lr=0.1)
+        steps(model, optimizer, 2)
+        zero.save(tmp_path / str(stage), 2, model, optimizer)
+        if stage == 3:
+            frozen = engine_of(model, "test").parts.stored_frozen
+            kept: Any = [b for b in frozen if b.layout.dtype is dtype]
+            assert sum(b.kept.nbytes for b in kept) * 2 == sum(b.layout.elems for b in kept) > 0
+            with pytest.raises(ArgumentError, match=r"0\.weight: to needs its values"):
+                next(model.parameters()).to(torch.float32)
+        other = zero.shard(deepcopy(base), 3 - stage, comm=comm, options=options)
+        loaded = AdamW(trainable(other), lr=0.1)
+        zero.load(tmp_path / str(stage), other, loaded)
+        for each, its in ((model, optimizer), (other, loaded)):
+            steps(each, its, 1)
+        state = zero.full_state_dict(model)
+        found = zero.full_state_dict(other)
+        assert state["0.weight"].dtype is dtype
+        assert_same_bits(_as_bytes(found), _as_bytes(state))
+        return state
+
+    first = worlds(2).run(work, 0)[0]
+    wanted = first["0.weight"].float()
+    assert torch.equal(wanted, base[0].weight.float())
+    for stage in STAGES[1:]:
+        for found in worlds(2).run(work, stage):
+            assert_same_bits(_as_bytes(found), _as_bytes(first))
+
+
+def _as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """torch compares no float8."""
+    return {n: t.view(torch.uint8) if t.element_size() == 1 else t for n, t in state.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_8_bits_are_written_in_gathered(worlds, stage, dtype):
+    def work(comm):
+        model: Any = zero.shard(nn.Sequential(Quantised(dtype)), stage, comm=comm)
+        with zero.gathered(model, write_from=1), torch.no_grad():
+            model[0].weight.copy_(torch.full((24, 24), 5.0 + comm.rank))
+        assert bool((zero.full_state_dict(model)["0.weight"].float() == 6).all())
+        zero.unshard(model)
+        assert model[0].weight.dtype is dtype and bool((model[0].weight.float() == 6).all())
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_8_bits_that_are_to_be_trained(worlds, stage):
+    def work(comm):
+        model: Any = nn.Sequential(Quantised(torch.float8_e4m3fn))
+        model[0].weight.requires_grad_()
+        with pytest.raises(ArgumentError, match=r"0\.weight: .*float8_e4m3fn, which no.*freeze it"):
+            zero.shard(model, stage, comm=comm)
+
+    worlds(2).run(work)
