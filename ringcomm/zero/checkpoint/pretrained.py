@@ -18,7 +18,6 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import digest_of
-from ringcomm.module_names import some
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import Segment
@@ -234,16 +233,11 @@ class Pretrained(WeightSource):
 
 def _refuse(files: WeightFiles, matched: Matched) -> None:
     """Raises CheckpointError if files and module differ."""
-    missing, unexpected = matched.keys
-    said = []
-    if missing:
-        said.append(f"they have no {some(missing)}")
-    if unexpected:
-        said.append(f"the module has no {some(unexpected)}")
-    if said:
+    if any(matched.keys):
         raise CheckpointError(
-            f"{files.source}: expected the weights of the module, but {', and '.join(said)}. Pass "
-            "strict=False to load what both have, or rename= if names differ"
+            f"{files.source}: expected the weights of the module, but "
+            f"{matched.keys.in_words('they have')}. Pass strict=False to load what both have, or "
+            "rename= if names differ"
         )
 
 

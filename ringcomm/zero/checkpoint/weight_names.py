@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,12 @@ class IncompatibleKeys(NamedTuple):
 
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
+
+    def in_words(self, has: str) -> str:
+        """Returns what differs, for an error; ``has`` is "they have", said of what is loaded."""
+        said = [f"{has} no {some(self.missing_keys)}"] if self.missing_keys else []
+        said += [f"the module has no {some(self.unexpected_keys)}"] if self.unexpected_keys else []
+        return ", and ".join(said)
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,40 @@ def _inside(pattern: str, name: str) -> bool:
     """Tells whether a pattern names something, or a module around it."""
     parts = name.split(".")
     return any(matches(pattern, ".".join(parts[:count])) for count in range(1, len(parts) + 1))
+
+
+@dataclass(frozen=True)
+class PartialLoad:
+    """What a module takes of a checkpoint that may be of another one.
+
+    Attributes:
+        names: of the module.
+        chosen: the part that is loaded.
+        strict: refuse a checkpoint that has not all of the part, or more.
+    """
+
+    names: ModuleNames
+    chosen: Chosen
+    strict: bool
+
+    def match(
+        self, saved: Collection[str], tied: Mapping[str, str]
+    ) -> tuple[dict[str, str], IncompatibleKeys]:
+        """Returns the checkpoint's names by the module's first names, and what differs.
+
+        Args:
+            saved: the names in the checkpoint.
+            tied: further names there, with the first ones.
+        """
+        found: dict[str, str] = {}
+        for name, first in self.names.first.items():
+            source = tied.get(name, name)
+            if name in self.chosen and source in saved and (name == first or first not in found):
+                found[first] = source
+        known = {*self.names.first, *found.values()}
+        missing = [n for n in self.names.tensors if n in self.chosen and n not in found]
+        unexpected = [n for n in saved if n in self.chosen and n not in known]
+        return found, IncompatibleKeys(tuple(missing), tuple(sorted(unexpected)))
 
 
 @dataclass(frozen=True)
