@@ -24,20 +24,26 @@ from ringcomm.zero.uneven import uneven
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
+    from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.checkpoint.weight_names import IncompatibleKeys
     from ringcomm.zero.migrating.convert import convert
     from ringcomm.zero.migrating.deepspeed import from_deepspeed
     from ringcomm.zero.migrating.fsdp2 import from_fsdp2
 
 # Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
+    "IncompatibleKeys": "checkpoint.weight_names",
     "Loaded": "checkpoint.save_load",
+    "Pretrained": "checkpoint.pretrained",
     "TrainState": "checkpoint.save_load",
     "convert": "migrating.convert",
     "export_safetensors": "checkpoint.export",
     "from_deepspeed": "migrating.deepspeed",
     "from_fsdp2": "migrating.fsdp2",
     "load": "checkpoint.save_load",
+    "load_pretrained": "checkpoint.pretrained",
+    "pretrained": "checkpoint.pretrained",
     "save": "checkpoint.save_load",
 }
 
@@ -51,9 +57,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "IncompatibleKeys",
     "Loaded",
     "LocalShard",
     "Precision",
+    "Pretrained",
     "StepProfile",
     "SyncBatchNorm",
     "TrainState",
@@ -70,9 +78,11 @@ __all__ = [
     "get_master",
     "get_state",
     "load",
+    "load_pretrained",
     "local_shards",
     "no_sync",
     "on_reduced",
+    "pretrained",
     "profiled",
     "save",
     "set_gradient",

@@ -139,7 +139,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     place.agree({"value": place.digest(value, local)})
     if place.bucket is not None:
         sharded.written.take_over()
-        _write_master(place.bucket, place.segment, piece)
+        write_master(place.bucket, place.segment, piece)
         place.publish()
 
 
@@ -436,7 +436,7 @@ class _Place:
             self.comm.barrier()
 
 
-def _write_master(bucket: Bucket, segment: Segment, piece: Tensor) -> None:
+def write_master(bucket: Bucket, segment: Segment, piece: Tensor) -> None:
     """Writes the master of a parameter in this rank's chunk, and the parameter there."""
     state, params = bucket.state, within(bucket.own_params, bucket.chunk, segment)
     if state.remainder is not None:

@@ -34,6 +34,7 @@ from ringcomm.zero.absent import advance_versions, make_absent, make_present, pl
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.units import Unit
+from ringcomm.zero.values import Values
 
 Tensor = torch.Tensor
 
@@ -203,26 +204,31 @@ class ParamBucket(ABC):
         vars(self).clear()
 
     @abstractmethod
-    def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
+    def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
         """Moves the parameters into the bucket.
 
         Args:
-            values: one per parameter, of its shape and any floating-point dtype.
+            values: one per parameter, of any floating-point dtype.
             keeps_wide: keep the unrounded values in ``wide`` where the bucket's dtype rounds them.
         """
 
-    def _round(self, values: Sequence[Tensor], flat: Tensor, keeps_wide: bool) -> None:
-        """Writes ``values`` to ``flat`` [bucket elements], which must hold zeros."""
+    def _fill(self, values: Sequence[Values], flat: Tensor, held: Chunk, keeps_wide: bool) -> None:
+        """Reads ``values`` into ``flat`` [held elements], which must hold zeros."""
         chunk = self.state_chunk
         rounds = flat.dtype is not torch.float32
-        if keeps_wide and rounds and any(v.dtype is torch.float32 for v in values):
+        if keeps_wide and rounds and any(each.dtype is torch.float32 for each in values):
             self.wide = torch.zeros(chunk.elems, dtype=torch.float32, device=flat.device)
+            self._read(values, self.wide, chunk)
+        if self.wide is not None and held == chunk:
+            flat.copy_(self.wide)
+        else:
+            self._read(values, flat, held)
+
+    def _read(self, values: Sequence[Values], flat: Tensor, held: Chunk) -> None:
         for placed, value in zip(self.params, values, strict=True):
-            placed.view(flat).copy_(value)
-            low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
-            if self.wide is not None and low < high:
-                part = self.wide[low - chunk.begin : high - chunk.begin]
-                part.copy_(value.reshape(-1)[low - placed.begin : high - placed.begin])
+            low, high = max(placed.begin, held.begin), min(placed.end, held.end)
+            if low < high:
+                value.read(low - placed.begin, flat[low - held.begin : high - held.begin])
 
     def _moved(self, placed: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
@@ -251,8 +257,8 @@ class ReplicatedBucket(ParamBucket):
         self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
         self._addresses = [placed.view(self.flat).data_ptr() for placed in self.params]
 
-    def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
-        self._round(values, self.flat, keeps_wide)
+    def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
+        self._fill(values, self.flat, Chunk(0, self.layout.elems), keeps_wide)
         for placed in self.params:
             set_local(placed.param, apart(placed.param, placed.view(self.flat)))
 
@@ -544,13 +550,9 @@ class ShardedBucket(ParamBucket):
                 self._void(absent)
         self.accept_changes()
 
-    def take(self, values: Sequence[Tensor], keeps_wide: bool) -> None:
-        self.allocate()
-        self.flat.zero_()
-        self._round(values, self.flat, keeps_wide)
-        self.keep_own()
+    def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
+        self._fill(values, self.kept, self.kept_chunk, keeps_wide)
         self._leave()
-        self._drop()
 
     def keep_own(self, begin: int = 0, end: int | None = None) -> None:
         """Copies what this rank keeps of elements [begin, end) from ``flat``; of all by default."""

@@ -28,6 +28,7 @@ from ringcomm.zero.buckets import (
 )
 from ringcomm.zero.engine import EngineParts
 from ringcomm.zero.units import Unit
+from ringcomm.zero.values import HeldValues, Values, WeightSource
 
 
 def check_shardable(root: nn.Module) -> None:
@@ -141,6 +142,8 @@ class Rollback:
 
 # Fills the parameters and buffers that a module has itself, not those of its children.
 Initialize: TypeAlias = "Callable[[nn.Module], None]"
+# Who says what a module's values shall be: a function, files, or the module itself.
+Init: TypeAlias = "Initialize | WeightSource | None"
 
 
 def is_meta(tensor: Tensor) -> bool:
@@ -149,13 +152,12 @@ def is_meta(tensor: Tensor) -> bool:
 
 
 def materialize(
-    unit: Unit,
-    units: Sequence[Unit],
-    device: torch.device,
-    init: Initialize | None,
-    rollback: Rollback,
+    unit: Unit, units: Sequence[Unit], device: torch.device, init: Init, rollback: Rollback
 ) -> None:
     """Gives a unit's meta tensors memory on ``device``, and values.
+
+    Parameters whose values a source has get neither, but where an initialisation would write to
+    them, too.
 
     Args:
         unit: the unit, whose modules are visited down to those of other units.
@@ -168,26 +170,19 @@ def materialize(
         ArgumentError: a module has no ``reset_parameters()`` and ``init`` is None.
     """
     others = {id(each.module) for each in units if each is not unit}
+    source = init if isinstance(init, WeightSource) else None
     for name, module in _modules(unit.module, unit.name, others):
         tensors = [*module._parameters.values(), *module._buffers.values()]
         if not any(each is not None and is_meta(each) for each in tensors):
             continue
-        for param in module._parameters.values():
-            if param is None:
-                continue
-            if is_meta(param):
-                _give_memory(param, device, rollback)
-            else:
-                rollback.keep_values(param)
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if is_meta(buffer):
-                rollback.keep_entry(module._buffers, key)
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-            else:
-                rollback.keep_values(buffer)
-        if init is not None:
+        if source is not None and _has_all(source, module):
+            _make_room(module, device, rollback, held=False)
+            continue
+        _make_room(module, device, rollback, held=True)
+        if source is not None:
+            source.initialize(module)
+        elif init is not None:
+            assert not isinstance(init, WeightSource)
             init(module)
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
@@ -198,9 +193,44 @@ def materialize(
             )
 
 
-def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback) -> None:
+def _has_all(source: WeightSource, module: nn.Module) -> bool:
+    """Returns whether a source has the values of all of a module's own meta tensors."""
+    params = (p for p in module._parameters.values() if p is not None and is_meta(p))
+    buffers = (key for key, b in module._buffers.items() if b is not None and is_meta(b))
+    return all(source.values_of(param) is not None for param in params) and all(
+        source.values_of_buffer(module, key) is not None for key in buffers
+    )
+
+
+def _make_room(module: nn.Module, device: torch.device, rollback: Rollback, held: bool) -> None:
+    """Gives a module's own meta tensors memory, and keeps the values of the others if ``held``.
+
+    Without it parameters get the memory of one element, in place of all, until they have moved.
+    """
+    for param in module._parameters.values():
+        if param is None:
+            continue
+        if is_meta(param):
+            _give_memory(param, device, rollback, held or is_distributed(param))
+        elif held:
+            rollback.keep_values(param)
+    for key, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        if is_meta(buffer):
+            rollback.keep_entry(module._buffers, key)
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+        elif held:
+            rollback.keep_values(buffer)
+
+
+def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, held: bool) -> None:
+    if held:
+        memory = torch.empty_like(param, device=device)
+    else:
+        memory = torch.empty((), dtype=param.dtype, device=device).expand(param.shape)
     # Swapped in place, since optimizers and other modules know the parameter by its identity.
-    other = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    other = nn.Parameter(memory, param.requires_grad)
     torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
     rollback.call(torch.utils.swap_tensors, param, other)
 
@@ -244,7 +274,7 @@ def make_bucket(parts: EngineParts, plan: BucketPlan, number: int) -> ParamBucke
     return bucket
 
 
-def move_in(parts: EngineParts, init: Initialize | None, rollback: Rollback) -> None:
+def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
     """Fills the buckets, unit by unit; collective.
 
     A unit's meta tensors get memory right before the unit is sharded.
@@ -259,7 +289,7 @@ def move_in(parts: EngineParts, init: Initialize | None, rollback: Rollback) -> 
     # modules must initialise it before that unit is sharded.
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
         materialize(units[number], units, parts.comm.device, init, rollback)
-        values = _values(parts, units[number], rollback)
+        values = _values(parts, units[number], init, rollback)
         kinds = (parts.plan, parts.stored), (parts.frozen, parts.stored_frozen)
         for plan, stored in kinds:
             for bucket, of in zip(stored, plan.unit_of, strict=True):
@@ -267,32 +297,72 @@ def move_in(parts: EngineParts, init: Initialize | None, rollback: Rollback) -> 
                     bucket.connect()
                     mine = [values[id(placed.param)] for placed in bucket.params]
                     bucket.take(mine, keeps_wide=bucket.trains)
+    if isinstance(init, WeightSource):
+        _read_buffers(parts.module, init, rollback)
 
 
 def _depth(unit: Unit) -> int:
     return unit.name.count(".") + bool(unit.name)
 
 
-def _values(parts: EngineParts, unit: Unit, rollback: Rollback) -> dict[int, Tensor]:
+def _values(parts: EngineParts, unit: Unit, init: Init, rollback: Rollback) -> dict[int, Values]:
     """Returns the values for buckets, by ``id`` of each parameter of a unit that moves; collective.
 
-    With ``broadcast``, the unit's other parameters get rank 0's values in place.
+    With ``broadcast``, the unit's other parameters get rank 0's values in place. What a source has,
+    each rank reads for itself.
     """
     comm, broadcast = parts.comm, parts.options.broadcast
     takes = broadcast and comm.rank != 0
     moves = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
-    values: dict[int, Tensor] = {}
+    values: dict[int, Values] = {}
     for param in unit.params.values():
+        read = init.values_of(param) if isinstance(init, WeightSource) else None
         value = local_of(param).detach()
         if id(param) in moves:
             rollback.keep_data(param)
+        if read is not None:
+            if id(param) in moves:
+                values[id(param)] = read
+            else:
+                _read_in_place(param, read, rollback)
+            continue
+        if id(param) in moves:
             # The rollback keeps the memory of ``value``, so the broadcast must not write to it.
-            values[id(param)] = value = value.clone() if takes else value
+            value = value.clone() if takes else value
+            values[id(param)] = HeldValues(value)
         elif takes:
             rollback.keep_values(param)
         if broadcast:
             comm.broadcast(value, 0)
     return values
+
+
+def _read_in_place(param: nn.Parameter, values: Values, rollback: Rollback) -> None:
+    """Reads values into a parameter without a bucket, which gets dense memory for them."""
+    rollback.keep_data(param)
+    set_local(param, _read_whole(local_of(param), values))
+
+
+def _read_whole(like: Tensor, values: Values) -> Tensor:
+    fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    values.read(0, fresh.view(-1))
+    return fresh
+
+
+def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> None:
+    """Reads the buffers that a source has."""
+    for owner in root.modules():
+        for key, buffer in owner._buffers.items():
+            values = source.values_of_buffer(owner, key)
+            if buffer is None or values is None:
+                continue
+            if any(step == 0 for step in buffer.stride()):
+                # The elements of an expanded tensor share memory, so it cannot be written to.
+                rollback.keep_entry(owner._buffers, key)
+                buffer = owner._buffers[key] = buffer.contiguous()
+            rollback.keep_values(buffer)
+            there = local_of(buffer)
+            there.copy_(_read_whole(there, values))
 
 
 def settle_rest(parts: EngineParts, rollback: Rollback) -> None:

@@ -18,7 +18,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
-from ringcomm.optim.dtensors import find_mesh, local_of, set_local
+from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.meshes import (
     over_mesh,
@@ -44,7 +44,7 @@ from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.prepare import (
-    Initialize,
+    Init,
     Rollback,
     check_batch_norm,
     check_shardable,
@@ -55,6 +55,7 @@ from ringcomm.zero.prepare import (
 )
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.units import Unit, find_units
+from ringcomm.zero.values import WeightSource
 
 # NOTE [Freed memory]
 # A backward frees a gradient as soon as it is reduced, and stage 3 a unit's parameters as soon as
@@ -90,7 +91,7 @@ def shard(
     *,
     comm: CommArgument = None,
     options: ZeroOptions | None = None,
-    init: Initialize | None = None,
+    init: Init = None,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Prepares a module for data-parallel training with sharded state; collective.
@@ -111,7 +112,8 @@ def shard(
             for this rank whatever groups there are.
         options: choices, equal on all ranks.
         init: called with each module that has parameters or buffers on the meta device, to fill
-            its own; None calls the module's ``reset_parameters()``.
+            its own; None calls the module's ``reset_parameters()``. What :func:`pretrained` returns
+            has each rank read its shards from files, whatever the device was.
         mesh: in place of ``comm``, the DeviceMesh of all ranks that train the model. Its axis "dp"
             is the ``comm``; an optimizer's norms are taken over all axes, so those of all stages of
             "pp", of which some may have no parameters.
@@ -162,7 +164,7 @@ def shard(
             frozen = plan_buckets(units, options, dtypes, trainable=False)
     with with_all_stages(ranks, others, "shard"):
         check_axis(ranks, parted, "shard")
-    told = stage, (plan, frozen), options
+    told = stage, (plan, frozen), options, isinstance(init, WeightSource)
     with with_all_stages(ranks, others, "shard"):
         check_agreement(ranks, "shard", _told(ShardLayout.describe, *told))
     with with_all_stages(ranks, others, "shard"):
@@ -173,6 +175,7 @@ def shard(
     stored_frozen: list[ParamBucket] = []
     options = _resolved(options, ranks)
     with rollback.put_back_on_failure():
+        _open(init, module, (ranks, over), rollback)
         turn = _join(ranks, rollback) if stage > 1 else 0
         parts = EngineParts(
             module=module,
@@ -199,6 +202,8 @@ def shard(
         settle_rest(parts, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
         with all_or_none(ranks, "shard", over):
+            if isinstance(init, WeightSource):
+                init.settle()
             _attach(parts, rollback)
     if not ranks.launches:
         keep_freed_memory()
@@ -230,6 +235,17 @@ def forget_engine(module: nn.Module) -> None:
     """Detaches the engine from a module, which is plain again."""
     engine_of(module, "unshard").own(False)
     object.__delattr__(module, _ENGINE)
+
+
+def _open(
+    init: Init, module: nn.Module, over: tuple[Communicator, PartMesh | None], rollback: Rollback
+) -> None:
+    """Opens the source of a module's values, if there is one, on all ranks or none; collective."""
+    if isinstance(init, WeightSource):
+        rollback.call(init.close)
+        with all_or_none(over[0], "shard", over[1]):
+            init.open(module)
+        check_agreement(over[0], "shard", {"options": {"weight files": init.digest}})
 
 
 def _attach(parts: EngineParts, rollback: Rollback) -> None:
@@ -300,10 +316,12 @@ def _told(
     stage: int,
     plans: tuple[BucketPlan, BucketPlan],
     options: ZeroOptions,
+    reads: bool,
 ) -> dict[str, Any]:
     """Returns what ranks compare: trainable and frozen parameters, stage and options."""
     trained, frozen = (describe(plan.layout) for plan in plans)
-    chosen = {"stage": stage, "frozen parameters": frozen, **options.describe()}
+    chosen = {"stage": stage, "frozen parameters": frozen, "reads weights": reads}
+    chosen.update(options.describe())
     return {"layout": trained, "options": chosen}
 
 

@@ -131,7 +131,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
             # No rank reads any more what its peers are about to change.
             engine.comm.barrier()
             memory.put_back()
-            _publish(engine)
+            publish(engine)
 
 
 # ---- the memory of shards -----------------------------------------------------------------------
@@ -141,8 +141,8 @@ def _buckets(engine: ShardEngine) -> list[ParamBucket]:
     return [*engine.stored, *engine.parts.stored_frozen]
 
 
-def _own(bucket: ParamBucket) -> Tensor:
-    """Returns what a rank keeps of a bucket: [state chunk elements]."""
+def own_of(bucket: ParamBucket) -> Tensor:
+    """Returns what a rank keeps state for in a bucket: [state chunk elements]."""
     if isinstance(bucket, ShardedBucket):
         return bucket.own
     assert isinstance(bucket, ReplicatedBucket)
@@ -150,7 +150,7 @@ def _own(bucket: ParamBucket) -> Tensor:
 
 
 def _shards_of(bucket: ParamBucket, names: Mapping[int, str]) -> Iterator[LocalShard]:
-    own, chunk = _own(bucket), bucket.state_chunk
+    own, chunk = own_of(bucket), bucket.state_chunk
     for placed in bucket.params:
         low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
         name = names[id(placed.param)]
@@ -197,12 +197,12 @@ class _Memory:
             with self._all_or_none():
                 yield
             if engine.stage == 0:
-                sums = {f"parameters {n}": checksum(_own(b)) for n, b in enumerate(engine.stored)}
+                sums = {f"parameters {n}": checksum(own_of(b)) for n, b in enumerate(engine.stored)}
                 check_agreement(engine.comm, self._operation, {"options": sums})
         except BaseException:
             self.put_back()
             raise
-        _publish(engine)
+        publish(engine)
 
     def _all_or_none(self) -> AbstractContextManager[None]:
         return all_or_none(self._engine.comm, self._operation, self._engine.mesh)
@@ -251,7 +251,7 @@ class _Memory:
                     state.remainder[part].mul_(same)
 
 
-def _publish(engine: ShardEngine) -> None:
+def publish(engine: ShardEngine) -> None:
     """Gives all copies of the parameters what their ranks have written; collective."""
     sharers = sharers_of(engine.comm, engine.options.state)
     assert sharers is not None
@@ -261,5 +261,5 @@ def _publish(engine: ShardEngine) -> None:
         elif isinstance(bucket, ReplicatedBucket) and engine.stage > 0:
             chunks = bucket.layout.chunks(sharers)
             parts = [bucket.flat[chunk.begin : chunk.end] for chunk in chunks]
-            sharers.all_gather(parts, _own(bucket).clone())
+            sharers.all_gather(parts, own_of(bucket).clone())
     engine.comm.barrier()

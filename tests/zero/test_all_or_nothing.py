@@ -245,10 +245,10 @@ def test_a_rank_that_is_lost_meanwhile(stage):
     with pytest.MonkeyPatch.context() as patch, ringcomm.local_world(2, timeout=1.0) as world:
         real = prepare._values
 
-        def leave(parts, unit, before):
+        def leave(parts, unit, *rest):
             if unit.name == "layers.1" and parts.comm.rank == 1:
                 raise Broken("on purpose")
-            return real(parts, unit, before)
+            return real(parts, unit, *rest)
 
         patch.setattr(prepare, "_values", leave)
         assert world.run(work) == [True, True]

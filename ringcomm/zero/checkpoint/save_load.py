@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.errors import CheckpointError, where
+from ringcomm.errors import ArgumentError, CheckpointError, where
 from ringcomm.json_reader import decode, encode
+from ringcomm.module_names import some
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.sharded import ShardedOptimizer
@@ -30,14 +31,22 @@ from ringcomm.zero.checkpoint.module_state import (
     describe,
     load_generators,
     modules_with_extra_state,
+    overlap,
     read_extra_state,
     save_extra_state,
     save_generators,
     set_extra_state,
     take_optimizer,
 )
+from ringcomm.zero.checkpoint.weight_names import (
+    Chosen,
+    IncompatibleKeys,
+    ModuleNames,
+    PartialLoad,
+)
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.shards import own_of
 from ringcomm.zero.units import aliases
 
 # ``save()``: a sharded module and its optimizer in a crash-safe checkpoint.
@@ -53,6 +62,7 @@ def save(
     *,
     data: Any = None,
     keep: int | None = 2,
+    trainable_only: bool = False,
 ) -> Path:
     """Saves in ``root``/step-00000100 and so on; collective.
 
@@ -67,6 +77,8 @@ def save(
         optimizer: on its parameters; with its loss scaler.
         data: plain JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
         keep: how many checkpoints stay, the latest ones; None keeps all.
+        trainable_only: leave out the parameters that were frozen when the module was sharded. A
+            load keeps those that are there, which must be the same for training to go on alike.
 
     Returns:
         The checkpoint's folder.
@@ -88,12 +100,15 @@ def save(
         tensors, generators = save_generators(engine.comm.device)
         own = {f"buffer.{name}": buffer.detach() for name, buffer in buffers.items()}
         checkpoints = Checkpoints(root, keep=keep, ranks=engine.ranks)
+        left_out = frozen_names(engine) if trainable_only else []
+        told = {"left_out": left_out} if left_out else {}
+        tied = aliases(engine.parts.module)
         return checkpoints.save(
             step,
-            shards_of(engine, sharded),
+            shards_of(engine, sharded, left_out),
             data={
-                "ringcomm": describe(engine, sharded),
-                "tied": aliases(engine.parts.module),
+                "ringcomm": {**describe(engine, sharded), **told},
+                "tied": {alias: name for alias, name in tied.items() if name not in left_out},
                 "user": data,
             },
             rank_data={"generators": generators, "extra": extra.plain},
@@ -109,9 +124,20 @@ def _extra_state(engine: ShardEngine) -> ExtraState:
         return save_extra_state(module, where("save", comm.rank, comm.world_size))
 
 
-def shards_of(engine: ShardEngine, step: ShardedStep | None) -> dict[str, FlatShard]:
-    """Returns what this rank saves, by name."""
-    return {part.name: part.saved_by(engine.mesh).shard() for part in _parts(engine, step)}
+def frozen_names(engine: ShardEngine) -> list[str]:
+    """Returns the names of the parameters that were frozen when the module was sharded."""
+    trained = set(engine.plan.names)
+    return [name for name, _ in engine.parts.module.named_parameters() if name not in trained]
+
+
+def shards_of(
+    engine: ShardEngine, step: ShardedStep | None, left_out: Collection[str] = ()
+) -> dict[str, FlatShard]:
+    """Returns what this rank saves, by name, without some parameters."""
+    parts = {part.name: part for part in _parts(engine, step)}
+    for name in left_out:
+        del parts[f"model.{name}"]
+    return {name: part.saved_by(engine.mesh).shard() for name, part in parts.items()}
 
 
 def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
@@ -137,11 +163,16 @@ class Loaded:
         data: the user's, as given to ``save()``.
         exact: whether the generators and each rank's buffers are restored, too: the world is as
             large as the one that saved.
+        missing_keys: the module's parameters and buffers that keep their values, for the
+            checkpoint does not have them; without ``strict``.
+        unexpected_keys: what of a model only the checkpoint has; without ``strict``.
     """
 
     step: int
     data: Any
     exact: bool
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
 
 def load(
@@ -150,6 +181,8 @@ def load(
     optimizer: ShardedOptimizer | None = None,
     *,
     step: int | None = None,
+    strict: bool = True,
+    only: Sequence[str] | None = None,
 ) -> Loaded:
     """Continues from what ``save()`` wrote, at any stage and in any world; collective.
 
@@ -165,15 +198,29 @@ def load(
         optimizer: on its parameters, or None to load the module alone, from which an optimizer
             that there is goes on.
         step: which checkpoint; default the latest.
+        strict: refuse a checkpoint of a module with other names. Without it what both have is
+            loaded into the module, and the result says what differs.
+        only: patterns of modules, parameters and buffers to load, with everything inside; a ``*``
+            stands for one part of a name. With it, or without ``strict``, neither generators nor
+            extra state are loaded, and an optimizer must be None.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another model; nothing was changed.
-        ArgumentError: the module is not sharded, the optimizer is another's, or a parameter was
-            replaced since ``shard()``.
+        ArgumentError: the module is not sharded, the optimizer is another's or given with a part,
+            ``only`` names nothing, or a parameter was replaced since ``shard()``.
     """
     engine = engine_of(module, "load")
     comm = engine.comm
     operation = where("load", comm.rank, comm.world_size)
+    choice = None
+    if not strict or only is not None:
+        if optimizer is not None:
+            raise ArgumentError(
+                f"{operation}: optimizer: expected None with strict=False or only=, since its "
+                "state is loaded whole; an optimizer that there is goes on from the module"
+            )
+        names = ModuleNames.of(engine.parts.module)
+        choice = PartialLoad(names, Chosen(names.first, only, "load"), strict)
     with torch.no_grad():
         sharded = module_state.step_of(engine, optimizer, "load")
         engine.check_all("load")
@@ -181,7 +228,7 @@ def load(
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step
             loading = _Loading(engine, sharded, checkpoints.reader(found), operation)
-            loading.check()
+            loading.check(choice)
             agreement.append([found, loading.reader.manifest.to_text()])
         # Nobody reads this rank's chunks while they change.
         engine.free_for_step()
@@ -192,7 +239,11 @@ def load(
             # Behind the barrier, since a module may look at its parameters.
             with all_or_none(comm, "load", engine.mesh):
                 set_extra_state(engine.parts.module, loading.extra, loading.fail)
-    return Loaded(int(found or 0), loading.data["user"], loading.exact)
+    return Loaded(int(found or 0), loading.data["user"], loading.exact, *loading.keys)
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(each, str) for each in names)
 
 
 class _Loading:
@@ -211,6 +262,9 @@ class _Loading:
         world = self.saved["world_size"], self.saved.get("mesh")
         self.exact = world == (engine.comm.world_size, mesh)
         self.names = set(reader.names())
+        self.keys = IncompatibleKeys((), ())
+        # By name of what is written here, the name in the checkpoint.
+        self.sources: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
         self.own: dict[str, Tensor] = {}
         self.generators: Any = None
@@ -227,21 +281,27 @@ class _Loading:
                 raise ValueError(f"version {version}")
             for key in ("stage", "world_size", "params", "optimizer"):
                 data["ringcomm"][key]
-        except (KeyError, TypeError, ValueError) as error:
+            left_out = data["ringcomm"].get("left_out", [])
+            tied = data["tied"]
+            if not _are_names(left_out) or not _are_names([*tied, *tied.values()]):
+                raise ValueError("names of parameters")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self.fail(f"is no checkpoint of ringcomm.zero.save(): {error!r}") from error
         found: Mapping[str, Any] = data
         return found
 
     # ---- checks ---------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raises CheckpointError unless everything can be taken over."""
-        check_names(self.engine, self.saved, self.fail)
+    def check(self, partial: PartialLoad | None) -> None:
+        """Raises CheckpointError unless everything can be taken over, or what is wanted of it."""
+        if partial is None:
+            check_names(self.engine, self.saved, self.fail)
         if self.step is not None and self.saved["optimizer"] is None:
             raise self.fail("was saved without an optimizer; load the module alone")
+        self.sources = self._find_sources(partial)
         for part in self._model_parts():
             self._check_part(part)
-        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
+        for name, buffer in self._buffers().items():
             self._check_part(
                 StatePart(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape))
             )
@@ -250,22 +310,52 @@ class _Loading:
             for part in self._state_parts(self.step):
                 self._check_part(part)
         self._verify()
-        self._check_own()
+        self._check_own(partial is None)
 
-    def _check_own(self) -> None:
+    def _find_sources(self, partial: PartialLoad | None) -> dict[str, str]:
+        """Returns the names to load, with those that the checkpoint has for them."""
+        root = self.engine.parts.module
+        if partial is None:
+            left_out = set(self.saved.get("left_out", ()))
+            lacking = sorted(left_out.intersection(self.engine.plan.names))
+            if lacking:
+                raise self.fail(
+                    f"was saved without the frozen parameters, and {some(lacking)} of them are "
+                    "trained here; freeze them, or pass strict=False to keep their values"
+                )
+            names = [*dict(root.named_parameters()), *module_state.buffers_of(root)]
+            return {f"model.{name}": f"model.{name}" for name in names if name not in left_out}
+        saved = {name.removeprefix("model.") for name in self.names if name.startswith("model.")}
+        found, self.keys = partial.match(saved, self.data["tied"])
+        if partial.strict and any(self.keys):
+            raise self.fail(
+                f"expected what the module has, but {self.keys.in_words('it has')}. Pass "
+                "strict=False to load what both have"
+            )
+        return {f"model.{name}": f"model.{source}" for name, source in found.items()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers to load."""
+        found = module_state.buffers_of(self.engine.parts.module)
+        return {name: each for name, each in found.items() if f"model.{name}" in self.sources}
+
+    def _check_own(self, whole: bool) -> None:
         """Checks what each rank has for itself, and what is read last."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
         if self.saved.get("converted"):
             self.own |= self._converted_buffers()
-        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
-            saved = self.own.get(f"buffer.{name}")
+        for name, buffer in self._buffers().items():
+            saved = self._own_buffer(name)
             if saved is None or (saved.shape, saved.dtype) != (buffer.shape, buffer.dtype):
                 got = "none" if saved is None else f"{saved.dtype} of shape {tuple(saved.shape)}"
                 raise self.fail(
                     f"buffer {name} of rank {rank}: expected {buffer.dtype} of shape "
                     f"{tuple(buffer.shape)}, got {got}"
                 )
+        self.exact = self.exact and whole
+        if not whole:
+            return
         if self.exact:
             self.generators = self.reader.rank_data(rank)["generators"]
             check_generators(self.own, self.generators)
@@ -285,10 +375,15 @@ class _Loading:
             self.reader.read(f"model.{name}", 0, found[f"buffer.{name}"].view(-1))
         return found
 
+    def _own_buffer(self, name: str) -> Tensor | None:
+        source = self.sources[f"model.{name}"].removeprefix("model.")
+        return self.own.get(f"buffer.{source}")
+
     def _check_part(self, part: StatePart) -> None:
-        if part.name not in self.names:
-            raise self.fail(f"expected {part.name}, it is not there")
-        shape, dtype = self.reader.shape(part.name), self.reader.dtype(part.name)
+        name = self._source(part)
+        if name not in self.names:
+            raise self.fail(f"expected {name}, it is not there")
+        shape, dtype = self.reader.shape(name), self.reader.dtype(name)
         if (shape, dtype) != (part.shape, part.local.dtype):
             raise self.fail(
                 f"{part.name}: expected {part.local.dtype} of shape {part.shape}, as the module "
@@ -300,12 +395,18 @@ class _Loading:
         ranks = self.engine.ranks
         self.reader.verify(sorted(self.reader.manifest.files)[ranks.rank :: ranks.world_size])
 
+    def _source(self, part: StatePart) -> str:
+        """Returns the name that a part has in the checkpoint."""
+        return self.sources.get(part.name, part.name)
+
     # ---- what is taken over ---------------------------------------------------------------------
 
     def _model_parts(self) -> Iterator[StatePart]:
         """The parameters that this rank holds, whose elements are written by :meth:`take`."""
-        yield from module_state.param_parts(self.engine, whole=True)
-        yield from module_state.loose_parts(self.engine, whole=True)
+        params = module_state.param_parts(self.engine, whole=True)
+        for part in (*params, *module_state.loose_parts(self.engine, whole=True)):
+            if part.name in self.sources:
+                yield part
 
     def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
         """And of the optimizer's state."""
@@ -321,28 +422,42 @@ class _Loading:
         if step is not None:
             step.ensure([k for k in self.saved["optimizer"]["kinds"] if k not in MASTERS])
         self._read(self._model_parts())
-        for stored in self.engine.stored:
-            stored.wide = None
+        self._forget_wide()
         self._take_buffers()
         if step is not None:
             self._read(self._state_parts(step))
             take_optimizer(self.engine, step, self.saved, self.groups)
         else:
-            self.engine.placement.refresh_masters()
+            named = self.engine.parts.module.named_parameters()
+            loaded = {id(param) for name, param in named if f"model.{name}" in self.sources}
+            self.engine.placement.refresh_masters(loaded)
         if self.exact:
             load_generators(self.own, self.generators, self.engine.comm.device)
+
+    def _forget_wide(self) -> None:
+        """Forgets what parameters that were loaded had been before they were rounded."""
+        for stored in self.engine.stored:
+            loaded = [each for each in stored.params if f"model.{each.name}" in self.sources]
+            if len(loaded) == len(stored.params):
+                stored.wide = None
+            for placed in loaded if stored.wide is not None else ():
+                low, high = overlap(placed, stored.state_chunk)
+                here = slice(low - stored.state_chunk.begin, high - stored.state_chunk.begin)
+                stored.wide[here] = own_of(stored)[here]  # type: ignore[index]
 
     def _read(self, parts: Iterator[StatePart]) -> None:
         for part in parts:
             if part.sharding is None and part.local.numel():
-                self.reader.read(part.name, part.begin, part.local)
+                self.reader.read(self._source(part), part.begin, part.local)
             elif part.local.numel():
                 for box in part.shard().boxes():
-                    self.reader.read_box(part.name, box.offsets, box.local)
+                    self.reader.read_box(self._source(part), box.offsets, box.local)
 
     def _take_buffers(self) -> None:
-        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
-            buffer.copy_(self.own[f"buffer.{name}"])
+        for name, buffer in self._buffers().items():
+            saved = self._own_buffer(name)
+            assert saved is not None
+            buffer.copy_(saved)
 
 
 # A sharded module and its optimizer for ``torch.distributed.checkpoint``.

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import zero
@@ -167,7 +167,26 @@ def full_disk(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-CHECKS = [saved_and_loaded, saved_plain_and_in_16_bits, by_torch, failures]
+def from_weight_files(rank, world_size):
+    """Parts of rows, of columns and of uneven rows read theirs of whole tensors."""
+    root = shared_folder()
+    torch.manual_seed(3)
+    whole = {name: torch.randn_like(each) for name, each in Model().named_parameters()}
+    if rank == 0:
+        save_file(whole, root / "model.safetensors")
+    dist.barrier()
+    for tp, stage in ((2, 3), (4, 1)):
+        mesh = mesh_of(4 // tp, tp)
+        model, _ = fresh(mesh, replace(SHORT, stage=stage))
+        assert zero.load_pretrained(model, root) == ((), ())
+        same(whole_params(model), whole)
+        other = parallelized(Model("meta"), mesh["tp"])
+        zero.shard(other, stage, comm=mesh["dp"], init=zero.pretrained(root))
+        same(whole_params(other), whole)
+    clean_up(root)
+
+
+CHECKS = [saved_and_loaded, saved_plain_and_in_16_bits, by_torch, failures, from_weight_files]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -1,0 +1,72 @@
+"""The memory that loading takes, as the kernel counts it, against the closed form of the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ringcomm import Communicator, zero
+from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES
+from tests.support.ranks import run_ranks
+
+WIDTH, LAYERS, WORLD = 1024, 16, 2
+ELEMS = WIDTH * WIDTH * LAYERS
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+
+def resident_bytes(kind: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(kind)
+
+
+def peak_of_loading(store, rank, world_size, path, precision, way):
+    """How far the resident memory rises while the module is loaded."""
+    torch.set_num_threads(1)
+    with Communicator.from_store(store, rank, world_size) as comm:
+        # What is needed once, whatever the size of the module.
+        small = zero.shard(nn.Linear(8, 8), 3, comm=comm)
+        save_file({"weight": torch.ones(8, 8), "bias": torch.ones(8)}, f"{path}.{rank}")
+        zero.load_pretrained(small, f"{path}.{rank}")
+        with torch.device("meta"):
+            module = Deep()
+        options = zero.ZeroOptions(precision=precision)
+        if way == "load_pretrained":
+            zero.shard(module, 3, comm=comm, options=options)
+        comm.barrier()
+        before, of_files = resident_bytes("VmRSS"), resident_bytes("RssFile")
+        # Has the kernel count the peak from here on (proc_pid_clear_refs(5)).
+        Path("/proc/self/clear_refs").write_text("5")
+        if way == "load_pretrained":
+            zero.load_pretrained(module, path)
+        else:
+            zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(path))
+        comm.barrier()
+        # Code that runs here for the first time is mapped from its file meanwhile.
+        return resident_bytes("VmHWM") - before - (resident_bytes("RssFile") - of_files)
+
+
+@pytest.mark.parametrize("way", ["pretrained", "load_pretrained"])
+@pytest.mark.parametrize(("kind", "bytes_each"), [("fp32", 4), ("bf16-mixed", 2 + 4)])
+def test_a_rank_holds_its_shard_and_a_block(tmp_path, kind, bytes_each, way):
+    path = tmp_path / "model.safetensors"
+    layer = torch.randn(WIDTH, WIDTH)
+    save_file({f"layers.{n}.weight": layer + n for n in range(LAYERS)}, path)
+    precision = zero.Precision.preset(kind)
+    shard_bytes = bytes_each * ELEMS // WORLD
+    for peak in run_ranks(peak_of_loading, WORLD, path, precision, way):
+        if way == "pretrained":
+            assert shard_bytes <= peak <= 1.05 * (shard_bytes + BLOCK_BYTES)
+        else:
+            # The shards are there already.
+            assert peak <= BLOCK_BYTES + 0.05 * shard_bytes

@@ -1,0 +1,160 @@
+"""Models of the transformers library: from their files into shards, and back."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm import zero
+from ringcomm.errors import CheckpointError
+from ringcomm.optim import AdamW
+from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
+
+transformers: Any = pytest.importorskip("transformers")
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CONFIGS: dict[str, Any] = {
+    # Rotary frequencies are in no file, and the head is the embedding.
+    "llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
+    # Weights of Conv1D are transposed.
+    "gpt2": transformers.GPT2Config(
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        vocab_size=64,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=1,
+    ),
+    # Experts are tensors of their own in files, and one parameter in the model.
+    "mixtral": transformers.MixtralConfig(**TINY, num_local_experts=3),
+}
+OPTIONS = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(name)`` is a folder of several files, and the model that the library reads of it."""
+
+    @cache
+    def save(name: str) -> Any:
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(1)
+        transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(
+            folder, max_shard_size="20KB"
+        )
+        assert (folder / "model.safetensors.index.json").exists()
+        return folder, transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+    return save
+
+
+def meta_models(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> list[Any]:
+    with torch.device("meta"):
+        return [kind.from_config(config) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_is_what_the_library_loads(worlds, saved, stage, name):
+    """Its values, what it computes, and buffers that are in no file."""
+    folder, wanted = saved(name)
+    models = meta_models(CONFIGS[name])
+    tokens = torch.arange(8)[None]
+
+    def work(comm):
+        model = models[comm.rank]
+        zero.shard(model, stage, comm=comm, options=OPTIONS, init=zero.pretrained(folder))
+        assert_same_bits(zero.full_state_dict(model), wanted.state_dict())
+        assert_same_bits(dict(model.named_buffers()), dict(wanted.named_buffers()))
+        with torch.no_grad():
+            return model.eval()(tokens).logits
+
+    with torch.no_grad():
+        expected = wanted(tokens).logits
+    for logits in worlds(2).run(work):
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_trained_model_goes_back(worlds, saved, tmp_path, name):
+    """Through a checkpoint and an export, and both ways into a sharded model."""
+    folder, _ = saved(name)
+    models = meta_models(CONFIGS[name])
+
+    def work(comm):
+        model = models[comm.rank]
+        zero.shard(model, 3, comm=comm, options=OPTIONS, init=zero.pretrained(folder))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.arange(8)[None] + comm.rank
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        state = zero.full_state_dict(model)
+        step = zero.save(tmp_path / "run", 1, model, optimizer)
+        if comm.rank == 0:
+            zero.export_safetensors(step, tmp_path / "out", max_file_bytes=20_000)
+            model.config.save_pretrained(tmp_path / "out")
+        comm.barrier()
+        zero.load_pretrained(model, folder)
+        assert not torch.equal(zero.full_state_dict(model)[first], state[first])
+        zero.load_pretrained(model, tmp_path / "out")
+        assert_same_bits(zero.full_state_dict(model), state)
+        return state
+
+    first = next(name for name, _ in models[0].named_parameters())
+    state = worlds(2).run(work)[0]
+    assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    back, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(told.values())
+    assert_same_bits(dict(back.state_dict()), state)
+
+
+def test_a_head_that_the_files_do_not_have(worlds, saved):
+    """The base model has its weights; the head is initialised as the library does, on all alike."""
+    folder, wanted = saved("llama")
+    config = transformers.LlamaConfig(**TINY, pad_token_id=0, num_labels=3)
+    models = meta_models(config, transformers.AutoModelForSequenceClassification)
+
+    def work(comm):
+        source = zero.pretrained(folder)
+        with pytest.raises(CheckpointError, match=r"they have no 'score\.weight'"):
+            zero.shard(models[comm.rank], 3, comm=comm, init=source)
+        source = zero.pretrained(folder, strict=False)
+        zero.shard(models[comm.rank], 3, comm=comm, init=source)
+        assert source.missing_keys == ("score.weight",) and source.unexpected_keys == ()
+        return zero.full_state_dict(models[comm.rank])
+
+    first, second = worlds(2).run(work)
+    assert_same_bits(first, second)
+    assert 0 < first["score.weight"].std() < 0.04
+    for name, value in first.items():
+        assert name == "score.weight" or torch.equal(value, wanted.state_dict()[name])
+
+
+def test_a_base_model_takes_its_part_of_a_whole(worlds, saved):
+    """Names without the prefix of the base model."""
+    folder, wanted = saved("gpt2")
+    with torch.device("meta"):
+        models = [type(wanted.transformer)(CONFIGS["gpt2"]) for _ in range(2)]
+
+    def work(comm):
+        zero.shard(models[comm.rank], 3, comm=comm, init=zero.pretrained(folder))
+        return zero.full_state_dict(models[comm.rank])
+
+    for state in worlds(2).run(work):
+        assert_same_bits(state, wanted.transformer.state_dict())
