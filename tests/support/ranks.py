@@ -96,6 +96,13 @@ def join_nodes(
     return ringcomm.Communicator.from_store(store, rank, world_size, **{"timeout": 60, **settings})
 
 
+def _handle_of(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
 class Ranks:
     """Started ranks; a context manager that kills those that are left."""
 
@@ -107,7 +114,8 @@ class Ranks:
         self.processes: list[BaseProcess] = []
         # The server that forks them asks at once how they ended: only a file that stands for the
         # process keeps a signal from another one that has got its pid since.
-        self._handles: list[int] = []
+        # None stands for a process that has ended before there was one.
+        self._handles: list[int | None] = []
         for rank in range(world_size):
             mine, theirs = how.Pipe(duplex=False)
             process = how.Process(
@@ -119,7 +127,7 @@ class Ranks:
             theirs.close()
             self._answers.append(mine)
             self.processes.append(process)
-            self._handles.append(os.pidfd_open(process.pid or 0))
+            self._handles.append(_handle_of(process.pid or 0))
 
     def __enter__(self) -> Ranks:
         return self
@@ -130,7 +138,9 @@ class Ranks:
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     self.signal(rank, number)
             process.join()
-            os.close(self._handles[rank])
+            handle = self._handles[rank]
+            if handle is not None:
+                os.close(handle)
         for answer in self._answers:
             answer.close()
         self._directory.cleanup()
@@ -140,7 +150,10 @@ class Ranks:
         return [process.pid or 0 for process in self.processes]
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._handles[rank], number)
+        handle = self._handles[rank]
+        if handle is None:
+            raise ProcessLookupError(f"rank {rank} has ended")
+        signal.pidfd_send_signal(handle, number)
 
     def wait(self, timeout_s: float = 60.0, ranks: list[int] | None = None) -> list[Outcome]:
         """The outcomes of ``ranks`` (default all); fails when one of them does not end in time."""
