@@ -14,7 +14,7 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
-from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
@@ -52,6 +52,7 @@ __all__ = [
     "Precision",
     "StepProfile",
     "TrainState",
+    "UnitOptions",
     "ZeroOptions",
     "exchanged",
     "export_safetensors",
