@@ -132,7 +132,7 @@ class ShardEngine:
         self.frozen_params = {
             param: name for name, param in parts.module.named_parameters() if id(param) not in known
         }
-        self._unconverted = refuse_conversions(parts.module, head)
+        self._unconverted = refuse_conversions(parts.module, head, weakref.ref(self))
         self._align_gradients()
         if self.reduction is not None:
             self._watch_gradients()
