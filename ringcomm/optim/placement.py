@@ -370,8 +370,10 @@ class Placement(ABC):
 # The keys are weak and compared by id(), and the values are weak since they refer to the keys.
 # torch's class is not typed.
 _placements: MutableMapping[Tensor, weakref.ref[Placement]] = cast(Any, WeakIdKeyDictionary)()
-# The names of parameters that were frozen when their module was sharded.
-_frozen: MutableMapping[Tensor, str] = cast(Any, WeakIdKeyDictionary)()
+# The names of parameters that were frozen when their module was sharded, and its placement.
+_frozen: MutableMapping[Tensor, tuple[str, weakref.ref[Placement]]] = cast(
+    Any, WeakIdKeyDictionary
+)()
 # The ids of the keys of both, and of some that are gone: a set look-up takes an eighth of a weak
 # dictionary's time.
 _ids: set[int] = set()
@@ -390,9 +392,9 @@ def displace(param: Tensor) -> None:
     _ids.discard(id(param))
 
 
-def place_frozen(param: Tensor, name: str) -> None:
+def place_frozen(param: Tensor, name: str, placement: Placement) -> None:
     """Records a parameter that was frozen when its module was sharded."""
-    _frozen[param] = name
+    _frozen[param] = name, weakref.ref(placement)
     _ids.add(id(param))
 
 
@@ -403,13 +405,13 @@ def check_frozen(params: Iterable[Tensor], operation: str) -> None:
         ArgumentError: one is; names it.
     """
     for param in params:
-        name = _frozen.get(param) if id(param) in _ids and param.requires_grad else None
-        if name is not None:
+        found = _frozen.get(param) if id(param) in _ids and param.requires_grad else None
+        if found is not None and found[1]() is not None:
             raise ArgumentError(
-                f"{operation}: parameter {name} was frozen when shard() laid out its module, and "
-                "has no place for a gradient there. unshard() the module, unfreeze the parameter, "
-                "and shard() the module anew; what shall be trained at times must require a "
-                "gradient at shard(), and can be frozen right after it"
+                f"{operation}: parameter {found[0]} was frozen when shard() laid out its module, "
+                "and has no place for a gradient there. unshard() the module, unfreeze the "
+                "parameter, and shard() the module anew; what shall be trained at times must "
+                "require a gradient at shard(), and can be frozen right after it"
             )
 
 

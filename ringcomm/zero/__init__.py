@@ -15,7 +15,7 @@ from ringcomm.zero.access import (
     set_state,
 )
 from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
-from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
@@ -65,6 +65,7 @@ __all__ = [
     "StepProfile",
     "SyncBatchNorm",
     "TrainState",
+    "UnitOptions",
     "ZeroOptions",
     "convert",
     "convert_sync_batchnorm",

@@ -33,13 +33,19 @@ class Unconverted:
     Attributes:
         module: the module.
         head: begins a message: operation and rank.
+        alive: returns None once nothing shards the module any more, as when the whole, of which it
+            is a part, is gone.
     """
 
-    def __init__(self, module: nn.Module, head: str) -> None:
+    def __init__(self, module: nn.Module, head: str, alive: Callable[[], object | None]) -> None:
         self.module = module
         self.head = head
+        self.alive = alive
 
     def __call__(self, fn: Convert, recurse: bool = True) -> nn.Module:
+        if self.alive() is None:
+            getattr(type(self.module), _METHOD)(self.module, fn, recurse)
+            return self.module
         guarded = list(self._inside()) if recurse else [self.module]
         tried: dict[object, Tensor | None] = {}
         for module in guarded:
@@ -115,11 +121,19 @@ def _change_of(probe: Tensor, fn: Convert) -> Tensor | None:
     return made if after != before else None
 
 
-def refuse_conversions(root: nn.Module, head: str) -> list[nn.Module]:
-    """Has a module, and all inside it, refuse conversions; returns them."""
+def refuse_conversions(
+    root: nn.Module, head: str, alive: Callable[[], object | None]
+) -> list[nn.Module]:
+    """Has a module, and all inside it, refuse conversions; returns them.
+
+    Args:
+        root: the module.
+        head: begins a message: operation and rank.
+        alive: returns None once nothing shards the module any more.
+    """
     modules = list(root.modules())
     for module in modules:
-        object.__setattr__(module, _METHOD, Unconverted(module, head))
+        object.__setattr__(module, _METHOD, Unconverted(module, head, alive))
     return modules
 
 

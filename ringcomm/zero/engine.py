@@ -67,6 +67,7 @@ class EngineParts:
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
         others: the mesh of other stages and parts of the model, or None.
+        ignored: the ``id`` of each parameter that is the user's own.
     """
 
     module: nn.Module
@@ -81,6 +82,7 @@ class EngineParts:
     stored_frozen: Sequence[ParamBucket]
     number: int = 0
     others: DeviceMesh | None = None
+    ignored: frozenset[int] = frozenset()
 
 
 class ShardEngine:
@@ -126,14 +128,12 @@ class ShardEngine:
         placed = [placed for bucket in everywhere for placed in bucket.params]
         self.slots = Slots(parts.module, placed, head)
         self.slots.watch_loads(self.keep)
-        trained = set(map(id, self.plan.params))
+        known = {*map(id, self.plan.params), *parts.ignored}
         #: The names of parameters that were frozen at ``shard()``, by parameter.
         self.frozen_params = {
-            param: name
-            for name, param in parts.module.named_parameters()
-            if id(param) not in trained
+            param: name for name, param in parts.module.named_parameters() if id(param) not in known
         }
-        self._unconverted = refuse_conversions(parts.module, head)
+        self._unconverted = refuse_conversions(parts.module, head, weakref.ref(self))
         self._align_gradients()
         parts.module.join_hook = refuse_join  # type: ignore[assignment]
         if self.reduction is not None:
@@ -171,12 +171,13 @@ class ShardEngine:
                 _engines.pop(param, None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters with the names that they have now, without other engines'.
+        """Yields the parameters with the names that they have now, without other engines' and
+        those that are ignored.
 
         Modules that were put into the module since, such as adapters, may be sharded by themselves.
         """
         for name, param in self.parts.module.named_parameters():
-            if owner_of(param) in (None, self):
+            if owner_of(param) in (None, self) and id(param) not in self.parts.ignored:
                 yield name, param
 
     def names(self) -> dict[int, str]:

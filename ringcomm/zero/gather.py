@@ -169,7 +169,12 @@ class Gatherer:
         profile: StepProfile,
     ) -> None:
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
-        self._prefetch = options.prefetch if options.overlap else 0
+        # By unit, how many are gathered ahead of their use while it runs.
+        self._prefetch = {
+            id(unit): (options.prefetch if unit.options.prefetch is None else unit.options.prefetch)
+            for unit, _ in units
+            if options.overlap
+        }
         self._copier: Copier
         if options.params == "world":
             self._copier = WorldCopier(comm, options, profile)
@@ -261,9 +266,10 @@ class Gatherer:
     def _expected(self) -> list[int]:
         """Returns the units that followed in the last iteration, if the current one matches it."""
         at = len(self._now)
-        if not self._prefetch or self._last[at - 1 : at] != self._now[-1:]:
+        count = self._prefetch.get(self._now[-1], 0)
+        if not count or self._last[at - 1 : at] != self._now[-1:]:
             return []
-        return self._last[at : at + self._prefetch]
+        return self._last[at : at + count]
 
     def free(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
         """Frees a bucket, if it is here and nothing is pinned or held."""

@@ -84,7 +84,7 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
             return _cast(args, dtype), _cast(kwargs, dtype)
 
         engine.keep(root.register_forward_pre_hook(cast_inputs, with_kwargs=True))
-    _keep_fp32(engine)
+    _keep_dtypes(engine)
     if engine.stage > 1:
         _RootHooks(engine, root)
     if engine.gatherer is not None:
@@ -104,25 +104,30 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
         engine.keep(root.register_forward_hook(cast_outputs))
 
 
-def _keep_fp32(engine: ShardEngine) -> None:
-    """Has modules that stay FP32 compute in it, among modules that compute in another dtype."""
-    dtypes = engine.parts.dtypes
-    outside = dtypes.precision.param
+def _keep_dtypes(engine: ShardEngine) -> None:
+    """Has modules compute in their dtype, among modules that compute in another one."""
+    # All of one kind have the same two hooks, so that compiled units of one kind share their code.
+    casts: dict[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {}
+    for chosen in engine.parts.dtypes.chosen:
+        kind = chosen.dtype, chosen.outside
+        if kind not in casts:
+            casts[kind] = _casts(*kind)
+        cast_inputs, cast_outputs = casts[kind]
+        for module in _called(chosen.module):
+            engine.keep(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+            engine.keep(module.register_forward_hook(cast_outputs))
 
+
+def _casts(dtype: torch.dtype, outside: torch.dtype) -> tuple[Any, Any]:
     @only_inlined
     def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+        return _cast(args, dtype), _cast(kwargs, dtype)
 
     @only_inlined
     def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
-        assert outside is not None
         return _cast(output, outside)
 
-    # All have the same two hooks, so that compiled units of one kind share their code.
-    for _, kept in dtypes.kept:
-        for module in _called(kept):
-            engine.keep(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
-            engine.keep(module.register_forward_hook(cast_outputs))
+    return cast_inputs, cast_outputs
 
 
 def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
@@ -236,7 +241,8 @@ class _UnitHooks:
         # True if a parameter was looked up while the unit was absent, which gathered it.
         self._touched = False
         # Units whose parameters are used outside of their module's calls stay for the iteration.
-        self.stays = is_root or engine.options.keep_gathered
+        chosen = unit.options.keep_gathered
+        self.stays = is_root or (engine.options.keep_gathered if chosen is None else chosen)
         engine.keep(unit.module.register_forward_pre_hook(self._before, with_kwargs=True))
         engine.keep(
             unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)

@@ -576,4 +576,4 @@ def place_params(engine: ShardEngine) -> None:
     for param in engine.plan.params:
         place(param, engine.placement)
     for param, name in engine.frozen_params.items():
-        place_frozen(param, name)
+        place_frozen(param, name, engine.placement)

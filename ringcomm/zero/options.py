@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.placement import check_even
-from ringcomm.zero.precision import Precision
+from ringcomm.zero.precision import PARAM_DTYPES, Precision
 
 # Steps of a GPT of 25 M FP32 parameters, 2 ranks on 2 shared Zen 4 cores, 0.5, 1, 2, 4 and 16 Mi in
 # one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
@@ -31,6 +32,38 @@ _SWITCHES = {
 
 # The modules that are gathered as one: their types, or a predicate on a name and a module.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """Choices for some units; None leaves one as it is for the whole module.
+
+    Attributes:
+        param: dtype of the unit's parameters and their gradients, in place of ``Precision.param``,
+            which must be given. Floating-point arguments of the unit are cast to it, and what the
+            unit returns to the dtype around it.
+        keep_gathered: stage 3: in place of ``ZeroOptions.keep_gathered``.
+        prefetch: stage 3: in place of ``ZeroOptions.prefetch``, while the unit runs.
+    """
+
+    param: torch.dtype | None = None
+    keep_gathered: bool | None = None
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.param not in (None, *PARAM_DTYPES):
+            raise ArgumentError(
+                f"UnitOptions: param: expected float32, bfloat16, float16 or None, got "
+                f"{self.param!r}"
+            )
+        if not any(self.keep_gathered is state for state in (True, False, None)):
+            raise ArgumentError(
+                f"UnitOptions: keep_gathered: expected True, False or None, got "
+                f"{self.keep_gathered!r}"
+            )
+        count = self.prefetch
+        if count is not None and (not isinstance(count, int) or count < 0):
+            raise ArgumentError(f"UnitOptions: prefetch: expected an integer >= 0, got {count!r}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +97,12 @@ class ZeroOptions:
             step. "node" shards them over the ranks of each node, so that each node has a copy and
             does the whole update: sums of gradients cross instead. Not with ``params="world"``.
 
+        per_unit: choices for some units, by names of these, in which a ``*`` stands for any
+            characters of one part (``"blocks.*"``); of several names of a unit the last one counts.
+        ignored: names of parameters, or of modules for all parameters in them, which are the
+            user's own: neither moved nor cast, reduced, stepped or saved, and perhaps different on
+            each rank. A ``*`` stands for any characters of one part of a name.
+
     All choices of ``params`` and ``state`` end with the same bits.
     """
 
@@ -79,6 +118,8 @@ class ZeroOptions:
     broadcast: bool = True
     params: str = "node"
     state: str = "world"
+    per_unit: Mapping[str, UnitOptions] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -104,11 +145,27 @@ class ZeroOptions:
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
                 raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
+        self._check_named()
         if self.params == "world" and self.state == "node":
             raise ArgumentError(
                 'params: expected "node" with state="node", got "world": a rank updates what it '
                 "keeps state for, a share of its node's parameters, of which it would keep only "
                 "its share of all ranks'"
+            )
+
+    def _check_named(self) -> None:
+        chosen, ignored = self.per_unit, self.ignored
+        if not isinstance(chosen, Mapping) or not all(
+            isinstance(name, str) and isinstance(each, UnitOptions) for name, each in chosen.items()
+        ):
+            raise ArgumentError(f"per_unit: expected UnitOptions by names of units, got {chosen!r}")
+        if self.precision.param is None and any(each.param for each in chosen.values()):
+            raise ArgumentError(
+                "per_unit: param: expected Precision(param=) with it, the dtype of the other units"
+            )
+        if not isinstance(ignored, tuple) or not all(isinstance(each, str) for each in ignored):
+            raise ArgumentError(
+                f"ignored: expected a tuple of names of parameters or modules, got {ignored!r}"
             )
 
     def for_nodes(self, stage: int, comm: Communicator) -> ZeroOptions:
@@ -148,6 +205,7 @@ class ZeroOptions:
 
     def describe(self) -> dict[str, Any]:
         """Returns the options as plain JSON types, without ``units``, which the layout shows."""
-        described = asdict(self)
+        described = asdict(replace(self, per_unit={}))
         del described["units"]
-        return {**described, "precision": self.precision.describe()}
+        per_unit = [[name, str(each)] for name, each in self.per_unit.items()]
+        return {**described, "precision": self.precision.describe(), "per_unit": per_unit}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from ringcomm.errors import ArgumentError
 from ringcomm.module_names import find_modules, some
 from ringcomm.optim.options import AdamWOptions
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Dtypes that trained parameters can have.
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "buffer", "output"):
-            if getattr(self, name) not in (None, *_DTYPES):
+            if getattr(self, name) not in (None, *PARAM_DTYPES):
                 raise ArgumentError(
                     f"precision: {name}: expected float32, bfloat16, float16 or None, got "
                     f"{getattr(self, name)!r}"
@@ -137,69 +139,104 @@ PRESETS: dict[str, Precision] = {
 
 
 @dataclass(frozen=True)
+class ChosenModule:
+    """A module whose parameters have another dtype than those around it.
+
+    Attributes:
+        module: the module.
+        dtype: of its parameters, to which its floating-point arguments are cast.
+        outside: of the parameters around it, to which what it returns is cast.
+    """
+
+    module: nn.Module
+    dtype: torch.dtype
+    outside: torch.dtype
+
+
+@dataclass(frozen=True)
 class ModuleDtypes:
     """The dtypes that the parts of one module get.
 
     Attributes:
         precision: the choices.
-        kept: the outermost modules that stay FP32, with their names.
+        chosen: the outermost modules that get another dtype than those around them.
     """
 
     precision: Precision
-    kept: tuple[tuple[str, nn.Module], ...] = ()
-    _params: frozenset[int] = field(default=frozenset(), repr=False)
+    chosen: tuple[ChosenModule, ...] = ()
+    _params: Mapping[int, torch.dtype | None] = field(default_factory=dict, repr=False)
     _modules: frozenset[int] = field(default=frozenset(), repr=False)
 
     @classmethod
-    def of(cls, root: nn.Module, precision: Precision) -> ModuleDtypes:
+    def of(
+        cls,
+        root: nn.Module,
+        precision: Precision,
+        units: Mapping[str, torch.dtype] | None = None,
+    ) -> ModuleDtypes:
         """Reads ``precision.keep_fp32`` against a module.
 
+        Args:
+            root: the module.
+            precision: the choices.
+            units: dtypes of some units, by name.
+
         Raises:
-            ArgumentError: a pattern names no module, or one parameter is of a module that stays
-                FP32 and of one that does not.
+            ArgumentError: a pattern names no module, or one parameter is of modules that get
+                different dtypes.
         """
-        if not precision.keep_fp32:
+        stay = _named(root, precision.keep_fp32)
+        named = {**(units or {}), **dict.fromkeys(stay, torch.float32)}
+        if not named or precision.param is None:
             return cls(precision)
-        named: dict[str, nn.Module] = {}
-        for pattern in precision.keep_fp32:
-            found = find_modules(root, pattern)
-            if not found:
-                names = [name for name, _ in root.named_modules() if name]
-                raise ArgumentError(
-                    f"shard: precision: keep_fp32: expected names of modules, but none matches "
-                    f"{pattern!r} (a * stands for one part of a name); there are {some(names)}"
-                )
-            named.update(found)
-        inside: set[int] = set()
-        kept: list[tuple[str, nn.Module]] = []
+        inside: dict[int, torch.dtype] = {}
+        chosen: list[ChosenModule] = []
         # Outer modules have their turn first, so that inner ones are not cast a second time.
         for name, module in root.named_modules():
-            if name in named and id(module) not in inside:
-                kept.append((name, module))
-                inside.update(id(each) for each in module.modules())
-        params = _params_inside(root, inside)
-        return cls(precision, tuple(kept), params, frozenset(inside))
+            outside = inside.get(id(module), precision.param)
+            if name in named and named[name] is not outside:
+                chosen.append(ChosenModule(module, named[name], outside))
+                inside.update((id(each), named[name]) for each in module.modules())
+        kept = frozenset(id(each) for module in stay.values() for each in module.modules())
+        return cls(precision, tuple(chosen), _dtypes_inside(root, inside), kept)
 
     def of_param(self, param: nn.Parameter) -> torch.dtype | None:
         """Returns the dtype that a parameter gets, or None if it stays as it is."""
-        return torch.float32 if id(param) in self._params else self.precision.param
+        return self._params.get(id(param), self.precision.param)
 
     def of_buffers(self, owner: nn.Module) -> torch.dtype | None:
         """Returns the dtype that a module's own buffers get, or None if they stay as they are."""
         return torch.float32 if id(owner) in self._modules else self.precision.buffer
 
 
-def _params_inside(root: nn.Module, inside: set[int]) -> frozenset[int]:
-    """Returns the ``id`` of each parameter of the modules inside; no other module may have it."""
-    owners: dict[int, tuple[str, bool]] = {}
+def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Returns by name the modules that stay FP32."""
+    named: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        found = find_modules(root, pattern)
+        if not found:
+            names = [name for name, _ in root.named_modules() if name]
+            raise ArgumentError(
+                f"shard: precision: keep_fp32: expected names of modules, but none matches "
+                f"{pattern!r} (a * stands for one part of a name); there are {some(names)}"
+            )
+        named.update(found)
+    return named
+
+
+def _dtypes_inside(
+    root: nn.Module, inside: Mapping[int, torch.dtype]
+) -> dict[int, torch.dtype | None]:
+    """Returns by ``id`` the dtypes of parameters; all modules that have one must agree on it."""
+    owners: dict[int, tuple[str, torch.dtype | None]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name, kept = f"{prefix}.{key}" if prefix else key, id(module) in inside
-            first, first_kept = owners.setdefault(id(param), (name, kept))
-            if first_kept != kept:
-                stays, other = (name, first) if kept else (first, name)
+            name, dtype = f"{prefix}.{key}" if prefix else key, inside.get(id(module))
+            first, other = owners.setdefault(id(param), (name, dtype))
+            if other is not dtype:
+                chosen, plain = (first, name) if dtype is None else (name, first)
                 raise ArgumentError(
-                    f"shard: precision: keep_fp32: parameter {stays} is also {other}, whose module "
-                    "does not stay FP32; name both modules, or neither"
+                    f"shard: precision: keep_fp32 or per_unit: parameter {chosen} is also {plain}, "
+                    "whose module does not get the same dtype; name both modules, or neither"
                 )
-    return frozenset(key for key, (_, kept) in owners.items() if kept)
+    return {key: dtype for key, (_, dtype) in owners.items() if dtype is not None}

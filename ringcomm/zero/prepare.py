@@ -380,7 +380,7 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     buckets = (*parts.stored, *parts.stored_frozen)
     placed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in parts.module.parameters():
-        if id(param) in placed:
+        if id(param) in placed or id(param) in parts.ignored:
             continue
         dtype = dtypes.of_param(param) if param.dtype in DTYPE_NAMES else None
         local = local_of(param).detach()

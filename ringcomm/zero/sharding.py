@@ -54,7 +54,7 @@ from ringcomm.zero.prepare import (
     settle_rest,
 )
 from ringcomm.zero.profile import StepProfile
-from ringcomm.zero.units import Unit, find_units
+from ringcomm.zero.units import Unit, choose_options, find_units, leave_out
 from ringcomm.zero.values import WeightSource
 
 # NOTE [Freed memory]
@@ -157,7 +157,10 @@ def shard(
         check_nodes(ranks, "shard", options.algorithm, "native")
         options = options.for_nodes(stage, ranks)
         units = find_units(module, options.units)
-        dtypes = ModuleDtypes.of(module, options.precision)
+        ignored = leave_out(module, units, options)
+        choose_options(module, units, options)
+        chosen = {unit.name: unit.options.param for unit in units if unit.options.param}
+        dtypes = ModuleDtypes.of(module, options.precision, chosen)
         plan = plan_buckets(units, options, dtypes, trainable=True)
         frozen = _no_plan(options)
         if stage == 3:
@@ -190,9 +193,10 @@ def shard(
             stored_frozen=stored_frozen,
             number=turn,
             others=others,
+            ignored=ignored,
         )
         with all_or_none(ranks, "shard", over):
-            _check_devices(module, ranks)
+            _check_devices(units, ranks)
             check_memory(plan.params, plan.layout)
             for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
                 for number in range(len(kind.unit_of)):
@@ -325,8 +329,8 @@ def _told(
     return {"layout": trained, "options": chosen}
 
 
-def _check_devices(module: nn.Module, comm: Communicator) -> None:
-    for name, param in module.named_parameters():
+def _check_devices(units: Sequence[Unit], comm: Communicator) -> None:
+    for name, param in (named for unit in units for named in unit.params.items()):
         if not is_meta(param) and param.device != comm.device:
             raise ArgumentError(
                 f"shard: parameter {name}: expected it on {comm.device}, as the communicator's "

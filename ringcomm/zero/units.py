@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.options import Units
+from ringcomm.module_names import find_modules, matches, some
+from ringcomm.zero.options import UnitOptions, Units, ZeroOptions
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -22,11 +23,13 @@ class Unit:
         module: the module whose calls gather the unit.
         params: the parameters that belong to this unit and to no unit inside it, by qualified
             name; each once, under its first name.
+        options: choices for it.
     """
 
     name: str
     module: nn.Module
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    options: UnitOptions = field(default_factory=UnitOptions)
 
 
 def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
@@ -45,6 +48,51 @@ def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
     for name, path in _owners(root, chosen).items():
         path[-1].params[name] = root.get_parameter(name)
     return list(chosen.values())
+
+
+def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> None:
+    """Gives units the choices of ``options.per_unit``.
+
+    Raises:
+        ArgumentError: a name is of no unit.
+    """
+    by_module = {id(unit.module): unit for unit in units if unit.name}
+    for pattern, chosen in options.per_unit.items():
+        found = [by_module.get(id(module)) for _, module in find_modules(root, pattern)]
+        named = [unit for unit in found if unit is not None]
+        if not named:
+            there = some([unit.name for unit in by_module.values()])
+            raise ArgumentError(
+                f"shard: per_unit: expected names of units, but {pattern!r} matches none (a * "
+                f"stands for one part of a name); there are {there}"
+            )
+        for unit in named:
+            unit.options = chosen
+
+
+def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> frozenset[int]:
+    """Takes parameters that are to be ignored out of their units; returns the ``id`` of each.
+
+    Raises:
+        ArgumentError: a name is of no parameter and of no module that has one.
+    """
+    named = list(root.named_parameters(remove_duplicate=False))
+    ignored: set[int] = set()
+    for pattern in options.ignored:
+        found = {id(param) for name, param in named if matches(pattern, name)}
+        for _, module in find_modules(root, pattern):
+            found.update(map(id, module.parameters()))
+        if not found:
+            raise ArgumentError(
+                f"shard: ignored: expected names of parameters or modules, but {pattern!r} matches "
+                f"none (a * stands for one part of a name); there are "
+                f"{some([name for name, _ in named])}"
+            )
+        ignored |= found
+    for unit in units:
+        kept = {name: param for name, param in unit.params.items() if id(param) not in ignored}
+        unit.params = kept
+    return frozenset(ignored)
 
 
 def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Module]]:

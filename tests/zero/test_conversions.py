@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -95,6 +96,15 @@ def test_an_unsharded_module_converts(worlds, stage):
         module: Any = zero.shard(new(), stage, comm=comm)
         zero.unshard(module)
         assert module.half()[0].weight.dtype is torch.float16
+
+    worlds(1).run(work)
+
+
+def test_a_part_of_what_is_gone_converts(worlds):
+    def work(comm):
+        part: Any = zero.shard(new(), 1, comm=comm)[0]  # type: ignore[index]
+        gc.collect()
+        assert part.half().weight.dtype is torch.float16
 
     worlds(1).run(work)
 

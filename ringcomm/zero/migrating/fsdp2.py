@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ringcomm.errors import ArgumentError
+from ringcomm.module_names import matches
 from ringcomm.zero.migrating.keys import MAPPED, NO_EFFECT, UNSUPPORTED, Key, refuse_unsupported
-from ringcomm.zero.options import ZeroOptions
+from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 
 _OPERATION = "from_fsdp2"
@@ -25,7 +27,8 @@ KEYS: dict[str, Key] = {
             "module",
             MAPPED,
             "`zero.shard(module, setup.stage, comm=setup.comm, options=setup.options)`, once, on "
-            "the whole; `ZeroOptions.units` chooses the modules of nested calls",
+            "the whole; `setup.with_nested()` takes names of the modules of nested calls, for "
+            "`ZeroOptions(units=, per_unit=)`",
         ),
         Key(
             "mesh",
@@ -64,8 +67,8 @@ KEYS: dict[str, Key] = {
         Key(
             "ignored_params",
             UNSUPPORTED,
-            "a sharded module has all of its parameters in buckets; keep others outside of "
-            "the module",
+            "options are compared among ranks, and so are names: pass those of the parameters as "
+            "`ZeroOptions(ignored=)`",
         ),
         Key(
             "dp_mesh_dims",
@@ -91,6 +94,20 @@ class FSDP2Setup:
     options: ZeroOptions
     comm: DeviceMesh | None
     notes: Mapping[str, str]
+
+    def with_nested(self, nested: Mapping[str, Mapping[str, Any]]) -> FSDP2Setup:
+        """Returns the settings with those of nested calls, whose modules become units.
+
+        Args:
+            nested: by names of modules inside, in which a ``*`` stands for any characters of one
+                part, ``reshard_after_forward`` and ``mp_policy`` of the calls on these. One without
+                ``param_dtype`` stays FP32 among others with it.
+
+        Raises:
+            ArgumentError: another argument.
+            UnsupportedError: as of :func:`from_fsdp2`.
+        """
+        return replace(self, options=_with_units(self.options, nested))
 
 
 def from_fsdp2(
@@ -149,11 +166,54 @@ def from_fsdp2(
         cast_inputs=policy.cast_forward_inputs,
         master=None if policy.param_dtype is None else "fp32",
     )
+    options = ZeroOptions(
+        precision=precision, keep_gathered=reshard_after_forward is False, params="world"
+    )
     return FSDP2Setup(
         stage=3,
-        options=ZeroOptions(
-            precision=precision, keep_gathered=reshard_after_forward is False, params="world"
-        ),
+        options=options,
         comm=mesh,
         notes={name: KEYS[name].note(v) for name, v in given.items() if v is not None},
     )
+
+
+def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -> ZeroOptions:
+    """Returns the options with a unit for each module of a nested call."""
+    policies = {}
+    for name, arguments in nested.items():
+        unknown = sorted({*arguments} - {"reshard_after_forward", "mp_policy"})
+        if unknown:
+            raise ArgumentError(
+                f"{_OPERATION}: nested: {name!r}: expected reshard_after_forward and mp_policy, "
+                f"got {unknown[0]!r}; pass what holds for the whole module to from_fsdp2()"
+            )
+        policies[name] = arguments.get("mp_policy") or MixedPrecisionPolicy()
+    precision = options.precision
+    outside = precision.param
+    if outside is None and any(each.param_dtype for each in policies.values()):
+        outside = torch.float32
+        precision = replace(precision, param=outside, master="fp32")
+    asked = []
+    for name, policy in policies.items():
+        if policy.output_dtype not in (None, outside):
+            text = f"a unit returns the dtype around it, {outside}; leave it away"
+            asked.append((f"nested: {name}: mp_policy.output_dtype", text))
+        if not policy.cast_forward_inputs:
+            text = "arguments of a unit are cast to the dtype of its parameters; leave it away"
+            asked.append((f"nested: {name}: mp_policy.cast_forward_inputs", text))
+        if type(nested[name].get("reshard_after_forward")) is int:
+            text = KEYS["reshard_after_forward"].text
+            asked.append((f"nested: {name}: reshard_after_forward", text))
+    refuse_unsupported(_OPERATION, asked)
+    per_unit = {
+        name: UnitOptions(
+            param=None if outside is None else policy.param_dtype or torch.float32,
+            keep_gathered=nested[name].get("reshard_after_forward") is False,
+        )
+        for name, policy in policies.items()
+    }
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        return any(matches(pattern, name) for pattern in nested)
+
+    return replace(options, precision=precision, units=is_unit, per_unit=per_unit)

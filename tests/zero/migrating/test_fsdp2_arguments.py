@@ -91,6 +91,42 @@ def test_what_is_not_there_is_named_at_once():
         assert f"\n  {name}: {fsdp2.KEYS[name].text}" in str(raised.value)
 
 
+def test_nested_calls_become_units(worlds):
+    """A call without a policy stays FP32 beside one that has it, as in FSDP2."""
+    setup = zero.from_fsdp2().with_nested(
+        {
+            "0": {"reshard_after_forward": False},
+            "1": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        }
+    )
+    assert setup.options.precision == zero.Precision(torch.float32, master="fp32")
+    assert setup.options.per_unit == {
+        "0": zero.UnitOptions(param=torch.float32, keep_gathered=True),
+        "1": zero.UnitOptions(param=torch.bfloat16, keep_gathered=False),
+    }
+
+    def work(comm):
+        module: Any = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        zero.shard(module, setup.stage, comm=comm, options=setup.options)
+        optimizer = AdamW(module.parameters())
+        out = module(torch.ones(2, 4))
+        out.sum().backward()
+        optimizer.step()
+        kinds = [tensor.dtype for tensor in zero.full_state_dict(module).values()]
+        return out.dtype, kinds[::2]
+
+    kinds = [torch.float32, torch.bfloat16, torch.float32]
+    assert worlds(2).run(work) == [(torch.float32, kinds)] * 2
+
+
+def test_nested_calls_that_ask_for_more():
+    policy = MixedPrecisionPolicy(output_dtype=torch.float16, cast_forward_inputs=False)
+    with pytest.raises(UnsupportedError, match="3 of the keys"):
+        zero.from_fsdp2().with_nested({"0": {"mp_policy": policy, "reshard_after_forward": 2}})
+    with pytest.raises(ArgumentError, match=r"nested: '0': expected reshard.*got 'mesh'"):
+        zero.from_fsdp2().with_nested({"0": {"mesh": None}})
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -1,0 +1,69 @@
+"""What changes after ``shard()``, and frozen 8 bits, over several nodes: the bits of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+from ringcomm import zero
+from ringcomm.optim import AdamW
+from tests.zero import test_adapters, test_added_groups, test_eight_bits
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+CHOICES: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (1, {}),
+    (2, {"state": "node"}),
+    (3, {}),
+    (3, {"params": "world"}),
+]
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        yield world
+
+
+def _joins_late(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
+    module: Any = zero.shard(deepcopy(test_added_groups.BASE), stage, comm=comm, options=options)
+    optimizer = test_added_groups.joins_late(module, test_added_groups.OPTIMIZERS["adamw"])
+    master = optimizer.full_state_dict()["master"]
+    return {**zero.full_state_dict(module), **{str(n): each for n, each in master.items()}}
+
+
+def _adapters(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
+    base = zero.shard(deepcopy(test_adapters.BASE), stage, comm=comm, options=options)
+    layers = test_adapters.put_in(base)
+    adapters = zero.shard(test_adapters.adapters_of(layers), stage, comm=comm, options=options)
+    test_adapters.steps(base, AdamW(adapters.parameters(), lr=0.1), 2)
+    with zero.gathered(base, write_from=0):
+        test_adapters.take_out(base, layers)
+    return zero.full_state_dict(base)
+
+
+QUANTISED = nn.Sequential(*(test_eight_bits.Quantised(kind) for kind in test_eight_bits.DTYPES))
+
+
+def _eight_bits(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
+    model = zero.shard(deepcopy(QUANTISED), stage, comm=comm, options=options)
+    test_eight_bits.steps(model, AdamW(test_eight_bits.trainable(model), lr=0.1), 2)
+    return test_eight_bits._as_bytes(zero.full_state_dict(model))
+
+
+@pytest.mark.parametrize("work", [_joins_late, _adapters, _eight_bits])
+def test_nodes_end_with_the_bits_of_one(worlds, nodes, work: Callable[..., Any]):
+    """All ranks have one batch, so that sums are exact in any order."""
+    precision = zero.Precision(param=torch.bfloat16 if work is _joins_late else None)
+    wanted = worlds(2).run(work, 2, zero.ZeroOptions(precision=precision))[0]
+    for stage, chosen in CHOICES:
+        options = zero.ZeroOptions(precision=precision, **chosen)
+        for found in nodes.run(work, stage, options):
+            assert_same_bits(found, wanted)

@@ -1,0 +1,240 @@
+"""Choices for some units, and parameters that are the user's own."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, MismatchError
+from ringcomm.optim import AdamW
+from ringcomm.zero import Precision, UnitOptions, ZeroOptions
+from ringcomm.zero.sharding import engine_of
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+
+
+class Model(nn.Module):
+    """Three blocks, and a head after them that sees what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 2)
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(x.dtype)
+        return self.head(x + self.shift.to(x.dtype))
+
+
+BASE = Model()
+
+
+def units(name: str, module: nn.Module) -> bool:
+    return (name.startswith("blocks.") and name.count(".") == 1) or name == "head"
+
+
+def step(model: Any, optimizer: Any, turn: int = 0) -> None:
+    x = torch.linspace(-1, 1, 48).view(3, 16) + turn
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+BF16 = UnitOptions(param=torch.bfloat16)
+PER_UNIT = {"blocks.*": BF16, "blocks.1": UnitOptions(param=torch.float16)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_precisions_of_units_are_the_same_at_all_stages(worlds, world_size):
+    """Units compute in theirs among those in FP32, with masters; the last name that fits counts."""
+    options = ZeroOptions(units=units, precision=Precision(param=torch.float32), per_unit=PER_UNIT)
+
+    def work(comm, stage):
+        model: Any = zero.shard(deepcopy(BASE), stage, comm=comm, options=options)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        for turn in range(3):
+            step(model, optimizer, turn)
+        assert set(model.seen) == {torch.float32}
+        state = zero.full_state_dict(model)
+        masters = [zero.get_master(param) for _, param in model.blocks[1].named_parameters()]
+        assert not torch.equal(masters[0], masters[0].half().float())
+        return state
+
+    first = worlds(world_size).run(work, 0)[0]
+    kinds = {name: tensor.dtype for name, tensor in first.items()}
+    assert kinds["blocks.0.0.weight"] is kinds["blocks.2.0.bias"] is torch.bfloat16
+    assert kinds["blocks.1.0.weight"] is torch.float16
+    assert kinds["head.weight"] is kinds["shift"] is torch.float32
+    for stage in STAGES[1:]:
+        for state in worlds(world_size).run(work, stage):
+            assert_same_bits(state, first)
+
+
+def test_units_have_the_bits_of_a_model_that_casts_by_itself(worlds):
+    class Casting(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block.bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x.bfloat16()).float()
+
+    plain: Any = deepcopy(BASE)
+    for number in range(3):
+        plain.blocks[number] = Casting(plain.blocks[number])
+    alone = AdamW(plain.parameters(), lr=0.1, comm="alone")
+    precision = Precision(param=torch.float32, master="fp32")
+    options = ZeroOptions(units=units, precision=precision, per_unit={"blocks.*": BF16})
+    rounded = deepcopy(BASE)
+    with torch.no_grad():
+        for param in rounded.blocks.parameters():
+            param.copy_(param.bfloat16())
+
+    def work(comm):
+        model: Any = zero.shard(rounded, 2, comm=comm, options=options)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        for turn in range(2):
+            step(plain, alone, turn)
+            step(model, optimizer, turn)
+        return zero.full_state_dict(model)
+
+    (found,) = worlds(1).run(work)
+    assert_same_bits(found, {n.replace(".block.", "."): t for n, t in plain.state_dict().items()})
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_units_that_stay_from_forward_to_backward(worlds, kept):
+    """Against what the whole module does."""
+    chosen = {"blocks.1": UnitOptions(keep_gathered=not kept)}
+    options = ZeroOptions(units=units, keep_gathered=kept, per_unit=chosen)
+
+    def work(comm):
+        model: Any = zero.shard(deepcopy(BASE), 3, comm=comm, options=options)
+        loss = model(torch.ones(2, 16)).sum()
+        engine: Any = engine_of(model, "test")
+        here = {
+            u.name: [b.is_here for b in engine.gatherer.buckets_of(u)] for u in engine.parts.units
+        }
+        loss.backward()
+        return {name: all(each) for name, each in here.items()}
+
+    for here in worlds(2).run(work):
+        wanted = {"blocks.0": kept, "blocks.1": not kept, "blocks.2": kept, "head": kept}
+        assert {name: here[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("blocks.0", 2), ("blocks.1", 1)])
+def test_units_that_are_gathered_ahead(worlds, name, ahead):
+    """While a unit runs, as many as it says are under way; elsewhere as many as the module says."""
+    chosen = {"blocks.0": UnitOptions(prefetch=2)}
+    options = ZeroOptions(units=units, overlap=True, prefetch=1, per_unit=chosen)
+
+    def work(comm):
+        model: Any = zero.shard(deepcopy(BASE), 3, comm=comm, options=options)
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        gatherer: Any = engine_of(model, "test").gatherer
+        found = []
+
+        def look(*_: Any) -> None:
+            found.append(len(gatherer._expected()))
+
+        model.get_submodule(name).register_forward_pre_hook(look)
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        return found
+
+    assert worlds(1).run(work) == [[ahead]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ignored_parameters_are_the_users_own(worlds, stage, tmp_path):
+    """Neither cast nor given rank 0's values, reduced, saved or moved; torch may step them."""
+    precision = Precision(param=torch.bfloat16)
+    options = ZeroOptions(units=units, precision=precision, ignored=("shift", "blocks.1.0"))
+
+    def work(comm):
+        model: Any = deepcopy(BASE)
+        own = [model.shift, *model.blocks[1].parameters()]
+        model.blocks[1].bfloat16()
+        with torch.no_grad():
+            model.shift.fill_(comm.rank)
+        places = [param.data_ptr() for param in own]
+        zero.shard(model, stage, comm=comm, options=options)
+        others = [param for param in model.parameters() if all(param is not each for each in own)]
+        optimizer, alone = AdamW(others, lr=0.1), torch.optim.SGD(own, lr=0.1)
+        x = torch.ones(2, 16) * (1 + comm.rank)
+        model(x).float().sum().backward()
+        assert model.shift.grad is not None and model.shift.dtype is torch.float32
+        assert model.shift.tolist() == [comm.rank] * 16
+        optimizer.step()
+        alone.step()
+        assert [param.data_ptr() for param in own] == places
+        zero.save(tmp_path / str(stage), 1, model, optimizer)
+        kept = model.shift.clone()
+        zero.load(tmp_path / str(stage), model, optimizer)
+        assert torch.equal(model.shift, kept)
+        state = zero.full_state_dict(model)
+        assert torch.equal(state["shift"], kept)
+        with pytest.raises(ArgumentError, match="is no parameter of the module that was sharded"):
+            AdamW(model.parameters()).prepare()
+        zero.unshard(model)
+        assert torch.equal(model.shift, kept)
+        return state["blocks.0.0.weight"], state["blocks.1.0.weight"]
+
+    (shared, mine), (theirs, other) = worlds(2).run(work)
+    assert torch.equal(shared, theirs) and not torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"per_unit": {"blocks.9": UnitOptions()}}, r"'blocks\.9' matches none.*'blocks\.0'"),
+        ({"per_unit": {"blocks.0.0": UnitOptions()}}, r"expected names of units"),
+        ({"ignored": ("tail",)}, r"ignored: .* 'tail' matches none.*'shift'"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_names_of_nothing(worlds, stage, given, message):
+    def work(comm):
+        model = deepcopy(BASE)
+        with pytest.raises(ArgumentError, match=message):
+            zero.shard(model, stage, comm=comm, options=ZeroOptions(**given))
+
+    worlds(2).run(work)
+
+
+def test_ranks_that_choose_differently(worlds):
+    def work(comm):
+        chosen = {"blocks.0": UnitOptions(prefetch=comm.rank)}
+        with pytest.raises(MismatchError, match="per_unit"):
+            zero.shard(deepcopy(BASE), 3, comm=comm, options=ZeroOptions(per_unit=chosen))
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: UnitOptions(param=torch.int8), "param: expected float32"),
+        (lambda: UnitOptions(keep_gathered=1), "keep_gathered: expected True"),  # type: ignore[arg-type]
+        (lambda: UnitOptions(prefetch=-1), "prefetch: expected an integer"),
+        (lambda: ZeroOptions(per_unit={"a": 1}), "expected UnitOptions by names"),  # type: ignore[dict-item]
+        (lambda: ZeroOptions(per_unit={"a": BF16}), r"expected Precision\(param=\) with it"),
+        (lambda: ZeroOptions(ignored="shift"), "ignored: expected a tuple"),  # type: ignore[arg-type]
+    ],
+)
+def test_choices_that_cannot_be(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
