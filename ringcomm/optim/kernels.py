@@ -39,7 +39,7 @@ class StepTable:
         active: float64 [params]: not 0 where the parameter takes the step.
         step: float64 [params]: steps taken.
         factors: uint8 [params, bytes]: factors that the kernels compute from the other tensors.
-        told: float64 [params, or params + 2 on a CPU]: ``active``, which all ranks reduce to its
+        told: float64 [params, or params + 2 on the host]: ``active``, which all ranks reduce to its
             maximum, with the digest of the hyper-parameters behind it. See
             NOTE [Hyper-parameters are compared at each step].
 
@@ -56,6 +56,7 @@ class StepTable:
         hyper_shape: tuple[int, int],
         factors_bytes: int,
         place: torch.device,
+        launches: bool,
     ) -> None:
         params = len(layout.params)
         self.layout = layout
@@ -63,7 +64,7 @@ class StepTable:
         self.hyper = torch.zeros(hyper_shape, dtype=torch.float64, device=place)
         self.group = layout.group_table(place)
         # A bytearray, since struct writes two numbers in far less time than a tensor op does.
-        self._memory = bytearray(8 * (params + 2)) if place.type == "cpu" else None
+        self._memory = None if launches else bytearray(8 * (params + 2))
         if self._memory is None:
             self._here = torch.zeros(params, dtype=torch.float64, device=place)
         else:

@@ -147,6 +147,11 @@ class Setting:
         return (0, 1) if sharers is None else (sharers.shard_index, sharers.world_size)
 
     @property
+    def launches(self) -> bool:
+        """True if the kernels run on a device, for which the host would have to wait."""
+        return self.comm is not None and self.comm.launches
+
+    @property
     def world_size(self) -> int:
         return 1 if self.comm is None else self.comm.world_size
 
@@ -227,7 +232,9 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.rule = rule = setting.rule
         hyper_shape = (len(groups), rule.hyper_columns)
-        self.table = StepTable(self.layout, hyper_shape, rule.factors_bytes, setting.device)
+        self.table = StepTable(
+            self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
+        )
         self.kernels = self._make_kernels()
         told = {"optimizer": rule.name, **options.describe()}
         hyper = [rule.compared(group) for group in groups]
@@ -349,7 +356,7 @@ class ShardedStep:
         self.torn = False
         self.first_pass = None
         self.written.accept()
-        if self.setting.device.type == "cpu":
+        if not self.setting.launches:
             self._seen_skipped = int(self.table.control[kernels.SKIPPED])
 
     def take_hyper(self) -> None:
@@ -623,8 +630,8 @@ class ShardedStep:
                 found.add_(reduced.overflowed)
 
     def _report(self) -> None:
-        """Logs on rank 0 that a step was skipped; on the CPU, where reading that costs nothing."""
-        if self.setting.device.type != "cpu":
+        """Logs on rank 0 that a step was skipped; on the host, where reading that costs nothing."""
+        if self.setting.launches:
             return
         skipped = int(self.table.control[kernels.SKIPPED])
         if skipped > self._seen_skipped and self.setting.rank == 0:

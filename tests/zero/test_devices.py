@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 
 from ringcomm import CommOptions, zero
 from ringcomm.comm.device.streams import DeviceWork
-from ringcomm.optim import Adafactor, Muon
+from ringcomm.optim import Adafactor, AdamW, Muon
 from tests.support.device_worlds import on_host
+from tests.support.emulator.recording import graph_of
 from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 
@@ -93,3 +96,54 @@ def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):
     with devices.new_world(2, options=OPTIONS) as world:
         run = replace(RUNS["accumulated"], stage=2, options={"algorithm": "direct"})
         assert len(devices.run(world, _on_device, base, run)) == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_graph_replays_the_step_of_a_module(devices, stage):
+    """Its backwards are eager, and so is zero_grad(); the rate changes between replays."""
+    if devices.emulated is None:
+        pytest.skip("tests/gpu/test_optimizer.py records with torch.cuda")
+    base = new_model("mlp")
+
+    def build(comm):
+        # What a backward reduces on another stream, no replay would wait for.
+        options = replace(SMALL, overlap=False)
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
+        lr = torch.tensor(1e-2)
+        return module, lr, AdamW(module.parameters(), lr=lr)
+
+    def backward(module, turn):
+        generator = torch.Generator().manual_seed(turn)
+        with torch.autograd.set_multithreading_enabled(False):
+            module(torch.randn(4, 13, generator=generator)).backward()
+
+    def step(optimizer):
+        optimizer.clip_grad_norm_(0.01)
+        optimizer.step()
+
+    def work(comm):
+        modules, rates, optimizers = zip(*(build(comm) for _ in range(2)), strict=True)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            backward(module, 0)
+            step(optimizer)
+            optimizer.zero_grad(set_to_none=stage > 1)
+            backward(module, 1)
+        comm.finish_host_side()
+        step(optimizers[0])
+        known = [rates[1]]
+        with graph_of(devices.emulated, known, partial(step, optimizers[1])) as replay:
+            replay()
+            for turn in range(2, 5):
+                for module, rate, optimizer in zip(modules, rates, optimizers, strict=True):
+                    optimizer.zero_grad(set_to_none=stage > 1)
+                    backward(module, turn)
+                    rate.fill_(1e-2 / turn)
+                step(optimizers[0])
+                replay()
+        comm.finish_host_side()
+        return [zero.full_state_dict(module) for module in modules]
+
+    with devices.new_world(1, options=OPTIONS) as world:
+        ((eager, replayed),) = devices.run(world, work)
+    assert_same_bits(replayed, eager)
+    assert not torch.equal(eager["head.weight"], base.head.weight)

@@ -9,8 +9,9 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion
+from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, LossScaleOptions, LossScaler
 from tests.support.device_worlds import Devices
+from tests.support.emulator.recording import graph_of
 
 # The ring's pieces are whole blocks of 512 elements.
 COMM = CommOptions(timeout=20.0, segment_bytes=4096, channels=2)
@@ -140,3 +141,73 @@ def test_torchs_grad_scaler_drives_one_rank(devices):
         return all(map(torch.equal, params, plain))
 
     assert all(devices.run(devices.world(1, options=COMM), body))
+
+
+def step_once(optimizer, clip):
+    if clip:
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.clip_grad_value_(0.1)
+        optimizer.clip_grad_norm_(0.3, params=optimizer.param_groups[0]["params"][:2])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+@pytest.mark.parametrize("clip", [False, True], ids=["one pass", "two passes"])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(AdamW, torch.float32), (AdamW, torch.bfloat16), (partial(SGD, momentum=0.9), torch.float32)],
+    ids=["AdamW", "bfloat16", "SGD"],
+)
+def test_a_graph_replays_steps_as_eager_ones(devices, make, dtype, clip, scaled):
+    """Nothing in a step waits for the device: its number, the rate and the scale are there.
+
+    Two steps are recorded, and replayed with other gradients and rates. Nothing of a step runs
+    while it is recorded, and the numbers that it would find then are not those of the replay.
+    """
+    if devices.emulated is None:
+        pytest.skip("tests/gpu/test_optimizer.py records with torch.cuda")
+
+    def body(comm):
+        def build():
+            params = [torch.nn.Parameter(each.clone()) for each in values(dtype, 99, 99)]
+            scaler = LossScaler(LossScaleOptions(growth_interval=2)) if scaled else None
+            lr = torch.tensor(1e-2)
+            optimizer = make(params, lr=lr, comm=comm, loss_scaler=scaler)
+            give(params, 0)
+            step_once(optimizer, clip)  # what is made at a first step is not made in a capture
+            return params, lr, optimizer
+
+        def give(params, turn):
+            for param, grad in zip(params, values(dtype, comm.rank, turn), strict=True):
+                if param.grad is None:
+                    param.grad = torch.empty_like(param)
+                with torch.no_grad():
+                    param.grad.copy_(grad * 1024.0 if scaled else grad)
+            if turn == 2:
+                params[0].grad[3] = float("inf") if scaled else 1.0
+
+        eager_params, eager_lr, eager = build()
+        params, lr, optimizer = build()
+        comm.finish_host_side()
+        before = [param.detach().clone() for param in params]
+
+        def twice(which):
+            step_once(which, clip)
+            step_once(which, clip)
+
+        with graph_of(devices.emulated, [lr], partial(twice, optimizer)) as replay:
+            assert all(map(torch.equal, params, before)), "recording runs nothing"
+            for turn in range(1, 4):
+                for each in (eager_lr, lr):
+                    each.fill_(1e-2 / turn)
+                give(eager_params, turn)
+                give(params, turn)
+                replay()
+                twice(eager)
+        comm.finish_host_side()
+        assert optimizer.steps_taken.item() == eager.steps_taken.item() == (5 if scaled else 7)
+        assert optimizer.skipped_steps.item() == (2 if scaled else 0)
+        assert not any(map(torch.equal, params, before))
+        return all(map(torch.equal, params, eager_params))
+
+    assert devices.run(devices.world(1, options=COMM), body) == [True]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 
 
-def _touches_data(function: Any) -> bool:
+def touches_data(function: Any) -> bool:
     """False for views and for memory that is only handed out."""
     schema = function._schema
     views = [
@@ -42,7 +42,7 @@ class InStreamOrder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _touches_data(func):
+        if touches_data(func):
             self._wait()
         result = func(*args, **(kwargs or {}))
         self._kept += [

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError
+from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.faults.device.conftest import Places
 from tests.proof.faults.device.places import LONG_S, Gate, Place, error_of, until
 from tests.support.emulator import DriverError
+from tests.support.emulator.recording import RecordedOperations
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
@@ -159,6 +163,65 @@ def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
 def test_every_process_captures_its_own_part(kind: str) -> None:
     turns = 100
     assert run_ranks(replays_alone, 2, kind, turns) == [2.0 * (turns - 10)] * 2
+
+
+def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float], bool]:
+    """Steps of a sharded optimizer, clipped, with a rate that changes between replays."""
+    place = Place(kind)
+    comm = place.connect(store, rank, n)
+    with place.ordered(), ExitStack() as end:
+        eager, optimizer = (_optimizer(place, comm) for _ in range(2))
+        recorded = optimizer.param_groups[0]
+        operations = None
+        with place.capture() as replay:
+            if place.emulated:
+                record = functools.partial(
+                    place.runtime.run_on_stream, 0, place.runtime.current_stream(0)
+                )
+                operations = end.enter_context(RecordedOperations(record, [recorded["lr"]]))
+            _step(optimizer)
+            end.close()
+        for turn in range(1, 4):
+            for each in (eager, optimizer):
+                each.param_groups[0]["lr"].fill_(0.1 / turn)
+                for param in each.param_groups[0]["params"]:
+                    param.grad.fill_(turn * (1 + rank))
+            replay()
+            _step(eager)
+        place.synchronize()
+        (one, two), (same, alike) = recorded["params"], eager.param_groups[0]["params"]
+        ends = [float(one[0].item()), float(two[-1].item())]
+        equal = torch.equal(one, same) and torch.equal(two, alike)
+        if operations is not None:
+            assert operations.errors == []
+            operations.forget()
+        del eager, optimizer, recorded, one, two, same, alike, param, each
+    comm.close()
+    place.close()
+    return ends, equal
+
+
+def _optimizer(place: Place, comm: Any) -> AdamW:
+    """One whose first step, which makes what steps need, has been taken."""
+    params = [place.full(count, 1.0).requires_grad_() for count in (LARGE, SMALL)]
+    lr, options = place.full(1, 0.1), AdamWOptions(algorithm="direct")
+    optimizer = AdamW(params, lr=lr, comm=comm, options=options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    _step(optimizer)
+    return optimizer
+
+
+def _step(optimizer: AdamW) -> None:
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.clip_grad_value_(0.005)
+    optimizer.step()
+
+
+def test_every_process_replays_its_part_of_a_step(kind: str) -> None:
+    (ends, equal), others = run_ranks(replays_steps, 2, kind)
+    assert others == (ends, True) and equal
+    assert all(end < 1.0 for end in ends)
 
 
 def test_an_asynchronous_call_must_be_joined(emulated: Places) -> None:
