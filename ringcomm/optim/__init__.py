@@ -5,7 +5,7 @@ See ``docs/optimizer.md`` for its guarantees.
 
 from __future__ import annotations
 
-from ringcomm.optim.adamw import Adam, AdamW
+from ringcomm.optim.adamw import Adam, AdamW, AdamW8bit
 from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
@@ -19,6 +19,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "AdamWOptions",
     "GradScaler",
     "Lion",

@@ -295,9 +295,9 @@ class _Loading:
         yield from module_state.param_parts(self.engine, whole=True)
         yield from module_state.loose_parts(self.engine, whole=True)
 
-    def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
+    def _state_parts(self, step: ShardedStep, writes: bool = False) -> Iterator[StatePart]:
         """And of the optimizer's state."""
-        for part in module_state.state_parts(self.engine, step, whole=True):
+        for part in module_state.state_parts(self.engine, step, whole=True, writes=writes):
             # A moment that was not saved had not begun, and is zeroed.
             if part.name.split(".")[1] in self.saved["optimizer"]["kinds"]:
                 yield part
@@ -312,7 +312,7 @@ class _Loading:
             stored.wide = None
         self._take_buffers()
         if step is not None:
-            self._read(self._state_parts(step))
+            self._read(self._state_parts(step, writes=True))
             take_optimizer(self.engine, step, self.saved, self.groups)
         else:
             self.engine.placement.refresh_masters()
@@ -406,11 +406,18 @@ class TrainState:
             raise _failed("was saved without an optimizer; load the module alone")
         extra = self._read_extra(state)
         if step is not None:
+            self._take_narrow(step, state)
             take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
         else:
             engine.placement.refresh_masters()
         engine.comm.barrier()
         set_extra_state(engine.parts.module, extra, _failed)
+
+    def _take_narrow(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
+        """Takes the moments of 8 bits, of which torch has loaded copies."""
+        if step.rule.eight_bits:
+            for part in module_state.state_parts(self._engine, step, True, writes=True):
+                part.local.copy_(state[part.name].local)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
