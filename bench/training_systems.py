@@ -109,10 +109,20 @@ class Optimizers:
     takes_shards: bool = True
 
 
-SHARDED = (ringcomm.optim.AdamW, ringcomm.optim.SGD, ringcomm.optim.Lion, ringcomm.optim.Muon)
+SHARDED = (
+    ringcomm.optim.AdamW,
+    ringcomm.optim.AdamW8bit,
+    ringcomm.optim.SGD,
+    ringcomm.optim.Lion,
+    ringcomm.optim.Muon,
+)
 OPTIMIZERS = {
     "adamw": Optimizers(
         lambda module: ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE),
+        lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
+    ),
+    "adamw8bit": Optimizers(
+        lambda module: ringcomm.optim.AdamW8bit(module.parameters(), lr=LEARNING_RATE),
         lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
     ),
     "sgd": Optimizers(
