@@ -150,7 +150,6 @@ class AdamW8bit(ShardedOptimizer):
 
     Raises:
         ArgumentError: see there.
-        UnsupportedError: at the first step, with ``kernels="triton"``.
     """
 
     def __init__(  # noqa: PLR0913 -- torch's signature

@@ -15,7 +15,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.errors import ArgumentError
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -188,6 +188,7 @@ class AdamW8bitRule(AdamWRule):
     """AdamW with moments of 8 bits."""
 
     name = "AdamW8bit"
+    kind = "adamw8bit"
     moments = MOMENTS
     eight_bits = True
 
@@ -207,16 +208,6 @@ class AdamW8bitRule(AdamWRule):
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         return "" if set(names) == set(MOMENTS) else " and ".join(MOMENTS)
-
-    def kernels(
-        self, comm: Communicator | None, options: AdamWOptions, table: StepTable
-    ) -> Kernels:
-        if options.kernels == "triton":
-            raise UnsupportedError(
-                'AdamW8bit: kernels="triton": only the native kernels have moments of 8 bits; '
-                'expected kernels="native"'
-            )
-        return super().kernels(comm, options, table)
 
 
 class _OneMoment(FusedRule):
