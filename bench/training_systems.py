@@ -111,6 +111,7 @@ class Optimizers:
 
 SHARDED = (
     ringcomm.optim.AdamW,
+    ringcomm.optim.AdamW8bit,
     ringcomm.optim.SGD,
     ringcomm.optim.Lion,
     ringcomm.optim.Muon,
@@ -119,6 +120,10 @@ SHARDED = (
 OPTIMIZERS = {
     "adamw": Optimizers(
         lambda module: ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE),
+        lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
+    ),
+    "adamw8bit": Optimizers(
+        lambda module: ringcomm.optim.AdamW8bit(module.parameters(), lr=LEARNING_RATE),
         lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
     ),
     "sgd": Optimizers(

@@ -258,6 +258,8 @@ class Request:
 
 ADAMW_BLOCK_ELEMS: int
 """Chunks of a bucket begin at multiples of this many elements."""
+MOMENT_BLOCK_ELEMS: int
+"""Elements that share an exponent where moments have 8 bits (optimizer/block_moments.h)."""
 ADAMW_FLAGS: dict[str, int]
 """Bits of a group's flags: l2, amsgrad, maximize; and of a parameter's: active."""
 GRAD_NORM_WORDS: int

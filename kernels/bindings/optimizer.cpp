@@ -5,6 +5,7 @@
 
 #include "kernels/bindings/gil.h"
 #include "kernels/bindings/native_comm.h"
+#include "ringcomm/optimizer/block_moments.h"
 #include "ringcomm/optimizer/buckets.h"
 
 namespace nb = nanobind;
@@ -108,11 +109,13 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   flags["momentum"] = kMomentum;
   flags["nesterov"] = kNesterov;
   flags["lion"] = kLion;
+  flags["eight_bits"] = kEightBits;
   kinds["l2"] = int(NormKind::kTwo);
   kinds["l1"] = int(NormKind::kOne);
   kinds["inf"] = int(NormKind::kInf);
   m.attr("ADAMW_BLOCK_ELEMS") = kBlockElems;
   m.attr("ADAMW_FLAGS") = flags;
+  m.attr("MOMENT_BLOCK_ELEMS") = kMomentBlock;
   m.attr("GRAD_NORM_WORDS") = kNormWords;
   m.attr("GRAD_NORM_KINDS") = kinds;
   bind_shard(m);

@@ -2,8 +2,7 @@
 // in flight.
 #pragma once
 
-#include "kernels/cuda/grad_sum.h"
-#include "ringcomm/optimizer/adamw_element.h"
+#include "kernels/cuda/moment_lanes.h"
 #include "ringcomm/optimizer/buckets.h"
 #include "ringcomm/optimizer/one_moment_element.h"
 
@@ -101,6 +100,19 @@ struct Updater {
     }
   }
 
+  // Of moments that have 8 bits in memory.
+  RC_TEAM_FN static void update_wide(float& p, float g, float& m, float& v, const AdamWFactors& f) {
+    g = adamw_gradient(g, f);
+    const bool l2 = (f.flags & kAdamL2) != 0;
+    float unused = 0.0f;
+    if (!(f.one_minus_beta1 < 0.5f))
+      l2 ? adamw_element<AdamWPath<true, false, true>>(p, g, m, v, unused, f)
+         : adamw_element<AdamWPath<false, false, true>>(p, g, m, v, unused, f);
+    else
+      l2 ? adamw_element<AdamWPath<true, false, false>>(p, g, m, v, unused, f)
+         : adamw_element<AdamWPath<false, false, false>>(p, g, m, v, unused, f);
+  }
+
   RC_TEAM_FN float master_of(P param, uint64_t at) const {
     if constexpr (kSame<P, BFloat16>)
       if (s.remainder != nullptr) return join_master(param, s.remainder[at]);
@@ -120,6 +132,13 @@ struct Updater {
     return Narrowed<P>::of(master, s, s.begin + at, f.step);
   }
 
+  RC_TEAM_FN void store_one(uint64_t at, float p, const AdamWFactors& f) const {
+    const P param = param_of(p, at, f);
+    *own(at) = param;
+    for (int c = 0; c < copy_count; ++c)
+      if (copies[c] != nullptr) *copy(c, at) = param;
+  }
+
   RC_TEAM_FN void one(uint64_t at, float g, const AdamWFactors& f) const {
     const bool amsgrad = (f.flags & kAdamAmsgrad) != 0;
     const bool first = has_first(f), second = has_second(f);
@@ -129,10 +148,7 @@ struct Updater {
     if (first) s.exp_avg[at] = m;
     if (second) s.exp_avg_sq[at] = v;
     if (amsgrad) s.max_exp_avg_sq[at] = v_max;
-    const P param = param_of(p, at, f);
-    *own(at) = param;
-    for (int c = 0; c < copy_count; ++c)
-      if (copies[c] != nullptr) *copy(c, at) = param;
+    store_one(at, p, f);
   }
 
   // Loads the master copies of eight elements, or makes them of the parameters.
@@ -209,6 +225,11 @@ struct Updater {
       held_max.set(v_max);
       held_max.store(s.max_exp_avg_sq + at);
     }
+    store_eight(at, p, f);
+  }
+
+  RC_TEAM_FN void store_eight(uint64_t at, const float (&p)[kTurnElems],
+                              const AdamWFactors& f) const {
     P param[kTurnElems];
     store_masters(at, p, f, param);
     Eight<P> result;
@@ -218,6 +239,80 @@ struct Updater {
       if (copies[c] != nullptr) result.store(copy(c, at));
   }
 };
+
+// ---- moments of 8 bits --------------------------------------------------------------------------
+
+// Up to eight elements of a block's, with their moments; by constant numbers, so that all of them
+// are registers. Behind `count` all is zeros, and stays so.
+template <class G, class P>
+RC_TEAM_FN void update_some(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
+                            uint64_t at, int count, const AdamWFactors& f, float* m, float* v) {
+  vectors = vectors && count == kTurnElems;
+  float p[kTurnElems] = {}, g[kTurnElems] = {};
+  if (vectors) {
+    updater.load_masters(at, p);
+    grads.eight(at, g);
+  } else {
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) {
+      if (k >= count) continue;
+      p[k] = updater.master_of(*updater.own(at + k), at + k);
+      g[k] = grads.one(at + k);
+    }
+  }
+  RC_UNROLL
+  for (int k = 0; k < kTurnElems; ++k) updater.update_wide(p[k], g[k], m[k], v[k], f);
+  if (vectors) return updater.store_eight(at, p, f);
+  RC_UNROLL
+  for (int k = 0; k < kTurnElems; ++k)
+    if (k < count) updater.store_one(at + k, p[k], f);
+}
+
+// The block at the beginning of a parameter's run, by kMomentLanes lanes. All lanes of a warp come
+// here, some of them with a run of nothing.
+template <class G, class P>
+RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
+                             const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {
+  const AdamWShard& s = updater.s;
+  const MomentLanes<FirstMoment> first{BlockMoment::of(s.exp_avg, s.elems)};
+  const MomentLanes<SecondMoment> second{BlockMoment::of(s.exp_avg_sq, s.elems)};
+  float m[kMomentElems] = {}, v[kMomentElems] = {};
+  const uint64_t mine = block.begin + uint64_t(lane % kMomentLanes * kMomentElems);
+  const auto each_eight = [&](auto work) {
+    RC_UNROLL
+    for (int e = 0; e < kMomentElems; e += kTurnElems) {
+      const uint64_t at = mine + uint64_t(e);
+      const uint64_t left = block.end > at ? block.end - at : 0;
+      work(at, left < kTurnElems ? int(left) : kTurnElems, e);
+    }
+  };
+  // One lane reads the exponents, which it will write: a shuffle orders no memory.
+  const bool leads = lane % kMomentLanes == 0 && block.begin < block.end;
+  const uint64_t number = block.begin / kMomentBlock;
+  uint32_t exponents = 0;
+  if (leads) exponents = first.moment.exponents[number] | second.moment.exponents[number] << 8;
+  exponents = largest_of_block(exponents);
+  each_eight([&](uint64_t at, int count, int e) {
+    if (count == 0) return;
+    first.load(at, count, exponents & 0xffu, m + e);
+    second.load(at, count, exponents >> 8, v + e);
+    update_some(updater, grads, vectors, at, count, f, m + e, v + e);
+  });
+  const uint32_t m_exponent = first.new_exponent(m), v_exponent = second.new_exponent(v);
+  if (leads) {
+    first.moment.exponents[number] = uint8_t(m_exponent);
+    second.moment.exponents[number] = uint8_t(v_exponent);
+  }
+  const MomentDraw draw = MomentDraw::of(s.seed, here.param, f.step, s.begin + mine - here.begin);
+  each_eight([&](uint64_t at, int count, int e) {
+    uint32_t words[kTurnElems];
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k) words[k] = draw.word(uint32_t(e + k));
+    if (count == 0) return;
+    first.store(at, count, m + e, m_exponent, words);
+    second.store(at, count, v + e, v_exponent, words);
+  });
+}
 
 // Elements [run.begin, run.end) of the chunk, by all lanes.
 template <class G, class P>
@@ -235,6 +330,14 @@ RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* co
                    to = (here.end < last ? here.end : last) - s.begin;
     // Segments and chunks begin at whole turns; where a user's layout does not, elements go singly.
     const bool vectors = aligned && from % kTurnElems == 0;
+    if ((f.flags & kEightBits) != 0) {
+      const uint64_t warp_elems = uint64_t(kMomentWarp / kMomentLanes) * kMomentBlock;
+      const uint64_t own = uint64_t(lane % kMomentWarp / kMomentLanes) * kMomentBlock;
+      for (uint64_t at = from + uint64_t(lane / kMomentWarp) * warp_elems; at < to;
+           at += uint64_t(lanes / kMomentWarp) * warp_elems)
+        update_block(updater, grads, vectors, here, Run{at + own, to}, f, lane);
+      continue;
+    }
     const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
     for (uint64_t at = from + uint64_t(lane) * kTurnElems; at < whole;
          at += uint64_t(lanes) * kTurnElems)

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/host/isa_kernels.h"
-#include "ringcomm/optimizer/adamw_element.h"
+#include "ringcomm/optimizer/block_moments.h"
 #include "ringcomm/optimizer/grad_norm.h"
 #include "ringcomm/optimizer/one_moment_element.h"
 
@@ -128,15 +128,10 @@ inline void update_lion(float* RC_RESTRICT p, const float* RC_RESTRICT g, float*
   for (uint64_t i = 0; i < n; ++i) lion_element(p[i], adamw_gradient(g[i], f), m[i], f);
 }
 
-inline void update(float* p, const float* g, const AdamWShard& s, uint64_t at,
-                   const AdamWFactors& f, uint64_t n) {
-  float* const m = s.exp_avg != nullptr ? s.exp_avg + at : nullptr;
-  if ((f.flags & kSgd) != 0) return update_sgd(p, g, m, f, n);
-  if ((f.flags & kLion) != 0) return update_lion(p, g, m, f, n);
-  float* const v = s.exp_avg_sq + at;
+inline void update_adamw(float* p, const float* g, float* m, float* v, float* v_max,
+                         const AdamWFactors& f, uint64_t n) {
   const bool l2 = (f.flags & kAdamL2) != 0, amsgrad = (f.flags & kAdamAmsgrad) != 0,
              from_end = !(f.one_minus_beta1 < 0.5f);
-  float* const v_max = amsgrad ? s.max_exp_avg_sq + at : nullptr;
   const auto run = [&](auto path) { update_run<decltype(path)>(p, g, m, v, v_max, f, n); };
   if (from_end) {
     if (l2)
@@ -146,6 +141,86 @@ inline void update(float* p, const float* g, const AdamWShard& s, uint64_t at,
   if (l2)
     return amsgrad ? run(AdamWPath<true, true, false>{}) : run(AdamWPath<true, false, false>{});
   return amsgrad ? run(AdamWPath<false, true, false>{}) : run(AdamWPath<false, false, false>{});
+}
+
+// ---- moments of 8 bits --------------------------------------------------------------------------
+
+// Of elements of one block.
+template <class Moment>
+inline void widen_moment(float* RC_RESTRICT wide, const BlockMoment& moment, uint64_t at,
+                         uint64_t n) {
+  const uint8_t* RC_RESTRICT const codes = moment.codes + at;
+  const uint32_t exponent = moment.exponents[at / kMomentBlock];
+  const uint32_t least = least_normal<Moment>(exponent);
+  if (exponent == kNotFinite) {
+    for (uint64_t i = 0; i < n; ++i) wide[i] = float_of(0x7fc00000u);
+  } else if constexpr (kSame<Moment, FirstMoment>) {
+    for (uint64_t i = 0; i < n; ++i) wide[i] = widen_first(codes[i], least);
+  } else {
+    for (uint64_t i = 0; i < n; ++i) wide[i] = widen_second(codes[i], least);
+  }
+}
+
+inline uint32_t exponent_of(const float* RC_RESTRICT wide, uint64_t n) {
+  uint32_t most = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits_of(wide[i]) & 0x7fffffffu;
+    most = magnitude > most ? magnitude : most;
+  }
+  return block_exponent(most);
+}
+
+inline void narrow_moments(const BlockMoment& first, const BlockMoment& second,
+                           const float* RC_RESTRICT m, const float* RC_RESTRICT v, uint64_t at,
+                           const MomentDraw& drawn, uint64_t n) {
+  uint8_t* RC_RESTRICT const m_codes = first.codes + at;
+  uint8_t* RC_RESTRICT const v_codes = second.codes + at;
+  const uint32_t m_exponent = exponent_of(m, n), v_exponent = exponent_of(v, n);
+  first.exponents[at / kMomentBlock] = uint8_t(m_exponent);
+  second.exponents[at / kMomentBlock] = uint8_t(v_exponent);
+  const uint32_t m_least = least_normal<FirstMoment>(m_exponent),
+                 v_least = least_normal<SecondMoment>(v_exponent);
+  const MomentDraw draw = drawn;
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint32_t word = draw.word(uint32_t(i));
+    m_codes[i] = narrow_first(m[i], m_least, MomentDraw::of_first(word));
+    v_codes[i] = narrow_second(v[i], v_least, MomentDraw::of_second(word));
+  }
+}
+
+// At most a turn, from the beginning of a block on. `here` is the parameter's segment.
+inline void update_eight_bits(float* p, const float* g, const AdamWShard& s,
+                              const AdamWSegment& here, uint64_t at, const AdamWFactors& f,
+                              uint64_t n) {
+  static_assert(kTurnElems % kMomentBlock == 0);
+  alignas(64) float m[kTurnElems];
+  alignas(64) float v[kTurnElems];
+  const BlockMoment first = BlockMoment::of(s.exp_avg, s.elems),
+                    second = BlockMoment::of(s.exp_avg_sq, s.elems);
+  const auto each_block = [&](auto work) {
+    for (uint64_t done = 0; done < n; done += kMomentBlock)
+      work(done, n - done < kMomentBlock ? n - done : kMomentBlock);
+  };
+  each_block([&](uint64_t done, uint64_t elems) {
+    widen_moment<FirstMoment>(m + done, first, at + done, elems);
+    widen_moment<SecondMoment>(v + done, second, at + done, elems);
+  });
+  update_adamw(p, g, m, v, nullptr, f, n);
+  MomentDraw draw = MomentDraw::of(s.seed, here.param, f.step, s.begin + at - here.begin);
+  each_block([&](uint64_t done, uint64_t elems) {
+    narrow_moments(first, second, m + done, v + done, at + done, draw, elems);
+    draw.first += uint32_t(kMomentBlock);
+  });
+}
+
+inline void update(float* p, const float* g, const AdamWShard& s, const AdamWSegment& here,
+                   uint64_t at, const AdamWFactors& f, uint64_t n) {
+  if ((f.flags & kEightBits) != 0) return update_eight_bits(p, g, s, here, at, f, n);
+  float* const m = s.exp_avg != nullptr ? s.exp_avg + at : nullptr;
+  if ((f.flags & kSgd) != 0) return update_sgd(p, g, m, f, n);
+  if ((f.flags & kLion) != 0) return update_lion(p, g, m, f, n);
+  float* const v_max = (f.flags & kAdamAmsgrad) != 0 ? s.max_exp_avg_sq + at : nullptr;
+  update_adamw(p, g, m, s.exp_avg_sq + at, v_max, f, n);
 }
 
 template <class T>
@@ -158,14 +233,15 @@ inline void narrow_random(T* RC_RESTRICT out, const float* RC_RESTRICT src, cons
   }
 }
 
-// Elements [at, at + n) of the chunk, all of one parameter; T is the parameter's type. Returns
+// Elements [at, at + n) of the chunk, all of segment `here`; T is the parameter's type. Returns
 // where the new parameters lie: in `fresh`, or (FP32) in place.
 template <class T>
-inline const T* step_run(const AdamWShard& s, const float* g, uint64_t at, uint64_t n,
-                         const AdamWFactors& f, float* wide, T* fresh) {
+inline const T* step_run(const AdamWShard& s, const AdamWSegment& here, const float* g, uint64_t at,
+                         uint64_t n, float* wide, T* fresh) {
+  const AdamWFactors& f = s.factors[here.param];
   T* const own = reinterpret_cast<T*>(s.params) + s.begin + at;
   if constexpr (kSame<T, float>) {
-    update(own, g, s, at, f, n);
+    update(own, g, s, here, at, f, n);
     return own;
   } else {
     float* const master = s.master != nullptr ? s.master + at : wide;
@@ -173,13 +249,13 @@ inline const T* step_run(const AdamWShard& s, const float* g, uint64_t at, uint6
       if (s.remainder != nullptr) {
         uint16_t* const low = s.remainder + at;
         for (uint64_t i = 0; i < n; ++i) wide[i] = join_master(own[i], low[i]);
-        update(wide, g, s, at, f, n);
+        update(wide, g, s, here, at, f, n);
         for (uint64_t i = 0; i < n; ++i) split_master(wide[i], fresh[i], low[i]);
         return fresh;
       }
     }
     if (s.master == nullptr) widen_source(wide, own, n);
-    update(master, g, s, at, f, n);
+    update(master, g, s, here, at, f, n);
     if (s.rounding == Rounding::kStochastic)
       narrow_random(fresh, master, s, s.begin + at, f.step, n);
     else
@@ -212,7 +288,8 @@ inline void adamw_turns(const AdamWJob& job) {
       const uint64_t from = here.begin > first ? here.begin : first,
                      to = here.end < last ? here.end : last, at = from - s.begin;
       if ((f.flags & kAdamActive) != 0 && to > from) {
-        const T* const result = step_run<T>(s, g + (from - first), at, to - from, f, wide, fresh);
+        const T* const result =
+            step_run<T>(s, here, g + (from - first), at, to - from, wide, fresh);
         const uint64_t bytes = (to - from) * sizeof(T);
         if constexpr (!kSame<T, float>)
           store_result(s.params + from * sizeof(T), result, bytes, job.streaming);

@@ -5,6 +5,18 @@ import triton.language as tl
 
 from ringcomm._native import ADAMW_FLAGS, OPTIMIZER_STRUCTURES
 
+from .block_moments import (
+    BLOCK,
+    CUT_BITS,
+    CUT_MASK,
+    FIRST_BELOW,
+    SECOND_BELOW,
+    exponents_of,
+    narrowed,
+    of_elements,
+    random_words,
+    widened,
+)
 from .hooks import IS_INTERPRETED
 from .moving import is_aligned, pointer, round_to, sum_of, widen
 from .words import word32, word64
@@ -272,6 +284,7 @@ SEGMENTS = tl.constexpr(OPTIMIZER_STRUCTURES["shard.segments"])
 FACTORS = tl.constexpr(OPTIMIZER_STRUCTURES["shard.factors"])
 SEGMENT_COUNT = tl.constexpr(OPTIMIZER_STRUCTURES["shard.segment_count"])
 BEGIN = tl.constexpr(OPTIMIZER_STRUCTURES["shard.begin"])
+ELEMS = tl.constexpr(OPTIMIZER_STRUCTURES["shard.elems"])
 MASTER = tl.constexpr(OPTIMIZER_STRUCTURES["shard.master"])
 REMAINDER = tl.constexpr(OPTIMIZER_STRUCTURES["shard.remainder"])
 EXP_AVG = tl.constexpr(OPTIMIZER_STRUCTURES["shard.exp_avg"])
@@ -297,13 +310,14 @@ def own_params(shard, KIND: tl.constexpr):
 
 @triton.jit
 def _state_of(shard):
-    """Addresses of the FP32 state and of the remainder, for element 0 of the chunk."""
+    """Addresses of the state and of the remainder, for element 0 of the chunk; its elements."""
     return (
         shard_word(shard, EXP_AVG),
         shard_word(shard, EXP_AVG_SQ),
         shard_word(shard, MAX_EXP_AVG_SQ),
         shard_word(shard, MASTER),
         shard_word(shard, REMAINDER),
+        shard_word(shard, ELEMS),
     )
 
 
@@ -373,6 +387,54 @@ def _rounded(p, random_of, at, step, KIND: tl.constexpr):
 
 
 @triton.jit
+def _moment_keys(random_of, at, step):
+    """The keys of a turn's blocks, for each of its elements; ``at`` as in :func:`_turn`."""
+    zero = tl.zeros([TURN // BLOCK], tl.int64)
+    element = random_of[2] + at - random_of[4] + tl.arange(0, TURN // BLOCK) * BLOCK
+    param = zero + random_of[3]
+    key, twist, _, _ = philox(
+        low_word(zero + random_of[0]),
+        low_word(zero + (random_of[0] >> 32)),
+        low_word(param),
+        low_word(param >> 32),
+        low_word(zero + step),
+        low_word(element >> 32) | 0x80000000,
+    )
+    return of_elements(key), of_elements(twist)
+
+
+@triton.jit
+def _eight_bits(
+    p, g, state, random_of, factors, at, low, high, mask, MASKED: tl.constexpr
+):  # fmt: skip
+    """AdamW with moments of 8 bits, of a turn; returns the parameters, and stores the moments."""
+    blocks = tl.arange(0, TURN // BLOCK)
+    own = (at + blocks * BLOCK >= low) & (at + blocks * BLOCK < high)
+    place = at // BLOCK + blocks
+    m_place = pointer(state[0] + state[5], tl.uint8, False) + place
+    v_place = pointer(state[1] + state[5], tl.uint8, False) + place
+    m_exponents = tl.load(m_place, mask=own, other=0).to(tl.int32)
+    v_exponents = tl.load(v_place, mask=own, other=0).to(tl.int32)
+    m = widened(_load(state[0], at, mask, tl.uint8, MASKED), m_exponents, FIRST_BELOW)
+    v = widened(_load(state[1], at, mask, tl.uint8, MASKED), v_exponents, SECOND_BELOW)
+    p, m, v, _ = adamw_element(p, g, m, v, v, factors, False)
+    m_exponents, v_exponents = exponents_of(m, mask), exponents_of(v, mask)
+    # All threads have read the exponents that one of them writes.
+    tl.debug_barrier()
+    tl.store(m_place, m_exponents.to(tl.uint8), mask=own)
+    tl.store(v_place, v_exponents.to(tl.uint8), mask=own)
+    key, twist = _moment_keys(random_of, at, factors[0])
+    words = random_words(random_of[2] + at - random_of[4] + tl.arange(0, TURN), key, twist)
+    m_random = (words & CUT_MASK).to(tl.int32)
+    v_random = (words >> (32 - CUT_BITS)).to(tl.int32)
+    m_codes = narrowed(m, m_exponents, m_random, FIRST_BELOW)
+    v_codes = narrowed(v, v_exponents, v_random, SECOND_BELOW)
+    _store(state[0], at, m_codes, mask, tl.uint8, MASKED)
+    _store(state[1], at, v_codes, mask, tl.uint8, MASKED)
+    return p
+
+
+@triton.jit
 def _turn(
     dests, state, sources, random_of, factors, at, first, low, high, KIND: tl.constexpr,
     MASKED: tl.constexpr,
@@ -384,9 +446,11 @@ def _turn(
     g = gradient(sources, at - first, lanes, mask, KIND.grad, KIND.divisor, MASKED)
     p = _master(dests[0], state, at, mask, KIND, MASKED)
     m = g
-    if KIND.rule != "sgd":
+    if KIND.rule != "sgd" and KIND.rule != "adamw8bit":
         m = _load(state[0], at, mask, tl.float32, MASKED)
-    if KIND.rule == "lion":
+    if KIND.rule == "adamw8bit":
+        p = _eight_bits(p, g, state, random_of, factors, at, low, high, mask, MASKED)
+    elif KIND.rule == "lion":
         p, m = lion_element(p, g, m, factors)
     elif KIND.rule != "adamw":
         p, m = sgd_element(p, g, m, factors, KIND.rule == "momentum")
@@ -399,7 +463,7 @@ def _turn(
         _store(state[1], at, v, mask, tl.float32, MASKED)
         if KIND.keeps_max:
             _store(state[2], at, v_max, mask, tl.float32, MASKED)
-    if KIND.rule != "sgd":
+    if KIND.rule != "sgd" and KIND.rule != "adamw8bit":
         _store(state[0], at, m, mask, tl.float32, MASKED)
     if KIND.master == "remainder":
         result, remainder = split_master(p)
@@ -489,8 +553,9 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
             param = tl.load(word64(here + SEGMENT_PARAM))
             if (flags_of(shard_word(shard, FACTORS), param) & ACTIVE) != 0:
                 factors = load_factors(shard_word(shard, FACTORS), param)
+                drawn_of = random_of + (param, tl.load(word64(here)))
                 _update_segment(
-                    dests, state, sources, random_of, factors, (begin, end), low, high, aligned,
+                    dests, state, sources, drawn_of, factors, (begin, end), low, high, aligned,
                     KIND,
                 )  # fmt: skip
         segment += 1

@@ -20,7 +20,8 @@ class ShardKind:
         keeps_max: some group uses amsgrad.
         stochastic: how 16-bit parameters are rounded.
         divisor: the sum of the gradients is divided by it.
-        rule: the update: "adamw" (with Adam), "sgd" (without momentum), "momentum" or "lion".
+        rule: the update: "adamw" (with Adam), "sgd" (without momentum), "momentum", "lion"
+            or "adamw8bit".
     """
 
     grad: Any

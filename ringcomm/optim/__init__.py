@@ -6,7 +6,7 @@ See ``docs/optimizer.md`` for its guarantees.
 from __future__ import annotations
 
 from ringcomm.optim.adafactor import Adafactor
-from ringcomm.optim.adamw import Adam, AdamW
+from ringcomm.optim.adamw import Adam, AdamW, AdamW8bit
 from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
@@ -21,6 +21,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "AdamWOptions",
     "GradScaler",
     "Lion",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.memory import zeros
+from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.dtensors import apart, local_of, set_local
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -65,11 +66,15 @@ class ShardState:
 
     Attributes:
         moments: float32, by the names that torch gives them; see :meth:`Bucket.ensure`.
+        narrow: the moments of 8 bits, by the same names.
+        eight_bits: True if moments are made of 8 bits.
         master: float32, or None for float32 parameters or where the options keep none.
         remainder: the low 16 bits of the master as int16, or None.
     """
 
     moments: dict[str, Tensor] = field(default_factory=dict)
+    narrow: dict[str, BlockMoment] = field(default_factory=dict)
+    eight_bits: bool = False
     master: Tensor | None = None
     remainder: Tensor | None = None
 
@@ -88,10 +93,42 @@ class ShardState:
             remainder=plain(torch.int16) if master == "remainder" and not wide else None,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that there are, by name."""
+    def names(self) -> list[str]:
+        """Returns the names of the tensors that there are."""
+        return [*self.moments, *self.narrow, *self.masters()]
+
+    def masters(self) -> dict[str, Tensor]:
+        """Returns the master or the remainder, by name, where there is one."""
         masters = (("master", self.master), ("remainder", self.remainder))
-        return {**self.moments, **{name: each for name, each in masters if each is not None}}
+        return {name: each for name, each in masters if each is not None}
+
+    def wide(self) -> dict[str, Tensor]:
+        """Returns the moments in FP32, by name; copies of those of 8 bits."""
+        return {**self.moments, **{name: each.wide() for name, each in self.narrow.items()}}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that there are, by name; copies in FP32 of moments of 8 bits."""
+        return {**self.wide(), **self.masters()}
+
+    def memory(self, name: str) -> Tensor | None:
+        """Returns the memory of a moment as the kernels take it, if there is such a moment."""
+        narrow = self.narrow.get(name)
+        return self.moments.get(name) if narrow is None else narrow.memory
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Sets tensors that there are; moments of 8 bits are rounded to the nearest."""
+        here = {**self.moments, **self.masters()}
+        for name, tensor in tensors.items():
+            if name in self.narrow:
+                self.narrow[name].take(tensor)
+            elif here[name] is not tensor:
+                here[name].copy_(tensor)
+
+    def zero(self, names: Iterable[str]) -> None:
+        """Sets tensors of these names, which there are, to zeros."""
+        here = {**self.moments, **self.masters()}
+        for name in names:
+            (self.narrow[name].memory if name in self.narrow else here[name]).zero_()
 
 
 @dataclass(frozen=True)
@@ -259,10 +296,15 @@ class Bucket:
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""
-        missing = [name for name in names if name not in self.state.moments]
+        state, elems = self.state, self.chunk.elems
+        missing = [name for name in names if state.memory(name) is None]
         for name in missing:
-            elems = self.chunk.elems
-            self.state.moments[name] = empty_for_streams(elems, torch.float32, self._place).zero_()
+            if state.eight_bits:
+                size_bytes = BlockMoment.size_bytes(elems)
+                memory = empty_for_streams(size_bytes, torch.uint8, self._place).zero_()
+                state.narrow[name] = BlockMoment(CODES[name], memory)
+            else:
+                state.moments[name] = empty_for_streams(elems, torch.float32, self._place).zero_()
         return bool(missing)
 
 

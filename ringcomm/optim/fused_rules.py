@@ -136,7 +136,7 @@ class AdamWRule(FusedRule):
 
     name = "AdamW"
     kind = "adamw"
-    moments = (*MOMENTS, MAXIMA)
+    moments: tuple[str, ...] = (*MOMENTS, MAXIMA)
     hypers = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
@@ -182,6 +182,32 @@ class AdamWRule(FusedRule):
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected step, {', '.join(names)}, got {error!r}") from error
         return ParamState({"step": step}, names)
+
+
+class AdamW8bitRule(AdamWRule):
+    """AdamW with moments of 8 bits."""
+
+    name = "AdamW8bit"
+    kind = "adamw8bit"
+    moments = MOMENTS
+    eight_bits = True
+
+    @property
+    def saved_as(self) -> str:
+        # Saved moments are widened to FP32, so that either optimizer goes on from the other's.
+        return AdamWRule.name
+
+    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+        super().check_hyper(group, index, place)
+        if group["amsgrad"]:
+            fail(index, "amsgrad", "False, since its maxima are not kept in 8 bits", True)
+
+    def columns(self, group: Group) -> tuple[float, float, float, float, int]:
+        beta1, beta2, eps, decay, flags = super().columns(group)
+        return beta1, beta2, eps, decay, flags | _FLAGS["eight_bits"]
+
+    def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
+        return "" if set(names) == set(MOMENTS) else " and ".join(MOMENTS)
 
 
 class _OneMoment(FusedRule):

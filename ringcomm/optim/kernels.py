@@ -224,7 +224,7 @@ def shard_of(
         moments: names of the tensors that take the places of AdamW's three moments.
     """
     state = bucket.state
-    places = (*(state.moments.get(name) for name in moments), None, None, None)
+    places = (*(state.memory(name) for name in moments), None, None, None)
 
     def ptr_of(tensor: Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()

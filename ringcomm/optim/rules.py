@@ -53,16 +53,23 @@ class UpdateRule(ABC):
     """The update rule of one optimizer: its hyper-parameters, its state, and its kernels.
 
     Attributes:
-        name: name of the optimizer, which ranks compare, and a saved state is told by.
+        name: name of the optimizer, which ranks compare.
         hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
         keeps_more: True if what state a parameter has does not follow from its step number.
+        eight_bits: True if the tensors of the state are moments of 8 bits (``block_moments``).
     """
 
     name: str
     hyper_columns = 0
     factors_bytes = 0
     keeps_more = False
+    eight_bits = False
+
+    @property
+    def saved_as(self) -> str:
+        """The name that a saved state is told by."""
+        return self.name
 
     @property
     def numbers(self) -> frozenset[str]:

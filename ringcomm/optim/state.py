@@ -363,7 +363,7 @@ _LOAD = "load_state_dict"
 
 
 def save(sharded: ShardedStep) -> dict[str, Any]:
-    """Returns this rank's shard, in the form of this module; its tensors are no copies."""
+    """Returns this rank's shard, in the form of this module; FP32 tensors are no copies."""
     sharded.refuse_if_torn("state_dict")
     sharded.written.take_over()
     control = sharded.table.control
@@ -412,7 +412,7 @@ def take_whole(sharded: ShardedStep, given: Mapping[int, Mapping[str, Tensor]]) 
 
 def _told(sharded: ShardedStep) -> dict[str, Any]:
     rule = sharded.rule
-    told = {} if rule.name == AdamWRule.name else {"optimizer": rule.name}
+    told = {} if rule.saved_as == AdamWRule.name else {"optimizer": rule.saved_as}
     return {**told, "states": describe_states(sharded.states())} if rule.keeps_more else told
 
 
@@ -447,9 +447,9 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
 
 def check_same_optimizer(rule: UpdateRule, saved: str, operation: str) -> None:
     """Raises CheckpointError unless a state was saved by an optimizer of the same class."""
-    if saved != rule.name:
+    if saved != rule.saved_as:
         raise CheckpointError(
-            f"{operation}: expected the state of {rule.name}, got that of {saved}"
+            f"{operation}: expected the state of {rule.saved_as}, got that of {saved}"
         )
 
 
@@ -514,7 +514,7 @@ def misfit_of(
     sharded: ShardedStep, bucket: Bucket, names: Sequence[str], groups: Sequence[Group]
 ) -> str:
     """Says which tensors are expected of a bucket's saved state; "" if ``names`` fit."""
-    masters = sorted({*bucket.state.tensors()} & {*MASTERS})
+    masters = sorted(bucket.state.masters())
     misfit = sharded.rule.misfit([name for name in names if name not in MASTERS], groups)
     if not misfit and masters == sorted({*names} & {*MASTERS}):
         return ""
@@ -526,9 +526,6 @@ def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
     """Copies checked tensors into this rank's state."""
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
         bucket.ensure([name for name in given if name not in MASTERS])
-        for name, tensor in bucket.state.tensors().items():
-            if name in given:
-                tensor.copy_(given[name])
-            else:
-                tensor.zero_()
+        bucket.state.take(given)
+        bucket.state.zero(name for name in bucket.state.names() if name not in given)
     sharded.kernels.forget()

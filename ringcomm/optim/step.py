@@ -255,6 +255,8 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
+        for bucket in self.buckets:
+            bucket.state.eight_bits = rule.eight_bits
         self._ensure_all()
         rule.bind(self.layout, groups, self.buckets, self.shard_of[1])
         left_out = [] if placement is None else placement.left_out(groups)

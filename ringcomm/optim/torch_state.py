@@ -16,7 +16,6 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import end_changes
 from ringcomm.optim.rules import ParamState
 from ringcomm.optim.state import (
-    MASTERS,
     ChunkTensors,
     check_groups,
     describe_states,
@@ -55,7 +54,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
         masters = {index: _nothing_of(sharded, index) for index in _empty_parts(sharded.layout)}
     keeps = dst is None or sharded.setting.rank == dst
     for bucket in sharded.buckets:
-        tensors = dict(bucket.state.moments)
+        tensors = bucket.state.wide()
         master = master_of(bucket)
         if master is not None:
             tensors["master"] = master
@@ -281,8 +280,7 @@ def _take(sharded: ShardedStep, given: _Given, masters: dict[int, Tensor] | None
         if masters is not None:
             _take_masters(sharded, bucket, masters)
         # take_state() zeroes tensors that it is not given, so the masters are passed on.
-        kept = {k: v for k, v in bucket.state.tensors().items() if k in MASTERS}
-        tensors.append({**own, **kept})
+        tensors.append({**own, **bucket.state.masters()})
     take_state(sharded, tensors)
 
 

@@ -165,7 +165,7 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
         return place.kept_whole[name].clone()
     if place.bucket is None:
         return place.shown(place.nothing(), local)
-    return place.read(place.bucket.state.moments[name], local)
+    return place.read(place.bucket.state.wide()[name], local)
 
 
 @torch.no_grad()
@@ -188,8 +188,9 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
     if name in place.kept_whole:
         place.kept_whole[name].copy_(piece)
     elif place.bucket is not None:
-        moment = place.bucket.state.moments[name]
+        moment = place.bucket.state.wide()[name]
         within(moment, place.bucket.chunk, place.segment).copy_(piece)
+        place.bucket.state.take({name: moment})
 
 
 def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
-from ringcomm.optim import SGD, Adam, AdamW, AdamWOptions, Lion, Sharded
+from ringcomm.optim import SGD, Adam, AdamW, AdamW8bit, AdamWOptions, Lion, Sharded
 from ringcomm.optim.sharded import ShardedOptimizer
 
 Tensor = torch.Tensor
@@ -64,6 +64,7 @@ OURS: dict[type[torch.optim.Optimizer], Any] = {
     torch.optim.AdamW: AdamW,
     torch.optim.SGD: SGD,
     TorchLion: Lion,
+    AdamW8bit: AdamW8bit,  # torch has no such class
 }
 
 

@@ -42,6 +42,10 @@ RULES = {
         [1e-2, 0.9, 0.99, 0, 0, FLAGS["lion"]],
         [1e-3, 0.4, 0.7, 0, 1e-1, FLAGS["lion"] | FLAGS["maximize"]],
     ],
+    "adamw8bit": [
+        [1e-2, 0.9, 0.999, 1e-8, 1e-2, FLAGS["eight_bits"]],
+        [1e-3, 0.4, 0.9, 1e-8, 1e-1, FLAGS["eight_bits"] | FLAGS["l2"]],
+    ],
 }
 
 
@@ -60,7 +64,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         cut = max(self.elems // 3, 1)
-        rows = [[0, cut, 0], [min(cut + 7, self.elems), self.elems, 1]]
+        # Where moments have 8 bits, parameters begin at whole blocks.
+        after = -(-cut // 64) * 64 if self.rule == "adamw8bit" else cut + 7
+        rows = [[0, cut, 0], [min(after, self.elems), self.elems, 1]]
         self.segments = torch.tensor([row for row in rows if row[0] < row[1]], dtype=torch.int64)
         self.factors = torch.zeros(2, 48, dtype=torch.uint8)
         self.hypers = torch.tensor(RULES[self.rule], dtype=torch.float64)
@@ -79,7 +85,7 @@ class Shard:
         self.master = values[self.begin : self.begin + self.own].float()
         self.low = torch.zeros(max(self.own, 1), dtype=torch.int16)
         # What a rule does not need, it must not touch.
-        moments = {"adamw": 3, "sgd": 0}.get(self.rule, 1)
+        moments = {"adamw": 3, "adamw8bit": 2, "sgd": 0}.get(self.rule, 1)
         state = [self.state[k].data_ptr() if k < moments else 0 for k in range(3)]
         has_master = self.kind == "master" and self.dtype != torch.float32
         self.native = _native.AdamWShard(
@@ -295,8 +301,8 @@ def test_one_pass_two_passes_and_separate_kernels_give_the_same_bits(world_size,
             assert torch.equal(results["one_pass"], results["separate"])
 
 
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "lion"])
-def test_forms_of_updates_with_one_moment_give_the_same_bits(rule):
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "lion", "adamw8bit"])
+def test_forms_of_other_updates_give_the_same_bits(rule):
     """The forms know nothing of what the update does: a world and a mix of dtypes stand for all."""
     with ringcomm.local_world(3, timeout=60) as world:
         results = [

@@ -13,14 +13,15 @@ import ringcomm
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
 from ringcomm.comm.engine import Call
+from ringcomm.optim.block_moments import BLOCK, CODES
 
 Tensor = torch.Tensor
 PARAMS = 6
 ACTIVE = (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 STEPS = (0.0, 5.0, 3.0, 100.0, 1e6, 0.0)
-L2, AMSGRAD, MAXIMIZE, SGD, MOMENTUM, NESTEROV, LION = (
+L2, AMSGRAD, MAXIMIZE, SGD, MOMENTUM, NESTEROV, LION, EIGHT_BITS = (
     _native.ADAMW_FLAGS[name]
-    for name in ("l2", "amsgrad", "maximize", "sgd", "momentum", "nesterov", "lion")
+    for name in ("l2", "amsgrad", "maximize", "sgd", "momentum", "nesterov", "lion", "eight_bits")
 )
 # lr, betas, eps, weight decay, flags: every path of the update, with beta1 on both sides of 1/2.
 HYPER = (
@@ -39,8 +40,9 @@ FLAGS_OF_RULE = {
         SGD | L2,
     ),
     "lion": (LION, LION, LION | MAXIMIZE, LION),
+    "adamw8bit": (EIGHT_BITS, EIGHT_BITS | L2, EIGHT_BITS | MAXIMIZE, EIGHT_BITS | L2),
 }
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (), "adamw8bit": ()}
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,35 @@ def make_factors(amsgrad: bool, rule: str) -> Tensor:
     return factors
 
 
-def make_segments(elems: int) -> Tensor:
-    """Six parameters of random sizes, in order, with padding between them and behind."""
+def make_segments(elems: int, whole_blocks: bool = False) -> Tensor:
+    """Six parameters of random sizes, in order, with padding between them and behind.
+
+    With ``whole_blocks`` they begin where blocks of moments do.
+    """
     cuts, _ = torch.randint(0, elems + 1, (2 * PARAMS,)).sort()
     pairs = cuts.view(PARAMS, 2)
+    if whole_blocks:
+        begins = (pairs[:, 0] + BLOCK - 1) // BLOCK * BLOCK
+        ends = torch.cat([begins[1:], begins.new_tensor([elems])])
+        # None ends behind the next one's beginning, and some become empty.
+        pairs = torch.stack([begins, pairs[:, 1].maximum(begins).minimum(ends)], 1).clamp(max=elems)
     return torch.cat([pairs, torch.arange(PARAMS)[:, None]], dim=1).contiguous()
+
+
+def eight_bits(elems: int, hostile: bool) -> Tensor:
+    """A moment of 8 bits of many magnitudes; ``hostile``: with a block that is not a number."""
+    codes = torch.randint(0, 256, (elems,))
+    exponents = torch.randint(60, 120, (-(-elems // BLOCK),))
+    if hostile:
+        exponents[2:6] = torch.tensor([0, 219, 1, 218])
+    return torch.cat([codes, exponents]).to(torch.uint8)
+
+
+def wide_moment(name: str, memory: Tensor) -> Tensor:
+    """Its numbers in FP32, with those of the codes that the last block lacks."""
+    blocks = -(-memory.numel() // (BLOCK + 1))
+    codes = torch.nn.functional.pad(memory[:-blocks], (0, -(memory.numel() - blocks) % BLOCK))
+    return CODES[name].widen(codes.view(-1, BLOCK), memory[-blocks:])
 
 
 def wide_range(elems: int, most: int = 5) -> Tensor:
@@ -111,7 +137,7 @@ class Memory:
         self.case, self.factors, self.segments = (
             case,
             make_factors(case.amsgrad, case.rule),
-            make_segments(n),
+            make_segments(n, case.rule == "adamw8bit"),
         )
         chunk = _native.chunk_elems(n, world)
         self.begin = min(rank * chunk, n)
@@ -139,6 +165,8 @@ class Memory:
             "words": torch.zeros(_native.GRAD_NORM_WORDS, dtype=torch.int64),
             "params": self.params,
         }
+        if case.rule == "adamw8bit":
+            self.tensors.update({name: eight_bits(self.elems, hostile) for name in CODES})
         if case.amsgrad:
             self.tensors["max_exp_avg_sq"] = state[2][here].clone()
         if case.master == "fp32":
@@ -196,6 +224,10 @@ def differences(ours: Memory, native: Memory) -> list[tuple[str, int]]:
     found = []
     for name, tensor in ours.tensors.items():
         other = native.tensors[name]
+        if tensor.dtype is torch.uint8:
+            if not tensor.numel():
+                continue
+            tensor, other = wide_moment(name, tensor), wide_moment(name, other)
         words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
         wrong = tensor.view(words) != other.view(words)
         if tensor.is_floating_point():

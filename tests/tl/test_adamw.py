@@ -42,6 +42,7 @@ OTHER_RULES = (
     Case(5003, *KINDS[0], rule="momentum"),
     Case(600, *KINDS[0], rule="sgd"),
     Case(600, *KINDS[5], rule="lion"),
+    Case(5003, *KINDS[6], rule="adamw8bit"),
 )
 
 

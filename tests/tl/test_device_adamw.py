@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringcomm import Communicator
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion
+from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion
 from tests.support.device_worlds import Devices, on_host, with_options
 from tests.support.ranks import run_ranks
 from tests.tl.interpreter import interpreted
@@ -36,6 +36,7 @@ CASES = (
     (NESTEROV, torch.bfloat16, "ring", False),
     (Lion, torch.bfloat16, "direct", True),
     (ADAMW, torch.float32, "ring", True),
+    (AdamW8bit, torch.bfloat16, "direct", True),
 )
 
 

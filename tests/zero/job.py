@@ -10,6 +10,7 @@ import torch
 
 from ringcomm import zero
 from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler, Sharded
+from ringcomm.optim.sharded import ShardedOptimizer
 from tests.zero.models import MODELS, SMALL_BUCKET_ELEMS, groups_of
 
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
@@ -28,7 +29,8 @@ class Job:
         self.module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         self.scaler = LossScaler(LossScaleOptions(init_scale=8.0)) if scaled else None
         kind = settings.pop("kind", None)
-        make: Any = AdamW if kind is None else partial(Sharded, kind)
+        own = kind is None or issubclass(kind, ShardedOptimizer)
+        make: Any = (kind or AdamW) if own else partial(Sharded, kind)
         self.optimizer = make(
             groups_of(self.module),
             lr=1e-2,

@@ -12,7 +12,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, LossScaler, Sharded
+from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaler, Sharded
 from tests.support import ROOT
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
@@ -27,6 +27,7 @@ KINDS: dict[str, Any] = {
     "adamw": lambda p: AdamW(p, lr=0.1, amsgrad=True),
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "lion": lambda p: Lion(p, lr=0.1),
+    "adamw8bit": lambda p: AdamW8bit(p, lr=0.1),
     "remainder": lambda p: AdamW(p, lr=0.1, options=AdamWOptions(master="remainder")),
     "adagrad": lambda p: Sharded(torch.optim.Adagrad, p, lr=0.1),
 }

@@ -13,7 +13,7 @@ from torch import nn
 
 from ringcomm import Communicator, zero
 from ringcomm.errors import CheckpointError
-from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions
 from tests.support.ranks import run_ranks
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, assert_same_bits, new_model
@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "remainder": {"precision": BF16, "adamw": AdamWOptions(master="remainder")},
     "amsgrad": {"amsgrad": True},
     "scaled": {"scaled": True},
+    "AdamW8bit": {"precision": BF16, "kind": AdamW8bit, "scaled": True},
     "SGD": {"precision": BF16, "kind": torch.optim.SGD, "momentum": 0.9},
     "NAdam": {"kind": torch.optim.NAdam, "scaled": True},
     "stochastic": {
@@ -99,6 +100,7 @@ def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage)
         ("partial", {}),
         ("conv", {}),
         ("mlp", {"kind": torch.optim.NAdam}),
+        ("mlp", {"kind": AdamW8bit}),
         ("wandering", {}),
     ],
 )
@@ -193,6 +195,30 @@ def test_a_module_alone(worlds, tmp_path):
         return zero.full_state_dict(module)
 
     assert_same_bits(worlds(2).run(work)[1], dict(base.state_dict()))
+
+
+def test_moments_of_8_bits_are_taken_from_what_torch_has_loaded(worlds):
+    """Its planner fills the tensors that it was given, which are copies then."""
+
+    def work(comm):
+        jobs = [Job(comm, new_model("mlp"), 3, kind=AdamW8bit) for _ in range(2)]
+        jobs[0].train("mlp", 2)
+        saved, mine = (zero.TrainState(job.module, job.optimizer) for job in jobs)
+        given, state = saved.state_dict(), mine.state_dict()
+        for name, each in state.items():
+            if name == "facts":
+                continue
+            there = getattr(each, "local", each)
+            there.copy_(getattr(given[name], "local", given[name]))
+        mine.load_state_dict({**state, "facts": given["facts"]})
+        assert_same_bits(jobs[1].state(), jobs[0].state())
+        for job in jobs:
+            job.turn = 2
+            job.train("mlp", 1)
+        assert_same_bits(jobs[1].state(), jobs[0].state())
+        return True
+
+    assert all(worlds(2).run(work))
 
 
 def _through_torch(store, rank, world, root, stage, mine):

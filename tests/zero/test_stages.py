@@ -11,7 +11,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.optim import SGD, Adafactor, AdamW, AdamWOptions, Lion, Muon, Sharded
+from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Lion, Muon, Sharded
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
 
 Tensor = torch.Tensor
@@ -206,8 +206,8 @@ def test_the_models_are_what_they_claim():
     assert new_model("conv").first.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("kind", [SGD, Lion])
-def test_sgd_and_lion_are_the_same_at_all_stages(worlds, kind):
+@pytest.mark.parametrize("kind", [SGD, Lion, AdamW8bit])
+def test_other_fused_rules_are_the_same_at_all_stages(worlds, kind):
     settings = {"momentum": 0.9, "nesterov": True} if kind is SGD else {}
     compare_stages(worlds, 2, Run("gpt", 0, backwards=2, clip=0.3, kind=kind, settings=settings))
     compare_stages(worlds, 3, Run("partial", 0, precision=BF16, kind=kind, settings=settings))

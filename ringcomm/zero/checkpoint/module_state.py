@@ -137,14 +137,23 @@ def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
             yield from bucket_parts(stored, stored.kept, stored.kept_chunk, wanted, names)
 
 
-def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
-    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has."""
+def state_parts(
+    engine: ShardEngine, step: ShardedStep, whole: bool, writes: bool = False
+) -> Iterator[StatePart]:
+    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
+
+    Moments of 8 bits are copies in FP32. With ``writes`` a part is to be written before the next
+    one is asked for, and the moments are taken from there.
+    """
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
         wanted = stored.state_chunk if whole else stored.chunk
-        for kind, flat in bucket.state.tensors().items():
+        tensors = bucket.state.tensors()
+        for kind, flat in tensors.items():
             names = _names(engine, f"optim.{kind}.")
             yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
+        if writes:
+            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
@@ -251,11 +260,11 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
                 for group in pack_groups(step.groups, step.layout)
             ],
             "group_params": group_names(names, list(step.groups)),
-            "kinds": sorted({kind for each in step.buckets for kind in each.state.tensors()}),
+            "kinds": sorted({kind for each in step.buckets for kind in each.state.names()}),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
-        if step.rule.name != AdamWRule.name:
-            told["optimizer"]["name"] = step.rule.name
+        if step.rule.saved_as != AdamWRule.name:
+            told["optimizer"]["name"] = step.rule.saved_as
         if step.rule.keeps_more:
             states = dict(zip(names, describe_states(step.states()), strict=True))
             told["optimizer"]["states"] = states
@@ -353,7 +362,7 @@ def _check_kinds(
 ) -> None:
     if not step.buckets and not kinds:
         return
-    mine = {kind for each in step.buckets for kind in each.state.tensors()}
+    mine = {kind for each in step.buckets for kind in each.state.names()}
     misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
     if misfit or {*mine} & {*MASTERS} != {*kinds} & {*MASTERS}:
         raise fail(
@@ -372,9 +381,7 @@ def take_optimizer(
     """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
     given = saved["optimizer"]
     for bucket in step.buckets:
-        for name, moment in bucket.state.moments.items():
-            if name not in given["kinds"]:
-                moment.zero_()
+        bucket.state.zero({*bucket.state.names()} - {*given["kinds"], *MASTERS})
     names = names_of(engine, step)
     take_groups(list(step.groups), groups)
     if step.rule.keeps_more:

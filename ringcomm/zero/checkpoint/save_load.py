@@ -408,10 +408,10 @@ class _Loading:
             if part.name in self.sources:
                 yield part
 
-    def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
+    def _state_parts(self, step: ShardedStep, writes: bool = False) -> Iterator[StatePart]:
         """And of the optimizer's state."""
         kept = {kind for each in kept_whole(step).values() for kind in each}
-        for part in module_state.state_parts(self.engine, step, whole=True):
+        for part in module_state.state_parts(self.engine, step, whole=True, writes=writes):
             # A moment that was not saved had not begun, and is zeroed.
             if part.name.split(".")[1] in {*self.saved["optimizer"]["kinds"], *kept}:
                 yield part
@@ -425,7 +425,7 @@ class _Loading:
         self._forget_wide()
         self._take_buffers()
         if step is not None:
-            self._read(self._state_parts(step))
+            self._read(self._state_parts(step, writes=True))
             take_optimizer(self.engine, step, self.saved, self.groups)
         else:
             named = self.engine.parts.module.named_parameters()
@@ -534,11 +534,18 @@ class TrainState:
             raise _failed("was saved without an optimizer; load the module alone")
         extra = self._read_extra(state)
         if step is not None:
+            self._take_narrow(step, state)
             take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
         else:
             engine.placement.refresh_masters()
         engine.comm.barrier()
         set_extra_state(engine.parts.module, extra, _failed)
+
+    def _take_narrow(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
+        """Takes the moments of 8 bits, of which torch has loaded copies."""
+        if step.rule.eight_bits:
+            for part in module_state.state_parts(self._engine, step, True, writes=True):
+                part.local.copy_(state[part.name].local)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:

@@ -9,7 +9,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions
-from ringcomm.optim import SGD, AdamW, AdamWOptions, Lion, LossScaleOptions, LossScaler
+from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaleOptions, LossScaler
 from tests.support.device_worlds import Devices
 from tests.support.emulator.recording import graph_of
 
@@ -103,6 +103,7 @@ RULES = {
     "SGD": SGD,
     "momentum": partial(SGD, momentum=0.9, weight_decay=0.1),
     "Lion": partial(Lion, weight_decay=0.1),
+    "AdamW8bit": AdamW8bit,
 }
 
 
@@ -112,7 +113,13 @@ def test_other_rules(devices, rule, way):
     groups = {"momentum": {"nesterov": True, "maximize": True}, "Lion": {"betas": (0.3, 0.5)}}
     dtype = torch.float32 if way == "master" else torch.bfloat16
     same_as_on_host(
-        devices, 2, dtype, WAYS[way], groups=groups.get(rule), clip=rule == "Lion", make=RULES[rule]
+        devices,
+        2,
+        dtype,
+        WAYS[way],
+        groups=groups.get(rule),
+        clip=rule in ("Lion", "AdamW8bit"),
+        make=RULES[rule],
     )
 
 

@@ -140,6 +140,7 @@ STEPS = {
 SOME_STEPS = [
     (torch.float32, "ring", "one pass", "AdamW"),
     (torch.bfloat16, "direct", "two passes", "momentum"),
+    (torch.bfloat16, "direct", "one pass", "AdamW8bit"),
 ]
 FORMS = ("one pass", "two passes")
 EVERY_STEP = [

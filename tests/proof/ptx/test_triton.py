@@ -254,7 +254,9 @@ def test_a_shard_is_updated_to_the_bits_of_the_native_kernel(gpu, kind):
     assert changed >= 2
 
 
-@pytest.mark.parametrize("rule", ("sgd", "momentum", "lion") if ALL else ("momentum",))
+@pytest.mark.parametrize(
+    "rule", ("sgd", "momentum", "lion", "adamw8bit") if ALL else ("momentum", "adamw8bit")
+)
 def test_other_rules_update_a_shard_to_the_bits_of_the_native_kernel(gpu, rule):
     test_a_shard_is_updated_to_the_bits_of_the_native_kernel(gpu, (*KINDS[1], "SUM", rule))
 

@@ -1,0 +1,122 @@
+// Moments of 8 bits: small floats under one exponent that a block of elements shares, as in the
+// microscaling formats (Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023).
+//
+// A moment is a sign (the first moment alone), an exponent (4 bits; of the second moment, which is
+// a square, 5), and 3 bits of mantissa, of which all patterns are numbers: with field 0 they are
+// subnormal, and the largest field stands for the block's exponent. Every one is an FP32 number,
+// and a block of smaller exponent has all the numbers that a larger one has, up to its largest. So
+// the state is its values: widened to FP32 and narrowed again it is the same.
+//
+// A step widens a block, updates it in FP32, and rounds it stochastically. To the nearest, what
+// changes by less than half of a spacing would never change, and the second moment changes by a
+// thousandth. The 20 bits that are cut off are compared with 20 random ones, so the expectation is
+// the FP32 number itself; the random bits are of the seed, the parameter, its step and the
+// element's number in it, whatever buckets, ranks and lanes there are. A second moment other than 0
+// is never rounded to 0, so that no update is divided by eps alone.
+//
+// In memory the codes of a chunk, a byte an element, lie before the exponents, a byte a block. A
+// block has the elements of one parameter: parameters begin at multiples of kMomentBlock elements.
+// Zeros are the codes of zeros.
+#pragma once
+
+#include "ringcomm/optimizer/adamw_element.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+constexpr uint64_t kMomentBlock = 64;
+constexpr int kCutBits = 20;
+// The smallest exponent of a block, as FP32 has it, so that no code is a subnormal of FP32.
+constexpr uint32_t kLeastExponent = 36;
+constexpr uint32_t kNotFinite = 255 - kLeastExponent;
+
+struct FirstMoment {
+  static constexpr uint32_t kBelow = 14;  // exponents of normal numbers below the block's own
+};
+struct SecondMoment {
+  static constexpr uint32_t kBelow = 30;
+};
+
+// The exponent of a block, as it is stored, of the bits of its largest magnitude. A block whose
+// largest is above 1.875 * 2^127, infinite or not a number is not a number as a whole.
+RC_FN uint32_t block_exponent(uint32_t most) {
+  const uint32_t exponent = (most + ((1u << kCutBits) - 1)) >> 23;
+  const uint32_t held = exponent < kLeastExponent ? kLeastExponent : exponent;
+  return (held < 255 ? held : 255) - kLeastExponent;
+}
+
+// The bits of the smallest normal number of a block.
+template <class Moment>
+RC_FN uint32_t least_normal(uint32_t exponent) {
+  return (exponent + kLeastExponent - Moment::kBelow) << 23;
+}
+
+// Of two bit patterns of positive numbers, the larger and the smaller.
+RC_FN int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+RC_FN int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+
+// The bits of the magnitude that a code, without its sign, stands for: half of a normal number y
+// is below y - least, and where y stands for a subnormal one, y - least is below half of it.
+RC_FN uint32_t magnitude_of(uint32_t code, uint32_t least) {
+  const uint32_t y = least + (code << kCutBits);
+  const float subnormal = float_of(y) - float_of(least);
+  return uint32_t(smaller(int32_t(bits_of(subnormal)), int32_t(y - (1u << 23))));
+}
+
+// The code of a magnitude, rounded by `random` of kCutBits bits: the same the other way round.
+RC_FN uint32_t code_of(uint32_t magnitude, uint32_t least, uint32_t random) {
+  const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(least));
+  const int32_t y = larger(int32_t(subnormal), int32_t(magnitude + (1u << 23)));
+  return (uint32_t(y) - least + random) >> kCutBits;
+}
+
+RC_FN float widen_first(uint8_t code, uint32_t least) {
+  return float_of(magnitude_of(code & 0x7fu, least) | (uint32_t(code) & 0x80u) << 24);
+}
+RC_FN float widen_second(uint8_t code, uint32_t least) {
+  return float_of(magnitude_of(code, least));
+}
+
+RC_FN uint8_t narrow_first(float m, uint32_t least, uint32_t random) {
+  const uint32_t bits = bits_of(m);
+  return uint8_t(code_of(bits & 0x7fffffffu, least, random) | (bits >> 24 & 0x80u));
+}
+RC_FN uint8_t narrow_second(float v, uint32_t least, uint32_t random) {
+  const uint32_t magnitude = bits_of(v) & 0x7fffffffu;
+  const int32_t code = int32_t(code_of(magnitude, least, random));
+  return uint8_t(larger(code, smaller(int32_t(magnitude), 1)));
+}
+
+// The random bits of a parameter's step.
+struct MomentDraw {
+  uint32_t key, twist;
+  uint32_t first;  // number of a run's first element in the parameter
+
+  // `element` is the number of the first element, which begins a block.
+  static RC_FN MomentDraw of(uint64_t seed, uint64_t param, uint32_t step, uint64_t element) {
+    const Philox drawn = philox(seed, param, step, 0x80000000u | uint32_t(element >> 32));
+    return {drawn.word[0], drawn.word[1], uint32_t(element)};
+  }
+  // Of element `i` of the run: the last two rounds of a hash of Wellons' ("lowbias32"), with a key
+  // before each.
+  RC_FN uint32_t word(uint32_t i) const {
+    uint32_t x = ((first + i) ^ key) * 0x7feb352du;
+    x = (x ^ x >> 15 ^ twist) * 0x846ca68bu;
+    return x ^ x >> 16;
+  }
+  // The two moments take bits from either end of the word.
+  static RC_FN uint32_t of_first(uint32_t word) { return word & ((1u << kCutBits) - 1); }
+  static RC_FN uint32_t of_second(uint32_t word) { return word >> (32 - kCutBits); }
+};
+
+// A moment of a chunk, by the address that AdamWShard has for it.
+struct BlockMoment {
+  uint8_t* codes;
+  uint8_t* exponents;
+
+  static RC_FN BlockMoment of(float* moment, uint64_t elems) {
+    uint8_t* const codes = reinterpret_cast<uint8_t*>(moment);
+    return {codes, codes + elems};
+  }
+};
+
+RINGCOMM_NAMESPACE_END

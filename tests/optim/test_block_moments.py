@@ -1,0 +1,317 @@
+"""AdamW with moments of 8 bits: the codes, and steps with the bits of the reference in torch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, reshard
+from ringcomm.optim.block_moments import BLOCK, CODES, TO_NEAREST, random_bits
+from ringcomm.optim.state import take_state
+from tests.optim.problems import (
+    SMALL_BUCKETS,
+    Problem,
+    assert_same_state,
+    go_on,
+    started,
+    train,
+    whole_gradient,
+)
+from tests.optim.test_adamw import noise
+
+Tensor = torch.Tensor
+STEPS = 4
+#: Exponents of blocks as they are stored: the smallest, some in between, the largest finite one.
+EXPONENTS = (0, 1, 90, 91, 218)
+PROBLEM = Problem(
+    torch_class=AdamW8bit,
+    settings={"lr": 0.01},
+    groups=(
+        {"weight_decay": 0.1},
+        {"betas": (0.4, 0.9), "maximize": True},
+        {"eps": 1e-3, "lr": 0.1},
+    ),
+    gradient=noise,
+    # Fewer elements than a block, some whole blocks, and parameters that chunks cut.
+    shapes=((3, 5), (700,), (), (0, 4), (33, 40), (64,), (1,), (1500,)),
+)
+
+
+def blocks(numbers: Tensor) -> Tensor:
+    """[blocks, BLOCK], padded with zeros."""
+    flat = numbers.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+
+
+@pytest.mark.parametrize("moment", CODES)
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_numbers_are_kept_whatever_bits_they_are_rounded_by(moment, exponent):
+    """So a state that is widened and narrowed is the same, by any block's exponent below it."""
+    code = CODES[moment]
+    # A block for each pair of a code and a smaller one, so that the exponents found differ, too.
+    largest = torch.arange(256, dtype=torch.uint8)
+    codes = torch.cat([largest[:, None], torch.arange(256).view(4, 64).repeat(64, 1)[:, 1:]], 1)
+    codes = codes.to(torch.uint8)
+    magnitude = 0x7F if code.signed else 0xFF
+    smaller = (codes & magnitude) <= (largest & magnitude)[:, None]
+    wide = code.widen(torch.where(smaller, codes, 0), torch.full((256,), exponent).byte())
+    assert wide.isfinite().all()
+    for random in (0, TO_NEAREST, (1 << 20) - 1):
+        again = code.widen(*code.narrow(wide, random))
+        assert torch.equal(again.view(torch.int32), wide.view(torch.int32))
+
+
+@pytest.mark.parametrize("moment", CODES)
+def test_codes_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
+    code = CODES[moment]
+    count = 128 if code.signed else 256
+    codes = torch.arange(count, dtype=torch.uint8).view(-1, BLOCK)
+    numbers = code.widen(codes, torch.full((len(codes),), 91).byte()).view(-1).double()
+    assert numbers[0] == 0.0 and numbers[-1] == 1.875
+    steps = numbers.diff()
+    assert (steps > 0).all()
+    # A normal number is from a sixteenth to an eighth below the next one, relative to itself.
+    normal = numbers[8:-1]
+    assert (steps[8:] <= normal / 8).all() and (steps[8:] > normal / 16).all()
+    assert torch.equal(steps[:8], steps[:1].expand(8)) and steps[0] == 2.0 ** -(code.below + 3)
+
+
+@pytest.mark.parametrize("moment", CODES)
+def test_the_expectation_of_a_rounded_number_is_the_number(moment):
+    """Over all random bits there are: as many round up as there are parts of the spacing left."""
+    code = CODES[moment]
+    generator = torch.Generator().manual_seed(3)
+    random = torch.arange(1 << 20, dtype=torch.int32).view(-1, BLOCK)
+    for number in (*torch.rand(3, generator=generator).tolist(), 2.0**-9, 3e-5):
+        numbers = torch.full(random.shape, number)
+        numbers[:, 0] = 1.0  # the block's largest, whose bits are left out
+        rounded = code.widen(*code.narrow(numbers, random))[:, 1:].double()
+        low, high = rounded.min(), rounded.max()
+        exact = torch.tensor(number, dtype=torch.float32).double()
+        assert low <= exact <= high
+        if high > low:
+            share = (rounded == high).double().mean()
+            assert abs(share - (exact - low) / (high - low)) < 1e-4
+
+
+def test_a_second_moment_is_never_rounded_to_nothing():
+    code = CODES["exp_avg_sq"]
+    numbers = torch.tensor([[1.0, 1e-30, 0.0, *[2e-12] * 61]])
+    wide = code.widen(*code.narrow(numbers, 0))
+    assert wide[0, 2] == 0.0 and (wide[0, [0, 1, 3]] > 0.0).all()
+    assert CODES["exp_avg"].widen(*CODES["exp_avg"].narrow(numbers, 0))[0, 3] == 0.0
+
+
+@pytest.mark.parametrize("moment", CODES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.9 * 2.0**127])
+def test_a_block_without_a_finite_exponent_is_not_a_number(moment, bad):
+    code = CODES[moment]
+    numbers = torch.ones(2, BLOCK)
+    numbers[0, 5] = bad
+    wide = code.widen(*code.narrow(numbers))
+    assert wide[0].isnan().all() and torch.equal(wide[1], numbers[1])
+
+
+class Reference:
+    """The same training with FP32 kernels, whose moments are rounded in torch after each step."""
+
+    def __init__(self, problem: Problem, options: AdamWOptions) -> None:
+        self.problem, self.seed = problem, options.seed
+        self.params = problem.params()
+        wide = replace(problem, torch_class=torch.optim.AdamW)
+        self.optimizer = wide.ours(self.params, None, options)
+
+    def step(self, step: int, world: int) -> None:
+        self.problem.give_mean(self.params, step, world)
+        self.optimizer.step()
+        sharded = self.optimizer.sharded_step()
+        tensors = []
+        for bucket in sharded.buckets:
+            for begin, end, param in bucket.layout.segments:
+                taken = int(sharded.table.step[param])
+                drawn = random_bits(self.seed, param, taken, end - begin)
+                for (name, code), random in zip(CODES.items(), drawn, strict=True):
+                    own = bucket.state.moments[name][begin:end]
+                    narrow = code.narrow(blocks(own), blocks(random))
+                    if self.params_active(step, param):
+                        own.copy_(code.widen(*narrow).view(-1)[: end - begin])
+            tensors.append(bucket.state.tensors())
+        take_state(sharded, tensors)
+
+    def params_active(self, step: int, param: int) -> bool:
+        """Whether the parameter took the step; by its place among the optimizer's."""
+        flat = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return flat[param].grad is not None
+
+
+def sometimes(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor | None:
+    """Noise of scales that differ in a block and fall; one parameter has none at times."""
+    if index == 4 and step == 1:
+        return None
+    scale = torch.logspace(-6, 0, max(1, shape[-1] if shape else 1)) * 10.0 ** (-3 * step)
+    return (noise(shape, index, step, rank) * (scale if shape else 1.0)).view(shape)
+
+
+@cache
+def wanted(name: str, world: int) -> tuple[list[Tensor], dict[str, Any]]:
+    problem, options = FORMS[name]
+    made = Reference(problem, options)
+    for step in range(STEPS):
+        made.step(step, world)
+    return [p.detach().clone() for p in made.params], made.optimizer.full_state_dict()
+
+
+# Gradients whose means are exact in 16 bits.
+BF16 = replace(PROBLEM, dtype=torch.bfloat16, gradient=whole_gradient)
+FORMS = {
+    "one pass": (replace(PROBLEM, gradient=sometimes), SMALL_BUCKETS),
+    "two passes": (PROBLEM, replace(SMALL_BUCKETS, check_finite=True, seed=2**40 + 3)),
+    "bfloat16": (BF16, SMALL_BUCKETS),
+    "remainder": (BF16, replace(SMALL_BUCKETS, master="remainder")),
+    "stochastic": (BF16, replace(SMALL_BUCKETS, master="none", rounding="stochastic", seed=5)),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", FORMS)
+def test_steps_have_the_bits_of_the_reference_in_every_world(worlds, name, world):
+    problem, options = FORMS[name]
+    expected, full = wanted(name, world)
+    for params, found in worlds(world).run(train, problem, STEPS, options):
+        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        assert_same_state(
+            {k: v for k, v in found.items() if k != "param_groups"},
+            {k: v for k, v in full.items() if k != "param_groups"},
+        )
+
+
+def test_bits_do_not_depend_on_the_buckets():
+    results = [
+        train(None, PROBLEM, STEPS, AdamWOptions(bucket_elems=elems))[0] for elems in (512, 1 << 20)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_seed_decides_what_is_rounded_up():
+    params = [train(None, PROBLEM, STEPS, AdamWOptions(seed=seed))[0] for seed in (0, 0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(*params[:2], strict=True))
+    assert not torch.equal(params[0][-1], params[2][-1])
+
+
+def test_a_gradient_that_is_not_finite_is_seen_in_its_block_alone():
+    param = torch.ones(3 * BLOCK, requires_grad=True)
+    optimizer = AdamW8bit([param])
+    for bad in (float("inf"), 1.0):
+        param.grad = torch.ones(3 * BLOCK)
+        param.grad[BLOCK] = bad
+        optimizer.step()
+    found = param.detach().isnan()
+    assert (
+        found[BLOCK : 2 * BLOCK].all() and not found[:BLOCK].any() and not found[2 * BLOCK :].any()
+    )
+
+
+def test_the_state_takes_two_bytes_and_a_thirty_second():
+    param = torch.zeros(1 << 16, requires_grad=True)
+    optimizer = AdamW8bit([param])
+    optimizer.prepare()
+    (bucket,) = optimizer.sharded_step().buckets
+    assert not bucket.state.moments and not bucket.state.masters()
+    taken = sum(each.memory.nbytes for each in bucket.state.narrow.values())
+    assert taken == 2 * (65536 + 65536 // BLOCK)
+
+
+def test_states_go_on_in_another_world_and_from_whole_states(worlds):
+    problem = replace(PROBLEM, gradient=whole_gradient)
+
+    def save(comm):
+        params, optimizer = started(comm, problem)
+        saved = copy.deepcopy(optimizer.state_dict())
+        full = copy.deepcopy(optimizer.full_state_dict())
+        values = [param.detach().clone() for param in params]
+        go_on(optimizer, problem, params, 3, 2)
+        return saved, full, values, [param.detach().clone() for param in params]
+
+    results = worlds(3).run(save)
+    _, full, values, expected = results[0]
+    shards = [each[0] for each in results]
+
+    def load(comm):
+        for state in (shards, reshard(shards, 2)[comm.rank], full):
+            params = [value.clone().requires_grad_() for value in values]
+            optimizer = problem.ours(params, comm)
+            if state is full:
+                optimizer.load_torch_state_dict(state)
+            else:
+                optimizer.load_state_dict(state)
+            assert_same_state(optimizer.full_state_dict(), full)
+            go_on(optimizer, problem, params, 3, 2)
+            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+
+    worlds(2).run(load)
+
+
+def test_adamw_goes_on_from_the_state_and_the_other_way_round():
+    wide = replace(PROBLEM, torch_class=torch.optim.AdamW)
+    _, narrow = started(None, PROBLEM)
+    states = narrow.state_dict(), narrow.full_state_dict()
+    for state, name in zip(states, ("load_state_dict", "load_torch_state_dict"), strict=True):
+        other = wide.ours(wide.params(), None)
+        getattr(other, name)(state)
+        assert_same_state(
+            {"state": other.full_state_dict()["state"]},
+            {"state": narrow.full_state_dict()["state"]},
+        )
+    torch_adamw = torch.optim.AdamW(wide.dealt(wide.params()))
+    torch_adamw.load_state_dict(narrow.full_state_dict())
+    _, exact = started(None, wide)
+    narrow.load_state_dict(exact.state_dict())
+    for index, entry in narrow.full_state_dict()["state"].items():
+        for name, code in CODES.items():
+            given = exact.full_state_dict()["state"][index][name].reshape(-1)
+            rounded = code.widen(*code.narrow(blocks(given))).view(-1)[: len(given)]
+            assert torch.equal(entry[name].reshape(-1), rounded)
+            # At most half a spacing off, where the block's largest is not far above.
+            near = blocks(given).abs() > blocks(given).abs().amax(1, keepdim=True) * 2.0**-13
+            error = (blocks(rounded) - blocks(given)).abs()
+            assert (error <= blocks(given).abs() / 16)[near].all()
+
+
+def test_states_with_maxima_are_refused():
+    wide = replace(PROBLEM, torch_class=torch.optim.AdamW, settings={"amsgrad": True})
+    _, exact = started(None, wide)
+    _, narrow = started(None, PROBLEM)
+    before = copy.deepcopy(narrow.full_state_dict())
+    for name, state in (
+        ("load_state_dict", exact.state_dict()),
+        ("load_torch_state_dict", exact.full_state_dict()),
+    ):
+        with pytest.raises(CheckpointError, match="amsgrad: expected False"):
+            getattr(narrow, name)(state)
+    assert_same_state(narrow.full_state_dict(), before)
+
+
+def test_bad_hyper_parameters_are_refused():
+    def made(**settings: Any) -> AdamW8bit:
+        return AdamW8bit([{"params": [torch.ones(3, requires_grad=True)], **settings}])
+
+    with pytest.raises(ArgumentError, match="amsgrad: expected False"):
+        made(amsgrad=True)
+    with pytest.raises(ArgumentError, match="betas: expected numbers from 0 to below 1"):
+        made(betas=(0.9, 1.0))
+
+
+def test_a_rank_with_8_bits_and_one_with_fp32_are_told_so(worlds):
+    def work(comm):
+        params = [torch.ones(5, requires_grad=True)]
+        optimizer = (AdamW8bit if comm.rank else AdamW)(params, comm=comm)
+        with pytest.raises(MismatchError, match="AdamW8bit"):
+            optimizer.prepare()
+
+    worlds(2).run(work)
