@@ -24,12 +24,13 @@ from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import BucketPlan, ParamBucket, ShardedBucket
+from ringcomm.zero.buckets import ParamBucket, ShardedBucket
 from ringcomm.zero.conversions import allow_conversions, refuse_conversions
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
 from ringcomm.zero.pipelines import in_pipeline
+from ringcomm.zero.plans import BucketPlan
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.reduce import Reduction

@@ -36,9 +36,10 @@ from ringcomm.optim.placement import (
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, by_optimizer
+from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.pipelines import in_pipeline
+from ringcomm.zero.plans import by_optimizer
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.reduce import Reduction
 

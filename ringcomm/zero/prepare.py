@@ -20,13 +20,13 @@ from ringcomm.optim.layout import DTYPE_NAMES
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
     BucketParam,
-    BucketPlan,
     ParamBucket,
     ReplicatedBucket,
     ShardedBucket,
     WorldBucket,
 )
 from ringcomm.zero.engine import EngineParts
+from ringcomm.zero.plans import BucketPlan
 from ringcomm.zero.units import Unit
 from ringcomm.zero.values import HeldValues, Values, WeightSource
 

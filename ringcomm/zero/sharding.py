@@ -31,17 +31,16 @@ from ringcomm.optim.placement import check_axis, check_memory, check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
-    BucketPlan,
     ParamBucket,
     ReplicatedBucket,
     ShardedBucket,
-    plan_buckets,
 )
 from ringcomm.zero.engine import EngineParts, ShardEngine, owner_of
 from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
+from ringcomm.zero.plans import BucketPlan, plan_buckets
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.prepare import (
     Init,
