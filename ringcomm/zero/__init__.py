@@ -14,7 +14,6 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
-from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
@@ -23,6 +22,7 @@ from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_sh
 from ringcomm.zero.uneven import uneven
 
 if TYPE_CHECKING:
+    from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
     from ringcomm.zero.migrating.deepspeed import from_deepspeed
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 # Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
     "Loaded": "checkpoint.save_load",
+    "SyncBatchNorm": "batch_norm",
     "TrainState": "checkpoint.save_load",
+    "convert_sync_batchnorm": "batch_norm",
     "export_safetensors": "checkpoint.export",
     "from_deepspeed": "migrating.deepspeed",
     "from_fsdp2": "migrating.fsdp2",
     "load": "checkpoint.save_load",
     "save": "checkpoint.save_load",
+    "sync_buffers": "batch_norm",
 }
 
 
