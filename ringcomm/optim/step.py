@@ -24,13 +24,14 @@ from ringcomm.optim.agreement import (
     ranks_of,
 )
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
-from ringcomm.optim.dtensors import find_mesh, is_distributed, local_of
+from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
 from ringcomm.optim.layout import Chunk, ShardLayout, within
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
 from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.outside_writes import OutsideWrites
 from ringcomm.optim.placement import (
     OPERATION,
     Placement,
@@ -57,53 +58,6 @@ from ringcomm.optim.reduction import (
 from ringcomm.optim.rules import ParamState, UpdateRule, plain
 
 Tensor = torch.Tensor
-
-
-class OutsideWrites:
-    """The in-place writes to parameters between steps, which their masters follow.
-
-    A step stores the rounded masters in the parameters, so it would otherwise silently undo a
-    ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which
-    writes through ``.data`` do not change. Masters do not follow under stochastic rounding, where
-    the values do not tell which elements were written.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        buckets: Buckets,
-        options: AdamWOptions,
-        left_out: Sequence[Tensor] = (),
-    ) -> None:
-        followed = [
-            bucket
-            for bucket in buckets
-            if bucket.has_all_params
-            and bucket.state.master is not None
-            and options.rounding == "nearest"
-        ]
-        self._buckets = followed
-        placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
-        # What no group has lies in the same buckets, and its masters with the others'.
-        placed += left_out if followed else []
-        # A local tensor that is written to changes no version of its DTensor.
-        self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
-        self._versions = self._read()
-
-    def _read(self) -> list[int]:
-        return [param._version for param in self._params]
-
-    def accept(self) -> None:
-        """Accepts the masters as they are, whatever was written so far."""
-        self._versions = self._read()
-
-    def take_over(self) -> None:
-        """Sets each master that does not round to its parameter to the parameter."""
-        versions = self._read()
-        if versions != self._versions:
-            for bucket in self._buckets:
-                bucket.follow_params()
-            self._versions = versions
 
 
 _log = logging.getLogger("ringcomm.optim")

@@ -14,7 +14,6 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
-from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
 from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
@@ -23,6 +22,7 @@ from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_sh
 from ringcomm.zero.uneven import uneven
 
 if TYPE_CHECKING:
+    from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
@@ -36,8 +36,10 @@ _HOME_OF = {
     "IncompatibleKeys": "checkpoint.weight_names",
     "Loaded": "checkpoint.save_load",
     "Pretrained": "checkpoint.pretrained",
+    "SyncBatchNorm": "batch_norm",
     "TrainState": "checkpoint.save_load",
     "convert": "migrating.convert",
+    "convert_sync_batchnorm": "batch_norm",
     "export_safetensors": "checkpoint.export",
     "from_deepspeed": "migrating.deepspeed",
     "from_fsdp2": "migrating.fsdp2",
@@ -45,6 +47,7 @@ _HOME_OF = {
     "load_pretrained": "checkpoint.pretrained",
     "pretrained": "checkpoint.pretrained",
     "save": "checkpoint.save_load",
+    "sync_buffers": "batch_norm",
 }
 
 

@@ -61,6 +61,8 @@ def step(comm: Communicator, problem: Problem, options: AdamWOptions) -> Any:
             total.backward()
         if number:
             norms.append(optimizer.clip_grad_norm_(0.5).item())
+            norms.append(optimizer.clip_grad_norm_(0.2, params=params[1::2]).item())
+            optimizer.clip_grad_value_(0.01, params=params[:4])
         optimizer.step()
         optimizer.zero_grad()
 

@@ -116,6 +116,11 @@ def steps_equal_one_process(rank, world_size):
             if kind is not None:
                 norm = ours.clip_grad_norm_(3.0, kind)
                 same(norm, reference.clip_grad_norm_(3.0, kind))
+                for most, some in ((0.9, slice(0, None, 2)), (0.4, slice(1, 3))):
+                    norm = ours.clip_grad_norm_(most, kind, params=params[some])
+                    same(norm, reference.clip_grad_norm_(most, kind, params=alone[some]))
+            for optimizer in (ours, reference):
+                optimizer.clip_grad_value_(0.02)
             ours.step()
             reference.step()
             same([full(param) for param in params], [param.detach() for param in alone])

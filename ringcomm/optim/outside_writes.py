@@ -1,0 +1,60 @@
+"""Writes to parameters between steps, which the FP32 masters follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.dtensors import is_distributed, local_of
+from ringcomm.optim.options import AdamWOptions
+
+Tensor = torch.Tensor
+
+
+class OutsideWrites:
+    """The in-place writes to parameters between steps, which their masters follow.
+
+    A step stores the rounded masters in the parameters, so it would otherwise silently undo a
+    ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which
+    writes through ``.data`` do not change. Masters do not follow under stochastic rounding, where
+    the values do not tell which elements were written.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buckets: Buckets,
+        options: AdamWOptions,
+        left_out: Sequence[Tensor] = (),
+    ) -> None:
+        followed = [
+            bucket
+            for bucket in buckets
+            if bucket.has_all_params
+            and bucket.state.master is not None
+            and options.rounding == "nearest"
+        ]
+        self._buckets = followed
+        placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
+        # What no group has lies in the same buckets, and its masters with the others'.
+        placed += left_out if followed else []
+        # A local tensor that is written to changes no version of its DTensor.
+        self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
+        self._versions = self._read()
+
+    def _read(self) -> list[int]:
+        return [param._version for param in self._params]
+
+    def accept(self) -> None:
+        """Accepts the masters as they are, whatever was written so far."""
+        self._versions = self._read()
+
+    def take_over(self) -> None:
+        """Sets each master that does not round to its parameter to the parameter."""
+        versions = self._read()
+        if versions != self._versions:
+            for bucket in self._buckets:
+                bucket.follow_params()
+            self._versions = versions
