@@ -136,7 +136,9 @@ def shard(
         UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
             placements than Shard and Replicate; nodes with different numbers of ranks,
             where each shall have a copy.
-        MismatchError: the ranks' modules or options differ; names the first parameter that does.
+        CheckpointError: the files of ``init`` are missing or damaged, or do not fit the module.
+        MismatchError: the ranks' modules, options or files differ; names the first parameter that
+            does.
         HeapError: the heap of some rank has no room.
 
     If it raises, the rank's module is as it was before: values, memory, hooks. If it raises on one
