@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
     from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.checkpoint.save_pretrained import save_pretrained
     from ringcomm.zero.checkpoint.weight_names import IncompatibleKeys
     from ringcomm.zero.migrating.convert import convert
     from ringcomm.zero.migrating.deepspeed import from_deepspeed
@@ -47,6 +48,7 @@ _HOME_OF = {
     "load_pretrained": "checkpoint.pretrained",
     "pretrained": "checkpoint.pretrained",
     "save": "checkpoint.save_load",
+    "save_pretrained": "checkpoint.save_pretrained",
     "sync_buffers": "batch_norm",
 }
 
@@ -89,6 +91,7 @@ __all__ = [
     "pretrained",
     "profiled",
     "save",
+    "save_pretrained",
     "set_gradient",
     "set_master",
     "set_state",

@@ -131,7 +131,9 @@ def shard(
             placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or without
             ``torch.distributed``; nodes with different numbers of ranks,
             where each shall have a copy.
-        MismatchError: the ranks' modules or options differ; names the first parameter that does.
+        CheckpointError: the files of ``init`` are missing or damaged, or do not fit the module.
+        MismatchError: the ranks' modules, options or files differ; names the first parameter that
+            does.
         HeapError: the heap of some rank has no room.
 
     If it raises, the rank's module is as it was before: values, memory, hooks. If it raises on one

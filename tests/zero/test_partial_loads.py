@@ -14,6 +14,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.optim import AdamW
+from tests.zero.checkpoint.test_forgery import forge
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 
@@ -198,4 +199,27 @@ def test_what_is_trained_needs_the_same_model(worlds, tmp_path):
         return True
 
     base = Net(1, frozen=True)
+    assert all(worlds(2).run(work))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("left_out", 5), ("left_out", [["head.bias"]]), ("tied", [1]), ("tied", {"a": [1]})],
+)
+def test_forged_names_are_errors(worlds, tmp_path, key, value):
+    def work(comm):
+        module, _ = sharded(base, 2, comm)
+        folder = zero.save(tmp_path, 1, module)
+        if comm.rank == 0:
+            forge(folder, change)
+        comm.barrier()
+        for strict in (True, False):
+            with pytest.raises(CheckpointError, match="is no checkpoint of ringcomm"):
+                zero.load(tmp_path, module, strict=strict)
+        return True
+
+    def change(told):
+        (told["data"] if key == "tied" else told["data"]["ringcomm"])[key] = value
+
+    base = Net(1)
     assert all(worlds(2).run(work))

@@ -32,8 +32,8 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """A tensor to write: its name in the model and in the checkpoint, and what it will be."""
+class Weight:
+    """A tensor to write: its name in the model and where it comes from, and what it will be."""
 
     name: str
     saved: str
@@ -78,13 +78,13 @@ def export_safetensors(
         ArgumentError: there is no such weight.
         CheckpointError: the checkpoint is damaged, or the files cannot be written.
     """
-    _check(max_file_bytes, dtype, aliases)
+    check_choices(max_file_bytes, dtype, aliases)
     reader, target = Reader(folder), Path(path)
     tied = _tied(reader)
     weights = _weights(reader, tied if aliases == "copy" else {}, dtype)
     if names is not None:
         weights = _chosen(reader, weights, names)
-    files = _cut(weights, max_file_bytes)
+    files = cut_into_files(weights, max_file_bytes)
     try:
         with commit.whole(target) as partial_folder:
             for name, run in files.items():
@@ -93,13 +93,14 @@ def export_safetensors(
                 entries = [_entry(reader, weight) for weight in run]
                 write_tensor_file(partial_folder / name, entries, {"format": "pt", **told})
             if len(files) > 1:
-                write_file(partial_folder / INDEX_NAME, _index(files))
+                write_file(partial_folder / INDEX_NAME, index_of(files))
     except OSError as error:
         raise CheckpointError(f"export: cannot write {target}: {error}") from error
     return [target / name for name in files]
 
 
-def _check(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> None:
+def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> None:
+    """Raises ArgumentError or UnsupportedError for what no export takes."""
     if type(max_file_bytes) is not int or max_file_bytes < 1:
         raise ArgumentError(
             f"export: max_file_bytes: expected a positive number, got {max_file_bytes!r}"
@@ -125,7 +126,7 @@ def _tied(reader: Reader) -> dict[str, str]:
     return dict(tied)
 
 
-def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | None) -> list[_Weight]:
+def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | None) -> list[Weight]:
     saved = [name for name in reader.names() if name.startswith(MODEL_PREFIX)]
     homes = {name.removeprefix(MODEL_PREFIX): name for name in saved}
     homes |= {alias: f"{MODEL_PREFIX}{name}" for alias, name in copied.items()}
@@ -134,11 +135,11 @@ def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | Non
         kind = reader.dtype(home)
         if dtype is not None and kind.is_floating_point:
             kind = dtype
-        weights.append(_Weight(name, home, kind, reader.shape(home)))
+        weights.append(Weight(name, home, kind, reader.shape(home)))
     return weights
 
 
-def _chosen(reader: Reader, weights: list[_Weight], names: Collection[str]) -> list[_Weight]:
+def _chosen(reader: Reader, weights: list[Weight], names: Collection[str]) -> list[Weight]:
     unknown = sorted(set(names) - {weight.name for weight in weights})
     if unknown:
         raise ArgumentError(
@@ -147,9 +148,9 @@ def _chosen(reader: Reader, weights: list[_Weight], names: Collection[str]) -> l
     return [weight for weight in weights if weight.name in names]
 
 
-def _cut(weights: list[_Weight], max_file_bytes: int) -> dict[str, list[_Weight]]:
+def cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, list[Weight]]:
     """The weights of each file, by its name."""
-    runs: list[list[_Weight]] = [[]]
+    runs: list[list[Weight]] = [[]]
     held = 0
     for weight in weights:
         if runs[-1] and held + weight.size_bytes > max_file_bytes:
@@ -165,18 +166,18 @@ def _cut(weights: list[_Weight], max_file_bytes: int) -> dict[str, list[_Weight]
     }
 
 
-def _index(files: Mapping[str, list[_Weight]]) -> bytes:
+def index_of(files: Mapping[str, list[Weight]]) -> bytes:
     """Makes the index of which weight is where, as Hugging Face's libraries read it."""
     total = sum(weight.size_bytes for run in files.values() for weight in run)
     places = {weight.name: name for name, run in files.items() for weight in run}
     return text_of({"metadata": {"total_size": total}, "weight_map": places}).encode()
 
 
-def _entry(reader: Reader, weight: _Weight) -> Entry:
+def _entry(reader: Reader, weight: Weight) -> Entry:
     return Entry(weight.name, weight.dtype, weight.shape, partial(_blocks, reader, weight))
 
 
-def _blocks(reader: Reader, weight: _Weight) -> Iterator[Tensor]:
+def _blocks(reader: Reader, weight: Weight) -> Iterator[Tensor]:
     elems, kind = reader.elems(weight.saved), reader.dtype(weight.saved)
     step = BLOCK_BYTES // kind.itemsize
     for begin in range(0, elems, step):

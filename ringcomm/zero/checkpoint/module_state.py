@@ -192,6 +192,16 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def model_parts(engine: ShardEngine) -> Iterator[StatePart]:
+    """Everything of the model, of which each element is one rank's, but on a mesh of parts."""
+    yield from param_parts(engine, whole=False)
+    yield from loose_parts(engine, whole=False)
+    for name, buffer in buffers_of(engine.parts.module).items():
+        flat = buffer.detach().contiguous().reshape(-1)
+        local = flat if engine.ranks.rank == 0 else flat[:0]
+        yield StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+
+
 def step_of(
     engine: ShardEngine, optimizer: ShardedOptimizer | None, operation: str
 ) -> ShardedStep | None:

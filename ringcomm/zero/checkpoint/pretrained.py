@@ -305,6 +305,9 @@ def _fill(engine: ShardEngine, source: Pretrained) -> None:
                 segment = Segment(placed.begin, placed.end, piece.param)
                 write_master(masters, segment, wide)
                 continue
+            if bucket.wide is None and values.dtype is own.dtype:
+                values.read(begin, own)
+                continue
             if bucket.wide is None:
                 bucket.wide = own_of(bucket).float()
             values.read(begin, bucket.wide[piece.begin : piece.end])

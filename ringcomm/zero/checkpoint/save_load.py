@@ -141,12 +141,7 @@ def shards_of(
 
 
 def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
-    yield from module_state.param_parts(engine, whole=False)
-    yield from module_state.loose_parts(engine, whole=False)
-    for name, buffer in module_state.buffers_of(engine.parts.module).items():
-        flat = buffer.detach().contiguous().reshape(-1)
-        local = flat if engine.ranks.rank == 0 else flat[:0]
-        yield module_state.StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+    yield from module_state.model_parts(engine)
     if step is not None:
         yield from module_state.state_parts(engine, step, whole=False)
 

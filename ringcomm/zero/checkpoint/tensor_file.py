@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -53,6 +54,22 @@ class SavedFile:
 
     size_bytes: int
     crc32: str
+
+
+class Stored(Protocol):
+    """What a header says of a tensor."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Stored)
 
 
 @dataclass(frozen=True)
@@ -111,18 +128,17 @@ def write_tensor_file(
         OSError: it cannot be written.
         CheckpointError: an entry's blocks are not what its dtype and size say.
     """
-    # Larger items first, so that each tensor is aligned to its items.
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    ordered = in_order(entries)
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        head = _header(ordered, metadata or {})
+        head = header_of(ordered, metadata or {})
         _write(out, memoryview(head))
         size_bytes, crc = len(head), zlib.crc32(head)
         for entry in ordered:
             before = size_bytes
             for block in entry.blocks():
                 _check_dtype(path, entry, block)
-                view = _bytes_of(block)
+                view = bytes_of(block)
                 crc = zlib.crc32(view, crc)
                 _write(out, view)
                 size_bytes += len(view)
@@ -131,6 +147,11 @@ def write_tensor_file(
     finally:
         os.close(out)
     return SavedFile(size_bytes, f"{crc:08x}")
+
+
+def in_order(entries: Sequence[T]) -> list[T]:
+    """Returns entries as files have them: larger items first, so that all are aligned."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -153,7 +174,8 @@ def crc32_of(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
+    """Returns what a file begins with, before the elements of its entries in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for entry in entries:
@@ -182,7 +204,7 @@ def _check_size(path: Path, entry: Entry, size_bytes: int) -> None:
         )
 
 
-def _bytes_of(block: Tensor) -> memoryview:
+def bytes_of(block: Tensor) -> memoryview:
     """A contiguous host tensor's memory. Not numpy(): torch runs without it."""
     size_bytes = block.numel() * block.dtype.itemsize
     return memoryview((ctypes.c_char * size_bytes).from_address(block.data_ptr())).cast("B")

@@ -290,7 +290,7 @@ class _Rules:
 
     def __init__(self, root: nn.Module, names: Mapping[str, str]) -> None:
         self._names = names
-        self._prefix = getattr(root, "base_model_prefix", "") if _is_transformers(root) else ""
+        self._prefix = getattr(root, "base_model_prefix", "") if is_transformers(root) else ""
         self._ignored = {
             kind: _any_of(getattr(root, f"_keys_to_ignore_on_load_{kind}", None))
             for kind in ("missing", "unexpected")
@@ -299,7 +299,7 @@ class _Rules:
         self._converters: list[Any] = []
         # Older releases of the library have no tables, and models with the names of their files.
         tables = "transformers.conversion_mapping"
-        if _is_transformers(root) and tables in sys.modules:
+        if is_transformers(root) and tables in sys.modules:
             for each in sys.modules[tables].get_model_conversion_mapping(root):
                 kind = self._converters if hasattr(each, "operations") else self._renamings
                 kind.append(each)
@@ -332,7 +332,7 @@ class _Rules:
         return found is not None and found.search(name) is not None
 
 
-def _is_transformers(root: nn.Module) -> bool:
+def is_transformers(root: nn.Module) -> bool:
     # Looked up in sys.modules, to import nothing: no module can be one of its models otherwise.
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(root, library.PreTrainedModel)
@@ -369,7 +369,7 @@ def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def _find_owners(module: nn.Module, owner: nn.Module | None, owners: dict[int, nn.Module]) -> None:
-    owner = module if _is_transformers(module) else owner
+    owner = module if is_transformers(module) else owner
     if owner is not None:
         owners[id(module)] = owner
     for child in module.children():

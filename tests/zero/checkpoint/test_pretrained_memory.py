@@ -31,7 +31,7 @@ def resident_bytes(kind: str) -> int:
 
 
 def peak_of_loading(store, rank, world_size, path, precision, way):
-    """How far the resident memory rises while the module is loaded."""
+    """How far the resident memory rises while the module is loaded or saved."""
     torch.set_num_threads(1)
     with Communicator.from_store(store, rank, world_size) as comm:
         # What is needed once, whatever the size of the module.
@@ -41,7 +41,7 @@ def peak_of_loading(store, rank, world_size, path, precision, way):
         with torch.device("meta"):
             module = Deep()
         options = zero.ZeroOptions(precision=precision)
-        if way == "load_pretrained":
+        if way != "pretrained":
             zero.shard(module, 3, comm=comm, options=options)
         comm.barrier()
         before, of_files = resident_bytes("VmRSS"), resident_bytes("RssFile")
@@ -49,6 +49,8 @@ def peak_of_loading(store, rank, world_size, path, precision, way):
         Path("/proc/self/clear_refs").write_text("5")
         if way == "load_pretrained":
             zero.load_pretrained(module, path)
+        elif way == "save_pretrained":
+            zero.save_pretrained(module, path.parent / "out")
         else:
             zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(path))
         comm.barrier()
@@ -56,7 +58,7 @@ def peak_of_loading(store, rank, world_size, path, precision, way):
         return resident_bytes("VmHWM") - before - (resident_bytes("RssFile") - of_files)
 
 
-@pytest.mark.parametrize("way", ["pretrained", "load_pretrained"])
+@pytest.mark.parametrize("way", ["pretrained", "load_pretrained", "save_pretrained"])
 @pytest.mark.parametrize(("kind", "bytes_each"), [("fp32", 4), ("bf16-mixed", 2 + 4)])
 def test_a_rank_holds_its_shard_and_a_block(tmp_path, kind, bytes_each, way):
     path = tmp_path / "model.safetensors"

@@ -168,7 +168,7 @@ def full_disk(*_: Any) -> None:
 
 
 def from_weight_files(rank, world_size):
-    """Parts of rows, of columns and of uneven rows read theirs of whole tensors."""
+    """Parts of rows, of columns and of uneven rows read theirs of whole tensors, and write them."""
     root = shared_folder()
     torch.manual_seed(3)
     whole = {name: torch.randn_like(each) for name, each in Model().named_parameters()}
@@ -183,6 +183,8 @@ def from_weight_files(rank, world_size):
         other = parallelized(Model("meta"), mesh["tp"])
         zero.shard(other, stage, comm=mesh["dp"], init=zero.pretrained(root))
         same(whole_params(other), whole)
+        (path,) = zero.save_pretrained(other, root / f"out{tp}")
+        same(dict(sorted(load_file(path).items())), dict(sorted(whole.items())))
     clean_up(root)
 
 
