@@ -275,7 +275,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         default="adamw",
-        help="of all systems: ringcomm's, and torch's (Lion: in torch's operations; adamw8bit: torch's AdamW)",
+        help="of all systems: ringcomm's, and torch's (Lion: in torch's operations; adamw8bit: "
+        "torch's AdamW)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-r", "--rounds", type=int, default=9)
