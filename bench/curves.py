@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
+import ringcomm
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import Corpus, find_source, load, min_corpus_bytes
 from ringcomm.examples.gpt.model import GPT
-from ringcomm.optim import AdamW, AdamW8bit
 
 SEQUENCES, CONTEXT = 16, 64
 HELD_OUT_BATCHES = 16
 PEAK, WARM_UP_STEPS = 2e-3, 50
 # The optimizer, and the seed of the first weights.
 RUNS: Mapping[str, tuple[Callable[..., Any], int]] = {
-    "AdamW": (AdamW, 0),
-    "AdamW8bit": (AdamW8bit, 0),
-    "AdamW, other weights": (AdamW, 1),
+    "AdamW": (ringcomm.optim.AdamW, 0),
+    "AdamW8bit": (ringcomm.optim.AdamW8bit, 0),
+    "AdamW, other weights": (ringcomm.optim.AdamW, 1),
 }
 
 
