@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import within
@@ -104,6 +104,7 @@ def clip_norm_of(sharded: ShardedStep, params: Any, bound: NormBound) -> Tensor:
     Raises:
         ArgumentError: one is none of the optimizer's; on a CPU on all ranks.
         MismatchError: on a CPU: the ranks asked for different things.
+        UnsupportedError: Triton's kernels, among several ranks.
     """
     with _agreed(
         sharded, "clip_grad_norm_", {"max_norm": bound.max_norm, "norm": bound.kind}
@@ -156,6 +157,17 @@ def _refuse_torn(sharded: ShardedStep, operation: str) -> None:
     sharded.check_hyper()
 
 
+def _refuse_triton(sharded: ShardedStep, operation: str) -> None:
+    """Refuses what writes to shards where Triton's kernels sum norms in the reduction alone."""
+    setting = sharded.setting
+    if setting.options.kernels == "triton" and setting.world_size > 1:
+        raise UnsupportedError(
+            f"{setting.where(operation)}: among several ranks Triton's kernels sum a norm while "
+            "they reduce, and not of what was written afterwards, as clipping by value and of some "
+            'parameters does; use kernels="native"'
+        )
+
+
 def _reduced(sharded: ShardedStep) -> FirstPass:
     sharded.reduce_now()
     assert sharded.first_pass is not None
@@ -171,10 +183,12 @@ def _agreed(sharded: ShardedStep, operation: str, told: dict[str, Any]) -> Itera
     comm = sharded.setting.comm
     if comm is None or not sharded.table.compares:
         _refuse_torn(sharded, operation)
+        _refuse_triton(sharded, operation)
         yield told
         return
     with all_or_none(comm, f"optimizer.{operation}", sharded.mesh):
         _refuse_torn(sharded, operation)
+        _refuse_triton(sharded, operation)
         yield told
     check_agreement(comm, f"optimizer.{operation}", {"options": told})
 

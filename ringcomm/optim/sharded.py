@@ -396,6 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a tensor
                 that is no parameter of the optimizer.
             MismatchError: on a CPU: the ranks gave different ``params`` or bounds of them.
+            UnsupportedError: ``params`` with Triton's kernels, among several ranks.
             RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
         """
         bound = NormBound.of(max_norm, norm_type, error_if_nonfinite)
@@ -421,8 +422,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             params: parameters of this optimizer, equal on all ranks; None means all.
 
         Raises:
-            ArgumentError, MismatchError: as of :meth:`clip_grad_norm_`; on a CPU on all ranks, and
-                nothing was changed.
+            ArgumentError, MismatchError, UnsupportedError: as of :meth:`clip_grad_norm_` with
+                ``params``; on a CPU on all ranks, and nothing was changed.
         """
         clip_value_of(self.sharded_step(), clip_value, params)
 

@@ -231,6 +231,9 @@ def _optimizer(store, rank, world):
                 for step in range(2):
                     for param in params:
                         param.grad = torch.full_like(param, 2.0 + rank + step)
+                    if kernels == "triton":
+                        with pytest.raises(UnsupportedError, match='use kernels="native"'):
+                            optimizer.clip_grad_value_(1.0)
                     if algorithm == "direct":
                         norms.append(optimizer.clip_grad_norm_(1.0))
                     optimizer.step()

@@ -184,3 +184,25 @@ def test_a_layer_that_is_there_twice_stays_one(worlds):
         assert module[0] is module[2] is not norm and module[0].weight is norm.weight
 
     worlds(2).run(work)
+
+
+def test_a_compiled_module_is_one_graph_with_the_statistics_of_all_ranks(worlds):
+    torch.manual_seed(1)
+    base = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    torch._dynamo.reset()
+
+    def work(comm, compiles):
+        module: Any = zero.convert_sync_batchnorm(deepcopy(base), comm)
+        zero.shard(module, 2, comm=comm, options=options_of(False))
+        called: Any = module
+        if compiles:
+            called = torch.compile(module, backend="aot_eager", fullgraph=True)
+        called(rows(comm.rank, 3)).square().sum().backward()
+        AdamW(module.parameters(), lr=1e-2).step()
+        return zero.full_state_dict(module)
+
+    wanted = worlds(2).run(work, False)[0]
+    for state in worlds(2).run(work, True):
+        for name, tensor in state.items():
+            close(tensor, wanted[name])
+    torch._dynamo.reset()
