@@ -208,6 +208,30 @@ def test_over_nodes(file, more):
         assert all(world.run(work))
 
 
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_each_element_is_read_by_one_rank(worlds, file, kind, monkeypatch):
+    """At stage 3, also where both the rounded value and the one before are kept; buffers by all."""
+    modules = [meta_net() for _ in range(3)]
+    read: list[int] = []
+    whole = WeightFiles._read_bytes
+
+    def count(self, stored, at, block):
+        read.append(block.nbytes)
+        whole(self, stored, at, block)
+
+    monkeypatch.setattr(WeightFiles, "_read_bytes", count)
+
+    def work(comm):
+        options = options_of(PRECISIONS[kind][0])
+        zero.shard(modules[comm.rank], 3, comm=comm, options=options, init=zero.pretrained(file))
+
+    worlds(3).run(work)
+    net = new_net(1)
+    saved = load_file(file)
+    buffers = sum(saved[name].nbytes for name, _ in net.named_buffers() if name in saved)
+    assert sum(read) == sum(param.nbytes for param in net.parameters()) + 3 * buffers
+
+
 # ---- parts -----------------------------------------------------------------------------------
 
 
