@@ -300,9 +300,11 @@ class _UnitHooks:
         needed = [each for each in tensors_in(inputs) if each.requires_grad]
         # Leaves outlive the backward, and would keep the hook.
         if needed and not any(each.is_leaf for each in needed):
-            torch.autograd.graph.register_multi_grad_hook(needed, self._free_frozen)
+            arrived = _AllArrived(len(needed), self._free_frozen)
+            for each in needed:
+                each.register_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def _free_frozen(self, grads: Any) -> None:
+    def _free_frozen(self) -> None:
         gatherer = self._engine.gatherer
         if gatherer is not None and not self._depth and not self.stays:
             for bucket in self._buckets:
@@ -376,6 +378,28 @@ class _UnitHooks:
         assert gatherer is not None
         if not gatherer.running and not self._engine.in_backward:
             gatherer.open(self._unit)
+
+
+class _AllArrived:
+    """A hook of several tensors, which acts once a backward has brought all their gradients.
+
+    torch's own refers to the graph's nodes, which refer to it: Python does not collect that cycle,
+    and the module would never be given back. Where a backward does not reach all of the tensors,
+    nothing happens.
+    """
+
+    def __init__(self, count: int, act: Callable[[], None]) -> None:
+        self._count = self._left = count
+        self._act = act
+        self._backward = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._left = backward, self._count
+        self._left -= 1
+        if not self._left:
+            self._act()
 
 
 def _calls_itself(module: nn.Module) -> bool:

@@ -177,8 +177,11 @@ def test_unsharded_modules_are_plain_again(worlds, stage):
     worlds(2).run(work)
 
 
+@pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_dropped_module_gives_everything_back(worlds, stage):
+def test_a_dropped_module_gives_everything_back(worlds, stage, freezes):
+    """Also one of whose units, whose inputs have gradients, a part is frozen."""
+
     def work(comm):
         comm.barrier()
         module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=SMALL)
@@ -190,6 +193,8 @@ def test_a_dropped_module_gives_everything_back(worlds, stage):
         return seen
 
     base = new_model("gpt")
+    for param in list(base.parameters())[1::2] if freezes else ():
+        param.requires_grad_(False)
     worlds(2).run(work)
     gc.collect()
     used = ringcomm.heap_stats()["used_bytes"]

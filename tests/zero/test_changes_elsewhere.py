@@ -1,4 +1,4 @@
-"""What changes after ``shard()``, and frozen 8 bits, over several nodes: the bits of one node."""
+"""What changes after ``shard()``, and frozen 8 bits, on several nodes and on devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from torch import nn
 import ringcomm
 from ringcomm import zero
 from ringcomm.optim import AdamW
+from tests.support.device_worlds import on_host
 from tests.zero import test_adapters, test_added_groups, test_eight_bits
 from tests.zero.models import assert_same_bits
+from tests.zero.test_devices import OPTIONS, resizing_in_stream_order
+
+__all__ = ["resizing_in_stream_order"]
 
 Tensor = torch.Tensor
 CHOICES: list[tuple[int, dict[str, Any]]] = [
@@ -33,14 +37,18 @@ def nodes():
 
 
 def _joins_late(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
-    module: Any = zero.shard(deepcopy(test_added_groups.BASE), stage, comm=comm, options=options)
+    module: Any = zero.shard(
+        deepcopy(test_added_groups.BASE).to(comm.device), stage, comm=comm, options=options
+    )
     optimizer = test_added_groups.joins_late(module, test_added_groups.OPTIMIZERS["adamw"])
-    master = optimizer.full_state_dict()["master"]
+    master = optimizer.full_state_dict().get("master", {})
     return {**zero.full_state_dict(module), **{str(n): each for n, each in master.items()}}
 
 
 def _adapters(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
-    base = zero.shard(deepcopy(test_adapters.BASE), stage, comm=comm, options=options)
+    base = zero.shard(
+        deepcopy(test_adapters.BASE).to(comm.device), stage, comm=comm, options=options
+    )
     layers = test_adapters.put_in(base)
     adapters = zero.shard(test_adapters.adapters_of(layers), stage, comm=comm, options=options)
     test_adapters.steps(base, AdamW(adapters.parameters(), lr=0.1), 2)
@@ -53,7 +61,7 @@ QUANTISED = nn.Sequential(*(test_eight_bits.Quantised(kind) for kind in test_eig
 
 
 def _eight_bits(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
-    model = zero.shard(deepcopy(QUANTISED), stage, comm=comm, options=options)
+    model = zero.shard(deepcopy(QUANTISED).to(comm.device), stage, comm=comm, options=options)
     test_eight_bits.steps(model, AdamW(test_eight_bits.trainable(model), lr=0.1), 2)
     return test_eight_bits._as_bytes(zero.full_state_dict(model))
 
@@ -67,3 +75,18 @@ def test_nodes_end_with_the_bits_of_one(worlds, nodes, work: Callable[..., Any])
         options = zero.ZeroOptions(precision=precision, **chosen)
         for found in nodes.run(work, stage, options):
             assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("work", [_joins_late, _adapters, _eight_bits])
+def test_devices_end_with_the_bits_of_the_host(devices, worlds, work: Callable[..., Any]):
+    def on_device(comm, stage, options):
+        with torch.autograd.set_multithreading_enabled(False), torch.device(comm.device):
+            state = work(comm, stage, options)
+        return {name: on_host(tensor) for name, tensor in state.items()}
+
+    wanted = worlds(2).run(work, 2, zero.ZeroOptions())[0]
+    for stage in range(4):
+        with devices.new_world(2, options=OPTIONS) as world:
+            options = zero.ZeroOptions(algorithm="direct")
+            for found in devices.run(world, on_device, stage, options):
+                assert_same_bits(found, wanted)
