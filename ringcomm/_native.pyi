@@ -289,6 +289,7 @@ class AdamWShard:
         stochastic: bool,
         seed: int,
         bucket: int,
+        eight_bits: bool = ...,
     ) -> None: ...
 
 def advise_huge_pages(ptr: int, size_bytes: int) -> None:

@@ -20,6 +20,13 @@ DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
+// Of a fused step, which has no registers for moments of 8 bits.
+DeviceComm::ShardOf fused_shard_of(const AdamWShard& s, uint64_t address) {
+  if (s.eight_bits)
+    throw nb::value_error("moments of 8 bits are updated by adamw_shard, apart from collectives");
+  return shard_of(s, address);
+}
+
 DeviceComm::GradsOf grads_of(uintptr_t ptr, int dtype, int op, int algorithm, int tag = 0) {
   return {at(ptr), DType(dtype), RedOp(op), Algorithm(algorithm), tag};
 }
@@ -76,13 +83,14 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
       .def("adamw_all_gather",
            [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype,
               int algorithm) {
-             d.adamw_all_gather(shard_of(shard, address), grads_of(grad, dtype, kSumOp, algorithm));
+             d.adamw_all_gather(fused_shard_of(shard, address),
+                                grads_of(grad, dtype, kSumOp, algorithm));
              return 0;
            })
       .def("reduce_scatter_adamw_all_gather",
            [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grads, int dtype,
               int op, int algorithm, int tag) {
-             d.reduce_scatter_adamw_all_gather(shard_of(shard, address),
+             d.reduce_scatter_adamw_all_gather(fused_shard_of(shard, address),
                                                grads_of(grads, dtype, op, algorithm, tag));
              return 0;
            });

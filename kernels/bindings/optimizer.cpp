@@ -30,7 +30,8 @@ void bind_shard(nb::module_& m) {
           [](AdamWShard* self, uintptr_t segments, uint64_t segment_count, uintptr_t factors,
              uint64_t bucket_elems, uint64_t begin, uint64_t elems, uintptr_t master,
              uintptr_t remainder, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t max_exp_avg_sq,
-             uintptr_t params, int param_dtype, bool stochastic, uint64_t seed, uint64_t bucket) {
+             uintptr_t params, int param_dtype, bool stochastic, uint64_t seed, uint64_t bucket,
+             bool eight_bits) {
             new (self) AdamWShard{pointer<const AdamWSegment>(segments),
                                   pointer<const AdamWFactors>(factors),
                                   segment_count,
@@ -46,13 +47,14 @@ void bind_shard(nb::module_& m) {
                                   DType(param_dtype),
                                   stochastic ? Rounding::kStochastic : Rounding::kNearest,
                                   seed,
-                                  bucket};
+                                  bucket,
+                                  eight_bits};
           },
           nb::kw_only(), nb::arg("segments"), nb::arg("segment_count"), nb::arg("factors"),
           nb::arg("bucket_elems"), nb::arg("begin"), nb::arg("elems"), nb::arg("master"),
           nb::arg("remainder"), nb::arg("exp_avg"), nb::arg("exp_avg_sq"),
           nb::arg("max_exp_avg_sq"), nb::arg("params"), nb::arg("param_dtype"),
-          nb::arg("stochastic"), nb::arg("seed"), nb::arg("bucket"));
+          nb::arg("stochastic"), nb::arg("seed"), nb::arg("bucket"), nb::arg("eight_bits") = false);
 }
 
 // The pages that lie wholly inside; where the system has no huge ones, small ones do.

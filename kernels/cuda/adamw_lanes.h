@@ -242,30 +242,38 @@ struct Updater {
 
 // ---- moments of 8 bits --------------------------------------------------------------------------
 
-// Up to eight elements of a block's, with their moments; by constant numbers, so that all of them
-// are registers. Behind `count` all is zeros, and stays so.
+// Eight elements of a block's, with their moments.
 template <class G, class P>
-RC_TEAM_FN void update_some(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
-                            uint64_t at, int count, const AdamWFactors& f, float* m, float* v) {
-  vectors = vectors && count == kTurnElems;
-  float p[kTurnElems] = {}, g[kTurnElems] = {};
-  if (vectors) {
-    updater.load_masters(at, p);
-    grads.eight(at, g);
-  } else {
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) {
-      if (k >= count) continue;
-      p[k] = updater.master_of(*updater.own(at + k), at + k);
-      g[k] = grads.one(at + k);
-    }
+RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
+                             const AdamWFactors& f, const MomentPair::Codes& codes, float* m,
+                             float* v) {
+  float p[kTurnElems], g[kTurnElems];
+  updater.load_masters(at, p);
+  grads.eight(at, g);
+  RC_UNROLL
+  for (int k = 0; k < kTurnElems; ++k) {
+    m[k] = codes.first(k), v[k] = codes.second(k);
+    updater.update_wide(p[k], g[k], m[k], v[k], f);
   }
-  RC_UNROLL
-  for (int k = 0; k < kTurnElems; ++k) updater.update_wide(p[k], g[k], m[k], v[k], f);
-  if (vectors) return updater.store_eight(at, p, f);
-  RC_UNROLL
-  for (int k = 0; k < kTurnElems; ++k)
-    if (k < count) updater.store_one(at + k, p[k], f);
+  updater.store_eight(at, p, f);
+}
+
+// Fewer than eight, or what does not lie for vectors: one by one, and few registers. The moments
+// are found by constant numbers, so that they are registers, too.
+template <class G, class P>
+RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
+                              int count, const AdamWFactors& f, const MomentPair::Codes& codes,
+                              float* m, float* v) {
+  RC_ROLLED
+  for (int i = 0; i < count; ++i) {
+    float its_m = codes.first(i), its_v = codes.second(i);
+    float p = updater.master_of(*updater.own(at + i), at + i);
+    updater.update_wide(p, grads.one(at + i), its_m, its_v, f);
+    updater.store_one(at + i, p, f);
+    RC_UNROLL
+    for (int k = 0; k < kTurnElems; ++k)
+      if (k == i) m[k] = its_m, v[k] = its_v;
+  }
 }
 
 // The block at the beginning of a parameter's run, by kMomentLanes lanes. All lanes of a warp come
@@ -274,8 +282,8 @@ template <class G, class P>
 RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
                              const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {
   const AdamWShard& s = updater.s;
-  const MomentLanes<FirstMoment> first{BlockMoment::of(s.exp_avg, s.elems)};
-  const MomentLanes<SecondMoment> second{BlockMoment::of(s.exp_avg_sq, s.elems)};
+  const MomentPair moments{BlockMoment::of(s.exp_avg, s.elems),
+                           BlockMoment::of(s.exp_avg_sq, s.elems)};
   float m[kMomentElems] = {}, v[kMomentElems] = {};
   const uint64_t mine = block.begin + uint64_t(lane % kMomentLanes * kMomentElems);
   const auto each_eight = [&](auto work) {
@@ -283,38 +291,54 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
     for (int e = 0; e < kMomentElems; e += kTurnElems) {
       const uint64_t at = mine + uint64_t(e);
       const uint64_t left = block.end > at ? block.end - at : 0;
-      work(at, left < kTurnElems ? int(left) : kTurnElems, e);
+      if (left != 0) work(at, left < kTurnElems ? int(left) : kTurnElems, e);
     }
   };
   // One lane reads the exponents, which it will write: a shuffle orders no memory.
   const bool leads = lane % kMomentLanes == 0 && block.begin < block.end;
   const uint64_t number = block.begin / kMomentBlock;
-  uint32_t exponents = 0;
-  if (leads) exponents = first.moment.exponents[number] | second.moment.exponents[number] << 8;
-  exponents = largest_of_block(exponents);
+  const uint32_t before = largest_of_block(leads ? moments.exponents(number) : 0);
   each_eight([&](uint64_t at, int count, int e) {
-    if (count == 0) return;
-    first.load(at, count, exponents & 0xffu, m + e);
-    second.load(at, count, exponents >> 8, v + e);
-    update_some(updater, grads, vectors, at, count, f, m + e, v + e);
+    const MomentPair::Codes codes = moments.load(at, count, before);
+    if (vectors && count == kTurnElems)
+      update_eight(updater, grads, at, f, codes, m + e, v + e);
+    else
+      update_singly(updater, grads, at, count, f, codes, m + e, v + e);
   });
-  const uint32_t m_exponent = first.new_exponent(m), v_exponent = second.new_exponent(v);
-  if (leads) {
-    first.moment.exponents[number] = uint8_t(m_exponent);
-    second.moment.exponents[number] = uint8_t(v_exponent);
-  }
+  const uint32_t after = new_exponent(m) | new_exponent(v) << 8;
+  if (leads) moments.set_exponents(number, after);
   const MomentDraw draw = MomentDraw::of(s.seed, here.param, f.step, s.begin + mine - here.begin);
   each_eight([&](uint64_t at, int count, int e) {
-    uint32_t words[kTurnElems];
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k) words[k] = draw.word(uint32_t(e + k));
-    if (count == 0) return;
-    first.store(at, count, m + e, m_exponent, words);
-    second.store(at, count, v + e, v_exponent, words);
+    moments.store(at, count, m + e, v + e, after, draw, uint32_t(e));
   });
 }
 
-// Elements [run.begin, run.end) of the chunk, by all lanes.
+// Elements [run.begin, run.end) of the chunk, by all lanes; with moments of 8 bits. Factors are read
+// where they are used, since registers are scarce: too scarce for the kernels of fused steps, which
+// have none of this.
+template <class G, class P>
+RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* copies,
+                           int copy_count, Run run, int lane, int lanes) {
+  const Updater<G, P> updater{s, copies, copy_count};
+  const bool aligned = grads.aligned();
+  const uint64_t first = s.begin + run.begin, last = s.begin + run.end;
+  for (uint64_t i = first_segment(s, first); i < s.segment_count; ++i) {
+    const AdamWSegment& here = s.segments[i];
+    if (here.begin >= last) break;
+    const AdamWFactors& f = s.factors[here.param];
+    if ((f.flags & kAdamActive) == 0) continue;
+    const uint64_t from = (here.begin > first ? here.begin : first) - s.begin,
+                   to = (here.end < last ? here.end : last) - s.begin;
+    const bool vectors = aligned && from % kTurnElems == 0;
+    const uint64_t warp_elems = uint64_t(kMomentWarp / kMomentLanes) * kMomentBlock;
+    const uint64_t own = uint64_t(lane % kMomentWarp / kMomentLanes) * kMomentBlock;
+    for (uint64_t at = from + uint64_t(lane / kMomentWarp) * warp_elems; at < to;
+         at += uint64_t(lanes / kMomentWarp) * warp_elems)
+      update_block(updater, grads, vectors, here, Run{at + own, to}, f, lane);
+  }
+}
+
+// The same with FP32 moments, of AdamW, SGD and Lion.
 template <class G, class P>
 RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                           int copy_count, Run run, int lane, int lanes) {
@@ -330,14 +354,6 @@ RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* co
                    to = (here.end < last ? here.end : last) - s.begin;
     // Segments and chunks begin at whole turns; where a user's layout does not, elements go singly.
     const bool vectors = aligned && from % kTurnElems == 0;
-    if ((f.flags & kEightBits) != 0) {
-      const uint64_t warp_elems = uint64_t(kMomentWarp / kMomentLanes) * kMomentBlock;
-      const uint64_t own = uint64_t(lane % kMomentWarp / kMomentLanes) * kMomentBlock;
-      for (uint64_t at = from + uint64_t(lane / kMomentWarp) * warp_elems; at < to;
-           at += uint64_t(lanes / kMomentWarp) * warp_elems)
-        update_block(updater, grads, vectors, here, Run{at + own, to}, f, lane);
-      continue;
-    }
     const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
     for (uint64_t at = from + uint64_t(lane) * kTurnElems; at < whole;
          at += uint64_t(lanes) * kTurnElems)

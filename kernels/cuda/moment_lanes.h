@@ -28,54 +28,80 @@ inline uint32_t largest_of_block(uint32_t most) { return most; }
 constexpr int kMomentElems = int(kMomentBlock) / kMomentLanes;
 
 template <class Moment>
-struct MomentLanes {
-  BlockMoment moment;
+RC_TEAM_FN float widened(uint32_t code, uint32_t exponent) {
+  if (exponent == kNotFinite) return float_of(0x7fc00000u);
+  const uint32_t least = least_normal<Moment>(exponent);
+  return kSame<Moment, FirstMoment> ? widen_first(uint8_t(code), least)
+                                    : widen_second(uint8_t(code), least);
+}
 
-  RC_TEAM_FN static float widened(uint32_t code, uint32_t exponent) {
-    if (exponent == kNotFinite) return float_of(0x7fc00000u);
-    const uint32_t least = least_normal<Moment>(exponent);
-    return kSame<Moment, FirstMoment> ? widen_first(uint8_t(code), least)
-                                      : widen_second(uint8_t(code), least);
+// The exponent of the block of which a lane has `wide`, zeros behind the parameter's end.
+RC_TEAM_FN uint32_t new_exponent(const float (&wide)[kMomentElems]) {
+  uint32_t most = 0;
+  RC_UNROLL
+  for (int k = 0; k < kMomentElems; ++k) {
+    const uint32_t each = bits_of(wide[k]) & 0x7fffffffu;
+    most = each > most ? each : most;
+  }
+  return block_exponent(largest_of_block(most));
+}
+
+// Both moments of a chunk. The exponents of a block are one word, in which those of the second
+// moment are 8 bits higher.
+struct MomentPair {
+  BlockMoment first, second;
+
+  RC_TEAM_FN uint32_t exponents(uint64_t block) const {
+    return first.exponents[block] | uint32_t(second.exponents[block]) << 8;
+  }
+  RC_TEAM_FN void set_exponents(uint64_t block, uint32_t exponents) const {
+    first.exponents[block] = uint8_t(exponents);
+    second.exponents[block] = uint8_t(exponents >> 8);
   }
 
-  // Of up to eight elements at a multiple of eight.
-  RC_TEAM_FN void load(uint64_t at, int count, uint32_t exponent, float* wide) const {
-    uint64_t codes = 0;
+  RC_TEAM_FN static uint64_t codes_at(const uint8_t* codes, uint64_t at, int count) {
+    if (count == kTurnElems) return *reinterpret_cast<const uint64_t*>(codes + at);
+    uint64_t found = 0;
+    for (int k = 0; k < count; ++k) found |= uint64_t(codes[at + k]) << 8 * k;
+    return found;
+  }
+  RC_TEAM_FN static void put_codes(uint8_t* codes, uint64_t at, int count, uint64_t all) {
     if (count == kTurnElems)
-      codes = *reinterpret_cast<const uint64_t*>(moment.codes + at);
+      *reinterpret_cast<uint64_t*>(codes + at) = all;
     else
-      for (int k = 0; k < count; ++k) codes |= uint64_t(moment.codes[at + k]) << 8 * k;
-    RC_UNROLL
-    for (int k = 0; k < kTurnElems; ++k)
-      wide[k] = widened(uint32_t(codes >> 8 * k) & 0xffu, exponent);
+      for (int k = 0; k < count; ++k) codes[at + k] = uint8_t(all >> 8 * k);
   }
 
-  RC_TEAM_FN void store(uint64_t at, int count, const float* wide, uint32_t exponent,
-                        const uint32_t (&words)[kTurnElems]) const {
-    const uint32_t least = least_normal<Moment>(exponent);
-    uint64_t codes = 0;
+  // The codes of up to eight elements at a multiple of eight, and one of them as FP32.
+  struct Codes {
+    uint64_t m, v;
+    uint32_t exponents;
+
+    RC_TEAM_FN float first(int k) const {
+      return widened<FirstMoment>(uint32_t(m >> 8 * k) & 0xffu, exponents & 0xffu);
+    }
+    RC_TEAM_FN float second(int k) const {
+      return widened<SecondMoment>(uint32_t(v >> 8 * k) & 0xffu, exponents >> 8);
+    }
+  };
+  RC_TEAM_FN Codes load(uint64_t at, int count, uint32_t exponents) const {
+    return {codes_at(first.codes, at, count), codes_at(second.codes, at, count), exponents};
+  }
+
+  // Rounded by the draw's words from number `i` on, each of which serves both moments.
+  RC_TEAM_FN void store(uint64_t at, int count, const float* m, const float* v, uint32_t exponents,
+                        const MomentDraw& draw, uint32_t i) const {
+    const uint32_t m_least = least_normal<FirstMoment>(exponents & 0xffu),
+                   v_least = least_normal<SecondMoment>(exponents >> 8);
+    uint64_t m_codes = 0, v_codes = 0;
     RC_UNROLL
     for (int k = 0; k < kTurnElems; ++k) {
-      const uint8_t code = kSame<Moment, FirstMoment>
-                               ? narrow_first(wide[k], least, MomentDraw::of_first(words[k]))
-                               : narrow_second(wide[k], least, MomentDraw::of_second(words[k]));
-      codes |= uint64_t(code) << 8 * k;
+      const uint32_t word = draw.word(i + uint32_t(k));
+      m_codes |= uint64_t(narrow_first(m[k], m_least, MomentDraw::of_first(word))) << 8 * k;
+      v_codes |= uint64_t(narrow_second(v[k], v_least, MomentDraw::of_second(word))) << 8 * k;
     }
-    if (count == kTurnElems)
-      *reinterpret_cast<uint64_t*>(moment.codes + at) = codes;
-    else
-      for (int k = 0; k < count; ++k) moment.codes[at + k] = uint8_t(codes >> 8 * k);
-  }
-
-  // The exponent of the block of which a lane has `wide`, zeros behind the parameter's end.
-  RC_TEAM_FN uint32_t new_exponent(const float (&wide)[kMomentElems]) const {
-    uint32_t most = 0;
-    RC_UNROLL
-    for (int k = 0; k < kMomentElems; ++k) {
-      const uint32_t each = bits_of(wide[k]) & 0x7fffffffu;
-      most = each > most ? each : most;
-    }
-    return block_exponent(largest_of_block(most));
+    put_codes(first.codes, at, count, m_codes);
+    put_codes(second.codes, at, count, v_codes);
   }
 };
 

@@ -43,8 +43,12 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
   const CallArgs& args = p.calls[rank_in_launch];
   if (team.lane() == 0) w.sources[0] = args.in;
   load_shard(team, args, w);
-  update_lanes<G, P>(w.shard, GradSum<G>{w.sources, 1, 0, 0}, nullptr, 0,
-                     part_of_chunk(team, w.shard.elems), team.lane(), team.num_lanes());
+  const GradSum<G> grads{w.sources, 1, 0, 0};
+  const Run run = part_of_chunk(team, w.shard.elems);
+  if (w.shard.eight_bits)
+    update_blocks<G, P>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
+  else
+    update_lanes<G, P>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
 }
 
 // Between these two the team's blocks are summed in shared memory: 132 multiprocessors that add to

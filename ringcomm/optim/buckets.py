@@ -360,3 +360,10 @@ class Buckets(list[Bucket]):
         for index, view in self.params.items():
             view.copy_(local_of(params[index]).detach())
             set_local(params[index], apart(params[index], view))
+
+
+def gather_params(bucket: Bucket, sharers: Communicator) -> None:
+    """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
+    chunks = bucket.layout.chunks(sharers)
+    parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
+    sharers.all_gather(parts, parts[sharers.rank])

@@ -16,7 +16,13 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
+from ringcomm.optim.kernels import (
+    DeviceKernels,
+    DeviceKernelsInParts,
+    HostKernels,
+    Kernels,
+    StepTable,
+)
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.rules import Group, ParamState, UpdateRule, plain
@@ -120,7 +126,8 @@ class FusedRule(UpdateRule):
     ) -> Kernels:
         native: Kernels
         if comm is not None and comm.launches:
-            native = DeviceKernels(comm, options, table, self.moments)
+            kind = DeviceKernelsInParts if self.eight_bits else DeviceKernels
+            native = kind(comm, options, table, self.moments)
         else:
             native = HostKernels(comm, options, table, self.moments)
         if options.kernels == "native":

@@ -14,10 +14,10 @@ from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import Call, Use, itself
-from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.buckets import Bucket, gather_params
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into, Reducer
+from ringcomm.optim.reduction import NORM_WORDS, DeviceReducer, HostReducer, Into, Reducer
 
 Tensor = torch.Tensor
 
@@ -246,6 +246,7 @@ def shard_of(
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
         bucket=bucket.number,
+        eight_bits=state.eight_bits,
     )
 
 
@@ -433,3 +434,22 @@ class DeviceKernels(Kernels):
             copy = self._on_device(_native.adamw_shard_bytes(native))
             shard = self._shards[bucket.number] = _Shard(native, copy)
         return shard
+
+
+class DeviceKernelsInParts(DeviceKernels):
+    """Those of moments of 8 bits, by one call for the reduction, the update and the gathering each.
+
+    Beside a ring the update of such moments takes more registers than a GPU's threads have, and
+    what does not fit would lie in memory at each element.
+    """
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        self.update_shard(bucket, grad)
+        by_node = self._options.state == "node"
+        gather_params(bucket, self._comm.node if by_node else self._comm)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        own = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=grads.device)
+        words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=grads.device)
+        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
+        self.update_gather(bucket, own)

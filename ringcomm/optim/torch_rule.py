@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams
+from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
 from ringcomm.optim.elementwise import OptimizerClass, TriedClass, hyper_of, name_of
 from ringcomm.optim.instances import Instance, Part, parts_of, to_number
 from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
@@ -201,13 +201,6 @@ class StepControl:
         told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
         factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
         return cls(told[FOUND_INF] != 0, factors, told[-params:] if params else [])
-
-
-def gather_params(bucket: Bucket, sharers: Communicator) -> None:
-    """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
-    chunks = bucket.layout.chunks(sharers)
-    parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
-    sharers.all_gather(parts, parts[sharers.rank])
 
 
 class TorchKernels(Kernels):

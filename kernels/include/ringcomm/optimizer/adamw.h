@@ -96,6 +96,7 @@ struct AdamWShard {
   Rounding rounding;
   uint64_t seed;    // of stochastic rounding
   uint64_t bucket;  // its number, so that two buckets draw different numbers
+  bool eight_bits;  // the moments are those of kEightBits
 };
 
 // The segment that holds element `element` of the bucket, or the first behind it.
