@@ -18,7 +18,7 @@ from ringcomm.module_names import some
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.optim.state import MASTERS, kept_whole
+from ringcomm.optim.state import merged_groups
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
 from ringcomm.zero.checkpoint.module_state import (
@@ -37,6 +37,12 @@ from ringcomm.zero.checkpoint.module_state import (
     save_generators,
     set_extra_state,
     take_optimizer,
+)
+from ringcomm.zero.checkpoint.optimizer_state import (
+    SavedState,
+    saved_state,
+    state_parts,
+    whole_parts,
 )
 from ringcomm.zero.checkpoint.weight_names import (
     Chosen,
@@ -143,7 +149,7 @@ def shards_of(
 def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
     yield from module_state.model_parts(engine)
     if step is not None:
-        yield from module_state.state_parts(engine, step, whole=False)
+        yield from state_parts(engine, step, whole=False)
 
 
 # ``load()``: continues from a checkpoint of any world and any stage.
@@ -261,6 +267,7 @@ class _Loading:
         # By name of what is written here, the name in the checkpoint.
         self.sources: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
+        self.state = SavedState([], {})
         self.own: dict[str, Tensor] = {}
         self.generators: Any = None
         self.extra: Mapping[str, Any] = {}
@@ -302,7 +309,9 @@ class _Loading:
             )
         if self.step is not None:
             self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
-            for part in self._state_parts(self.step):
+            given, groups = self.saved["optimizer"], merged_groups(self.step.groups, self.groups)
+            self.state = saved_state(self.engine, self.step, given, groups, self.names)
+            for part in (*self.state.parts.values(), *whole_parts(self.engine, self.step, True)):
                 self._check_part(part)
         self._verify()
         self._check_own(partial is None)
@@ -403,24 +412,26 @@ class _Loading:
             if part.name in self.sources:
                 yield part
 
-    def _state_parts(self, step: ShardedStep, writes: bool = False) -> Iterator[StatePart]:
-        """And of the optimizer's state."""
-        kept = {kind for each in kept_whole(step).values() for kind in each}
-        for part in module_state.state_parts(self.engine, step, whole=True, writes=writes):
-            # A moment that was not saved had not begun, and is zeroed.
-            if part.name.split(".")[1] in {*self.saved["optimizer"]["kinds"], *kept}:
+    def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
+        """And of the optimizer's state, that which :meth:`check` has found; the rest is zeroed."""
+        known = {*self.state.parts, *(part.name for part in whole_parts(self.engine, step, True))}
+        taken = merged_groups(step.groups, self.groups)
+        for part in state_parts(self.engine, step, True, taken):
+            if part.name in known:
                 yield part
+            else:
+                part.local.zero_()
 
     def take(self) -> None:
         """Reads everything into place."""
         step = self.step
         if step is not None:
-            step.ensure([k for k in self.saved["optimizer"]["kinds"] if k not in MASTERS])
+            step.ensure(self.state.kinds)
         self._read(self._model_parts())
         self._forget_wide()
         self._take_buffers()
         if step is not None:
-            self._read(self._state_parts(step, writes=True))
+            self._read(self._state_parts(step))
             take_optimizer(self.engine, step, self.saved, self.groups)
         else:
             named = self.engine.parts.module.named_parameters()
@@ -495,7 +506,7 @@ class TrainState:
         parts = [*module_state.param_parts(engine, True), *module_state.loose_parts(engine, True)]
         if step is not None:
             step.refuse_if_torn("state_dict")
-            parts += module_state.state_parts(engine, step, True)
+            parts += state_parts(engine, step, True)
         shards = {part.name: part.shard() for part in parts}
         buffers = module_state.buffers_of(engine.parts.module)
         extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
@@ -539,7 +550,7 @@ class TrainState:
     def _take_narrow(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
         """Takes the moments of 8 bits, of which torch has loaded copies."""
         if step.rule.eight_bits:
-            for part in module_state.state_parts(self._engine, step, True, writes=True):
+            for part in state_parts(self._engine, step, True, step.groups):
                 part.local.copy_(state[part.name].local)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
