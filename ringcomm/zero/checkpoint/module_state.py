@@ -335,7 +335,10 @@ def check_optimizer(
     if not all(0 <= given["steps"].get(name, -1) < 2**53 for name in names):
         raise fail("its step numbers are damaged")
     groups = check_groups(step, packed, str(fail("groups")))
-    _check_kinds(step, given["kinds"], merged_groups(step.groups, groups), fail)
+    # Another library's weights become the FP32 masters.
+    masters = ["master"] if converted and _has_masters(step) else []
+    kinds = [*given["kinds"], *masters]
+    _check_kinds(step, kinds, merged_groups(step.groups, groups), fail)
     if step.rule.keeps_more:
         try:
             states = _saved_states(names, given)
@@ -343,6 +346,10 @@ def check_optimizer(
             raise fail("its states of parameters are damaged") from error
         check_states(step, states, str(fail("states of parameters")))
     return groups
+
+
+def _has_masters(step: ShardedStep) -> bool:
+    return any(bucket.state.master is not None for bucket in step.buckets)
 
 
 def _check_kinds(

@@ -243,6 +243,9 @@ def load(
     return Loaded(int(found or 0), loading.data["user"], loading.exact, *loading.keys)
 
 
+_MASTER = "optim.master."
+
+
 def _are_names(names: Any) -> bool:
     return isinstance(names, list) and all(isinstance(each, str) for each in names)
 
@@ -255,10 +258,13 @@ class _Loading:
     ) -> None:
         self.engine = engine
         self.step = step
-        self.reader = Reader(reader.folder, verify=False)
+        self.reader = reader
         self.operation = operation
         self.data = self._read_data(reader.data)
         self.saved: Mapping[str, Any] = self.data["ringcomm"]
+        # Another library's, whose FP32 weights fit each precision that the module has.
+        self.converted = bool(self.saved.get("converted"))
+        self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
         mesh = None if engine.mesh is None else engine.mesh.sizes
         world = self.saved["world_size"], self.saved.get("mesh")
         self.exact = world == (engine.comm.world_size, mesh)
@@ -347,7 +353,7 @@ class _Loading:
         """Checks what each rank has for itself, and what is read last."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
-        if self.saved.get("converted"):
+        if self.converted:
             self.own |= self._converted_buffers()
         for name, buffer in self._buffers().items():
             saved = self._own_buffer(name)
@@ -374,9 +380,11 @@ class _Loading:
     def _converted_buffers(self) -> dict[str, Tensor]:
         """Reads the buffers of another library's checkpoint, which are the same on all ranks."""
         found = {}
-        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
-            found[f"buffer.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-            self.reader.read(f"model.{name}", 0, found[f"buffer.{name}"].view(-1))
+        for name, buffer in self._buffers().items():
+            source = self.sources[f"model.{name}"]
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            self.reader.read(source, 0, values.view(-1))
+            found[f"buffer.{source.removeprefix('model.')}"] = values
         return found
 
     def _own_buffer(self, name: str) -> Tensor | None:
@@ -388,7 +396,11 @@ class _Loading:
         if name not in self.names:
             raise self.fail(f"expected {name}, it is not there")
         shape, dtype = self.reader.shape(name), self.reader.dtype(name)
-        if (shape, dtype) != (part.shape, part.local.dtype):
+        mine = part.local.dtype
+        fits = dtype == mine or (
+            self.converted and dtype.is_floating_point and mine.is_floating_point
+        )
+        if shape != part.shape or not fits:
             raise self.fail(
                 f"{part.name}: expected {part.local.dtype} of shape {part.shape}, as the module "
                 f"has it, got {dtype} of shape {shape}"
@@ -401,6 +413,8 @@ class _Loading:
 
     def _source(self, part: StatePart) -> str:
         """Returns the name that a part has in the checkpoint."""
+        if self.converted and part.name.startswith(_MASTER):
+            return f"model.{part.name.removeprefix(_MASTER)}"
         return self.sources.get(part.name, part.name)
 
     # ---- what is taken over ---------------------------------------------------------------------
