@@ -35,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of the model that is to load it (default: as saved); of 16 bits, its FP32 masters "
-        "are kept besides",
+        help="of the weights in safetensors (default: as saved); zero.load() takes any",
     )
     parser.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer's state out"
@@ -51,10 +50,14 @@ def run(args: argparse.Namespace) -> int:
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     folder = _own(args.source, args.step)
     if folder is None:
+        if dtype is not None:
+            raise ArgumentError(
+                "--dtype: is of safetensors; a checkpoint for zero.load() has weights in FP32 "
+                "where they are known, and is rounded to what the module has"
+            )
         made = convert(
             args.source,
             args.target,
-            dtype=dtype,
             weights_only=args.weights_only,
             step=args.step,
         )

@@ -156,6 +156,9 @@ class MuonRule(UpdateRule):
         kinds = {group["algorithm"] for group in groups}
         return (*((MOMENTUM,) if "muon" in kinds else ()), *(MOMENTS if "adamw" in kinds else ()))
 
+    def names_of(self, group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
+        return self.names([group])
+
     def names_in(
         self, bucket: BucketLayout, layout: ShardLayout, groups: Sequence[Group]
     ) -> tuple[str, ...]:

@@ -105,6 +105,10 @@ class UpdateRule(ABC):
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """Returns the names of the tensors that steps of checked groups keep: FP32, flat."""
 
+    def names_of(self, group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
+        """Returns the names among :meth:`names` that parameters of one of the groups need."""
+        return self.names(groups)
+
     def names_in(
         self, bucket: BucketLayout, layout: ShardLayout, groups: Sequence[Group]
     ) -> tuple[str, ...]:

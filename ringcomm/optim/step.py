@@ -336,10 +336,10 @@ class ShardedStep:
             if bucket.ensure(self.rule.names_in(bucket.layout, self.layout, self.groups)):
                 self.kernels.forget()
 
-    def ensure(self, names: Sequence[str]) -> None:
-        """Allocates tensors of the state, where there are none of these names yet."""
-        for bucket in self.buckets:
-            if bucket.ensure(names):
+    def ensure(self, names: Sequence[Sequence[str]]) -> None:
+        """Allocates each bucket's tensors of the state, where there are none of its names yet."""
+        for bucket, needed in zip(self.buckets, names, strict=True):
+            if bucket.ensure(needed):
                 self.kernels.forget()
 
     def states(self) -> list[ParamState | None]:

@@ -9,11 +9,25 @@ from typing import Any
 import torch
 
 from ringcomm import zero
-from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler, Sharded
+from ringcomm.optim import (
+    AdamW,
+    AdamWOptions,
+    LossScaleOptions,
+    LossScaler,
+    Muon,
+    Sharded,
+    muon_groups,
+)
 from ringcomm.optim.sharded import ShardedOptimizer
 from tests.zero.models import MODELS, SMALL_BUCKET_ELEMS, groups_of
 
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
+
+
+def by_two_algorithms(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Muon's groups, with embeddings by AdamW."""
+    names = [name for name, _ in module.named_parameters()]
+    return muon_groups(module, adamw=[name for name in names if "embed" in name])
 
 
 class Job:
@@ -32,7 +46,7 @@ class Job:
         own = kind is None or issubclass(kind, ShardedOptimizer)
         make: Any = (kind or AdamW) if own else partial(Sharded, kind)
         self.optimizer = make(
-            groups_of(self.module),
+            by_two_algorithms(self.module) if kind is Muon else groups_of(self.module),
             lr=1e-2,
             options=adamw or AdamWOptions(),
             loss_scaler=self.scaler,

@@ -13,12 +13,15 @@ from torch import nn
 
 from ringcomm import Communicator, zero
 from ringcomm.errors import CheckpointError
-from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon
 from tests.support.ranks import run_ranks
+from tests.zero.checkpoint.states import forge
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, assert_same_bits, new_model
 
 STAGES = [0, 1, 2, 3]
+MOMENTUM = frozenset({"momentum_buffer"})
+MATRIX = "optim.momentum_buffer.blocks.0.mlp.expand.weight"
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -101,6 +104,7 @@ def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage)
         ("conv", {}),
         ("mlp", {"kind": torch.optim.NAdam}),
         ("mlp", {"kind": AdamW8bit}),
+        ("gpt", {"kind": Muon}),
         ("wandering", {}),
     ],
 )
@@ -125,6 +129,45 @@ def test_any_stage_and_world_takes_over(worlds, tmp_path, name, settings):
         for stage in STAGES:
             for found in worlds(2).run(second, stage, saved):
                 assert_same_bits(found, wanted)
+
+
+def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(worlds, tmp_path):
+    """Muon's momentum and AdamW's moments, in buckets of one algorithm and of both."""
+    base = new_model("gpt")
+
+    def work(comm):
+        small, large = (
+            Job(
+                comm,
+                base,
+                3,
+                kind=Muon,
+                bucket_elems=elems,
+                zero_options={"units": lambda *_: False},
+            )
+            for elems in (512, 1 << 20)
+        )
+        jobs = (large, small)
+        names = [set(zero.TrainState(job.module, job.optimizer).state_dict()) for job in jobs]
+        assert names[0] == names[1]
+        small.train("gpt", 1)
+        small.save(tmp_path)
+        comm.barrier()
+        if not comm.rank:
+            forge(tmp_path / "step-00000001", lambda text: text["tensors"].pop(MATRIX))
+        comm.barrier()
+        before = large.state()
+        with pytest.raises(CheckpointError, match=f"expected {MATRIX}, it is not there"):
+            large.load(tmp_path)
+        assert_same_bits(large.state(), before)
+        return names[0]
+
+    (names, _) = worlds(2).run(work)
+    kinds = {name: set() for name, _ in base.named_parameters()}
+    for kind, name in (each.split(".", 2)[1:] for each in names if each.startswith("optim.")):
+        kinds[name].add(kind)
+    adamw = {"exp_avg", "exp_avg_sq"}
+    assert {frozenset(each) for each in kinds.values()} == {frozenset(adamw), MOMENTUM}
 
 
 def _alone(store, rank, world, root, part):

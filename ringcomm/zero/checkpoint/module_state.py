@@ -108,9 +108,11 @@ def bucket_parts(
         flat: [held elements], one number per element of the bucket.
         held: what ``flat`` has of the bucket.
         wanted: of which part of the bucket, inside of ``held``.
-        names: of the tensors, by ``id`` of the parameter.
+        names: of the tensors, by ``id`` of the parameter; one without a name has no such tensor.
     """
     for placed in stored.params:
+        if id(placed.param) not in names:
+            continue
         low, high = overlap(placed, wanted)
         local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
         begin = low - placed.begin if low < high else 0
@@ -119,13 +121,14 @@ def bucket_parts(
         yield StatePart(name, elems, begin, local, spec.shape, spec.sharding)
 
 
-def _names(engine: ShardEngine, prefix: str) -> dict[int, str]:
+def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
+    """Returns the names of the engine's parameters behind a prefix, by ``id``."""
     return {key: prefix + name for key, name in engine.names().items()}
 
 
 def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
     """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps."""
-    names = _names(engine, "model.")
+    names = named(engine, "model.")
     for stored in (*engine.stored, *engine.parts.stored_frozen):
         if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
@@ -135,31 +138,6 @@ def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
             assert isinstance(stored, ShardedBucket)
             wanted = stored.kept_chunk if whole else stored.chunk
             yield from bucket_parts(stored, stored.kept, stored.kept_chunk, wanted, names)
-
-
-def state_parts(
-    engine: ShardEngine, step: ShardedStep, whole: bool, writes: bool = False
-) -> Iterator[StatePart]:
-    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
-
-    Moments of 8 bits are copies in FP32. With ``writes`` a part is to be written before the next
-    one is asked for, and the moments are taken from there.
-    """
-    step.written.take_over()
-    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
-        wanted = stored.state_chunk if whole else stored.chunk
-        tensors = bucket.state.tensors()
-        for kind, flat in tensors.items():
-            names = _names(engine, f"optim.{kind}.")
-            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
-        if writes:
-            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
-    for index, name in enumerate(names_of(engine, step)):
-        for kind, tensor in step.rule.kept_whole(index).items():
-            flat = tensor.view(-1)
-            local = flat if whole or engine.ranks.rank == 0 else flat[:0]
-            called, shape = f"optim.{kind}.{name}", tuple(tensor.shape)
-            yield StatePart(called, flat.numel(), 0, local, shape)
 
 
 def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
@@ -357,7 +335,10 @@ def check_optimizer(
     if not all(0 <= given["steps"].get(name, -1) < 2**53 for name in names):
         raise fail("its step numbers are damaged")
     groups = check_groups(step, packed, str(fail("groups")))
-    _check_kinds(step, given["kinds"], merged_groups(step.groups, groups), fail)
+    # Another library's weights become the FP32 masters.
+    masters = ["master"] if converted and _has_masters(step) else []
+    kinds = [*given["kinds"], *masters]
+    _check_kinds(step, kinds, merged_groups(step.groups, groups), fail)
     if step.rule.keeps_more:
         try:
             states = _saved_states(names, given)
@@ -365,6 +346,10 @@ def check_optimizer(
             raise fail("its states of parameters are damaged") from error
         check_states(step, states, str(fail("states of parameters")))
     return groups
+
+
+def _has_masters(step: ShardedStep) -> bool:
+    return any(bucket.state.master is not None for bucket in step.buckets)
 
 
 def _check_kinds(

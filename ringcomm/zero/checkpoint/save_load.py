@@ -18,7 +18,7 @@ from ringcomm.module_names import some
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.optim.state import MASTERS, kept_whole
+from ringcomm.optim.state import merged_groups
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
 from ringcomm.zero.checkpoint.module_state import (
@@ -37,6 +37,12 @@ from ringcomm.zero.checkpoint.module_state import (
     save_generators,
     set_extra_state,
     take_optimizer,
+)
+from ringcomm.zero.checkpoint.optimizer_state import (
+    SavedState,
+    saved_state,
+    state_parts,
+    whole_parts,
 )
 from ringcomm.zero.checkpoint.weight_names import (
     Chosen,
@@ -143,7 +149,7 @@ def shards_of(
 def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
     yield from module_state.model_parts(engine)
     if step is not None:
-        yield from module_state.state_parts(engine, step, whole=False)
+        yield from state_parts(engine, step, whole=False)
 
 
 # ``load()``: continues from a checkpoint of any world and any stage.
@@ -237,6 +243,9 @@ def load(
     return Loaded(int(found or 0), loading.data["user"], loading.exact, *loading.keys)
 
 
+_MASTER = "optim.master."
+
+
 def _are_names(names: Any) -> bool:
     return isinstance(names, list) and all(isinstance(each, str) for each in names)
 
@@ -249,10 +258,13 @@ class _Loading:
     ) -> None:
         self.engine = engine
         self.step = step
-        self.reader = Reader(reader.folder, verify=False)
+        self.reader = reader
         self.operation = operation
         self.data = self._read_data(reader.data)
         self.saved: Mapping[str, Any] = self.data["ringcomm"]
+        # Another library's, whose FP32 weights fit each precision that the module has.
+        self.converted = bool(self.saved.get("converted"))
+        self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
         mesh = None if engine.mesh is None else engine.mesh.sizes
         world = self.saved["world_size"], self.saved.get("mesh")
         self.exact = world == (engine.comm.world_size, mesh)
@@ -261,6 +273,7 @@ class _Loading:
         # By name of what is written here, the name in the checkpoint.
         self.sources: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
+        self.state = SavedState([], {})
         self.own: dict[str, Tensor] = {}
         self.generators: Any = None
         self.extra: Mapping[str, Any] = {}
@@ -302,7 +315,9 @@ class _Loading:
             )
         if self.step is not None:
             self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
-            for part in self._state_parts(self.step):
+            given, groups = self.saved["optimizer"], merged_groups(self.step.groups, self.groups)
+            self.state = saved_state(self.engine, self.step, given, groups, self.names)
+            for part in (*self.state.parts.values(), *whole_parts(self.engine, self.step, True)):
                 self._check_part(part)
         self._verify()
         self._check_own(partial is None)
@@ -338,7 +353,7 @@ class _Loading:
         """Checks what each rank has for itself, and what is read last."""
         rank = self.engine.ranks.rank if self.exact else 0
         self.own = self.reader.rank_tensors(rank)
-        if self.saved.get("converted"):
+        if self.converted:
             self.own |= self._converted_buffers()
         for name, buffer in self._buffers().items():
             saved = self._own_buffer(name)
@@ -365,9 +380,11 @@ class _Loading:
     def _converted_buffers(self) -> dict[str, Tensor]:
         """Reads the buffers of another library's checkpoint, which are the same on all ranks."""
         found = {}
-        for name, buffer in module_state.buffers_of(self.engine.parts.module).items():
-            found[f"buffer.{name}"] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-            self.reader.read(f"model.{name}", 0, found[f"buffer.{name}"].view(-1))
+        for name, buffer in self._buffers().items():
+            source = self.sources[f"model.{name}"]
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            self.reader.read(source, 0, values.view(-1))
+            found[f"buffer.{source.removeprefix('model.')}"] = values
         return found
 
     def _own_buffer(self, name: str) -> Tensor | None:
@@ -379,7 +396,11 @@ class _Loading:
         if name not in self.names:
             raise self.fail(f"expected {name}, it is not there")
         shape, dtype = self.reader.shape(name), self.reader.dtype(name)
-        if (shape, dtype) != (part.shape, part.local.dtype):
+        mine = part.local.dtype
+        fits = dtype == mine or (
+            self.converted and dtype.is_floating_point and mine.is_floating_point
+        )
+        if shape != part.shape or not fits:
             raise self.fail(
                 f"{part.name}: expected {part.local.dtype} of shape {part.shape}, as the module "
                 f"has it, got {dtype} of shape {shape}"
@@ -392,6 +413,8 @@ class _Loading:
 
     def _source(self, part: StatePart) -> str:
         """Returns the name that a part has in the checkpoint."""
+        if self.converted and part.name.startswith(_MASTER):
+            return f"model.{part.name.removeprefix(_MASTER)}"
         return self.sources.get(part.name, part.name)
 
     # ---- what is taken over ---------------------------------------------------------------------
@@ -403,24 +426,26 @@ class _Loading:
             if part.name in self.sources:
                 yield part
 
-    def _state_parts(self, step: ShardedStep, writes: bool = False) -> Iterator[StatePart]:
-        """And of the optimizer's state."""
-        kept = {kind for each in kept_whole(step).values() for kind in each}
-        for part in module_state.state_parts(self.engine, step, whole=True, writes=writes):
-            # A moment that was not saved had not begun, and is zeroed.
-            if part.name.split(".")[1] in {*self.saved["optimizer"]["kinds"], *kept}:
+    def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
+        """And of the optimizer's state, that which :meth:`check` has found; the rest is zeroed."""
+        known = {*self.state.parts, *(part.name for part in whole_parts(self.engine, step, True))}
+        taken = merged_groups(step.groups, self.groups)
+        for part in state_parts(self.engine, step, True, taken):
+            if part.name in known:
                 yield part
+            else:
+                part.local.zero_()
 
     def take(self) -> None:
         """Reads everything into place."""
         step = self.step
         if step is not None:
-            step.ensure([k for k in self.saved["optimizer"]["kinds"] if k not in MASTERS])
+            step.ensure(self.state.kinds)
         self._read(self._model_parts())
         self._forget_wide()
         self._take_buffers()
         if step is not None:
-            self._read(self._state_parts(step, writes=True))
+            self._read(self._state_parts(step))
             take_optimizer(self.engine, step, self.saved, self.groups)
         else:
             named = self.engine.parts.module.named_parameters()
@@ -495,7 +520,7 @@ class TrainState:
         parts = [*module_state.param_parts(engine, True), *module_state.loose_parts(engine, True)]
         if step is not None:
             step.refuse_if_torn("state_dict")
-            parts += module_state.state_parts(engine, step, True)
+            parts += state_parts(engine, step, True)
         shards = {part.name: part.shard() for part in parts}
         buffers = module_state.buffers_of(engine.parts.module)
         extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
@@ -539,7 +564,7 @@ class TrainState:
     def _take_narrow(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
         """Takes the moments of 8 bits, of which torch has loaded copies."""
         if step.rule.eight_bits:
-            for part in module_state.state_parts(self._engine, step, True, writes=True):
+            for part in state_parts(self._engine, step, True, step.groups):
                 part.local.copy_(state[part.name].local)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,21 +44,20 @@ def convert(
     source: str | os.PathLike[str],
     root: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
     weights_only: bool = False,
     step: int | None = None,
 ) -> Path:
     """Writes a checkpoint of another library as one of ringcomm's, for :func:`ringcomm.zero.load`.
 
     It runs in one process. Pickles are read without running anything, tensors are views of the
-    files and written in blocks, so memory for a whole model is not needed.
+    files and written in blocks, so memory for a whole model is not needed. Weights are written in
+    FP32 where the source has them, as masters or weights, and buffers as they were saved: a module
+    of any precision loads them, its FP32 masters exactly and its 16-bit parameters rounded.
 
     Args:
         source: folder of a DeepSpeed checkpoint (ZeRO stages 1 to 3) or of one of
             ``torch.distributed.checkpoint``.
         root: a run's folder, in which the checkpoint becomes step-00000100 or so.
-        dtype: of the module that will load it: float32, or a 16-bit dtype, whose FP32 masters are
-            kept besides. Default: as saved. Buffers follow it.
         weights_only: leave the optimizer's state out.
         step: number of the checkpoint; default as saved, or 0.
 
@@ -68,12 +67,8 @@ def convert(
     Raises:
         CheckpointError: the source is damaged, or none of these; or it cannot be written.
         UnsupportedError: it has what cannot be converted; the message says what.
-        ArgumentError: ``dtype`` is none of the three, or the step is not after those in ``root``.
+        ArgumentError: the step is not after those in ``root``.
     """
-    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-        raise ArgumentError(
-            f"{OPERATION}: dtype: expected float32, bfloat16 or float16, got {dtype}"
-        )
     state = read(Path(source), weights_only)
     number = (state.step or 0) if step is None else step
     checkpoints = Checkpoints(root, keep=None)
@@ -85,7 +80,7 @@ def convert(
     target = checkpoints.folder(number)
     try:
         with commit.whole(target) as partial_folder:
-            _write(partial_folder, state, dtype)
+            _write(partial_folder, state)
     except OSError as error:
         raise CheckpointError(f"{OPERATION}: cannot write {target}: {error}") from error
     return target
@@ -107,8 +102,8 @@ def read(source: Path, weights_only: bool) -> ForeignState:
     return read_deepspeed(folder, weights_only)
 
 
-def _write(folder: Path, state: ForeignState, dtype: torch.dtype | None) -> None:
-    tensors = dict(_tensors(state, dtype))
+def _write(folder: Path, state: ForeignState) -> None:
+    tensors = dict(_tensors(state))
     saved, entries = {}, []
     for name, (tensor, kind) in tensors.items():
         pieces = []
@@ -128,7 +123,7 @@ def _write(folder: Path, state: ForeignState, dtype: torch.dtype | None) -> None
         saved[name] = SavedTensor(named, tensor.size, tensor.shape, tuple(pieces))
     files = {file_name(0): write_tensor_file(folder / file_name(0), entries)}
     records = (RankRecord({"generators": None, "extra": {}}, {}),)
-    data = {"ringcomm": _facts(state, dtype), "tied": state.tied, "user": state.data}
+    data = {"ringcomm": _facts(state), "tied": state.tied, "user": state.data}
     manifest = Manifest(saved, files, records, data)
     write_file(folder / MANIFEST_NAME, manifest.to_text().encode())
 
@@ -138,18 +133,11 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         yield block.to(dtype)
 
 
-def _tensors(
-    state: ForeignState, dtype: torch.dtype | None
-) -> Iterator[tuple[str, tuple[ForeignTensor, torch.dtype]]]:
+def _tensors(state: ForeignState) -> Iterator[tuple[str, tuple[ForeignTensor, torch.dtype]]]:
     """Yields by its name in the checkpoint each tensor, and the dtype to write it in."""
-    steps = _steps(state)
     for name, weight in state.weights.items():
-        kind = _kind(weight, dtype)
-        master = state.masters.get(name)
-        exact = weight if kind == weight.dtype or master is None else master
-        yield f"model.{name}", (exact, kind)
-        if kind != torch.float32 and name in steps:
-            yield f"optim.master.{name}", (master or weight, torch.float32)
+        exact = state.masters.get(name, weight)
+        yield f"model.{name}", (exact, exact.dtype)
     for moment, tensors in state.moments.items():
         for name in _steps(state):
             # A parameter without a gradient so far has no state.
@@ -157,11 +145,7 @@ def _tensors(
             yield f"optim.{moment}.{name}", (tensors.get(name, zeros), torch.float32)
 
 
-def _kind(weight: ForeignTensor, dtype: torch.dtype | None) -> torch.dtype:
-    return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
-
-
-def _facts(state: ForeignState, dtype: torch.dtype | None) -> dict[str, Any]:
+def _facts(state: ForeignState) -> dict[str, Any]:
     """Returns what ringcomm's own checkpoints say beside their tensors."""
     facts: dict[str, Any] = {
         "version": VERSION,
@@ -173,17 +157,14 @@ def _facts(state: ForeignState, dtype: torch.dtype | None) -> dict[str, Any]:
         "optimizer": None,
     }
     if state.groups:
-        kinds = [*state.moments]
         steps = _steps(state)
-        if any(_kind(state.weights[name], dtype) != torch.float32 for name in steps):
-            kinds.append("master")
         facts["optimizer"] = {
             "steps": steps,
             "steps_taken": max(steps.values(), default=0.0),
             "skipped_steps": 0.0,
             "groups": state.groups,
             "group_params": state.group_params,
-            "kinds": sorted(kinds),
+            "kinds": sorted(state.moments),
             "loss_scaler": None,
         }
     return facts

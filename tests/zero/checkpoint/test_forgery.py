@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import resource
 import shutil
@@ -27,17 +26,7 @@ from ringcomm.zero.checkpoint import (
     export_safetensors,
 )
 from tests.support.ranks import run_ranks
-from tests.zero.checkpoint.states import FILES, MANIFEST, load_all, save_step
-
-
-def forge(folder, change):
-    """Changes the manifest as one who means to; its checksum is right."""
-    text = json.loads((folder / MANIFEST).read_text())
-    change(text)
-    body = {key: text[key] for key in text if key not in ("format", "version", "crc32")}
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    text["crc32"] = f"{zlib.crc32(canonical.encode()):08x}"
-    (folder / MANIFEST).write_text(json.dumps(text))
+from tests.zero.checkpoint.states import FILES, MANIFEST, forge, load_all, save_step
 
 
 def moment(change):

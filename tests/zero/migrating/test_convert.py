@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from ringcomm import cli, zero
-from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW
 from ringcomm.zero.migrating.torch_file import Inert, TorchFile, plain_pickle
 
@@ -123,15 +123,44 @@ def test_fp32_checkpoints_of_deepspeed_go_on(worlds, saved, wanted, tmp_path, na
 
 def test_bfloat16_checkpoints_of_deepspeed_go_on(worlds, saved, wanted, tmp_path):
     """Their FP32 masters are kept, and become the weights of an FP32 model."""
-    zero.convert(saved / "stage1-bf16", tmp_path / "narrow")
-    zero.convert(saved / "stage1-bf16", tmp_path / "wide", dtype=torch.float32)
+    zero.convert(saved / "stage1-bf16", tmp_path)
     # A step of lr 1e-2 goes where noise of bfloat16 takes it; most are far nearer.
-    for first, last, _ in worlds(2).run(go_on, tmp_path / "narrow", 3, torch.bfloat16):
+    for first, last, _ in worlds(2).run(go_on, tmp_path, 3, torch.bfloat16):
         assert_near(first, wanted[STEPS - 1], 1e-2)
         assert_near(last, wanted[ALL - 1], 1e-2)
-    ((masters, _, _), _) = worlds(2).run(go_on, tmp_path / "wide", 0)
+    ((masters, _, _), _) = worlds(2).run(go_on, tmp_path, 0)
     for name in masters:
         assert torch.equal(masters[name].bfloat16(), first[name]), name
+
+
+def test_one_conversion_fits_every_precision(worlds, saved, wanted, tmp_path):
+    """FP32 parameters among 16-bit ones, FP32 buffers, and masters that no rounding touched."""
+    zero.convert(saved / "stage2-fp32", tmp_path)
+    narrow = torch.bfloat16
+    precisions = [
+        zero.ZeroOptions(precision=zero.Precision.preset("bf16-mixed", keep_fp32=("1",))),
+        zero.ZeroOptions(
+            precision=zero.Precision(param=narrow, buffer=narrow),
+            per_unit={"0": zero.UnitOptions(param=torch.float32)},
+            units=lambda name, _: name == "0",
+        ),
+    ]
+
+    def work(comm, stage, options):
+        module = zero.shard(model(), stage, comm=comm, options=options)
+        optimizer = AdamW(groups(module))
+        zero.load(tmp_path, module, optimizer)
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        masters = {name: zero.get_master(each) for name, each in trained.items()}
+        return masters, zero.full_state_dict(module)
+
+    for stage, options in ((1, precisions[0]), (3, precisions[0]), (3, precisions[1])):
+        exact = worlds(1).run(go_on, tmp_path, 0)[0][0]
+        for masters, weights in worlds(2).run(work, stage, options):
+            assert {each.dtype for each in weights.values()} == {torch.float32, narrow}
+            assert all(torch.equal(each, exact[name]) for name, each in masters.items())
+            for name, each in weights.items():
+                assert torch.equal(each, exact[name].to(each.dtype)), name
 
 
 def save_dcp(root: str, rank: int, world_size: int) -> None:
@@ -180,6 +209,8 @@ def test_the_command_converts_there_and_to_safetensors(saved, wanted, tmp_path, 
     assert_near(found, wanted[STEPS - 1], 1e-2)
     assert cli.main(["convert", source, run, "--step", "12"]) == 1
     assert "expected a step after 12" in capsys.readouterr().err
+    assert cli.main(["convert", source, run, "--dtype", "bfloat16"]) == 1
+    assert "is of safetensors" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path), run]) == 1
     assert "expected a folder of DeepSpeed" in capsys.readouterr().err
 
@@ -214,8 +245,6 @@ def test_checkpoints_that_lack_something_are_refused(saved, tmp_path):
     (copy / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()
     with pytest.raises(UnsupportedError, match="DeepSpeed-MoE"):
         zero.convert(copy, tmp_path / "out")
-    with pytest.raises(ArgumentError, match="dtype: expected float32, bfloat16 or float16"):
-        zero.convert(folder, tmp_path / "out", dtype=torch.float64)
     assert not (tmp_path / "out").exists()
 
 

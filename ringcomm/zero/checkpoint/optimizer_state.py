@@ -1,0 +1,128 @@
+"""An optimizer's state as a checkpoint holds it: by parameter, whatever buckets it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringcomm.optim.state import MASTERS
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.buckets import ParamBucket
+from ringcomm.zero.checkpoint.module_state import StatePart, bucket_parts, named, names_of
+from ringcomm.zero.engine import ShardEngine
+
+Tensor = torch.Tensor
+
+
+def state_parts(
+    engine: ShardEngine,
+    step: ShardedStep,
+    whole: bool,
+    taken: Sequence[Mapping[str, Any]] | None = None,
+) -> Iterator[StatePart]:
+    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
+
+    A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
+    others where it is loaded. Moments of 8 bits are copies in FP32. With ``taken``, the groups
+    that a load takes over, a part is to be written before the next one is asked for, and the
+    moments are taken from there.
+    """
+    step.written.take_over()
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        wanted = stored.state_chunk if whole else stored.chunk
+        tensors = bucket.state.tensors()
+        for kind, flat in tensors.items():
+            names = _state_names(engine, step, kind, step.groups if taken is None else taken)
+            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
+        if taken is not None:
+            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
+    yield from whole_parts(engine, step, whole)
+
+
+def whole_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
+    """What all ranks have whole of the optimizer's state; rank 0 alone without ``whole``."""
+    for index, name in enumerate(names_of(engine, step)):
+        for kind, tensor in step.rule.kept_whole(index).items():
+            flat = tensor.view(-1)
+            local = flat if whole or engine.ranks.rank == 0 else flat[:0]
+            called, shape = f"optim.{kind}.{name}", tuple(tensor.shape)
+            yield StatePart(called, flat.numel(), 0, local, shape)
+
+
+def _state_names(
+    engine: ShardEngine, step: ShardedStep, kind: str, groups: Sequence[Mapping[str, Any]]
+) -> dict[int, str]:
+    """Names of the tensors of a kind, without those of parameters whose group needs no such."""
+    without: set[int] = set()
+    if kind in step.rule.names(groups):
+        for group in groups:
+            if kind not in step.rule.names_of(group, groups):
+                without.update(map(id, group["params"]))
+    names = named(engine, f"optim.{kind}.")
+    return {key: name for key, name in names.items() if key not in without}
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What of an optimizer's state in buckets a load reads.
+
+    Attributes:
+        kinds: by bucket, the moments that it must have memory for.
+        parts: by name, what is read; ``local`` is not the memory. The rest had not begun.
+    """
+
+    kinds: list[list[str]]
+    parts: dict[str, StatePart]
+
+
+def saved_state(
+    engine: ShardEngine,
+    step: ShardedStep,
+    given: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    saved: Collection[str],
+) -> SavedState:
+    """Finds out which state a load reads, and changes nothing.
+
+    A moment that was not saved of a parameter had not begun, unless the parameter took a step.
+
+    Args:
+        given: what :func:`describe` told of the optimizer.
+        groups: the groups as they will be after the load.
+        saved: names of the checkpoint's tensors.
+    """
+    found = SavedState([], {})
+    known = step.rule.names(groups)
+    kinds = [kind for kind in given["kinds"] if kind not in MASTERS]
+    names = {kind: _state_names(engine, step, kind, groups) for kind in (*kinds, *MASTERS)}
+    pairs = zip(step.params, names_of(engine, step), strict=True)
+    begun = {id(param) for param, name in pairs if given["steps"][name]}
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        needed = step.rule.names_in(bucket.layout, step.layout, groups)
+        here = []
+        for kind in kinds:
+            # What the groups do not keep is of earlier hyper-parameters, and goes on with them.
+            wanted = kind in needed or kind not in known
+            called = {
+                key: name
+                for key, name in names[kind].items()
+                if wanted and (name in saved or (key in begun and kind in known))
+            }
+            if any(id(placed.param) in called for placed in stored.params):
+                here.append(kind)
+                found.parts.update(_unread(stored, torch.float32, called))
+        for kind, flat in bucket.state.masters().items():
+            found.parts.update(_unread(stored, flat.dtype, names[kind]))
+        found.kinds.append(here)
+    return found
+
+
+def _unread(
+    stored: ParamBucket, dtype: torch.dtype, names: Mapping[int, str]
+) -> dict[str, StatePart]:
+    """Returns by name the parts of a bucket, whose tensors have no elements yet."""
+    nothing, chunk = torch.empty(0, dtype=dtype, device="cpu"), stored.state_chunk
+    return {part.name: part for part in bucket_parts(stored, nothing, chunk, chunk, names)}
