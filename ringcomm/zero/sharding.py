@@ -378,15 +378,14 @@ def gathered(
         ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
             parameters were changed at stage 3 without ``write_from``, or others than those of a
             part, or replaced.
-        MismatchError: the ranks would take over different parameters.
+        MismatchError: the ranks would take over different parameters, or other ranks'.
+        Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
+            anything: changes are gone at stage 3, and at lower stages stay this rank's own.
     """
     parts = _engines_and_parts(module)
-    for engine, _ in parts:
-        world_size = engine.comm.world_size
-        if write_from is not None and not 0 <= write_from < world_size:
-            raise ArgumentError(
-                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from}"
-            )
+    if write_from is not None:
+        with _on_all(parts):
+            _check_rank(parts, write_from)
     with ExitStack() as here:
         for engine, part in parts:
             units = [
@@ -398,10 +397,34 @@ def gathered(
             if engine.gatherer is not None:
                 for unit in units:
                     engine.gatherer.open(unit)
+        if write_from is None:
+            yield
+            return
+        with _on_all(parts):
+            yield
+        for engine, part in parts:
+            _take_changes(engine, write_from, part)
+
+
+_Parts = Sequence[tuple[ShardEngine, frozenset[int] | None]]
+
+
+@contextmanager
+def _on_all(parts: _Parts) -> Iterator[None]:
+    """Has what raises inside raise on all ranks of the engines; collective."""
+    with ExitStack() as ranks:
+        for engine, _ in parts:
+            ranks.enter_context(all_or_none(engine.comm, "gathered", engine.mesh))
         yield
-        if write_from is not None:
-            for engine, part in parts:
-                _take_changes(engine, write_from, part)
+
+
+def _check_rank(parts: _Parts, write_from: int) -> None:
+    for engine, _ in parts:
+        world_size = engine.comm.world_size
+        if type(write_from) is not int or not 0 <= write_from < world_size:
+            raise ArgumentError(
+                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from!r}"
+            )
 
 
 def _engines_and_parts(
@@ -505,9 +528,9 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     comm = engine.comm
     engine.check_all("gathered")
     named = dict(engine.named_parameters())
-    if part is not None:
-        names = [name for name, param in named.items() if id(param) in part]
-        check_agreement(comm, "gathered", {"options": {"parameters": names}})
+    names = [name for name, param in named.items() if part is None or id(param) in part]
+    told = {"parameters": names, "write_from": rank}
+    check_agreement(comm, "gathered", {"options": told})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     placed: set[int] = set()
