@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,25 @@ from ringcomm.optim.layout import digest_of
 # A description has some hundred bytes per parameter; a peer that announces more than this is not
 # believed.
 LARGEST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rank was called for, which the ranks compare before they reduce.
+
+    Attributes:
+        operation: named in errors.
+        told: arguments that must be equal on all ranks, as plain JSON types.
+        refusal: why this rank cannot do it, or None.
+    """
+
+    operation: str = "step"
+    told: Mapping[str, Any] = field(default_factory=dict)
+    refusal: RingcommError | None = None
+
+
+#: A mere step, which asks nothing.
+STEP = Asked()
 
 
 def check_agreement(comm: Communicator, operation: str, mine: Mapping[str, Any]) -> None:

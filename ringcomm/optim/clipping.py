@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
-from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.agreement import Asked, all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import within
 from ringcomm.optim.reduction import found_non_finite, norm_kind, norm_of
@@ -40,6 +40,14 @@ class NormBound:
     max_norm: float
     kind: str
     error_if_nonfinite: bool
+
+    def told(self) -> dict[str, Any]:
+        """Returns what ranks compare, as plain JSON types."""
+        return {
+            "max_norm": self.max_norm,
+            "norm_type": self.kind,
+            "error_if_nonfinite": self.error_if_nonfinite,
+        }
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: float, error_if_nonfinite: bool) -> NormBound:
@@ -73,11 +81,29 @@ def _bound(name: str, value: Any) -> float:
     return float(value)
 
 
-def clip_norm(sharded: ShardedStep, bound: NormBound) -> Tensor:
-    """Has the next step scale the whole gradient down, and returns its norm; collective."""
-    _refuse_torn(sharded, "clip_grad_norm_")
+def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor:
+    """Has the next step scale the whole gradient down, and returns its norm; collective.
+
+    On a CPU the ranks compare the bound as they compare hyper-parameters, with no message more.
+
+    Args:
+        sharded: the step.
+        bound_of: returns the bound, or raises.
+
+    Raises:
+        ArgumentError: the bound cannot be used; on a CPU on all ranks.
+        MismatchError: on a CPU: the ranks have different bounds.
+    """
+    sharded.refuse_if_torn("clip_grad_norm_")
     before = sharded.still_reduced()
-    reduced = sharded.reduce(bound.kind)
+    try:
+        sharded.check_hyper()
+        bound = bound_of()
+    except RingcommError as error:
+        refused = Asked("clip_grad_norm_", {"max_norm": None}, error)
+        sharded.reduce("l2", refused)
+        raise
+    reduced = sharded.reduce(bound.kind, Asked("clip_grad_norm_", bound.told()))
     coefficient = reduced.clip if before is None else before.clip
     norm = norm_of(reduced.words, bound.kind, sharded.inv_scale() * coefficient)
     try:
@@ -91,26 +117,26 @@ def clip_norm(sharded: ShardedStep, bound: NormBound) -> Tensor:
     return norm
 
 
-def clip_norm_of(sharded: ShardedStep, params: Any, bound: NormBound) -> Tensor:
+def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormBound]) -> Tensor:
     """Scales the reduced gradients of some parameters down to a norm; collective.
 
     Args:
         params: a parameter, or several of them.
-        bound: of their norm.
+        bound_of: returns the bound of their norm, or raises.
 
     Returns:
         Their norm before.
 
     Raises:
-        ArgumentError: one is none of the optimizer's; on a CPU on all ranks.
+        ArgumentError: one is none of the optimizer's, or the bound cannot be used; on a CPU on all
+            ranks.
         MismatchError: on a CPU: the ranks asked for different things.
         UnsupportedError: Triton's kernels, among several ranks.
     """
-    with _agreed(
-        sharded, "clip_grad_norm_", {"max_norm": bound.max_norm, "norm": bound.kind}
-    ) as told:
+    with _agreed(sharded, "clip_grad_norm_", {}) as told:
+        bound = bound_of()
         chosen = _indices(sharded, params)
-        told["parameters"] = sorted(chosen)
+        told.update(bound.told(), parameters=sorted(chosen))
     before = _reduced(sharded)
     words = sharded.norm_words(bound.kind, lambda bucket: _only(sharded, bucket, chosen))
     norm = norm_of(words, bound.kind, sharded.inv_scale() * before.clip)

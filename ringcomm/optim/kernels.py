@@ -46,8 +46,9 @@ class StepTable:
     NOTE [Hyper-parameters are compared at each step]
     Ranks with different hyper-parameters would step their shards differently, and no kernel would
     notice. So a digest and its negative travel with ``active``: the maxima of the two are opposite
-    exactly if the ranks' digests are equal. On a GPU this is left out, since reading the maxima
-    would wait for the device.
+    exactly if the ranks' digests are equal. The bound of a norm is in the digest, too. A rank that
+    refuses the step sends infinity, so that the others do not wait for it. On a GPU this is left
+    out, since reading the maxima would wait for the device.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -394,16 +395,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a tensor
-                that is no parameter of the optimizer.
-            MismatchError: on a CPU: the ranks gave different ``params`` or bounds of them.
+                that is no parameter of the optimizer. On a CPU what is passed here is refused on
+                all ranks.
+            MismatchError: on a CPU: the ranks gave different bounds or ``params``.
             UnsupportedError: ``params`` with Triton's kernels, among several ranks.
             RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
         """
-        bound = NormBound.of(max_norm, norm_type, error_if_nonfinite)
+        bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
         sharded = self.sharded_step()
         if params is None:
-            return clip_norm(sharded, bound)
-        return clip_norm_of(sharded, params, bound)
+            return clip_norm(sharded, bound_of)
+        return clip_norm_of(sharded, params, bound_of)
 
     @torch.no_grad()
     def clip_grad_value_(

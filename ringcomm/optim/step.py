@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
+    STEP,
+    Asked,
     CommRanks,
     MeshRanks,
     all_or_none,
@@ -385,17 +388,24 @@ class ShardedStep:
                 f"{self.setting.where('step')}: the gradient was clipped while it was still "
                 "scaled; call scaler.unscale_(optimizer) before clip_grad_norm_()"
             )
-        self.take_hyper()
-        self.kernels.ready()
+        asked = STEP
+        try:
+            self.take_hyper()
+            self.kernels.ready()
+        except RingcommError as error:
+            if before is not None:
+                raise
+            # The others learn it as they reduce.
+            asked = Asked(refusal=error)
         if before is None:
             first = self.two_passes or self._is_watched
         else:
             first = self.two_passes and before.written
         if first:
-            self.first_pass = self.reduce("l2")
+            self.first_pass = self.reduce("l2", asked)
         reduced = self.first_pass
         if reduced is None:
-            self._collect()
+            self._collect(asked)
         elif self._placement is not None:
             self._placement.check()
         self._write_control(amp, reduced)
@@ -437,7 +447,7 @@ class ShardedStep:
                 "loss_scaler=ringcomm.optim.LossScaler(), or step it by a ringcomm.optim.GradScaler"
             )
 
-    def _collect(self) -> None:
+    def _collect(self, asked: Asked) -> None:
         """Moves gradients into the buckets, and determines which parameters step; collective."""
         if self._placement is not None:
             self._placement.check()
@@ -445,41 +455,73 @@ class ShardedStep:
         options, comm = self.setting.options, self.setting.comm
         active = self.gradients.collect()
         frozen = [] if self._placement is None else self.gradients.frozen()
-        for index in frozen:
-            if active[index]:
-                raise ArgumentError(
-                    f"{self.setting.where('step')}: {self.gradients.label(index)}: was frozen "
-                    "after its gradient had come; call zero_grad() in between"
-                )
+        late = [index for index in frozen if active[index]]
+        if late and asked.refusal is None:
+            refusal = ArgumentError(
+                f"{self.setting.where('step')}: {self.gradients.label(late[0])}: was frozen "
+                "after its gradient had come; call zero_grad() in between"
+            )
+            asked = replace(asked, refusal=refusal)
         if options.unused == "zero":
             active = [
                 1.0 if spec.trainable and spec.tied_to is None and index not in frozen else 0.0
                 for index, spec in enumerate(self.layout.params)
             ]
-        asked = comm if options.unused == "skip" else None
-        compares = asked is not None and self.table.compares
-        digest = self.rule.digest(self.groups) if compares else 0.0
-        if compares and frozen:
-            digest = float(int(digest) ^ zlib.crc32(repr(frozen).encode()))
-        self.table.write_active(active, digest)
-        if asked is not None:
-            asked.all_reduce(self.table.told, ReduceOp.MAX)
-            if self.table.hyper_differ:
-                self._refuse_differences(asked, [self.gradients.label(index) for index in frozen])
+        if comm is None or options.unused != "skip":
+            self._compare(asked, frozen)
+            self.table.write_active(active, 0.0)
+            return
+        self.table.write_active(active, self._digest(asked, frozen))
+        comm.all_reduce(self.table.told, ReduceOp.MAX)
+        if self.table.hyper_differ:
+            self._refuse_differences(comm, asked, frozen)
+        if asked.refusal is not None:
+            raise asked.refusal
 
-    def _refuse_differences(self, comm: Communicator, frozen: list[str]) -> None:
-        """Raises MismatchError, which names what differs first; collective."""
-        groups = self.groups
+    def _digest(self, asked: Asked, frozen: list[int]) -> float:
+        """Returns the digest of what this rank compares; infinity if it refuses the step."""
+        if not self.table.compares:
+            if asked.refusal is not None:
+                raise asked.refusal
+            return 0.0
+        if asked.refusal is not None:
+            return math.inf
+        digest = self.rule.digest(self.groups)
+        if not frozen and not asked.told:
+            return digest
+        return float(int(digest) ^ zlib.crc32(repr((frozen, asked.told)).encode()))
+
+    def _compare(self, asked: Asked, frozen: list[int]) -> None:
+        """Compares what was asked for where no other message carries its digest; collective.
+
+        A mere step compares nothing there, nor does a device, for which the host would have to
+        wait.
+        """
+        comm = self.setting.comm
+        if comm is not None and asked.told and self.table.compares:
+            self._refuse_differences(comm, asked, frozen)
+        if asked.refusal is not None:
+            raise asked.refusal
+
+    def _refuse_differences(self, comm: Communicator, asked: Asked, frozen: list[int]) -> None:
+        """Raises a rank's refusal, or MismatchError that names what differs first; collective."""
+        operation = f"optimizer.{asked.operation}"
+        with all_or_none(comm, operation):
+            if asked.refusal is not None:
+                raise asked.refusal
+        groups, labels = self.groups, [self.gradients.label(index) for index in frozen]
         hyper = [{"lr": plain(each.get("lr")), **self.rule.compared(each)} for each in groups]
-        told = {"groups": hyper, "options": {"frozen parameters": frozen}}
-        check_agreement(comm, "optimizer.step", told)
+        told = {"groups": hyper, "options": {"frozen parameters": labels, **asked.told}}
+        check_agreement(comm, operation, told)
 
-    def reduce(self, kind: str) -> FirstPass:
+    def reduce(self, kind: str, asked: Asked = STEP) -> FirstPass:
         """Runs the first of two passes, or sums gradients that were written since; collective."""
         before = self.still_reduced()
         sums = before is not None and before.written
-        if not sums:
-            self._collect()
+        if sums:
+            self._compare(asked, [])
+        else:
+            self._collect(asked)
         place = self.setting.device
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         if not sums:

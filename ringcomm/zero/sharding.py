@@ -137,18 +137,18 @@ def shard(
         HeapError: the heap of some rank has no room.
 
     If it raises, the rank's module is as it was before: values, memory, hooks. If it raises on one
-    rank it raises on all, unless a rank is lost at the very end.
+    rank it raises on all, unless a rank is lost at the very end, or this one has no communicator
+    for a bad ``comm`` or ``mesh``.
     """
-    if type(stage) is not int or stage not in _STAGES:
-        raise ArgumentError(f"shard: stage: expected 0, 1, 2 or 3, got {stage!r}")
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(f"shard: module: expected a torch.nn.Module, got {module!r}")
-    returned, module = module, uncompiled(module)
-    _check_not_sharded(module)
+    returned = module
+    if isinstance(module, nn.Module):
+        module = uncompiled(module)
     comm, others = read_mesh(mesh, comm, "shard")
     ranks = _communicator(comm, module)
     options = ZeroOptions() if options is None else options
-    with with_all_stages(ranks, others, "shard"):
+    # What is refused on one rank is on all, which would wait for it where they are compared.
+    with all_or_none(ranks, "shard", None if others is None else PartMesh(others)):
+        _check_arguments(module, stage, ranks)
         if stages_of(others) == 1 and not any(True for _ in module.parameters()):
             raise ArgumentError("shard: module: expected at least one parameter, got none")
         check_shardable(module)
@@ -264,6 +264,22 @@ def _attach(parts: EngineParts, rollback: Rollback) -> None:
     hook_modules(engine, parts.module)
 
 
+def _check_arguments(module: nn.Module, stage: int, comm: Communicator) -> None:
+    if type(stage) is not int or stage not in _STAGES:
+        raise ArgumentError(f"shard: stage: expected 0, 1, 2 or 3, got {stage!r}")
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"shard: module: expected a torch.nn.Module, got {module!r}")
+    _check_not_sharded(module)
+    if comm.world_size > 1 and any(
+        isinstance(each, DistributedDataParallel) for each in module.modules()
+    ):
+        raise ArgumentError(
+            f"{where('shard', comm.rank, comm.world_size)}: module: expected one without "
+            "DistributedDataParallel, which would reduce the gradients, too; leave DDP away, since "
+            'shard() takes its place, or pass comm="alone"'
+        )
+
+
 def _check_not_sharded(module: nn.Module) -> None:
     if any(_ENGINE in vars(each) for each in module.modules()):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
@@ -277,21 +293,13 @@ def _check_not_sharded(module: nn.Module) -> None:
 
 
 def _communicator(comm: CommArgument, module: nn.Module) -> Communicator:
-    first = next(module.parameters(), None)
+    first = next(module.parameters(), None) if isinstance(module, nn.Module) else None
     device = None if first is None else first.device
     found = find_communicator(comm, "shard", device)
-    if found is None:
-        on_gpu = device is not None and device.type == "cuda"
-        return local_world(1, device=device if on_gpu else None)[0]
-    if found.world_size > 1 and any(
-        isinstance(each, DistributedDataParallel) for each in module.modules()
-    ):
-        raise ArgumentError(
-            f"{where('shard', found.rank, found.world_size)}: module: expected one without "
-            "DistributedDataParallel, which would reduce the gradients, too; leave DDP away, since "
-            'shard() takes its place, or pass comm="alone"'
-        )
-    return found
+    if found is not None:
+        return found
+    on_gpu = device is not None and device.type == "cuda"
+    return local_world(1, device=device if on_gpu else None)[0]
 
 
 def _join(comm: Communicator, rollback: Rollback) -> int:
@@ -370,15 +378,14 @@ def gathered(
         ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
             parameters were changed at stage 3 without ``write_from``, or others than those of a
             part, or replaced.
-        MismatchError: the ranks would take over different parameters.
+        MismatchError: the ranks would take over different parameters, or other ranks'.
+        Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
+            anything: changes are gone at stage 3, and at lower stages stay this rank's own.
     """
     parts = _engines_and_parts(module)
-    for engine, _ in parts:
-        world_size = engine.comm.world_size
-        if write_from is not None and not 0 <= write_from < world_size:
-            raise ArgumentError(
-                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from}"
-            )
+    if write_from is not None:
+        with _on_all(parts):
+            _check_rank(parts, write_from)
     with ExitStack() as here:
         for engine, part in parts:
             units = [
@@ -390,10 +397,34 @@ def gathered(
             if engine.gatherer is not None:
                 for unit in units:
                     engine.gatherer.open(unit)
+        if write_from is None:
+            yield
+            return
+        with _on_all(parts):
+            yield
+        for engine, part in parts:
+            _take_changes(engine, write_from, part)
+
+
+_Parts = Sequence[tuple[ShardEngine, frozenset[int] | None]]
+
+
+@contextmanager
+def _on_all(parts: _Parts) -> Iterator[None]:
+    """Has what raises inside raise on all ranks of the engines; collective."""
+    with ExitStack() as ranks:
+        for engine, _ in parts:
+            ranks.enter_context(all_or_none(engine.comm, "gathered", engine.mesh))
         yield
-        if write_from is not None:
-            for engine, part in parts:
-                _take_changes(engine, write_from, part)
+
+
+def _check_rank(parts: _Parts, write_from: int) -> None:
+    for engine, _ in parts:
+        world_size = engine.comm.world_size
+        if type(write_from) is not int or not 0 <= write_from < world_size:
+            raise ArgumentError(
+                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from!r}"
+            )
 
 
 def _engines_and_parts(
@@ -497,9 +528,9 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     comm = engine.comm
     engine.check_all("gathered")
     named = dict(engine.named_parameters())
-    if part is not None:
-        names = [name for name, param in named.items() if id(param) in part]
-        check_agreement(comm, "gathered", {"options": {"parameters": names}})
+    names = [name for name, param in named.items() if part is None or id(param) in part]
+    told = {"parameters": names, "write_from": rank}
+    check_agreement(comm, "gathered", {"options": told})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     placed: set[int] = set()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,18 +106,21 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
 
     Args:
         module: the module that ``shard()`` returned.
-        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; the other
-            parameters stay as they are.
+        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; of the
+            same parameters on all ranks, also where a shard is empty. The others stay as they are.
 
     Raises:
         ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside of
             ``gathered()`` or itself; on all ranks, with nothing changed.
-        MismatchError: stage 0, and the ranks gave different values; nothing was changed.
+        MismatchError: the ranks gave values of different parameters, or, at stage 0, different
+            values; nothing was changed.
     """
     engine = engine_of(module, "exchanged")
     memory = _Memory(engine, "exchanged")
-    with memory.changing():
+    with memory.changing() as told:
         memory.check_values(values)
+        # A parameter that one rank leaves out would be of two sets of weights.
+        told["parameters"] = sorted(values)
         for name, value in values.items():
             with torch.no_grad():
                 memory.shards[name].values.copy_(value)
@@ -182,8 +186,12 @@ class _Memory:
         self._kept: dict[str, Tensor] = {}
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Has all ranks write to the shards inside, or puts them back on all; collective."""
+    def changing(self) -> Iterator[dict[str, Any]]:
+        """Has all ranks write to the shards inside, or puts them back on all; collective.
+
+        Yields:
+            A dict for what must be equal on all ranks, as plain JSON types.
+        """
         engine = self._engine
         with self._all_or_none():
             engine.check(self._operation)
@@ -193,12 +201,15 @@ class _Memory:
             if isinstance(engine.placement.owner, ShardedStep):
                 engine.placement.owner.written.take_over()
         self._kept = {name: shard.values.clone() for name, shard in self.shards.items()}
+        told: dict[str, Any] = {}
         try:
             with self._all_or_none():
-                yield
+                yield told
             if engine.stage == 0:
-                sums = {f"parameters {n}": checksum(own_of(b)) for n, b in enumerate(engine.stored)}
-                check_agreement(engine.comm, self._operation, {"options": sums})
+                for number, bucket in enumerate(engine.stored):
+                    told[f"parameters {number}"] = checksum(own_of(bucket))
+            if told:
+                check_agreement(engine.comm, self._operation, {"options": told})
         except BaseException:
             self.put_back()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm import zero
-from ringcomm.errors import MismatchError
+from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.optim.fused_rules import AdamWRule
 from tests.zero.models import assert_same_bits
@@ -100,6 +101,84 @@ def test_at_all_stages(worlds, stage):
         optimizer.param_groups[0]["lr"] = 1e-2
         optimizer.step()
         assert optimizer.steps_taken.item() == 4.0
+
+    worlds(2).run(work)
+
+
+def clip_by(bound: dict[str, Any], optimizer: Any) -> None:
+    optimizer.clip_grad_norm_(**{"max_norm": 0.1, **bound})
+
+
+# What rank 1 does in place of clip_grad_norm_(0.1), and the error that all ranks raise.
+OTHER_CLIPS: dict[str, tuple[Any, type[Exception], str]] = {
+    "max_norm": (partial(clip_by, {"max_norm": 0.2}), MismatchError, r"max_norm is 0\.1 .* 0\.2"),
+    "norm_type": (partial(clip_by, {"norm_type": math.inf}), MismatchError, r"norm_type is \"l2\""),
+    "none": (lambda optimizer: optimizer.step(), MismatchError, r"on rank 0 and missing on rank 1"),
+    "not a number": (partial(clip_by, {"max_norm": math.nan}), ArgumentError, "max_norm: expected"),
+    "no norm": (partial(clip_by, {"norm_type": "x"}), ArgumentError, "norm_type: expected"),
+}
+
+
+# A mere step asks nothing of the others where no all-reduce would carry the digest.
+CASES: list[tuple[Any, str]] = [(how, clip) for how in (0, 1, 2, 3) for clip in OTHER_CLIPS]
+CASES += [(how, clip) for how in ("unused", "written") for clip in OTHER_CLIPS if clip != "none"]
+
+
+@pytest.mark.parametrize(("how", "clip"), CASES)
+def test_another_bound_on_one_rank_is_refused(worlds, how, clip):
+    def work(comm):
+        options = AdamWOptions(unused="zero" if how == "unused" else "skip")
+        stage = how if isinstance(how, int) else 1
+        module: Any = zero.shard(nn.Linear(WIDTH, WIDTH), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), options=options)
+        backward(comm, module, 0)
+        if how == "written":
+            optimizer.clip_grad_value_(1.0)
+        before = zero.full_state_dict(module)
+        other, kind, match = OTHER_CLIPS[clip]
+        with pytest.raises(kind, match=match):
+            other(optimizer) if comm.rank == 1 else optimizer.clip_grad_norm_(0.1)
+        assert_same_bits(zero.full_state_dict(module), before)
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        assert optimizer.steps_taken.item() == 1.0
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
+def test_a_bad_one_on_one_rank_is_refused_on_all(worlds, clips):
+    def work(comm):
+        module = nn.Linear(WIDTH, WIDTH)
+        optimizer = AdamW(module.parameters(), comm=comm)
+        for turn in range(2):
+            backward(comm, module, turn)
+            optimizer.param_groups[0]["betas"] = "x" if comm.rank * turn else (0.9, 0.99)
+            if not turn:
+                optimizer.step()
+        with pytest.raises(ArgumentError, match="betas") as raised:
+            optimizer.clip_grad_norm_(0.1) if clips else optimizer.step()
+        assert ("rank 1 of 2 failed" in str(raised.value)) == (comm.rank == 0)
+        optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+        optimizer.step()
+        assert optimizer.steps_taken.item() == 2.0
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "all"])
+def test_a_late_freeze_is_refused_on_all_ranks(worlds, stage, ranks):
+    def work(comm):
+        module: Any = zero.shard(nn.Linear(WIDTH, WIDTH), stage, comm=comm)
+        optimizer = AdamW(module.parameters())
+        backward(comm, module, 0)
+        module.bias.requires_grad_(comm.rank >= ranks)
+        with pytest.raises(ArgumentError, match="frozen after its gradient had come"):
+            optimizer.step()
+        module.bias.requires_grad_(True)
+        optimizer.step()
+        assert optimizer.steps_taken.item() == 1.0
 
     worlds(2).run(work)
 

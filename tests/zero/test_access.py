@@ -13,7 +13,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.errors import ArgumentError, MismatchError
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.zero.absent import Absent, plainly
 from tests.zero.job import BF16
@@ -246,6 +246,31 @@ def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
 def unlooked(module: Any) -> dict[str, Tensor]:
     """The parameters, which a look-up in the module would gather."""
     return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_one_rank_raises_inside_is_raised_on_all(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(nn.Linear(8, 8), stage, comm=comm, options=SMALL)
+        optimizer = AdamW(module.parameters())
+        before = zero.full_state_dict(module)
+        failed = pytest.raises(ZeroDivisionError if comm.rank == 1 else RingcommError, match="zero")
+        with failed, zero.gathered(module, write_from=0):
+            if stage == 3 and comm.rank == 0:
+                module.weight.data.zero_()
+            assert 1 / (comm.rank - 1) != 0
+        for mine, message in (
+            (7 if comm.rank else 0, "expected a rank"),
+            (comm.rank, "write_from"),
+        ):
+            context = zero.gathered(module, write_from=mine)
+            with pytest.raises((ArgumentError, MismatchError), match=message), context:
+                pass
+        assert_same_bits(zero.full_state_dict(module), before)
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    worlds(2).run(work)
 
 
 @pytest.mark.parametrize("write_from", [None, 1])

@@ -86,6 +86,33 @@ def test_ranks_with_different_options_or_stages(worlds):
     worlds(2).run(work)
 
 
+BAD_ON_RANK_1: dict[str, Any] = {
+    "stage": lambda module: (module, 4),
+    "no module": lambda module: ("module", 1),
+    "sharded": lambda module: (zero.shard(module, 1, comm="alone"), 1),
+    "dtype": lambda module: (module.to(torch.float64), 1),
+    "keep_fp32": lambda module: (module, 1, zero.Precision(torch.bfloat16, keep_fp32=("other",))),
+    "per_unit": lambda module: (module, 1, zero.Precision(), {"other": zero.UnitOptions()}),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ON_RANK_1)
+def test_what_is_bad_on_one_rank_is_refused_on_all(worlds, bad):
+    def shard(comm, module, stage, precision=None, per_unit=None):
+        options = zero.ZeroOptions(precision=precision or zero.Precision(), per_unit=per_unit or {})
+        return zero.shard(module, stage, comm=comm, options=options)
+
+    def work(comm):
+        module: Any = nn.Sequential(nn.Linear(4, 4))
+        mine = BAD_ON_RANK_1[bad](module) if comm.rank == 1 else (module, 1)
+        match = "shard" if comm.rank == 1 else "shard on rank 0 of 2: rank 1 of 2 failed"
+        with pytest.raises(ArgumentError, match=match):
+            shard(comm, *mine)
+        shard(comm, nn.Linear(4, 4), 1)
+
+    worlds(2).run(work)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_moved_behind_the_engines_back(worlds, stage):
     def work(comm):

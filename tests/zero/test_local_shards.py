@@ -130,6 +130,9 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
             zero.exchanged(module, wrong).__enter__()
         with pytest.raises(ArgumentError, match="the module has no parameter 'other'"):
             zero.exchanged(module, {**mean, "other": torch.zeros(3)}).__enter__()
+        fewer = dict(list(mean.items())[comm.rank :])
+        with pytest.raises(MismatchError, match=r"Option parameters is .* on rank 0 and .* rank 1"):
+            zero.exchanged(module, fewer).__enter__()
         if stage == 0:
             others = {name: each + comm.rank for name, each in mean.items()}
             with pytest.raises(MismatchError, match="the ranks differ"):
