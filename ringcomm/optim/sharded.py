@@ -274,7 +274,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; collective once the optimizer is prepared.
 
-        Its parameters begin at step 0, and the state of the others stays. See NOTE [Growth] in
+        Its parameters begin at step 0, and the state of the others stays. What was unfrozen at
+        once may be added by several calls, all of them before the next step. See NOTE [Growth] in
         ``optim/growth.py``.
 
         Raises:
