@@ -217,8 +217,11 @@ def test_groups_of_a_module():
     assert muon["algorithm"] == "muon" and adamw["algorithm"] == "adamw" and adamw["lr"] == 3e-4
     assert len(adamw["params"]) == 4
     Muon([muon, adamw]).prepare()
-    with pytest.raises(ArgumentError, match="'heads' names no trainable matrix"):
+    with pytest.raises(ArgumentError, match="'heads' names no matrix"):
         muon_groups(module, ("heads",))
+    module["embed"].requires_grad_(False)
+    (_, without) = muon_groups(module, ("embed.weight", "head.*"))
+    assert len(without["params"]) == 3
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
