@@ -14,7 +14,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.optim import AdamW
-from tests.zero.checkpoint.test_forgery import forge
+from tests.zero.checkpoint.states import forge
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 
