@@ -345,17 +345,20 @@ def muon_groups(
     Args:
         module: the module.
         adamw: names of parameters for AdamW although they are matrices, such as embeddings and the
-            head; a ``*`` stands for any characters of one part of a name.
-        settings: further entries of the group for AdamW, such as ``lr``.
+            head, also while these are frozen; a ``*`` stands for any characters of one part of a
+            name.
+        settings: further entries of the group for AdamW, such as ``lr``; without them it has those
+            of the optimizer, ``weight_decay``, too.
 
     Raises:
-        ArgumentError: a name of ``adamw`` names no trainable matrix.
+        ArgumentError: a name of ``adamw`` names no matrix.
     """
-    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    matrices = [name for name, param in named if param.dim() == 2]
+    everything = list(module.named_parameters())
+    matrices = [name for name, param in everything if param.dim() == 2]
+    named = [(name, param) for name, param in everything if param.requires_grad]
     for pattern in adamw:
         if not any(matches(pattern, name) for name in matrices):
-            raise ArgumentError(f"muon_groups: adamw: {pattern!r} names no trainable matrix")
+            raise ArgumentError(f"muon_groups: adamw: {pattern!r} names no matrix")
     chosen = {name for name in matrices if not any(matches(pattern, name) for pattern in adamw)}
     muon = [param for name, param in named if name in chosen]
     rest = [param for name, param in named if name not in chosen]

@@ -454,8 +454,10 @@ def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) ->
         )
 
 
-def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
+def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> Placement | None:
     """Returns the placement of an optimizer's parameters, or None when they have none.
+
+    While an optimizer grows, some may be missing, which another group adds; a step refuses them.
 
     Raises:
         ArgumentError: the parameters have several placements, or only some of them have one, or
@@ -486,7 +488,8 @@ def find_placement(groups: Sequence[Mapping[str, Any]]) -> Placement | None:
             f"{len(found)}; shard a module that contains them, or build an optimizer for each"
         )
     (placement,) = found.values()
-    missing = [placement.name_of(each) for each in placement.left_out(groups) if each.requires_grad]
+    left_out = [] if grows else placement.left_out(groups)
+    missing = [placement.name_of(each) for each in left_out if each.requires_grad]
     if missing:
         raise ArgumentError(
             f"optimizer: expected all trainable parameters of the sharded module, {len(missing)} "

@@ -28,7 +28,7 @@ from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import all_params, check_order, placement_of
 from ringcomm.optim.rules import UpdateRule
 from ringcomm.optim.step import Amp, Setting, ShardedStep
-from ringcomm.optim.torch_rule import TorchRule
+from ringcomm.optim.torch_rule import TorchRule, refuse_kernels_of_adamw
 
 Tensor = torch.Tensor
 
@@ -275,7 +275,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; collective once the optimizer is prepared.
 
-        Its parameters begin at step 0, and the state of the others stays. See NOTE [Growth] in
+        Its parameters begin at step 0, and the state of the others stays. What was unfrozen at
+        once may be added by several calls, all of them before the next step. See NOTE [Growth] in
         ``optim/growth.py``.
 
         Raises:
@@ -539,10 +540,6 @@ def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
     return one is other or all(each is None or each.world_size == 1 for each in (one, other))
 
 
-# Options that ask for kernels of AdamW's, with the only values that other optimizers take.
-_OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
-
-
 class Sharded(ShardedOptimizer):
     """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
 
@@ -579,13 +576,7 @@ class Sharded(ShardedOptimizer):
             )
         if issubclass(kind, ShardedOptimizer):
             raise ArgumentError(f"Sharded: {kind.__name__} is sharded by itself; use it directly")
-        for name, value in _OF_ANY_CLASS.items():
-            asked = getattr(options, name, value)
-            if asked != value:
-                raise UnsupportedError(
-                    f"Sharded: {name}={asked!r} is what the kernels of ringcomm.optim.AdamW can; "
-                    f"expected {value!r}"
-                )
+        refuse_kernels_of_adamw(options)
         made = OptimizerClass(kind, settings)
         sharing = Sharing(comm, options, loss_scaler, mesh)
         super().__init__(params, made.defaults(), sharing, TorchRule(made))

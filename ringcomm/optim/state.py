@@ -303,15 +303,20 @@ class SavedShards:
 
     def _names(self, bucket: BucketLayout) -> list[str]:
         """Returns the names of the tensors that a bucket of another layout has."""
-        if bucket.segments:
-            number, _ = self.layout.places[bucket.segments[0].param]
-        else:
-            number = next(n for n, b in enumerate(self.layout.buckets) if b.dtype is bucket.dtype)
-        return list(self.first.buckets[number])
+        numbers = [self.layout.places[segment.param][0] for segment in bucket.segments]
+        if not numbers:
+            alike = (n for n, b in enumerate(self.layout.buckets) if b.dtype is bucket.dtype)
+            numbers = [next(alike)]
+        return list(dict.fromkeys(name for n in numbers for name in self.first.buckets[n]))
 
     def _read(self, param: int, name: str, begin: int, target: Tensor) -> None:
-        """Reads a parameter's state from element ``begin`` on, from the shards that have it."""
+        """Reads a parameter's state from element ``begin`` on, from the shards that have it.
+
+        A bucket of Muon's lacks the tensors that none of its parameters needs.
+        """
         number, segment = self.layout.places[param]
+        if name not in self.first.buckets[number]:
+            return
         low = segment.begin + begin
         high = low + target.numel()
         for rank, shard in self.by_rank.items():

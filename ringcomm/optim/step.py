@@ -167,7 +167,7 @@ class ShardedStep:
     _before: ShardedStep | None = None
 
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
-        placement = find_placement(groups)
+        placement = find_placement(groups, grows=self._before is not None)
         if placement is not None:
             setting = replace(setting, options=placement.options(setting.options))
         self.setting = setting
@@ -245,7 +245,7 @@ class ShardedStep:
             ArgumentError: a parameter of another module, or of none, beside those of a sharded one;
                 or one that was sharded since.
         """
-        if find_placement(self.groups) is not self._placement:
+        if find_placement(self.groups, grows=True) is not self._placement:
             raise ArgumentError(
                 f"{self.setting.where('add_param_group')}: expected parameters of no sharded "
                 "module, as the optimizer's others are; build another optimizer for these"

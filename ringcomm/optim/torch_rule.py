@@ -24,6 +24,21 @@ from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
 Tensor = torch.Tensor
 
 
+# Options that ask for kernels of AdamW's, with the only values that other optimizers take.
+_OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
+
+
+def refuse_kernels_of_adamw(options: AdamWOptions | None) -> None:
+    """Raises UnsupportedError unless the options are those that torch's classes can have."""
+    for name, value in _OF_ANY_CLASS.items():
+        asked = getattr(options, name, value)
+        if asked != value:
+            raise UnsupportedError(
+                f"Sharded: {name}={asked!r} is what the kernels of ringcomm.optim.AdamW can; "
+                f"expected {value!r}"
+            )
+
+
 class TorchRule(UpdateRule):
     """A class of torch optimizers, whose instances step the parts of parameters in each bucket.
 
@@ -87,6 +102,8 @@ class TorchRule(UpdateRule):
     def kernels(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
     ) -> Kernels:
+        # A sharded module's precision has chosen some of them.
+        refuse_kernels_of_adamw(options)
         return TorchKernels(comm, options, table, self)
 
     def bind(

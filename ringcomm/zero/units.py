@@ -64,7 +64,8 @@ def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions)
             there = some([unit.name for unit in by_module.values()])
             raise ArgumentError(
                 f"shard: per_unit: expected names of units, but {pattern!r} matches none (a * "
-                f"stands for one part of a name); there are {there}"
+                f"stands for one part of a name); there are {there}. ZeroOptions(units=) makes "
+                "other modules units"
             )
         for unit in named:
             unit.options = chosen

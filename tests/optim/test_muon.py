@@ -217,8 +217,34 @@ def test_groups_of_a_module():
     assert muon["algorithm"] == "muon" and adamw["algorithm"] == "adamw" and adamw["lr"] == 3e-4
     assert len(adamw["params"]) == 4
     Muon([muon, adamw]).prepare()
-    with pytest.raises(ArgumentError, match="'heads' names no trainable matrix"):
+    with pytest.raises(ArgumentError, match="'heads' names no matrix"):
         muon_groups(module, ("heads",))
+    module["embed"].requires_grad_(False)
+    (_, without) = muon_groups(module, ("embed.weight", "head.*"))
+    assert len(without["params"]) == 3
+
+
+@pytest.mark.parametrize("sizes", [(512, 1 << 20), (1 << 20, 512)])
+def test_a_state_fits_other_buckets(sizes):
+    """Small buckets have parameters of one algorithm alone, and large ones those of both."""
+
+    def made(elems: int) -> Muon:
+        params = [torch.ones(shape, requires_grad=True) for shape in ((600,), (40, 33), (700,))]
+        groups = [
+            {"params": params[::2], "algorithm": "adamw"},
+            {"params": params[1:2], "algorithm": "muon"},
+        ]
+        optimizer = Muon(groups, lr=0.1, options=replace(SMALL_BUCKETS, bucket_elems=elems))
+        optimizer.prepare()
+        for number, param in enumerate(params):
+            param.grad = noise(tuple(param.shape), number, 0, 0)
+        return optimizer
+
+    trained, other = map(made, sizes)
+    trained.step()
+    wanted = trained.full_state_dict()
+    other.load_state_dict(trained.state_dict())
+    assert_same_state(other.full_state_dict(), wanted)
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {

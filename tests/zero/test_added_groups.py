@@ -212,13 +212,37 @@ def test_groups_that_cannot_be_added_change_nothing(worlds, stage):
         with pytest.raises(MismatchError, match="betas"):
             betas = (0.9, 0.9 + 0.01 * comm.rank)
             optimizer.add_param_group({"params": late(module), "betas": betas})
-        with pytest.raises(ArgumentError, match="2 are missing"):
-            optimizer.add_param_group({"params": late(module)[:1]})
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": late(module)})
         turn(module, optimizer, 1)
 
     worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_unfrozen_at_once_is_added_by_several_groups(worlds, stage):
+    """A step in between is refused, since it would not train the rest."""
+
+    def work(comm, at_once):
+        module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
+        freeze(module, True)
+        optimizer = AdamW(early(module), lr=0.1)
+        turn(module, optimizer, 0)
+        freeze(module, False)
+        first, *rest = late(module)
+        if at_once:
+            optimizer.add_param_group({"params": [first, *rest]})
+        else:
+            optimizer.add_param_group({"params": [first]})
+            with pytest.raises(ArgumentError, match="is in none of the optimizer's groups"):
+                turn(module, optimizer, 1)
+            module.zero_grad()
+            optimizer.add_param_group({"params": rest})
+        turn(module, optimizer, 1)
+        return zero.full_state_dict(module)
+
+    ranks = worlds(2)
+    assert_same_bits(ranks.run(work, False)[1], ranks.run(work, True)[0])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -13,8 +13,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.errors import ArgumentError
-from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler, Sharded
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT
 from tests.zero.models import assert_same_bits
@@ -123,6 +123,20 @@ def test_a_preset_needs_nothing_else_but_a_scaler(worlds, base, name):
         assert params == {precision.param}
         assert loss is torch.float32
         assert state == MOMENTS | MASTER_OF[name]
+
+
+@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-pure-sr"])
+def test_classes_of_torch_refuse_what_kernels_of_adamw_can(worlds, base, name):
+    """Before anything is stepped, on all ranks, also if the module's precision asks for it."""
+
+    def work(comm):
+        options = options_of(Precision.preset(name))
+        module = zero.shard(deepcopy(base), 2, comm=comm, options=options)
+        optimizer = Sharded(torch.optim.SGD, module.parameters(), lr=0.1)
+        with pytest.raises(UnsupportedError, match=r"Sharded: master=.* 'fp32'"):
+            optimizer.prepare()
+
+    worlds(2).run(work)
 
 
 def test_without_masters_parameters_are_rounded_stochastically(worlds, base):

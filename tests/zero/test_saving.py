@@ -163,7 +163,7 @@ def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(wo
         return names[0]
 
     (names, _) = worlds(2).run(work)
-    kinds: Any = {name: set() for name, _ in base.named_parameters()}
+    kinds: dict[str, set[str]] = {name: set() for name, _ in base.named_parameters()}
     for kind, name in (each.split(".", 2)[1:] for each in names if each.startswith("optim.")):
         kinds[name].add(kind)
     adamw = {"exp_avg", "exp_avg_sq"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -14,10 +15,12 @@ from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
 from ringcomm.zero import Precision, UnitOptions, ZeroOptions
 from ringcomm.zero.sharding import engine_of
+from tests.support import ROOT
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
 STAGES = [0, 1, 2, 3]
+PAGE = ROOT / "docs/zero.md"
 
 
 class Model(nn.Module):
@@ -200,7 +203,10 @@ def test_ignored_parameters_are_the_users_own(worlds, stage, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"per_unit": {"blocks.9": UnitOptions()}}, r"'blocks\.9' matches none.*'blocks\.0'"),
+        (
+            {"per_unit": {"blocks.9": UnitOptions()}},
+            r"'blocks\.9' matches none.*'blocks\.0'.*units=",
+        ),
         ({"per_unit": {"blocks.0.0": UnitOptions()}}, r"expected names of units"),
         ({"ignored": ("tail",)}, r"ignored: .* 'tail' matches none.*'shift'"),
     ],
@@ -213,6 +219,20 @@ def test_names_of_nothing(worlds, stage, given, message):
             zero.shard(model, stage, comm=comm, options=ZeroOptions(**given))
 
     worlds(2).run(work)
+
+
+def test_what_the_page_shows_runs(worlds):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (shown,) = [block for block in blocks if "per_unit={" in block]
+    found: dict[str, Any] = {}
+    exec(compile(shown, PAGE.name, "exec"), found)
+    model = deepcopy(BASE)
+    for block in model.blocks:
+        block.counts = nn.Parameter(torch.zeros(2))
+    module: Any = zero.shard(model, 3, comm=worlds(1)[0], options=found["options"])
+    assert module.head.weight.dtype is torch.float32
+    assert module.blocks[0][0].weight.dtype is torch.bfloat16
+    assert module.blocks[0].counts.dtype is torch.float32
 
 
 def test_ranks_that_choose_differently(worlds):
