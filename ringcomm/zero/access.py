@@ -51,10 +51,13 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
 
     Raises:
         ArgumentError: it is no such parameter, or there is no optimizer that is prepared.
+        MismatchError: the ranks would gather different parameters.
     """
     place = _Place.of(param, "get_gradient")
     sharded = place.sharded
     sharded.refuse_if_torn("get_gradient")
+    if place.gathers(local):
+        place.agree({})
     sharded.reduce_now()
     if not bool(sharded.table.active[place.index]):
         return None
@@ -112,6 +115,8 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
         A copy, float32: the master, or the parameter where the optimizer keeps none.
     """
     place = _Place.of(param, "get_master")
+    if place.gathers(local):
+        place.agree({})
     if place.bucket is None:
         return place.shown(place.nothing(), local)
     place.sharded.written.take_over()
@@ -157,9 +162,16 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
 
     Raises:
         ArgumentError: as of :func:`get_gradient`, or the optimizer keeps no such tensor.
+        MismatchError: the ranks would gather different tensors.
     """
     place = _Place.of(param, "get_state")
-    if not place.has_state(name):
+    if place.gathers(local):
+        with place.all_or_none():
+            has = place.has_state(name)
+        place.agree({"name": name})
+    else:
+        has = place.has_state(name)
+    if not has:
         return None
     if name in place.kept_whole:
         return place.kept_whole[name].clone()
@@ -291,6 +303,10 @@ class _Place:
     def kept_whole(self) -> Mapping[str, Tensor]:
         """The tensors of its state that all ranks have whole, by name."""
         return self.sharded.rule.kept_whole(self.index)
+
+    def gathers(self, local: bool) -> bool:
+        """Returns whether what is read comes from several ranks, which must read the same."""
+        return not local and self.sharded.shard_of[1] > 1
 
     def all_or_none(self) -> Any:
         """Returns a context at whose end all ranks go on, or none; collective."""

@@ -21,7 +21,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
-from ringcomm.optim.agreement import check_agreement
+from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.dtensors import local_of
 from ringcomm.zero.sharding import engine_of, is_sharded
 
@@ -156,15 +156,16 @@ def sync_buffers(module: nn.Module, how: str = "mean") -> None:
             0's, as ``DistributedDataParallel`` has it.
 
     Raises:
-        ArgumentError: the module is not sharded, or ``how`` is something else.
+        ArgumentError: the module is not sharded, or ``how`` is something else, on all ranks.
         MismatchError: the ranks' buffers have different names, shapes or dtypes, or they ask for
             different things; on all ranks, and nothing was changed.
     """
     engine = engine_of(module, "sync_buffers")
     comm, root = engine.comm, engine.parts.module
-    if how not in ("mean", "rank0"):
-        head = where("sync_buffers", comm.rank, comm.world_size)
-        raise ArgumentError(f'{head}: how: expected "mean" or "rank0", got {how!r}')
+    with all_or_none(comm, "sync_buffers", engine.mesh):
+        if how not in ("mean", "rank0"):
+            head = where("sync_buffers", comm.rank, comm.world_size)
+            raise ArgumentError(f'{head}: how: expected "mean" or "rank0", got {how!r}')
     named = {name: local_of(each) for name, each in root.named_buffers() if each.numel()}
     told = {name: [str(each.dtype), list(each.shape)] for name, each in named.items()}
     check_agreement(comm, "sync_buffers", {"options": {"how": how, **told}})

@@ -298,6 +298,14 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(worlds, s
         mine = comm.rank == 1
         with pytest.raises(ArgumentError, match=r"AdamW keeps exp_avg, .*, got 'momentum'"):
             get_state(bias, "momentum")
+        if stage > 0:
+            with pytest.raises(ArgumentError, match=r"AdamW keeps exp_avg, .*, got 'momentum'"):
+                get_state(bias, "momentum" if mine else "exp_avg")
+            with pytest.raises(MismatchError, match=r"Option name is .*exp_avg"):
+                get_state(bias, "exp_avg_sq" if mine else "exp_avg")
+            for read in (get_gradient, zero.get_master):
+                with pytest.raises(MismatchError, match=r"Option parameter is .*head"):
+                    read(weight if mine else bias)
         for call in (zero.set_gradient, zero.set_master, partial_state):
             with pytest.raises(
                 ArgumentError, match=r"head.bias: value: expected shape \(1,\), got \(2"
