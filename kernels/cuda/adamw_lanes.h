@@ -313,9 +313,9 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
   });
 }
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; with moments of 8 bits. Factors are read
-// where they are used, since registers are scarce: too scarce for the kernels of fused steps, which
-// have none of this.
+// Elements [run.begin, run.end) of the chunk, by all lanes; with moments of 8 bits. Factors are
+// read where they are used, since registers are scarce: too scarce for the kernels of fused steps,
+// which have none of this.
 template <class G, class P>
 RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                            int copy_count, Run run, int lane, int lanes) {

@@ -53,11 +53,14 @@ def test_a_mismatch_describes_them_as_the_records_do():
     def body(comm):
         optimizer = _optimizer(comm)
         optimizer.step()
+        sharded = optimizer.sharded_step()
+        bucket, words = sharded.buckets[0], torch.zeros(24, dtype=torch.int64)
+        # What the optimizer compares first would differ, too.
         with pytest.raises(MismatchError) as raised:
             if comm.rank:
-                optimizer.clip_grad_norm_(1.0)
+                sharded.kernels.reduce_norm(bucket, "l2", words)
             else:
-                optimizer.step()
+                sharded.kernels.reduce_update(bucket)
         return str(raised.value)
 
     calls = ("reduce_scatter_norm(bfloat16 to float32", "adamw_all_gather(bfloat16 to bfloat16")

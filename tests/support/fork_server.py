@@ -304,14 +304,23 @@ def run(
     return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
+# Two threads that patched the function at once would put each other's back, for ever.
+_starting = threading.Lock()
+_spawn = multiprocessing.util.spawnv_passfds
+
+
 def start_multiprocessing() -> None:
     """Starts the fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
     multiprocessing.resource_tracker.ensure_running()  # by itself: with signals blocked
-    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
+    with _starting, mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
         multiprocessing.forkserver.ensure_running()
 
 
 def _start_forkserver(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
+    if "multiprocessing.forkserver" not in words[-1]:
+        # Another thread starts a process otherwise meanwhile.
+        pid: int = _spawn(path, words, files)
+        return pid
     # Each of its forks that starts a program would need a server of its own for it.
     usual = f"import subprocess; from {__name__} import _RealPopen; subprocess.Popen = _RealPopen"
     process = Popen([sys.executable, "-c", f"{usual}; {words[-1]}"], cwd=ROOT, pass_fds=files)

@@ -1,10 +1,14 @@
 """A program in a fork finds what one in an interpreter of its own finds."""
 
 import json
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -141,3 +145,43 @@ def test_who_could_tell_gets_an_interpreter(command, how):
     chosen = {**how, "env": environment(**how.get("env", {}))}
     done = fork_server.run([sys.executable, *command], **chosen)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_threads_that_start_multiprocessing_at_once_leave_it_as_it_was(monkeypatch):
+    """One that came while another was inside would restore what that one had put there."""
+    usual = multiprocessing.util.spawnv_passfds
+    inside = threading.Barrier(2)
+
+    def starts():
+        # The first waits for the second, if that one is let in.
+        try:
+            inside.wait(0.2)
+        except threading.BrokenBarrierError:
+            inside.reset()
+        time.sleep(0.05 * (threading.current_thread().name == "second"))
+
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", starts)
+    threads = [
+        threading.Thread(target=fork_server.start_multiprocessing, name=name)
+        for name in ("first", "second")
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    assert multiprocessing.util.spawnv_passfds is usual
+
+
+def _says(pipe):
+    pipe.send("spawned")
+
+
+def test_a_process_that_is_spawned_meanwhile_is_spawned(monkeypatch):
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", fork_server._start_forkserver)
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_says, args=(theirs,))
+    process.start()
+    assert mine.poll(60) and mine.recv() == "spawned"
+    process.join()

@@ -65,8 +65,7 @@ def compilations():
             try:
                 return future.result()
             except BrokenProcessPool:
-                # Seen where the whole suite ran, seldom, and never when this file runs alone: what
-                # ended the process, a crash of NVRTC or a signal, is not known yet.
+                # A crash of NVRTC, or a signal: not to cost the tests of a unit that compiles.
                 ends = [process.exitcode for process in processes]
                 warnings.warn(
                     f"{unit} for {target} is compiled once more: a process died, and all ended "
