@@ -305,14 +305,14 @@ def run(
 
 
 # Two threads that patched the function at once would put each other's back, for ever.
-_starting = threading.Lock()
+_patching = threading.Lock()
 _spawn = multiprocessing.util.spawnv_passfds
 
 
 def start_multiprocessing() -> None:
     """Starts the fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
     multiprocessing.resource_tracker.ensure_running()  # by itself: with signals blocked
-    with _starting, mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
+    with _patching, mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
         multiprocessing.forkserver.ensure_running()
 
 
