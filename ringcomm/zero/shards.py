@@ -210,8 +210,12 @@ class _Memory:
                     told[f"parameters {number}"] = checksum(own_of(bucket))
             if told:
                 check_agreement(engine.comm, self._operation, {"options": told})
-        except BaseException:
+        except BaseException as error:
             self.put_back()
+            # A refusal is raised on all ranks. None of them reads a peer's shards before that one
+            # has put them back.
+            if isinstance(error, Exception) and not engine.comm.aborted:
+                engine.comm.barrier()
             raise
         publish(engine)
 

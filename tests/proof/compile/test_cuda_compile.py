@@ -8,7 +8,6 @@ import ctypes
 import os
 import shutil
 import sys
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
@@ -60,20 +59,12 @@ def compilations():
         processes = set(active_children()) - others
 
         def take(unit: str, target: str) -> Binary:
-            # Taken out, so that its memory is free when the next one is looked at.
-            future = under_way.pop((unit, target))
             try:
-                return future.result()
+                # Taken out, so that its memory is free when the next one is looked at.
+                return under_way.pop((unit, target)).result()
             except BrokenProcessPool:
-                # A crash of NVRTC, or a signal: not to cost the tests of a unit that compiles.
                 ends = [process.exitcode for process in processes]
-                warnings.warn(
-                    f"{unit} for {target} is compiled once more: a process died, and all ended "
-                    f"with {ends}, signals negative",
-                    stacklevel=1,
-                )
-            with ProcessPoolExecutor(1, context, os.nice, (10,)) as again:
-                return again.submit(compile_unit, unit, target).result()
+                pytest.fail(f"a compiling process died; they ended with {ends}, signals negative")
 
         yield take
         pool.shutdown(cancel_futures=True)
