@@ -24,7 +24,7 @@ LARGEST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Asked:
-    """What a rank was called for, which the ranks compare before they reduce.
+    """A rank's request to its step or clipping, which the ranks compare before they reduce.
 
     Attributes:
         operation: named in errors.

@@ -17,7 +17,7 @@ from ringcomm.comm.engine import Call, Use, itself
 from ringcomm.optim.buckets import Bucket, gather_params
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reduction import NORM_WORDS, DeviceReducer, HostReducer, Into, Reducer
+from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into, Reducer
 
 Tensor = torch.Tensor
 
@@ -438,10 +438,10 @@ class DeviceKernels(Kernels):
 
 
 class DeviceKernelsInParts(DeviceKernels):
-    """Those of moments of 8 bits, by one call for the reduction, the update and the gathering each.
+    """The native kernels for moments of 8 bits: reduction, update and gathering are separate calls.
 
-    Beside a ring the update of such moments takes more registers than a GPU's threads have, and
-    what does not fit would lie in memory at each element.
+    Fused with a collective, the update of such moments takes more registers than a GPU's threads
+    have, and the rest would be spilled to local memory.
     """
 
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
@@ -451,6 +451,5 @@ class DeviceKernelsInParts(DeviceKernels):
 
     def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
         own = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=grads.device)
-        words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=grads.device)
-        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
+        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
         self.update_gather(bucket, own)

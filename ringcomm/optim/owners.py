@@ -16,12 +16,12 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
-from ringcomm.optim.buckets import Bucket, gather_params
+from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params
 from ringcomm.optim.dtensors import is_distributed
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import Chunk, ParamSpec
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer
+from ringcomm.optim.reduction import Into, Reducer
 from ringcomm.optim.torch_rule import StepControl
 
 Tensor = torch.Tensor
@@ -206,9 +206,10 @@ class OwnerKernels(Kernels):
         self.take_up(bucket, grad)
 
     def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        own = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=grads.device)
-        words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=grads.device)
-        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
+        if self.control.skips:
+            return
+        own = empty_for_streams(bucket.chunk.elems, torch.float32, grads.device)
+        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
         self.update_gather(bucket, own)
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -121,7 +121,7 @@ class Into:
         out: float32 [chunk elements].
         kind: "l2", "l1" or "inf".
         words: int64 [24], overwritten with the norm words of ``out``, or of this rank's part of it
-            where each node has a copy of the state; None, only on a CPU, computes none.
+            where each node has a copy of the state; None: they are not asked for.
         accumulate: add to ``out``.
         tag: number that tells this reduction from others of the same size, equal on all ranks; 0
             where there is none.
@@ -241,6 +241,10 @@ class DeviceReducer(HostReducer):
         self._device_comm.start_call(call)
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
+        # The blocks add to words, whether or not anyone asks for them.
+        if into.words is None:
+            words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
+            into = replace(into, words=words)
         assert into.words is not None
         into.words.zero_()
         arguments = self._arguments(grads, into)

@@ -18,7 +18,7 @@ from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, K
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
-from ringcomm.optim.reduction import NORM_WORDS, DeviceReducer, HostReducer, Into
+from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into
 from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
 
 Tensor = torch.Tensor
@@ -239,7 +239,6 @@ class TorchKernels(Kernels):
             super().__init__(comm is None, HostReducer(comm, options, table.layout.size_bytes))
         self._rule = rule
         self._sharers = sharers_of(comm, options.state)
-        self._needs_words = comm is not None and comm.launches
         # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
         self._scratch: Tensor | None = None
         self._control = StepControl()
@@ -286,10 +285,7 @@ class TorchKernels(Kernels):
         if self._control.skips:
             return
         own = self._own(bucket)
-        words = None
-        if self._needs_words:
-            words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=own.device)
-        self.reducer.reduce(grads, Into(own, "l2", words, tag=bucket.tag()))
+        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
         self._update_from(bucket, own)
         assert self._sharers is not None
         gather_params(bucket, self._sharers)

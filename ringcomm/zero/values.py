@@ -54,7 +54,7 @@ class WeightSource(ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """What is equal on ranks that read the same values."""
+        """Returns a description that is equal on ranks which read the same values."""
 
     @abstractmethod
     def values_of(self, param: Tensor) -> Values | None:

@@ -43,7 +43,7 @@ def state_parts(
 
 
 def whole_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
-    """What all ranks have whole of the optimizer's state; rank 0 alone without ``whole``."""
+    """Yields the tensors of state that all ranks have whole; on rank 0 alone without ``whole``."""
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
@@ -67,7 +67,7 @@ def _state_names(
 
 @dataclass(frozen=True)
 class SavedState:
-    """What of an optimizer's state in buckets a load reads.
+    """The part of an optimizer's state in buckets that a load reads.
 
     Attributes:
         kinds: by bucket, the moments that it must have memory for.

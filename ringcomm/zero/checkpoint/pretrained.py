@@ -123,7 +123,7 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class _Choice:
-    """What of the files is wanted; see :func:`pretrained`."""
+    """The caller's choice among the tensors of files; see :func:`pretrained`."""
 
     strict: bool
     only: Sequence[str] | None

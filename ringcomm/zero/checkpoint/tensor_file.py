@@ -57,7 +57,7 @@ class SavedFile:
 
 
 class Stored(Protocol):
-    """What a header says of a tensor."""
+    """A tensor as a file's header describes it."""
 
     @property
     def key(self) -> str: ...

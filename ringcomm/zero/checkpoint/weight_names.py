@@ -115,7 +115,7 @@ def _inside(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class PartialLoad:
-    """What a module takes of a checkpoint that may be of another one.
+    """The choice of a checkpoint's tensors for a module that may be another one.
 
     Attributes:
         names: of the module.
@@ -149,7 +149,7 @@ class PartialLoad:
 
 @dataclass(frozen=True)
 class Matched:
-    """What of a module is in files.
+    """The parameters and buffers of a module, matched with the tensors of files.
 
     Attributes:
         found: by first name in the module, the stored tensors whose elements follow each other in
@@ -286,7 +286,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 class _Rules:
-    """What the transformers library says of a model's names, if it is one of its models."""
+    """The transformers library's rules for the names of a model, if the model is one of its own."""
 
     def __init__(self, root: nn.Module, names: Mapping[str, str]) -> None:
         self._names = names

@@ -27,7 +27,8 @@ from ringcomm.zero.migrating.foreign import (
 from ringcomm.zero.migrating.torch_file import TorchFile, plain_pickle
 
 Tensor = torch.Tensor
-Path_ = tuple[Any, ...]
+# The keys that lead to a value in nested dicts and lists.
+Keys = tuple[Any, ...]
 
 METADATA = ".metadata"
 _STATE, _GROUPS = "state", "param_groups"
@@ -99,7 +100,7 @@ class _Checkpoint:
             self._read_optimizer(made, optimizer)
         return made
 
-    def _prefix_of_optimizer(self) -> Path_ | None:
+    def _prefix_of_optimizer(self) -> Keys | None:
         """Returns the path to the optimizer's state, or None if there is none."""
         heads = {
             path[: path.index(key)]
@@ -112,9 +113,9 @@ class _Checkpoint:
             raise ValueError(f"it has {len(groups)} optimizers, of which one can be converted")
         return next(iter(groups & heads), None)
 
-    def _weights(self, optimizer: Path_ | None) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
+    def _weights(self, optimizer: Keys | None) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
         """Returns the model's tensors, and further plain data by name."""
-        found: dict[Path_, ForeignTensor] = {}
+        found: dict[Keys, ForeignTensor] = {}
         more: dict[str, Any] = {}
         for name, path in self._paths.items():
             if optimizer is not None and path[: len(optimizer)] == optimizer and _is_state(path):
@@ -144,7 +145,7 @@ class _Checkpoint:
 
     # ---- the optimizer --------------------------------------------------------------------------
 
-    def _read_optimizer(self, made: ForeignState, prefix: Path_) -> None:
+    def _read_optimizer(self, made: ForeignState, prefix: Keys) -> None:
         names = sorted(made.weights, key=len, reverse=True)
         groups: dict[Any, dict[str, Any]] = {}
         for name, path in self._paths.items():
@@ -186,7 +187,7 @@ def _put_groups(made: ForeignState, groups: Mapping[Any, Mapping[str, Any]]) -> 
             made.group_params.append(params)
 
 
-def _split(path: Any) -> Path_:
+def _split(path: Any) -> Keys:
     """Returns a path whose keys of a flattened optimizer's state are split off."""
     found: list[Any] = []
     for key in path if isinstance(path, (tuple, list)) else (path,):
@@ -195,11 +196,11 @@ def _split(path: Any) -> Path_:
     return tuple(found)
 
 
-def _is_state(path: Path_) -> bool:
+def _is_state(path: Keys) -> bool:
     return _STATE in path or _GROUPS in path
 
 
-def _param_and_rest(inner: Path_, names: list[str]) -> tuple[str, str]:
+def _param_and_rest(inner: Keys, names: list[str]) -> tuple[str, str]:
     """Returns which parameter a path below "state" or "param_groups" leads to, and the rest."""
     text = ".".join(map(str, inner))
     for name in names:
@@ -208,7 +209,7 @@ def _param_and_rest(inner: Path_, names: list[str]) -> tuple[str, str]:
     raise ValueError(f"{text!r} begins with no parameter's name")
 
 
-def _common(paths: list[Path_]) -> int:
+def _common(paths: list[Keys]) -> int:
     """Returns how many keys all paths begin with, less the last key of each."""
     depth = 0
     while (

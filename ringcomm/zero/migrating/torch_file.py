@@ -40,7 +40,7 @@ _LOCAL_HEADER = struct.Struct("<26x2H")
 
 @dataclass(eq=False)
 class Inert:
-    """What a pickle would have made by calling something.
+    """A stand-in for an object that a pickle would have made by calling something.
 
     Attributes:
         name: of what it would have called, "module.name"; of a class itself, too.
