@@ -133,7 +133,7 @@ def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormB
         MismatchError: on a CPU: the ranks asked for different things.
         UnsupportedError: Triton's kernels, among several ranks.
     """
-    with _agreed(sharded, "clip_grad_norm_", {}) as told:
+    with _agreed(sharded, "clip_grad_norm_") as told:
         bound = bound_of()
         chosen = _indices(sharded, params)
         told.update(bound.told(), parameters=sorted(chosen))
@@ -157,7 +157,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
     Raises:
         As of :func:`clip_norm_of`.
     """
-    with _agreed(sharded, "clip_grad_value_", {}) as told:
+    with _agreed(sharded, "clip_grad_value_") as told:
         limit = _bound("clip_value", value)
         chosen = range(len(sharded.params)) if params is None else _indices(sharded, params)
         told.update(clip_value=limit, parameters=None if params is None else sorted(chosen))
@@ -178,13 +178,10 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
     sharded.wrote(replace(before, clipped=True, overflowed=overflowed))
 
 
-def _refuse_torn(sharded: ShardedStep, operation: str) -> None:
+def _check_step(sharded: ShardedStep, operation: str) -> None:
+    """Raises if the step cannot be taken, or cannot sum a norm of what is written to shards."""
     sharded.refuse_if_torn(operation)
     sharded.check_hyper()
-
-
-def _refuse_triton(sharded: ShardedStep, operation: str) -> None:
-    """Refuses what writes to shards where Triton's kernels sum norms in the reduction alone."""
     setting = sharded.setting
     if setting.options.kernels == "triton" and setting.world_size > 1:
         raise UnsupportedError(
@@ -201,20 +198,18 @@ def _reduced(sharded: ShardedStep) -> FirstPass:
 
 
 @contextmanager
-def _agreed(sharded: ShardedStep, operation: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _agreed(sharded: ShardedStep, operation: str) -> Iterator[dict[str, Any]]:
     """Checks arguments inside, and that all ranks have what is put into the dict; collective.
 
     On a device the host would have to wait for the other ranks, so each rank checks alone.
     """
-    comm = sharded.setting.comm
+    comm, told = sharded.setting.comm, dict[str, Any]()
     if comm is None or not sharded.table.compares:
-        _refuse_torn(sharded, operation)
-        _refuse_triton(sharded, operation)
+        _check_step(sharded, operation)
         yield told
         return
     with all_or_none(comm, f"optimizer.{operation}", sharded.mesh):
-        _refuse_torn(sharded, operation)
-        _refuse_triton(sharded, operation)
+        _check_step(sharded, operation)
         yield told
     check_agreement(comm, f"optimizer.{operation}", {"options": told})
 

@@ -166,14 +166,8 @@ def shard(
         frozen = _no_plan(options)
         if stage == 3:
             frozen = plan_buckets(units, options, dtypes, trainable=False)
-    with with_all_stages(ranks, others, "shard"):
-        check_axis(ranks, parted, "shard")
-    told = stage, (plan, frozen), options, isinstance(init, WeightSource)
-    with with_all_stages(ranks, others, "shard"):
-        check_agreement(ranks, "shard", _told(ShardLayout.describe, *told))
-    with with_all_stages(ranks, others, "shard"):
-        of_stage = ranks_of_stage(others, parted)
-        check_on_mesh(ranks, of_stage, "shard", _told(ShardLayout.describe_whole, *told))
+    alike = stage, (plan, frozen), options, isinstance(init, WeightSource)
+    _check_alike(ranks, (others, parted), alike)
     rollback = Rollback(module)
     stored: list[ParamBucket] = []
     stored_frozen: list[ParamBucket] = []
@@ -322,6 +316,28 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
 
 def _no_plan(options: ZeroOptions) -> BucketPlan:
     return BucketPlan((), (), ShardLayout((), options.bucket_elems, ()), ())
+
+
+def _check_alike(
+    ranks: Communicator,
+    meshes: tuple[DeviceMesh | None, PartMesh | None],
+    alike: tuple[int, tuple[BucketPlan, BucketPlan], ZeroOptions, bool],
+) -> None:
+    """Raises MismatchError unless ranks shard alike; collective.
+
+    Args:
+        ranks: those that share the module.
+        meshes: of all ranks that train the model, and of its DTensors.
+        alike: the arguments of :func:`_told`.
+    """
+    others, parted = meshes
+    with with_all_stages(ranks, others, "shard"):
+        check_axis(ranks, parted, "shard")
+    with with_all_stages(ranks, others, "shard"):
+        check_agreement(ranks, "shard", _told(ShardLayout.describe, *alike))
+    with with_all_stages(ranks, others, "shard"):
+        of_stage = ranks_of_stage(others, parted)
+        check_on_mesh(ranks, of_stage, "shard", _told(ShardLayout.describe_whole, *alike))
 
 
 def _told(
