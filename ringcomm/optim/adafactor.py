@@ -100,6 +100,7 @@ def kept_of(spec: ParamSpec, device: torch.device) -> dict[str, Tensor]:
 class AdafactorRule(UpdateRule):
     """Adafactor with FP32 state, as ``torch.optim.Adafactor`` has it."""
 
+    goes_by_parts = True
     name = "Adafactor"
 
     def __init__(self) -> None:
@@ -157,7 +158,12 @@ class AdafactorRule(UpdateRule):
         return AdafactorKernels(alone, reducer, sharers_of(comm, options.state), self)
 
     def bind(
-        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+        self,
+        layout: ShardLayout,
+        groups: Sequence[Group],
+        buckets: Buckets,
+        chunks: int,
+        states: Sequence[ParamState | None] = (),
     ) -> None:
         self.groups = groups
         self.is_replicated = chunks == 1
@@ -272,6 +278,7 @@ class AdafactorKernels(OwnerKernels):
         exchange.from_owners(wholes, room, kept)
         for number, bucket in buckets.items():
             bucket.own_params.copy_(values[number])
+            _keep_masters(bucket, values[number])
         self.publish(buckets.values())
         self._waiting.clear()
 
@@ -279,7 +286,15 @@ class AdafactorKernels(OwnerKernels):
 def _values_of(bucket: Bucket) -> Tensor:
     """Returns what this rank's chunk of a bucket is computed in: float32 [chunk elements]."""
     master = bucket.state.master
-    return bucket.own_params.to(torch.float32) if master is None else master
+    if master is None:
+        return bucket.own_params.to(torch.float32)
+    return master if bucket.tier is None else bucket.state.tensors()["master"]
+
+
+def _keep_masters(bucket: Bucket, values: Tensor) -> None:
+    """Keeps what :func:`_values_of` gave where it was a copy of masters."""
+    if bucket.tier is not None and bucket.state.master is not None:
+        bucket.state.take({"master": values})
 
 
 def _piece(

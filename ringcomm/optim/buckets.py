@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -60,6 +61,13 @@ def following(master: Tensor, params: Tensor) -> Tensor:
     return torch.where(master.to(params.dtype) == params, master, params.to(master.dtype))
 
 
+def master_dtype(layout: BucketLayout, master: str) -> torch.dtype | None:
+    """Returns the dtype of the masters that ``master`` keeps of a bucket's parameters, or None."""
+    if layout.dtype is torch.float32:
+        return None
+    return {"fp32": torch.float32, "remainder": torch.int16, "none": None}[master]
+
+
 @dataclass
 class ShardState:
     """The optimizer's state of a rank's chunk; all [chunk elements], zero in the padding.
@@ -87,10 +95,10 @@ class ShardState:
         def plain(dtype: torch.dtype = torch.float32) -> Tensor:
             return empty_for_streams(chunk.elems, dtype, place).zero_()
 
-        wide = layout.dtype is torch.float32
+        kept = master_dtype(layout, master)
         return cls(
-            master=plain() if master == "fp32" and not wide else None,
-            remainder=plain(torch.int16) if master == "remainder" and not wide else None,
+            master=plain() if kept is torch.float32 else None,
+            remainder=plain(torch.int16) if kept is torch.int16 else None,
         )
 
     def names(self) -> list[str]:
@@ -170,6 +178,22 @@ class BucketMemory:
     wide: Tensor | None = None
 
 
+class StateTier(Protocol):
+    """The tier of a state that does not lie in memory as a whole."""
+
+    def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
+        """Takes up a bucket's state, and returns what stands for it."""
+        ...
+
+    def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
+        """Does :meth:`Bucket.ensure` for a bucket whose state is here."""
+        ...
+
+    def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
+        """Does :meth:`Bucket.parts` for a bucket whose state is here."""
+        ...
+
+
 def _has_no_copies() -> None:
     """Shares parameters of which there is no copy."""
 
@@ -183,7 +207,9 @@ class Bucket:
         chunk: the part that this rank keeps state for.
         own_params: [chunk elements], the parameters of the chunk.
         segments: int64 [segments, 3], for the kernels.
-        state: the optimizer's state of the chunk.
+        state: the optimizer's state of the chunk; in another tier than memory, what stands for it,
+            whose elements :meth:`parts` gives.
+        tier: where the state lies; None for memory.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
@@ -198,7 +224,6 @@ class Bucket:
         layout: BucketLayout,
         chunk: Chunk,
         memory: BucketMemory,
-        master: str,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -207,15 +232,121 @@ class Bucket:
         self._memory = memory
         self._place = memory.own_params.device
         self.segments = layout.segment_table(self._place)
-        self.state = ShardState.zeros(layout, chunk, master, self._place)
+        self.state = ShardState()
+        self.tier: StateTier | None = None
         self.grad_shard: Tensor | None = None
         self.tag: Callable[[], int] = int
         self.share: Callable[[], object] = _has_no_copies
+
+    def keep_state(self, master: str, eight_bits: bool, tier: StateTier | None = None) -> None:
+        """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.
+
+        Args:
+            master: as in :class:`AdamWOptions`.
+            eight_bits: as in :class:`ShardState`.
+            tier: where the state lies; None for memory.
+        """
+        self.tier = tier
+        if tier is None:
+            self.state = ShardState.zeros(self.layout, self.chunk, master, self._place)
+            self.state.eight_bits = eight_bits
+        else:
+            self.state = tier.add(self, master, eight_bits)
+
+    def parts(self, begin: int = 0, end: int | None = None, write: bool = True) -> Iterator[Bucket]:
+        """Yields the parts of the bucket whose state is in memory together, one after the other.
+
+        In memory that is the bucket itself. In another tier a part is a bucket of its own: its
+        chunk is a piece of this one's, and its state is there until the next part is asked for.
+
+        Args:
+            begin: only parts that reach beyond this element of the bucket.
+            end: only parts that begin before this one; None for all.
+            write: keep what is changed in the state.
+        """
+        if self.tier is None:
+            yield self
+        else:
+            yield from self.tier.visit(self, begin, self.chunk.end if end is None else end, write)
+
+    def within(self, begin: int, end: int) -> tuple[slice, slice]:
+        """Returns where elements [begin, end) of the bucket, if the chunk has some of them, lie.
+
+        Returns:
+            Their places in a tensor [chunk elements], and in one [end - begin].
+        """
+        low, high = max(begin, self.chunk.begin), min(end, self.chunk.end)
+        if low >= high:
+            return slice(0, 0), slice(0, 0)
+        first = self.chunk.begin
+        return slice(low - first, high - first), slice(low - begin, high - begin)
+
+    def read_state(self, name: str, begin: int, end: int) -> Tensor:
+        """Returns a copy of elements [begin, end) of the bucket, which are of this rank's chunk.
+
+        Args:
+            name: of a moment, or "master" for the FP32 masters, or the parameters without any.
+            begin: the first element.
+            end: behind the last one.
+
+        Returns:
+            float32 [end - begin].
+        """
+        found = torch.empty(end - begin, dtype=torch.float32, device=self._place)
+        for part in self.parts(begin, end, write=False):
+            here, there = part.within(begin, end)
+            if name != "master":
+                found[there].copy_(part.state.wide()[name][here])
+            elif part.state.remainder is not None:
+                joined = join_master(part.own_params[here], part.state.remainder[here])
+                found[there].copy_(joined)
+            else:
+                master = part.state.master
+                found[there].copy_((part.own_params if master is None else master)[here])
+        return found
+
+    def write_state(self, name: str, begin: int, values: Tensor) -> None:
+        """Sets elements of a moment, or of the masters, which are of this rank's chunk.
+
+        Args:
+            name: as of :meth:`read_state`; with "master" parameters are written, too, where they
+                are a part of it.
+            begin: the first element.
+            values: float32 [elements].
+        """
+        end = begin + values.numel()
+        for part in self.parts(begin, end):
+            here, there = part.within(begin, end)
+            if name != "master":
+                moment = part.state.wide()[name]
+                moment[here].copy_(values[there])
+                part.state.take({name: moment})
+                continue
+            if part.state.master is not None:
+                part.state.master[here].copy_(values[there])
+            if part.state.remainder is not None:
+                param, remainder = split_master(values[there])
+                part.own_params[here].copy_(param)
+                part.state.remainder[here].copy_(remainder)
+
+    def part(self, chunk: Chunk, state: ShardState) -> Bucket:
+        """Returns a bucket of a part of this one's chunk, with a state of its own."""
+        first = self.chunk.begin
+        own = self.own_params[chunk.begin - first : chunk.end - first]
+        made = Bucket(self.number, self.layout, chunk, BucketMemory(own))
+        made.segments = self.segments
+        made.state = state
+        return made
 
     def lay_out(self, layout: BucketLayout) -> None:
         """Takes another layout of the same elements, in which parameters have other indices."""
         self.layout = layout
         self.segments = layout.segment_table(self._place)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells the bucket from others of the optimizer, and from other parts of the same one."""
+        return self.number, self.chunk.begin
 
     @property
     def has_all_params(self) -> bool:
@@ -269,33 +400,33 @@ class Bucket:
         """Sets the master to the parameters before they were rounded, if these are known."""
         self.refresh_master()
         wide = self._memory.wide
-        if wide is not None:
-            wide = following(wide, self.own_params)
-        if wide is not None and self.state.master is not None:
-            self.state.master.copy_(wide)
-        if wide is not None and self.state.remainder is not None:
-            param, remainder = split_master(wide)
-            self.own_params.copy_(param)
-            self.state.remainder.copy_(remainder)
+        if wide is not None and self.state.masters():
+            self.write_state("master", self.chunk.begin, following(wide, self.own_params))
         self._memory = replace(self._memory, wide=None)
 
     def follow_params(self) -> None:
         """Sets the FP32 master to the parameters, wherever it does not round to them."""
-        if self.state.master is not None:
-            self.state.master.copy_(following(self.state.master, self.own_params))
+        if self.state.master is None:
+            return
+        for part in self.parts():
+            assert part.state.master is not None
+            part.state.master.copy_(following(part.state.master, part.own_params))
 
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
         """Sets the master of the bucket's elements [begin, end), or of all, to the parameters."""
-        first, last = self.chunk
-        low, high = max(begin, first), last if end is None else min(end, last)
-        here = slice(low - first, max(low, high) - first)
-        if self.state.master is not None:
-            self.state.master[here].copy_(self.own_params[here])
-        if self.state.remainder is not None:
-            self.state.remainder[here].zero_()
+        if not self.state.masters():
+            return
+        for part in self.parts(begin, end):
+            here, _ = part.within(begin, self.chunk.end if end is None else end)
+            if part.state.master is not None:
+                part.state.master[here].copy_(part.own_params[here])
+            if part.state.remainder is not None:
+                part.state.remainder[here].zero_()
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""
+        if self.tier is not None:
+            return self.tier.ensure(self, names)
         state, elems = self.state, self.chunk.elems
         missing = [name for name in names if state.memory(name) is None]
         for name in missing:
@@ -316,7 +447,7 @@ def make_bucket(
     params = zeros(layout.elems, dtype=layout.dtype, device=place.heap)
     grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=place.heap)
     memory = BucketMemory(params[chunk.begin : chunk.end], params, grads)
-    return Bucket(number, layout, chunk, memory, options.master)
+    return Bucket(number, layout, chunk, memory)
 
 
 class Buckets(list[Bucket]):

@@ -33,13 +33,11 @@ class GrownStep(ShardedStep):
         before.written.take_over()
         self._before: ShardedStep = before
         self._count = len(before.layout.params)
-        states = before.states()
+        self._states = before.states()
         super().__init__(groups, before.setting)
-        del self._before
+        del self._before, self._states
         self.table.control.copy_(before.table.control)
         self.table.step[: self._count].copy_(before.table.step)
-        if self.rule.keeps_more:
-            self.rule.take_states([*states, *[None] * (len(self.params) - self._count)])
         if self.setting.device.type == "cpu":
             self._seen_skipped = int(self.table.control[kernels.SKIPPED])
 
@@ -55,6 +53,7 @@ class GrownStep(ShardedStep):
             if number >= known
         ]
         added = Buckets(self.layout, more)
+        self.keep_state(added)
         move_parameters(self.params, added, comm, options.broadcast_parameters)
         self.buckets = Buckets(self.layout, [*self._before.buckets, *more])
         self.gradients = (

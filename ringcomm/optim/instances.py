@@ -18,10 +18,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [begin, end) of a chunk that parameter ``index`` of param group ``group`` fills.
-
-    Empty if this rank has nothing of the parameter: it counts the parameter's steps all the same.
-    """
+    """Elements [begin, end) of a chunk that parameter ``index`` of param group ``group`` fills."""
 
     index: int
     group: int
@@ -34,8 +31,8 @@ def parts_of(layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int])
     parts = []
     for begin, end, index in layout.segments:
         low, high = max(begin, chunk.begin), min(end, chunk.end)
-        here = (low - chunk.begin, high - chunk.begin) if low < high else (0, 0)
-        parts.append(Part(index, group_of(index), *here))
+        if low < high:
+            parts.append(Part(index, group_of(index), low - chunk.begin, high - chunk.begin))
     return parts
 
 
@@ -50,6 +47,7 @@ class Instance:
     """An instance of a class that steps this rank's parts of some parameters.
 
     The tensors of its state are views of flat ones, which are what is saved, loaded and cut anew.
+    :meth:`take_states` is called before anything else.
 
     Args:
         tried: the class.
@@ -76,7 +74,6 @@ class Instance:
         self._optimizer = self._make()
         # By part and name, the view of a flat tensor that the state has.
         self._views: list[dict[str, Tensor]] = [{} for _ in parts]
-        self._keep()
 
     def _make(self) -> torch.optim.Optimizer:
         both = list(zip(self._params, self._parts, strict=True))
@@ -137,7 +134,10 @@ class Instance:
         return found
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        """Goes on from the states of all parameters; the flat tensors have the elements."""
+        """Goes on from the states of all parameters; the flat tensors have the elements.
+
+        A parameter without state begins as the class begins it.
+        """
         fresh, examples = self._make(), self._tried.numbers
         for param, part, views in zip(self._params, self._parts, self._views, strict=True):
             state = states[part.index]

@@ -14,7 +14,7 @@ from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import Call, Use, itself
-from ringcomm.optim.buckets import Bucket, gather_params
+from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into, Reducer
@@ -251,6 +251,55 @@ def shard_of(
     )
 
 
+class PiecedKernels(Kernels):
+    """The kernels of a state that is in memory piece by piece: each part's update is a call.
+
+    Reduction and gathering are calls of their own, bucket by bucket, with the bits of the fused
+    ones.
+
+    Args:
+        inner: the kernels of a part.
+        sharers: the ranks that share the state; None for this one alone.
+    """
+
+    def __init__(self, inner: Kernels, sharers: Communicator | None) -> None:
+        super().__init__(inner.alone, inner.reducer)
+        self._inner = inner
+        self._sharers = sharers
+        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        self._own: Tensor | None = None
+
+    def forget(self) -> None:
+        self._inner.forget()
+
+    def ready(self) -> None:
+        self._inner.ready()
+
+    def begin(self, table: StepTable) -> None:
+        self._inner.begin(table)
+
+    def end(self) -> None:
+        self._inner.end()
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        for part in bucket.parts():
+            here, _ = bucket.within(*part.chunk)
+            self._inner.update_shard(part, grad[here])
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        self.update_shard(bucket, grad)
+        assert self._sharers is not None
+        gather_params(bucket, self._sharers)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        elems = bucket.chunk.elems
+        if self._own is None or self._own.numel() < elems:
+            self._own = empty_for_streams(elems, torch.float32, grads.device)
+        own = self._own[:elems]
+        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
+        self.update_gather(bucket, own)
+
+
 class HostKernels(Kernels):
     """The native kernels on the CPU.
 
@@ -274,7 +323,7 @@ class HostKernels(Kernels):
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
-        self._shards: dict[int, _native.AdamWShard] = {}
+        self._shards: dict[tuple[int, int], _native.AdamWShard] = {}
 
     def forget(self) -> None:
         self._shards.clear()
@@ -322,10 +371,10 @@ class HostKernels(Kernels):
             self._comm.start_call(Call(name, lambda core: run(self._calls(core)), []))
 
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
-        shard = self._shards.get(bucket.number)
+        shard = self._shards.get(bucket.key)
         if shard is None:
             shard = shard_of(bucket, self._factors_ptr, self._options, self._moments)
-            self._shards[bucket.number] = shard
+            self._shards[bucket.key] = shard
         return shard
 
 
@@ -364,7 +413,7 @@ class DeviceKernels(Kernels):
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]
-        self._shards: dict[int, _Shard] = {}
+        self._shards: dict[tuple[int, int], _Shard] = {}
         self._table = self._on_device(
             _native.adamw_table_bytes(
                 control=table.control.data_ptr(),
@@ -429,11 +478,11 @@ class DeviceKernels(Kernels):
         self._comm.start_call(call)
 
     def _shard(self, bucket: Bucket) -> _Shard:
-        shard = self._shards.get(bucket.number)
+        shard = self._shards.get(bucket.key)
         if shard is None:
             native = shard_of(bucket, self._factors_ptr, self._options, self._moments)
             copy = self._on_device(_native.adamw_shard_bytes(native))
-            shard = self._shards[bucket.number] = _Shard(native, copy)
+            shard = self._shards[bucket.key] = _Shard(native, copy)
         return shard
 
 

@@ -109,6 +109,7 @@ def cost_of(shape: Sequence[int]) -> int:
 class MuonRule(UpdateRule):
     """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw"."""
 
+    goes_by_parts = True
     name = "Muon"
     hyper_columns = AdamWRule.hyper_columns
     factors_bytes = AdamWRule.factors_bytes
@@ -180,7 +181,12 @@ class MuonRule(UpdateRule):
         return MuonKernels(native, sharers_of(comm, options.state), self)
 
     def bind(
-        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+        self,
+        layout: ShardLayout,
+        groups: Sequence[Group],
+        buckets: Buckets,
+        chunks: int,
+        states: Sequence[ParamState | None] = (),
     ) -> None:
         self.groups = groups
         self.is_replicated = chunks == 1
@@ -260,28 +266,32 @@ class MuonKernels(OwnerKernels):
         table.factors.view(torch.int32)[matrices, place] = 0
 
     def take_up(self, bucket: Bucket, grad: Tensor) -> None:
-        self._native.update_shard(bucket, grad)
-        if self.control.skips:
-            return
-        self._buckets[bucket.number] = bucket
-        for matrix in self._active():
-            if matrix.bucket == bucket.number:
-                self._direct(bucket, matrix, grad)
+        if not self.control.skips:
+            self._buckets[bucket.number] = bucket
+        for part in bucket.parts():
+            place, _ = bucket.within(*part.chunk)
+            here = grad[place]
+            self._native.update_shard(part, here)
+            for matrix in () if self.control.skips else self._active():
+                if matrix.bucket == bucket.number:
+                    self._direct(part, matrix, here)
 
     def _active(self) -> list[OwnedParam]:
         return [each for each in self._rule.matrices if self.control.active[each.index]]
 
     def _direct(self, bucket: Bucket, matrix: OwnedParam, grads: Tensor) -> None:
-        """Moves the momentum of this rank's piece of a matrix, and keeps its direction."""
+        """Moves the momentum of a matrix in a part of its bucket, and keeps the direction there."""
         given = matrix.piece_in(grads, bucket.chunk)
         momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
         if given is None or momentum is None:
             return
+        whole = self._buckets[bucket.number]
         if bucket.number not in self._directions:
             self._directions[bucket.number] = torch.empty(
-                bucket.chunk.elems, dtype=torch.bfloat16, device=grads.device
+                whole.chunk.elems, dtype=torch.bfloat16, device=grads.device
             )
-        direction = matrix.piece_in(self._directions[bucket.number], bucket.chunk)
+        here, _ = whole.within(*bucket.chunk)
+        direction = matrix.piece_in(self._directions[bucket.number][here], bucket.chunk)
         assert direction is not None
         grad = self.scaled(given)
         group = self._rule.group_of(matrix)
@@ -312,7 +322,7 @@ class MuonKernels(OwnerKernels):
         }
         exchange.from_owners(wholes, updates)
         for number, update in updates.items():
-            self._apply(self._buckets[active[number].bucket], active[number], update)
+            self._apply(active[number], update)
         self._directions.clear()
         self.publish(self._buckets.values())
         self._native.end()
@@ -324,17 +334,25 @@ class MuonKernels(OwnerKernels):
             return None
         return matrix.piece_in(self._directions[matrix.bucket], bucket.chunk)
 
-    def _apply(self, bucket: Bucket, matrix: OwnedParam, update: Tensor) -> None:
-        master = bucket.state.master
-        values = matrix.piece_in(bucket.own_params if master is None else master, bucket.chunk)
-        assert values is not None
-        group = self._rule.group_of(matrix)
-        values.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        values.add_(update, alpha=-adjusted_lr(group, matrix.spec.shape))
-        if master is not None:
-            rounded = matrix.piece_in(bucket.own_params, bucket.chunk)
-            assert rounded is not None
-            rounded.copy_(values)
+    def _apply(self, matrix: OwnedParam, update: Tensor) -> None:
+        """Moves this rank's piece of a matrix; ``update`` has its elements."""
+        group, whole = self._rule.group_of(matrix), self._buckets[matrix.bucket]
+        piece = matrix.within(whole.chunk)
+        assert piece is not None
+        parts = [whole] if whole.state.master is None else whole.parts(matrix.begin, matrix.end)
+        for bucket in parts:
+            master = bucket.state.master
+            here = matrix.within(bucket.chunk)
+            values = matrix.piece_in(bucket.own_params if master is None else master, bucket.chunk)
+            if values is None or here is None:
+                continue
+            values.mul_(1 - float(group["lr"]) * group["weight_decay"])
+            moved = update[here.start - piece.start : here.stop - piece.start]
+            values.add_(moved, alpha=-adjusted_lr(group, matrix.spec.shape))
+            if master is not None:
+                rounded = matrix.piece_in(bucket.own_params, bucket.chunk)
+                assert rounded is not None
+                rounded.copy_(values)
 
 
 def muon_groups(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.scratch import Disk
 from ringcomm.optim.layout import BLOCK_ELEMS, DEFAULT_BUCKET_ELEMS
 
 _CHOICES = {
@@ -48,6 +49,9 @@ class AdamWOptions:
             cross between nodes. "node" shards it over the ranks of each node, so that each node
             has a copy, which takes more memory: the sums of the gradients cross instead. On one
             node both are the same.
+        tier: where the state lies: None for the memory of the parameters' device, or a
+            :class:`ringcomm.Disk`, to and from which it streams at each step, with the same bits.
+            Each rank has its own folder there, or shares one.
     """
 
     algorithm: str = "auto"
@@ -62,6 +66,7 @@ class AdamWOptions:
     check_finite: bool = False
     broadcast_parameters: bool = True
     state: str = "world"
+    tier: Disk | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -80,6 +85,8 @@ class AdamWOptions:
             raise ArgumentError(
                 f"accumulate_dtype: expected None or torch.float32, got {self.accumulate_dtype!r}"
             )
+        if self.tier is not None and not isinstance(self.tier, Disk):
+            raise ArgumentError(f"tier: expected a ringcomm.Disk or None, got {self.tier!r}")
         self._check_master()
 
     def _check_master(self) -> None:
@@ -99,4 +106,6 @@ class AdamWOptions:
         """Returns the options as plain JSON types."""
         described = asdict(self)
         described["accumulate_dtype"] = str(self.accumulate_dtype)
+        # Folders and sizes of buffers may be different on each rank.
+        described["tier"] = "memory" if self.tier is None else "disk"
         return described

@@ -57,6 +57,7 @@ class UpdateRule(ABC):
         hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
         keeps_more: True if what state a parameter has does not follow from its step number.
+        goes_by_parts: True if the kernels go through the parts of a bucket's state by themselves.
         eight_bits: True if the tensors of the state are moments of 8 bits (``block_moments``).
     """
 
@@ -65,6 +66,7 @@ class UpdateRule(ABC):
     factors_bytes = 0
     keeps_more = False
     eight_bits = False
+    goes_by_parts = False
 
     @property
     def saved_as(self) -> str:
@@ -140,7 +142,12 @@ class UpdateRule(ABC):
         """
 
     def bind(
-        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+        self,
+        layout: ShardLayout,
+        groups: Sequence[Group],
+        buckets: Buckets,
+        chunks: int,
+        states: Sequence[ParamState | None] = (),
     ) -> None:
         """Called when the buckets are there, and again whenever the groups have grown.
 
@@ -149,6 +156,8 @@ class UpdateRule(ABC):
             groups: param groups of the optimizer.
             buckets: of the parameters.
             chunks: number of chunks of each bucket; 1 if every rank keeps the whole state.
+            states: of the first parameters, the states that they have already, whose tensors'
+                elements are in the buckets.
         """
         return
 

@@ -532,5 +532,6 @@ def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
         bucket.ensure([name for name in given if name not in MASTERS])
         bucket.state.take(given)
-        bucket.state.zero(name for name in bucket.state.names() if name not in given)
+        # Masters that are not given were written before.
+        bucket.state.zero({*bucket.state.names()} - {*given, *MASTERS})
     sharded.kernels.forget()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
     STEP,
@@ -29,7 +29,7 @@ from ringcomm.optim.agreement import (
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
-from ringcomm.optim.kernels import Kernels, StepTable
+from ringcomm.optim.kernels import Kernels, PiecedKernels, StepTable
 from ringcomm.optim.layout import Chunk, ShardLayout, within
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
@@ -59,6 +59,7 @@ from ringcomm.optim.reduction import (
     leave_to_replica,
 )
 from ringcomm.optim.rules import ParamState, UpdateRule, plain
+from ringcomm.optim.tiers import DiskTier
 
 Tensor = torch.Tensor
 
@@ -165,6 +166,8 @@ class ShardedStep:
 
     #: The step of the same optimizer that this one takes the place of, while it is built.
     _before: ShardedStep | None = None
+    #: The states that parameters of that one have.
+    _states: Sequence[ParamState | None] = ()
 
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
         placement = find_placement(groups, grows=self._before is not None)
@@ -189,6 +192,7 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.rule = rule = setting.rule
         hyper_shape = (len(groups), rule.hyper_columns)
+        self.tier = self._make_tier()
         self.table = StepTable(
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
@@ -212,10 +216,7 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
-        for bucket in self.buckets:
-            bucket.state.eight_bits = rule.eight_bits
-        self._ensure_all()
-        rule.bind(self.layout, groups, self.buckets, self.shard_of[1])
+        rule.bind(self.layout, groups, self.buckets, self.shard_of[1], self._states)
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
         self.torn = False
@@ -236,7 +237,38 @@ class ShardedStep:
             if options.state == "node":
                 check_even(comm, "optimizer", 'state="node"', 'state="world"')
             check_segments(comm, ALGORITHMS[options.algorithm])
-        return self.rule.kernels(comm, options, self.table)
+        made = self.rule.kernels(comm, options, self.table)
+        if self.tier is None or self.rule.goes_by_parts:
+            return made
+        return PiecedKernels(made, self.setting.sharers)
+
+    def _make_tier(self) -> DiskTier | None:
+        """Returns the tier of the state; None for memory.
+
+        Raises:
+            UnsupportedError: the parameters are on a device.
+            ArgumentError, DiskError: no state can be kept there.
+        """
+        setting, disk = self.setting, self.setting.options.tier
+        if disk is None:
+            return None
+        if self._before is not None:
+            return self._before.tier
+        if setting.device.type != "cpu":
+            raise UnsupportedError(
+                f"{setting.where('prepare')}: tier: expected parameters on the CPU, whose state "
+                f"can stream to a disk, got them on {setting.device}"
+            )
+        with all_or_none(setting.comm, OPERATION):
+            made = DiskTier(disk, f"state of the optimizer on rank {setting.rank}")
+        return made
+
+    def keep_state(self, buckets: Sequence[Bucket]) -> None:
+        """Has buckets keep state, of zeros."""
+        rule, master = self.rule, self.setting.options.master
+        for bucket in buckets:
+            bucket.keep_state(master, rule.eight_bits, self.tier)
+            bucket.ensure(rule.names_in(bucket.layout, self.layout, self.groups))
 
     def check_growth(self) -> None:
         """Checks that the groups, of which some were added since, can be stepped together.
@@ -259,6 +291,7 @@ class ShardedStep:
         """Moves the parameters into the optimizer's own buckets."""
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
         self.buckets = Buckets.make(self.layout, *setting.shard_of, options, BucketDevice.of(comm))
+        self.keep_state(self.buckets)
         move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
         self.gradients = (
             Gradients(self.params, self.layout, self.buckets)
@@ -281,6 +314,7 @@ class ShardedStep:
         """Returns the buckets of a placement, with state."""
         setting = self.setting
         buckets = placement.buckets(self.layout, setting.options)
+        self.keep_state(buckets)
         for bucket in buckets:
             bucket.take_wide()
         sharers = setting.sharers
@@ -335,15 +369,22 @@ class ShardedStep:
             self.rule.check_hyper(group, index, self.setting.device)
 
     def _ensure_all(self) -> None:
-        for bucket in self.buckets:
-            if bucket.ensure(self.rule.names_in(bucket.layout, self.layout, self.groups)):
-                self.kernels.forget()
+        rule = self.rule
+        self.ensure([rule.names_in(b.layout, self.layout, self.groups) for b in self.buckets])
 
     def ensure(self, names: Sequence[Sequence[str]]) -> None:
         """Allocates each bucket's tensors of the state, where there are none of its names yet."""
-        for bucket, needed in zip(self.buckets, names, strict=True):
-            if bucket.ensure(needed):
-                self.kernels.forget()
+        pairs = zip(self.buckets, names, strict=True)
+        changed = [bucket.ensure(needed) for bucket, needed in pairs]
+        if any(changed):
+            self.kernels.forget()
+            if self.tier is not None:
+                self._bind_again()
+
+    def _bind_again(self) -> None:
+        """Has the rule take up pieces of the state that were laid out anew."""
+        chunks, states = self.shard_of[1], self.states()
+        self.rule.bind(self.layout, self.groups, self.buckets, chunks, states)
 
     def states(self) -> list[ParamState | None]:
         """Returns by parameter the state that it has, or None."""
@@ -412,12 +453,19 @@ class ShardedStep:
         self.written.take_over()
         self.torn = True
         self.kernels.begin(self.table)
+        if self.tier is not None:
+            skips = bool(self.table.control[kernels.FOUND_INF])
+            self.tier.begin_step(skips, self.table.active.tolist())
         for bucket in self.buckets:
             if reduced is None:
                 self.kernels.reduce_update(bucket)
             else:
                 self.kernels.update(bucket)
         self.kernels.end()
+        if self.tier is not None:
+            self.tier.end_step()
+            with all_or_none(self.setting.comm, OPERATION, self.mesh):
+                self.tier.raise_fault()
         self.torn = False
         self.first_pass = None
         if self.setting.accumulator is not None:

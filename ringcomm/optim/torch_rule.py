@@ -52,9 +52,10 @@ class TorchRule(UpdateRule):
         self.name = name_of(made.kind)
         self._tried = TriedClass(made)
         self._place = torch.device("cpu")
-        # By bucket number; and that of parameters without elements, which have no bucket.
-        self._instances: dict[int, Instance] = {}
+        # By the key of a part of a bucket; and that of parameters without elements here.
+        self._instances: dict[tuple[int, int], Instance] = {}
         self._bare: Instance | None = None
+        self._buckets: Sequence[Bucket] = ()
 
     @property
     def numbers(self) -> frozenset[str]:
@@ -107,24 +108,36 @@ class TorchRule(UpdateRule):
         return TorchKernels(comm, options, table, self)
 
     def bind(
-        self, layout: ShardLayout, groups: Sequence[Group], buckets: Buckets, chunks: int
+        self,
+        layout: ShardLayout,
+        groups: Sequence[Group],
+        buckets: Buckets,
+        chunks: int,
+        states: Sequence[ParamState | None] = (),
     ) -> None:
+        states = [*states, *[None] * (len(layout.params) - len(states))]
         self._instances.clear()
         self._bare = None
-        for bucket in buckets:
+        self._buckets = buckets
+        here: set[int] = set()
+        for bucket in (part for whole in buckets for part in whole.parts()):
             parts = parts_of(bucket.layout, bucket.chunk, lambda index: layout.params[index].group)
+            here.update(part.index for part in parts)
             if parts:
-                self._instances[bucket.number] = self._instance(groups, bucket, parts)
+                made = self._instances[bucket.key] = self._instance(groups, bucket, parts)
+                made.take_states(states)
+        # Their steps are counted on every rank, whether or not it has elements of them.
         bare = [
             Part(index, spec.group)
             for index, spec in enumerate(layout.params)
-            if spec.trainable and spec.tied_to is None and not spec.elems
+            if spec.trainable and spec.tied_to is None and index not in here
         ]
         if bare:
             nothing = torch.empty(0, dtype=torch.float32, device=self._place)
             self._bare = Instance(
                 self._tried, groups, bare, nothing, lambda name: torch.empty_like(nothing)
             )
+            self._bare.take_states(states)
 
     def _instance(self, groups: Sequence[Group], bucket: Bucket, parts: list[Part]) -> Instance:
         def moment(name: str) -> Tensor:
@@ -152,9 +165,9 @@ class TorchRule(UpdateRule):
             grad: float32 [chunk elements].
             active: by parameter, not 0 where the parameter takes the step.
         """
-        if bucket.number not in self._instances:
+        if bucket.key not in self._instances:
             return  # none of its parameters is in a group
-        self._instances[bucket.number].step(grad, active)
+        self._instances[bucket.key].step(grad, active)
         if bucket.state.master is not None:
             bucket.own_params.copy_(bucket.state.master)
 
@@ -167,8 +180,11 @@ class TorchRule(UpdateRule):
         return [found.get(index) for index in range(len(layout.params))]
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        for instance in self._all_instances():
-            instance.take_states(states)
+        for bucket in (part for whole in self._buckets for part in whole.parts()):
+            if bucket.key in self._instances:
+                self._instances[bucket.key].take_states(states)
+        if self._bare is not None:
+            self._bare.take_states(states)
 
     def to_torch(self, name: str, number: float) -> Any:
         return to_number(self._tried.numbers[name], number)

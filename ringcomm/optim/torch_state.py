@@ -10,7 +10,7 @@ import torch
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import agreed_load
-from ringcomm.optim.buckets import Bucket, join_master, split_master
+from ringcomm.optim.buckets import Bucket, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import end_changes
@@ -55,9 +55,8 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     keeps = dst is None or sharded.setting.rank == dst
     for bucket in sharded.buckets:
         tensors = bucket.state.wide()
-        master = master_of(bucket)
-        if master is not None:
-            tensors["master"] = master
+        if bucket.state.masters():
+            tensors["master"] = bucket.read_state("master", *bucket.chunk)
         for name, tensor in tensors.items():
             whole = _whole(sharded, bucket, tensor)
             for index, view in sharded.layout.views(bucket.number, whole):
@@ -103,14 +102,6 @@ def _whole(sharded: ShardedStep, bucket: Bucket, own: Tensor) -> Tensor:
     chunks = bucket.layout.chunks(sharers)
     sharers.all_gather([whole[chunk.begin : chunk.end] for chunk in chunks], own)
     return whole
-
-
-def master_of(bucket: Bucket) -> Tensor | None:
-    """Returns the FP32 masters of this rank's chunk, or None if there are only parameters."""
-    remainder = bucket.state.remainder
-    if remainder is None:
-        return bucket.state.master
-    return join_master(bucket.own_params, remainder)
 
 
 def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
@@ -279,8 +270,7 @@ def _take(sharded: ShardedStep, given: _Given, masters: dict[int, Tensor] | None
         bucket.refresh_master()
         if masters is not None:
             _take_masters(sharded, bucket, masters)
-        # take_state() zeroes tensors that it is not given, so the masters are passed on.
-        tensors.append({**own, **bucket.state.masters()})
+        tensors.append(own)
     take_state(sharded, tensors)
 
 
@@ -293,20 +283,14 @@ def _in_order(sharded: ShardedStep, index: int, tensor: Tensor) -> Tensor:
 
 
 def _take_masters(sharded: ShardedStep, bucket: Bucket, masters: dict[int, Tensor]) -> None:
-    state, chunk = bucket.state, bucket.chunk
-    if state.master is None and state.remainder is None:
+    chunk = bucket.chunk
+    if not bucket.state.masters():
         return
     for begin, end, index in bucket.layout.segments:
         flat = _in_order(sharded, index, masters[index])
         low, high = max(begin, chunk.begin), min(end, chunk.end)
-        if state.remainder is not None:
+        if bucket.state.remainder is not None:
             # A remainder has a meaning only with the parameter that it was split from.
             bucket.write_params(begin, split_master(flat)[0])
-        if low >= high:
-            continue
-        part = slice(low - chunk.begin, high - chunk.begin)
-        inside = flat[low - begin : high - begin]
-        if state.master is not None:
-            state.master[part].copy_(inside)
-        if state.remainder is not None:
-            state.remainder[part].copy_(split_master(inside)[1])
+        if low < high:
+            bucket.write_state("master", low, flat[low - begin : high - begin])

@@ -112,12 +112,15 @@ class TritonReducer(Reducer):
         launch_grad_norm(grads.data_ptr(), dtype, grads.numel(), kind_code(kind), words.data_ptr())
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
-        if into.accumulate or async_op or into.words is None or into.tag:
+        if into.accumulate or async_op or into.tag:
             raise UnsupportedError(
                 f'{self._triton.checks}: kernels="triton" reduces at the step alone; use '
                 'kernels="native"'
             )
-        self._run(grads, into.out, into.kind, into.words)
+        words = into.words
+        if words is None:  # the kernels sum for the norm, whether or not anyone asks for it
+            words = torch.empty(NORM_WORDS, dtype=torch.int64, device=grads.device)
+        self._run(grads, into.out, into.kind, words)
         return None
 
     def _run(self, grads: Tensor, out: Tensor, kind: str, words: Tensor) -> None:
@@ -193,7 +196,7 @@ class TritonKernels(Kernels):
         self._factors_ptr = table.factors.data_ptr()
         self._place = table.control.device if comm is None else comm.device
         # By bucket number, the description of the bucket's shard that kernels read.
-        self._shards: dict[int, Tensor] = {}
+        self._shards: dict[tuple[int, int], Tensor] = {}
 
     def forget(self) -> None:
         self._native.forget()
@@ -254,9 +257,9 @@ class TritonKernels(Kernels):
         )
 
     def _shard(self, bucket: Bucket) -> Tensor:
-        if bucket.number not in self._shards:
+        if bucket.key not in self._shards:
             shard = shard_of(bucket, self._factors_ptr, self._options, self._moments)
             data = list(_native.adamw_shard_bytes(shard))
             record = torch.tensor(data, dtype=torch.uint8, device=self._place)
-            self._shards[bucket.number] = record
-        return self._shards[bucket.number]
+            self._shards[bucket.key] = record
+        return self._shards[bucket.key]

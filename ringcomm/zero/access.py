@@ -9,6 +9,7 @@ place :func:`ringcomm.zero.local_shards` tells; the others take and return whole
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement
-from ringcomm.optim.buckets import Bucket, split_master
+from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within
 from ringcomm.optim.placement import placement_of
 from ringcomm.optim.step import ShardedStep
-from ringcomm.optim.torch_state import master_of
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import checksum
 from ringcomm.zero.engine import GradientHook
@@ -120,8 +120,7 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     if place.bucket is None:
         return place.shown(place.nothing(), local)
     place.sharded.written.take_over()
-    master = master_of(place.bucket)
-    return place.read(place.bucket.own_params if master is None else master, local)
+    return place.read("master", local)
 
 
 @torch.no_grad()
@@ -144,7 +143,8 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     place.agree({"value": place.digest(value, local)})
     if place.bucket is not None:
         sharded.written.take_over()
-        write_master(place.bucket, place.segment, piece)
+        with place.all_or_none() if place.may_fail(False) else nullcontext():
+            write_master(place.bucket, place.own, piece)
         place.publish()
 
 
@@ -177,7 +177,7 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
         return place.kept_whole[name].clone()
     if place.bucket is None:
         return place.shown(place.nothing(), local)
-    return place.read(place.bucket.state.wide()[name], local)
+    return place.read(name, local)
 
 
 @torch.no_grad()
@@ -200,9 +200,8 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
     if name in place.kept_whole:
         place.kept_whole[name].copy_(piece)
     elif place.bucket is not None:
-        moment = place.bucket.state.wide()[name]
-        within(moment, place.bucket.chunk, place.segment).copy_(piece)
-        place.bucket.state.take({name: moment})
+        with place.all_or_none() if place.may_fail(local) else nullcontext():
+            place.bucket.write_state(name, place.own.begin, piece)
 
 
 def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
@@ -329,10 +328,22 @@ class _Place:
         """Returns the elements of a parameter of which this rank has none."""
         return torch.empty(0, dtype=torch.float32, device=self.sharded.setting.device)
 
-    def read(self, own: Tensor, local: bool) -> Tensor:
-        """Returns a copy of the parameter's part of what the ranks keep of its bucket."""
+    @property
+    def own(self) -> Chunk:
+        """The elements of the bucket that this rank keeps of the parameter."""
         assert self.bucket is not None
-        piece = within(own, self.bucket.chunk, self.segment).to(torch.float32, copy=True)
+        low = min(max(self.segment.begin, self.bucket.chunk.begin), self.bucket.chunk.end)
+        return Chunk(low, max(low, min(self.segment.end, self.bucket.chunk.end)))
+
+    def may_fail(self, local: bool) -> bool:
+        """Returns whether other ranks wait for one on which the state cannot be reached."""
+        return not local and self.sharded.tier is not None
+
+    def read(self, name: str, local: bool) -> Tensor:
+        """Returns a copy of the parameter's part of a tensor of the ranks' state."""
+        assert self.bucket is not None
+        with self.all_or_none() if self.may_fail(local) else nullcontext():
+            piece = self.bucket.read_state(name, *self.own)
         if local or self.sharded.shard_of[1] == 1:
             return self.shown(piece, local)
         return self.shown(self.gather(piece), local)
@@ -453,14 +464,9 @@ class _Place:
             self.comm.barrier()
 
 
-def write_master(bucket: Bucket, segment: Segment, piece: Tensor) -> None:
-    """Writes the master of a parameter in this rank's chunk, and the parameter there."""
-    state, params = bucket.state, within(bucket.own_params, bucket.chunk, segment)
-    if state.remainder is not None:
-        param, remainder = split_master(piece)
-        params.copy_(param)
-        within(state.remainder, bucket.chunk, segment).copy_(remainder)
-        return
-    if state.master is not None:
-        within(state.master, bucket.chunk, segment).copy_(piece)
-    params.copy_(piece)
+def write_master(bucket: Bucket, own: Chunk, piece: Tensor) -> None:
+    """Writes the master of elements of this rank's chunk, and the parameters there."""
+    if bucket.state.remainder is None:
+        first = bucket.chunk.begin
+        bucket.own_params[own.begin - first : own.end - first].copy_(piece)
+    bucket.write_state("master", own.begin, piece)

@@ -409,13 +409,8 @@ class ModulePlacement(Placement):
     def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
         made = []
         for number, stored in enumerate(self._engine.stored):
-            bucket = Bucket(
-                number,
-                layout.buckets[number],
-                stored.state_chunk,
-                self._memory(stored, options),
-                options.master,
-            )
+            memory = self._memory(stored, options)
+            bucket = Bucket(number, layout.buckets[number], stored.state_chunk, memory)
             if self._engine.reduction is not None:
                 bucket.grad_shard = self._engine.reduction.buckets[number].shard
                 bucket.tag = partial(self._engine.reduction.tag, number)

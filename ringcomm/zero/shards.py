@@ -250,20 +250,22 @@ class _Memory:
         if owner is None:
             return
         names = self._engine.names()
-        masters = {bucket.number: bucket.state for bucket in owner.buckets}
-        for number, bucket in enumerate(self._engine.stored):
-            state = masters[number]
+        for owned, bucket in zip(owner.buckets, self._engine.stored, strict=True):
             for placed, shard in zip(bucket.params, _shards_of(bucket, names), strict=True):
                 if shard.begin == shard.end:
                     continue
-                begin = placed.begin + shard.begin - bucket.state_chunk.begin
-                part = slice(begin, begin + shard.end - shard.begin)
+                begin = placed.begin + shard.begin
+                end = begin + shard.end - shard.begin
                 same = shard.values == self._kept[shard.name]
-                if state.master is not None:
-                    master = state.master[part]
-                    master.copy_(torch.where(same, master, shard.values.to(master.dtype)))
-                if state.remainder is not None:
-                    state.remainder[part].mul_(same)
+                for part in owned.parts(begin, end) if owned.state.masters() else ():
+                    here, there = part.within(begin, end)
+                    state, kept = part.state, same[there]
+                    if state.master is not None:
+                        master = state.master[here]
+                        given = shard.values[there].to(master.dtype)
+                        master.copy_(torch.where(kept, master, given))
+                    if state.remainder is not None:
+                        state.remainder[here].mul_(kept)
 
 
 def publish(engine: ShardEngine) -> None:

@@ -20,7 +20,7 @@ from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import digest_of
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.dtensors import Sharding, local_of
-from ringcomm.optim.layout import Segment
+from ringcomm.optim.layout import Chunk, Segment
 from ringcomm.zero.access import write_master
 from ringcomm.zero.buckets import BucketParam, ParamBucket
 from ringcomm.zero.checkpoint.contents import Part, PartShard
@@ -302,8 +302,8 @@ def _fill(engine: ShardEngine, source: Pretrained) -> None:
             if masters is not None:
                 wide = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
                 values.read(begin, wide)
-                segment = Segment(placed.begin, placed.end, piece.param)
-                write_master(masters, segment, wide)
+                first = bucket.state_chunk.begin + piece.begin
+                write_master(masters, Chunk(first, first + wide.numel()), wide)
                 continue
             if bucket.wide is None and values.dtype is own.dtype:
                 values.read(begin, own)

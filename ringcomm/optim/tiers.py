@@ -1,0 +1,434 @@
+"""Optimizer state on a disk, which streams through buffers in memory piece by piece.
+
+Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements,
+however large a parameter is. The *record* of a piece is its state, tensor after tensor, each from
+the begin of a page on: what one transfer moves. A *room* is memory for one record. A *visit* of a
+piece brings its record into its room, lets the caller change it, and marks it as changed.
+
+Order. A step visits the pieces in the order of the buckets. The rooms are taken in turn, so that a
+piece always has the same one: addresses that kernels were given, and views that torch's optimizers
+keep, stay right. When a visit ends, the write of its record is submitted, and behind it the read of
+the record that will need the room next. So reads run as many pieces ahead as there are rooms, the
+last writes of a step run while the next forward computes, and the first reads of the next step do,
+too. Pieces in ``resident_bytes``, the last ones, have rooms of their own and never move.
+
+Bytes. A step reads and writes each other record once: 16 bytes an element with AdamW in FP32, 24
+with FP32 masters of 16-bit parameters, and 20 with remainders. A piece none of whose parameters
+takes the step does not move, nor does anything in a step that is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ringcomm.errors import ArgumentError, DiskError
+from ringcomm.memory.scratch import Disk, Scratch, Transfer, aligned_buffer
+from ringcomm.optim.block_moments import CODES, BlockMoment
+from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
+from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, round_up
+
+Tensor = torch.Tensor
+
+PIECE_ELEMS = 1 << 20
+PAGE_BYTES = 4096
+# The largest state of an element: three moments and a master in FP32.
+LARGEST_ELEM_BYTES = 16
+# Rooms that a buffer must have space for, so that a read, a write and an update run at once.
+LEAST_ROOMS = 4
+
+
+def piece_elems(buffer_bytes: int) -> int:
+    """Returns the largest number of elements of a piece, for buffers of so many bytes.
+
+    Raises:
+        ArgumentError: they are too small for any piece.
+    """
+    most = buffer_bytes // (LEAST_ROOMS * LARGEST_ELEM_BYTES)
+    if most < BLOCK_ELEMS:
+        least = LEAST_ROOMS * LARGEST_ELEM_BYTES * BLOCK_ELEMS
+        raise ArgumentError(f"buffer_bytes: expected at least {least}, got {buffer_bytes}")
+    return min(PIECE_ELEMS, most // BLOCK_ELEMS * BLOCK_ELEMS)
+
+
+def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
+    """Divides a chunk into as few pieces as there must be, of nearly equal numbers of elements."""
+    if not chunk.elems:
+        return []
+    count = -(-chunk.elems // largest)
+    size = round_up(-(-chunk.elems // count), BLOCK_ELEMS)
+    begins = range(chunk.begin, chunk.end, size)
+    return [Chunk(begin, min(begin + size, chunk.end)) for begin in begins]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One tensor of a record: float32, int16, or uint8 of a moment of 8 bits."""
+
+    name: str
+    dtype: torch.dtype
+
+    def size_bytes(self, elems: int) -> int:
+        """Returns the bytes of so many elements."""
+        if self.dtype is torch.uint8:
+            return BlockMoment.size_bytes(elems)
+        return elems * self.dtype.itemsize
+
+
+class TieredState(ShardState):
+    """What stands for the state of a bucket in another tier: tensors without memory.
+
+    Names, dtypes and sizes are theirs; elements are read and written through the pieces.
+    """
+
+    _bucket: Bucket
+
+    @classmethod
+    def of(cls, bucket: Bucket, lanes: Sequence[Lane], eight_bits: bool) -> TieredState:
+        """Returns what stands for tensors of a bucket's chunk."""
+        made = cls(eight_bits=eight_bits)
+        made._bucket = bucket
+        add_lanes(made, lanes, torch.empty(0, device="meta"), bucket.chunk.elems)
+        return made
+
+    def wide(self) -> dict[str, Tensor]:
+        return self._copies([*self.moments, *self.narrow])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._copies(self.names())
+
+    def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
+        bucket = self._bucket
+        place = bucket.own_params.device
+        copies = {
+            name: torch.empty(bucket.chunk.elems, dtype=_wide_dtype(name), device=place)
+            for name in names
+        }
+        for part in bucket.parts(write=False):
+            here, _ = bucket.within(*part.chunk)
+            given = part.state.tensors()
+            for name, copy in copies.items():
+                copy[here].copy_(given[name])
+        return copies
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        for part in self._bucket.parts() if tensors else ():
+            here, _ = self._bucket.within(*part.chunk)
+            part.state.take({name: each[here] for name, each in tensors.items()})
+
+    def zero(self, names: Iterable[str]) -> None:
+        named = [*names]
+        for part in self._bucket.parts() if named else ():
+            part.state.zero(named)
+
+
+def _wide_dtype(name: str) -> torch.dtype:
+    return torch.int16 if name == "remainder" else torch.float32
+
+
+def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: int) -> None:
+    """Sets the tensors of a state to the lanes of a record: uint8 [bytes].
+
+    On the device "meta" the tensors are of that device, and the record need not be of any size.
+    """
+    begin = 0
+    for lane in lanes:
+        count = lane.size_bytes(elems)
+        if record.is_meta:
+            flat = torch.empty(count // lane.dtype.itemsize, dtype=lane.dtype, device="meta")
+        else:
+            flat = record[begin : begin + count].view(lane.dtype)
+        begin += round_up(count, PAGE_BYTES)
+        if lane.name in ("master", "remainder"):
+            setattr(state, lane.name, flat)
+        elif lane.dtype is torch.uint8:
+            state.narrow[lane.name] = BlockMoment(CODES[lane.name], flat)
+        else:
+            state.moments[lane.name] = flat
+
+
+class Room:
+    """Memory for one record, which pieces take in turn.
+
+    Attributes:
+        memory: uint8 [bytes], from the begin of a page on.
+        holds: the piece whose record is here, or is on its way; None for none.
+        changed: True if the record here is newer than that on the disk.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = aligned_buffer(size_bytes)
+        self.holds: Piece | None = None
+        self.changed = False
+        self._coming: Transfer | None = None
+
+    def bring(self, piece: Piece, scratch: Scratch) -> None:
+        """Submits what has to be done until a piece's record is here; see :meth:`wait`."""
+        if self.holds is piece:
+            return
+        self.put_away(scratch)
+        self.holds = piece
+        if piece.size_bytes:
+            self._coming = scratch.read(piece.block_of(scratch), self._record(piece))
+
+    def put_away(self, scratch: Scratch) -> Transfer | None:
+        """Submits the write of the record that is here, if it has been changed."""
+        if self.holds is None or not self.changed or not self.holds.size_bytes:
+            return None
+        self.wait()
+        self.changed = False
+        return scratch.write(self.holds.block_of(scratch), self._record(self.holds))
+
+    def wait(self) -> None:
+        """Waits for the record that is on its way."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+
+    def _record(self, piece: Piece) -> Tensor:
+        return self.memory[: piece.size_bytes]
+
+
+@dataclass(eq=False)
+class Piece:
+    """A part of a bucket's chunk whose state moves at once.
+
+    Attributes:
+        bucket: the bucket.
+        chunk: the elements of the bucket.
+        lanes: the tensors of its record.
+        room: where its record is while it is visited.
+        part: the bucket that a visit yields.
+        then: the piece that needs the room next in this step, or first in the next one.
+    """
+
+    bucket: Bucket
+    chunk: Chunk
+    lanes: tuple[Lane, ...]
+    block: int | None = None
+    room: Room | None = None
+    part: Bucket | None = None
+    then: Piece | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the record."""
+        sizes = (lane.size_bytes(self.chunk.elems) for lane in self.lanes)
+        return sum(round_up(size, PAGE_BYTES) for size in sizes)
+
+    def block_of(self, scratch: Scratch) -> int:
+        """Returns the number of the block of the scratch file, which is made at the first call."""
+        if self.block is None:
+            self.block = scratch.add_block(self.size_bytes)
+        return self.block
+
+    def move_in(self, room: Room) -> None:
+        """Takes a room, and makes the bucket of the piece there."""
+        self.room = room
+        state = ShardState(eight_bits=self.bucket.state.eight_bits)
+        add_lanes(state, self.lanes, room.memory, self.chunk.elems)
+        self.part = self.bucket.part(self.chunk, state)
+
+
+@dataclass
+class _Kept:
+    """A bucket whose state is here, its tensors, and its pieces once they are laid out."""
+
+    bucket: Bucket
+    lanes: tuple[Lane, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class DiskTier:
+    """The state of one optimizer on one rank, on a disk.
+
+    Args:
+        disk: where, and how much of it stays in memory.
+        owner: names the state in errors.
+
+    Attributes:
+        fault: the first error of the disk; nothing is visited any more.
+    """
+
+    def __init__(self, disk: Disk, owner: str) -> None:
+        self._disk = disk
+        self._largest = piece_elems(disk.buffer_bytes)
+        self._scratch = Scratch(disk.path, owner)
+        self._kept: dict[int, _Kept] = {}
+        self._is_laid_out = True
+        # The pieces that the step under way visits; None between steps.
+        self._visited: set[Piece] | None = None
+        self.fault: DiskError | None = None
+
+    @property
+    def scratch(self) -> Scratch:
+        return self._scratch
+
+    def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
+        """Takes up a bucket's state, and returns what stands for it."""
+        dtype = master_dtype(bucket.layout, master)
+        name = "remainder" if dtype is torch.int16 else "master"
+        lanes = () if dtype is None else (Lane(name, dtype),)
+        self._kept[bucket.number] = _Kept(bucket, lanes)
+        self._is_laid_out = False
+        return TieredState.of(bucket, lanes, eight_bits)
+
+    def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
+        """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger records."""
+        state, kept = bucket.state, self._kept[bucket.number]
+        missing = [name for name in names if state.memory(name) is None]
+        if not missing:
+            return False
+        self.wait()
+        dtype = torch.uint8 if state.eight_bits else torch.float32
+        kept.lanes += tuple(Lane(name, dtype) for name in missing)
+        bucket.state = TieredState.of(bucket, kept.lanes, state.eight_bits)
+        self._is_laid_out = False
+        return True
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for kept in self._kept.values() for piece in kept.pieces]
+
+    def _lay_out(self) -> None:
+        """Divides the buckets into pieces, and gives them rooms."""
+        self._put_all_away()
+        for kept in self._kept.values():
+            before = kept.pieces
+            if not before:
+                chunks = pieces_of(kept.bucket.chunk, self._largest)
+                kept.pieces = [Piece(kept.bucket, chunk, kept.lanes) for chunk in chunks]
+            elif before[0].lanes != kept.lanes:
+                kept.pieces = [self._enlarged(piece, kept.lanes) for piece in before]
+        self._give_rooms()
+        self._is_laid_out = True
+
+    def _put_all_away(self) -> None:
+        """Writes all records that the disk has not, and waits for that."""
+        rooms = {piece.room for piece in self._pieces() if piece.room is not None}
+        for transfer in [room.put_away(self._scratch) for room in rooms]:
+            if transfer is not None:
+                transfer.wait()
+
+    def _enlarged(self, piece: Piece, lanes: tuple[Lane, ...]) -> Piece:
+        """Returns a piece with more tensors in its record, of zeros."""
+        made = Piece(piece.bucket, piece.chunk, lanes)
+        if piece.block is None:
+            return made
+        old, new = aligned_buffer(piece.size_bytes), aligned_buffer(made.size_bytes)
+        self._scratch.read(piece.block, old).wait()
+        new.zero_()
+        # Lanes are only added behind the others.
+        new[: piece.size_bytes].copy_(old)
+        self._scratch.write(made.block_of(self._scratch), new).wait()
+        self._scratch.drop_block(piece.block)
+        return made
+
+    def _give_rooms(self) -> None:
+        pieces = self._pieces()
+        left, resident = self._disk.resident_bytes, []
+        while pieces and pieces[-1].size_bytes <= left:
+            resident.append(pieces.pop())
+            left -= resident[-1].size_bytes
+        for piece in resident:
+            room = Room(piece.size_bytes)
+            if piece.block is None:
+                room.holds = piece  # new memory is of zeros, as a state that begins is
+            piece.move_in(room)
+        if not pieces:
+            return
+        # Without any tensor in the state, as of SGD without momentum, nothing moves.
+        size = max(PAGE_BYTES, *(piece.size_bytes for piece in pieces))
+        count = min(len(pieces), self._disk.buffer_bytes // size)
+        rooms = [Room(size) for _ in range(count)]
+        for number, piece in enumerate(pieces):
+            piece.move_in(rooms[number % count])
+
+    def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
+        """Does :meth:`Bucket.parts`; in a step, for the pieces that it visits.
+
+        In a step an error of the disk ends the visits, and is kept in :attr:`fault`: the rank goes
+        on with the calls that the others wait for, and all of them learn of it at the end.
+
+        Raises:
+            DiskError: between steps.
+        """
+        if self.fault is not None and self._visited is None:
+            raise self.fault
+        try:
+            if not self._is_laid_out:
+                self._lay_out()
+            for piece in self._kept[bucket.number].pieces:
+                reaches = piece.chunk.begin < end and begin < piece.chunk.end
+                if reaches and (self._visited is None or piece in self._visited):
+                    yield from self._visit(piece, write)
+        except DiskError as error:
+            self.fault = self.fault or error
+            if self._visited is None:
+                raise
+
+    def _visit(self, piece: Piece, write: bool) -> Iterator[Bucket]:
+        room, part = piece.room, piece.part
+        assert room is not None and part is not None
+        # A bucket is laid out anew when its optimizer grows.
+        part.layout, part.segments = piece.bucket.layout, piece.bucket.segments
+        room.bring(piece, self._scratch)
+        room.wait()
+        try:
+            yield part
+        finally:
+            room.changed |= write
+        if self._visited is not None and piece.then is not None:
+            room.bring(piece.then, self._scratch)
+
+    def begin_step(self, skips: bool, active: Sequence[float]) -> None:
+        """Plans the visits of a step.
+
+        Args:
+            skips: the step changes nothing.
+            active: by parameter, not 0 where it takes the step.
+        """
+        self._visited = set()
+        if skips or self.fault is not None:
+            return
+        try:
+            if not self._is_laid_out:
+                self._lay_out()
+            visited = [piece for piece in self._pieces() if _steps(piece, active)]
+            by_room: dict[Room, list[Piece]] = {}
+            for piece in visited:
+                assert piece.room is not None
+                by_room.setdefault(piece.room, []).append(piece)
+            for room, pieces in by_room.items():
+                for piece, then in zip(pieces, [*pieces[1:], pieces[0]], strict=True):
+                    piece.then = then
+                room.bring(pieces[0], self._scratch)
+            self._visited.update(visited)
+        except DiskError as error:
+            self.fault = error
+
+    def end_step(self) -> None:
+        """Ends the visits of a step, whose last transfers go on."""
+        self._visited = None
+
+    def wait(self) -> None:
+        """Waits until no transfer is under way, and what is changed is on the disk."""
+        self._put_all_away()
+        for piece in self._pieces():
+            if piece.room is not None:
+                piece.room.wait()
+
+    def raise_fault(self) -> None:
+        """Raises the first error of the disk, if there was any."""
+        if self.fault is not None:
+            raise self.fault
+
+
+def _steps(piece: Piece, active: Sequence[float]) -> bool:
+    """Tells whether some parameter that has elements in a piece takes the step."""
+    chunk = piece.chunk
+    return any(
+        active[segment.param] and segment.begin < chunk.end and chunk.begin < segment.end
+        for segment in piece.bucket.layout.segments
+    )
