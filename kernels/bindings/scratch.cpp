@@ -116,8 +116,8 @@ nb::object result_of(const NativeScratchRequest& r) {
 }
 
 // What addresses and offsets of direct I/O must be multiples of, as the kernel says since 6.1.
-// 0: it has no direct I/O for this file; -1: it does not say. The structure is spelt here since older
-// C libraries lack its fields.
+// 0: it has no direct I/O for this file; -1: it does not say. The structure is spelt here, since
+// older C libraries lack its fields.
 int direct_alignment(int fd) {
   constexpr unsigned kDirectAlignment = 0x2000;  // STATX_DIOALIGN
   constexpr int kMaskAt = 0, kMemoryAt = 0x98, kOffsetAt = 0x9c;
