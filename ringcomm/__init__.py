@@ -16,6 +16,7 @@ from ringcomm.errors import (
     CheckpointError,
     CollectiveTimeout,
     CorruptedError,
+    DiskError,
     ForkError,
     HeapError,
     MismatchError,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     )
     from ringcomm.comm.options import CommOptions
     from ringcomm.comm.work import Work
-    from ringcomm.memory import empty, heap_stats, zeros
+    from ringcomm.memory import Disk, empty, heap_stats, zeros
 
 __version__ = "0.1.0"
 
@@ -130,7 +131,7 @@ _HOMES = {
     "ringcomm.comm.options": ("CommOptions",),
     "ringcomm.comm.arguments": ("ReduceOp", "premul_sum"),
     "ringcomm.comm.work": ("Work",),
-    "ringcomm.memory": ("empty", "heap_stats", "zeros"),
+    "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("fsdp2", "functional", "optim", "parallel", "tl", "zero")
@@ -173,6 +174,8 @@ __all__ = [
     "CommOptions",
     "Communicator",
     "CorruptedError",
+    "Disk",
+    "DiskError",
     "ForkError",
     "GroupMember",
     "HeapError",

@@ -210,6 +210,55 @@ class Heap:
     def huge_bytes(self) -> int:
         """Bytes of the heap that huge pages back so far."""
 
+class ScratchPool:
+    """A few threads that write and read a file open for direct I/O, in blocks.
+
+    The descriptor stays the caller's, and must be open until close(). Requests that share a block
+    or bytes of memory run in the order of their submission. Addresses and sizes are multiples of
+    4096. Each block has checksums in RAM, of its last write, that reads compare. In a forked child
+    nothing of it may be called.
+    """
+
+    def __init__(self, fd: int, threads: int = ..., cut_bytes: int = ...) -> None:
+        """`threads` share a request in pieces of `cut_bytes`."""
+    def add_block(self, size_bytes: int) -> int:
+        """Reserves space at the end of the file. Raises OSError."""
+    def write(self, block: int, ptr: int, size_bytes: int) -> ScratchRequest:
+        """Raises ValueError for what does not fit, and OSError where no thread starts."""
+    def read(self, block: int, ptr: int, size_bytes: int) -> ScratchRequest:
+        """Reads as many bytes as the last write had; of a block without one, any number of zeros.
+
+        Raises as write().
+        """
+    def counters(self) -> dict[str, int]:
+        """bytes_read, bytes_written; reading_ns, writing_ns: while at least one was under way."""
+    def close(self) -> None:
+        """What has not begun ends as "closed"; returns when nothing is under way."""
+
+class ScratchRequest:
+    """A read or write; its memory must stay until it is done."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> dict[str, Any] | None:
+        """Returns None when it ended well, else how it did; a signal handler may raise.
+
+        "end": failed (a system call, with "errno"), truncated, stalled, damaged (with "wanted_sum"
+        and "seen_sum") or closed. "operation" (read or write), "offset_bytes" and "size_bytes" say
+        what of the file it is about; the fault may be an earlier request's of the block.
+        """
+
+def direct_alignment(fd: int) -> int:
+    """What direct I/O of this file goes by; 0: it has none; -1: the kernel does not say."""
+
+def file_system_type(fd: int) -> int:
+    """The magic number of statfs(2). Raises OSError."""
+
+def crc32c_ways() -> list[str]:
+    """The ways to make a CRC32C that run on this CPU, the one that is taken first."""
+
+def crc32c(ptr: int, size_bytes: int, way: str) -> int:
+    """A test's view of the checksum."""
+
 class Process:
     """A process that runs, to ask later whether it has ended; one of pid 0 never does.
 

@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveTimeout",
     "CorruptedError",
+    "DiskError",
     "ForkError",
     "HeapError",
     "MismatchError",
@@ -78,8 +79,22 @@ class CheckpointError(RingcommError):
     """Saved state is damaged, incomplete, or of another model; what it was for is unchanged."""
 
 
+class DiskError(RingcommError):
+    """State on a disk cannot be kept there, or did not come back as it was.
+
+    Attributes:
+        path: the folder on the disk, where one is meant.
+        block: of the scratch file, where the error is of one.
+        offset_bytes: in the scratch file, where the error has a place.
+    """
+
+    path: str | None = None
+    block: int | None = None
+    offset_bytes: int | None = None
+
+
 class ForkError(RingcommError):
-    """A communicator was used in a forked child of the process that made it."""
+    """What belongs to one process, as a communicator does, was used in a forked child of it."""
 
 
 def printable(text: str, allowed: str = "\n\t") -> str:

@@ -338,5 +338,6 @@ NB_MODULE(_native, m) {
   bind_heap(m);
   bind_comm(m);
   bind_device(m);
+  bind_scratch(m);
   bind_triton(m);
 }

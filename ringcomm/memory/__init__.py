@@ -1,7 +1,8 @@
-"""Tensors in the symmetric heap: memory of this process that its peers map.
+"""Tensors in the symmetric heap: memory of this process that its peers map; and state on disks.
 
 ``host_heap`` has the heap in the host's memory and maps those of other processes; ``device_heap``
-has the heap on each GPU, and ``device_peers`` maps those of other ranks' GPUs.
+has the heap on each GPU, and ``device_peers`` maps those of other ranks' GPUs. ``scratch`` has a
+rank's file on a disk.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from ringcomm.errors import ArgumentError
 from ringcomm.memory.device_heap import device_empty
 from ringcomm.memory.device_heap import device_heap as heap_of_device
 from ringcomm.memory.host_heap import allocate, process_heap
+from ringcomm.memory.scratch import Disk
 
-__all__ = ["empty", "heap_stats", "zeros"]
+__all__ = ["Disk", "empty", "heap_stats", "zeros"]
 
 
 def _shape_of(size: tuple[Any, ...], operation: str) -> tuple[int, ...]:

@@ -1,0 +1,225 @@
+// ScratchPool and ScratchRequest of ringcomm._native, and what a file says of direct I/O.
+#include "kernels/host/scratch.h"
+
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "kernels/bindings/gil.h"
+#include "kernels/bindings/module.h"
+#include "kernels/host/crc32c.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+// In a forked child the threads are the parent's, and so may be the lock: there the pool is left
+// alone for good.
+struct NativeScratch {
+  std::unique_ptr<ScratchPool> pool;
+  pid_t pid = getpid();
+
+  NativeScratch(int fd, int threads, uint64_t cut_bytes)
+      : pool(std::make_unique<ScratchPool>(fd, threads, cut_bytes)) {}
+  ~NativeScratch() {
+    if (getpid() != pid) static_cast<void>(pool.release());
+  }
+};
+
+struct NativeScratchRequest {
+  std::shared_ptr<NativeScratch> scratch;
+  ScratchRequestPtr request;
+};
+
+[[noreturn]] void raise_errno(int code) {
+  errno = code;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
+bool interrupted_on_main_thread() {
+  return syscall(SYS_gettid) == getpid() && Waiter::interrupt_hook() != 0;
+}
+
+const char* name_of(ScratchEnd end) {
+  switch (end) {
+    case ScratchEnd::kDone:
+      return "done";
+    case ScratchEnd::kFailed:
+      return "failed";
+    case ScratchEnd::kTruncated:
+      return "truncated";
+    case ScratchEnd::kStalled:
+      return "stalled";
+    case ScratchEnd::kDamaged:
+      return "damaged";
+    case ScratchEnd::kClosed:
+      return "closed";
+  }
+  return "";
+}
+
+const char* words_of(ScratchPool::Refusal refusal) {
+  switch (refusal) {
+    case ScratchPool::Refusal::kNone:
+      return "";
+    case ScratchPool::Refusal::kClosed:
+      return "expected a pool that is not closed";
+    case ScratchPool::Refusal::kNoBlock:
+      return "block: expected one of add_block()";
+    case ScratchPool::Refusal::kUnaligned:
+      return "memory: expected an address and a size that are multiples of 4096, and not 0";
+    case ScratchPool::Refusal::kTooLong:
+      return "memory: expected no more than the block holds";
+    case ScratchPool::Refusal::kOtherSize:
+      return "memory: expected as many bytes as the block's last write had";
+  }
+  return "";
+}
+
+NativeScratchRequest submit(const std::shared_ptr<NativeScratch>& s, bool is_write, uint32_t block,
+                            uintptr_t memory, uint64_t bytes) {
+  NativeScratchRequest r{s, nullptr};
+  ScratchPool::Refusal refusal;
+  int code = 0;
+  {
+    const WithoutGil nogil;
+    try {
+      refusal = s->pool->submit({is_write, block, at(memory), bytes}, &r.request);
+    } catch (const std::system_error& e) {  // no thread
+      code = e.code().value();
+    }
+  }
+  if (code != 0) raise_errno(code);
+  if (refusal != ScratchPool::Refusal::kNone) throw nb::value_error(words_of(refusal));
+  return r;
+}
+
+nb::object result_of(const NativeScratchRequest& r) {
+  const ScratchResult result = r.scratch->pool->result(*r.request);
+  if (result.end == ScratchEnd::kDone) return nb::none();
+  nb::dict d;
+  d["end"] = name_of(result.end);
+  d["operation"] = result.is_write ? "write" : "read";
+  d["errno"] = result.code;
+  d["offset_bytes"] = result.offset;
+  d["size_bytes"] = result.bytes;
+  d["wanted_sum"] = result.wanted_sum;
+  d["seen_sum"] = result.seen_sum;
+  return d;
+}
+
+// What addresses and offsets of direct I/O must be multiples of, as the kernel says since 6.1.
+// 0: it has no direct I/O for this file; -1: it does not say. The structure is spelt here, since
+// older C libraries lack its fields.
+int direct_alignment(int fd) {
+  constexpr unsigned kDirectAlignment = 0x2000;  // STATX_DIOALIGN
+  constexpr int kMaskAt = 0, kMemoryAt = 0x98, kOffsetAt = 0x9c;
+  alignas(8) char status[256] = {};
+  if (syscall(SYS_statx, fd, "", 0x1000 /* AT_EMPTY_PATH */, kDirectAlignment, status) != 0)
+    return -1;
+  uint32_t mask, memory, offset;
+  std::memcpy(&mask, status + kMaskAt, 4);
+  std::memcpy(&memory, status + kMemoryAt, 4);
+  std::memcpy(&offset, status + kOffsetAt, 4);
+  if ((mask & kDirectAlignment) == 0) return -1;
+  return int(std::max(memory, offset));
+}
+
+// The magic number of the file system, as in statfs(2).
+uint64_t file_system_type(int fd) {
+  struct statfs status;
+  if (fstatfs(fd, &status) != 0) raise_errno(errno);
+  return uint64_t(uint32_t(status.f_type));
+}
+
+void bind_sums(nb::module_& m) {
+  m.def("crc32c_ways", [] {
+    nb::list names;
+    for (const Crc32cWay* way = crc32c_ways(); way->name != nullptr; ++way) names.append(way->name);
+    return names;
+  });
+  m.def(
+      "crc32c",
+      [](uintptr_t ptr, uint64_t bytes, const std::string& name) {
+        for (const Crc32cWay* way = crc32c_ways(); way->name != nullptr; ++way)
+          if (name == way->name) return way->sum(at(ptr), bytes);
+        throw nb::value_error("way: expected one of crc32c_ways()");
+      },
+      nb::arg("ptr"), nb::arg("size_bytes"), nb::arg("way"));
+}
+
+}  // namespace
+
+void bind_scratch(nb::module_& m) {
+  bind_sums(m);
+  m.def("direct_alignment", &direct_alignment, nb::arg("fd"));
+  m.def("file_system_type", &file_system_type, nb::arg("fd"));
+  nb::class_<NativeScratch>(m, "ScratchPool")
+      .def(
+          "__init__",
+          [](NativeScratch* self, int fd, int threads, uint64_t cut_bytes) {
+            if (threads < 1) throw nb::value_error("threads must be at least 1");
+            if (cut_bytes == 0 || cut_bytes % kScratchPageBytes != 0)
+              throw nb::value_error("cut_bytes must be a multiple of 4096, and not 0");
+            new (self) NativeScratch(fd, threads, cut_bytes);
+          },
+          nb::arg("fd"), nb::arg("threads") = kScratchThreads,
+          nb::arg("cut_bytes") = kScratchCutBytes)
+      .def(
+          "add_block",
+          [](NativeScratch& s, uint64_t bytes) {
+            uint32_t block = 0;
+            int code;
+            {
+              const WithoutGil nogil;
+              code = s.pool->add_block(bytes, &block);
+            }
+            if (code != 0) raise_errno(code);
+            return block;
+          },
+          nb::arg("size_bytes"))
+      .def(
+          "write",
+          [](const std::shared_ptr<NativeScratch>& s, uint32_t block, uintptr_t ptr,
+             uint64_t bytes) { return submit(s, true, block, ptr, bytes); },
+          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"))
+      .def(
+          "read",
+          [](const std::shared_ptr<NativeScratch>& s, uint32_t block, uintptr_t ptr,
+             uint64_t bytes) { return submit(s, false, block, ptr, bytes); },
+          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"))
+      .def("counters",
+           [](const NativeScratch& s) {
+             const ScratchCounters now = s.pool->counters();
+             nb::dict d;
+             d["bytes_read"] = now.bytes_read;
+             d["bytes_written"] = now.bytes_written;
+             d["reading_ns"] = now.reading_ns;
+             d["writing_ns"] = now.writing_ns;
+             return d;
+           })
+      .def("close", [](NativeScratch& s) {
+        const WithoutGil nogil;
+        s.pool->close();
+      });
+  nb::class_<NativeScratchRequest>(m, "ScratchRequest")
+      .def("done", [](const NativeScratchRequest& r) { return r.request->done(); })
+      .def("wait", [](const NativeScratchRequest& r) {
+        bool done = r.request->done();
+        if (!done) {
+          const WithoutGil nogil;
+          done = r.scratch->pool->wait(*r.request, &interrupted_on_main_thread);
+        }
+        if (!done) throw nb::python_error();
+        return result_of(r);
+      });
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,146 @@
+#include "kernels/host/crc32c.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace ringcomm::host {
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
+constexpr int kTables = 8;
+using Tables = std::array<std::array<uint32_t, 256>, kTables>;
+
+// kByteTables[k][b]: what byte b does to the sum once k more bytes have followed it.
+constexpr Tables byte_tables() {
+  Tables t{};
+  for (uint32_t b = 0; b < 256; ++b) {
+    uint32_t crc = b;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? kPolynomial : 0);
+    t[0][b] = crc;
+  }
+  for (int k = 1; k < kTables; ++k)
+    for (uint32_t b = 0; b < 256; ++b) t[k][b] = (t[k - 1][b] >> 8) ^ t[0][t[k - 1][b] & 255];
+  return t;
+}
+constexpr Tables kByteTables = byte_tables();
+
+uint64_t word_at(const unsigned char* p) {
+  uint64_t word;
+  std::memcpy(&word, p, sizeof(word));
+  return word;
+}
+
+uint32_t with_byte(uint32_t crc, unsigned char byte) {
+  return (crc >> 8) ^ kByteTables[0][(crc ^ byte) & 255];
+}
+
+uint32_t with_word(uint32_t crc, uint64_t word) {
+  word ^= crc;
+  uint32_t sum = 0;
+  for (int k = 0; k < 8; ++k) sum ^= kByteTables[7 - k][(word >> (8 * k)) & 255];
+  return sum;
+}
+
+uint32_t by_tables(const void* data, uint64_t bytes) {
+  const auto* p = static_cast<const unsigned char*>(data);
+  uint32_t crc = ~uint32_t(0);
+  for (; bytes >= 8; p += 8, bytes -= 8) crc = with_word(crc, word_at(p));
+  for (; bytes > 0; ++p, --bytes) crc = with_byte(crc, *p);
+  return ~crc;
+}
+
+#if defined(__x86_64__) || defined(__aarch64__)
+
+// The instruction takes three cycles and can begin in each: three strands of so many bytes are
+// summed side by side, and joined.
+constexpr uint64_t kStrandBytes = 4096;
+
+// shift(crc) is what a sum becomes when kStrandBytes zeros follow. It is linear, and so the xor of
+// what it makes of each byte of `crc`.
+class StrandShift {
+ public:
+  StrandShift() {
+    std::array<uint32_t, 32> of_bit{};
+    for (int bit = 0; bit < 32; ++bit) {
+      uint32_t crc = uint32_t(1) << bit;
+      for (uint64_t i = 0; i < kStrandBytes; ++i) crc = with_byte(crc, 0);
+      of_bit[bit] = crc;
+    }
+    for (int k = 0; k < 4; ++k)
+      for (uint32_t b = 0; b < 256; ++b)
+        for (int bit = 0; bit < 8; ++bit)
+          if ((b >> bit & 1) != 0) of_byte_[k][b] ^= of_bit[8 * k + bit];
+  }
+  uint32_t operator()(uint64_t crc) const {
+    return of_byte_[0][crc & 255] ^ of_byte_[1][crc >> 8 & 255] ^ of_byte_[2][crc >> 16 & 255] ^
+           of_byte_[3][crc >> 24 & 255];
+  }
+
+ private:
+  std::array<std::array<uint32_t, 256>, 4> of_byte_{};
+};
+
+// As assembly, so that this file needs no flags that other code of it must not have.
+inline uint64_t instructed(uint64_t crc, uint64_t word) {
+#if defined(__x86_64__)
+  asm("crc32q %1, %0" : "+r"(crc) : "rm"(word));
+#else
+  asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+#endif
+  return crc;
+}
+
+uint32_t by_instruction(const void* data, uint64_t bytes) {
+  static const StrandShift shift;
+  const auto* p = static_cast<const unsigned char*>(data);
+  uint64_t crc = ~uint32_t(0);
+  for (; bytes >= 3 * kStrandBytes; p += 3 * kStrandBytes, bytes -= 3 * kStrandBytes) {
+    uint64_t second = 0, third = 0;
+    for (uint64_t i = 0; i < kStrandBytes; i += 8) {
+      crc = instructed(crc, word_at(p + i));
+      second = instructed(second, word_at(p + kStrandBytes + i));
+      third = instructed(third, word_at(p + 2 * kStrandBytes + i));
+    }
+    crc = shift(shift(crc) ^ second) ^ third;
+  }
+  for (; bytes >= 8; p += 8, bytes -= 8) crc = instructed(crc, word_at(p));
+  for (; bytes > 0; ++p, --bytes) crc = with_byte(uint32_t(crc), *p);
+  return ~uint32_t(crc);
+}
+
+bool has_instruction() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("sse4.2");
+#else
+  constexpr unsigned long kHwcapCrc32 = 1 << 7;
+  return (getauxval(AT_HWCAP) & kHwcapCrc32) != 0;
+#endif
+}
+
+constexpr Crc32cWay kInstruction = {"instruction", by_instruction};
+
+#else
+
+bool has_instruction() { return false; }
+constexpr Crc32cWay kInstruction = {"tables", by_tables};
+
+#endif
+
+constexpr Crc32cWay kByTables = {"tables", by_tables}, kEnd = {nullptr, nullptr};
+constexpr Crc32cWay kBothWays[] = {kInstruction, kByTables, kEnd};
+constexpr Crc32cWay kOnlyTables[] = {kByTables, kEnd};
+
+}  // namespace
+
+const Crc32cWay* crc32c_ways() {
+  static const Crc32cWay* const ways = has_instruction() ? kBothWays : kOnlyTables;
+  return ways;
+}
+
+uint32_t crc32c(const void* data, uint64_t bytes) { return crc32c_ways()[0].sum(data, bytes); }
+
+}  // namespace ringcomm::host

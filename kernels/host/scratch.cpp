@@ -1,0 +1,287 @@
+#include "kernels/host/scratch.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "kernels/host/crc32c.h"
+#include "ringcomm/core/atomics.h"
+
+namespace ringcomm::host {
+namespace {
+
+constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
+// So often may a system call move less than a page before it counts as stalled.
+constexpr int kMaxStalls = 8;
+
+bool overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+// New threads take no signals: those are for threads that wait to be interrupted.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+bool ScratchRequest::done() const {
+  return load_acquire_sys(&done_word_) != 0;  // pairs with the release in ScratchPool::finish()
+}
+
+void ScratchPool::Busy::begin() {
+  if (threads++ == 0) since = std::chrono::steady_clock::now();
+}
+
+void ScratchPool::Busy::end() {
+  if (--threads > 0) return;
+  const auto passed = std::chrono::steady_clock::now() - since;
+  ns += uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count());
+}
+
+ScratchPool::ScratchPool(int fd, int threads, uint64_t cut_bytes)
+    : fd_(fd), thread_count_(threads), cut_bytes_(cut_bytes) {}
+
+ScratchPool::~ScratchPool() { close(); }
+
+int ScratchPool::add_block(uint64_t bytes, uint32_t* block) {
+  bytes = (bytes + kScratchPageBytes - 1) / kScratchPageBytes * kScratchPageBytes;
+  const std::lock_guard lock(mutex_);
+  int code;
+  do {
+    code = fallocate(fd_, 0, off_t(file_bytes_), off_t(bytes)) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code != 0) {
+    // What it may have reserved before it failed goes back; where even that fails, the file's end
+    // gives it back.
+    static_cast<void>(ftruncate(fd_, off_t(file_bytes_)));
+    return code;
+  }
+  ScratchBlock added{file_bytes_, bytes, 0, {}, {}};
+  added.sums.resize((bytes + cut_bytes_ - 1) / cut_bytes_);
+  *block = uint32_t(blocks_.size());
+  blocks_.push_back(std::move(added));
+  file_bytes_ += bytes;
+  return 0;
+}
+
+void ScratchPool::start_threads() {
+  const SignalsBlocked blocked;
+  while (int(threads_.size()) < thread_count_) threads_.emplace_back([this] { run(); });
+}
+
+ScratchPool::Refusal ScratchPool::submit(const Wish& wish, ScratchRequestPtr* request) {
+  const std::lock_guard lock(mutex_);
+  if (closing_) return Refusal::kClosed;
+  if (wish.block >= blocks_.size()) return Refusal::kNoBlock;
+  ScratchBlock& block = blocks_[wish.block];
+  if (wish.bytes == 0 || wish.bytes % kScratchPageBytes != 0 ||
+      uintptr_t(wish.memory) % kScratchPageBytes != 0)
+    return Refusal::kUnaligned;
+  if (wish.bytes > block.bytes) return Refusal::kTooLong;
+  if (!wish.is_write && block.content_bytes != 0 && block.content_bytes != wish.bytes)
+    return Refusal::kOtherSize;
+  start_threads();
+  auto r = std::make_shared<ScratchRequest>();
+  r->is_write_ = wish.is_write;
+  r->from_disk_ = block.content_bytes != 0;
+  r->block_ = &block;
+  r->memory_ = wish.memory;
+  r->bytes_ = wish.bytes;
+  if (wish.is_write) block.content_bytes = wish.bytes;
+  // See NOTE [Order].
+  for (const ScratchRequestPtr& earlier : outstanding_) {
+    if (earlier->block_ != &block &&
+        !overlap(earlier->memory_, earlier->bytes_, wish.memory, wish.bytes))
+      continue;
+    earlier->followers_.push_back(r);
+    ++r->blockers_;
+  }
+  outstanding_.push_back(r);
+  *request = r;
+  ScratchResult refusal;
+  if (r->blockers_ > 0) return Refusal::kNone;
+  if (!may_start(*r, &refusal)) {
+    finish(r, refusal);
+  } else {
+    ready_.push_back(std::move(r));
+    to_do_.notify_all();
+  }
+  return Refusal::kNone;
+}
+
+bool ScratchPool::wait(const ScratchRequest& request, bool (*interrupted)()) {
+  std::unique_lock lock(mutex_);
+  while (!request.done()) {
+    done_.wait_for(lock, kLook);
+    if (request.done()) break;
+    lock.unlock();
+    if (interrupted()) return false;
+    lock.lock();
+  }
+  return true;
+}
+
+ScratchResult ScratchPool::result(const ScratchRequest& request) {
+  const std::lock_guard lock(mutex_);
+  return request.result_;
+}
+
+ScratchCounters ScratchPool::counters() {
+  const std::lock_guard lock(mutex_);
+  ScratchCounters now = counters_;
+  now.reading_ns = reading_.ns;
+  now.writing_ns = writing_.ns;
+  return now;
+}
+
+void ScratchPool::close() {
+  std::vector<std::thread> ending;
+  {
+    std::unique_lock lock(mutex_);
+    closing_ = true;
+    const auto unfinished = std::exchange(ready_, {});
+    for (const ScratchRequestPtr& r : unfinished) {
+      r->taken_bytes_ = r->bytes_;
+      if (r->result_.end == ScratchEnd::kDone) r->result_.end = ScratchEnd::kClosed;
+      if (r->cuts_under_way_ == 0) finish(r, r->result_);
+    }
+    done_.wait(lock, [this] { return outstanding_.empty(); });
+    stopping_ = true;
+    to_do_.notify_all();
+    ending.swap(threads_);
+  }
+  for (std::thread& thread : ending) thread.join();
+}
+
+void ScratchPool::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    to_do_.wait(lock, [this] { return stopping_ || !ready_.empty(); });
+    if (stopping_) return;
+    const ScratchRequestPtr request = ready_.front();
+    const Cut cut = take_cut(request);
+    Busy* const busy = request->is_write_ ? &writing_ : request->from_disk_ ? &reading_ : nullptr;
+    if (busy != nullptr) busy->begin();
+    lock.unlock();
+    const ScratchResult result = move(*request, cut);
+    lock.lock();
+    if (busy != nullptr) busy->end();
+    settle(request, cut, result);
+  }
+}
+
+ScratchPool::Cut ScratchPool::take_cut(const ScratchRequestPtr& request) {
+  ScratchRequest& r = *request;
+  const Cut cut{r.taken_bytes_, std::min(cut_bytes_, r.bytes_ - r.taken_bytes_)};
+  r.taken_bytes_ += cut.bytes;
+  ++r.cuts_under_way_;
+  if (r.taken_bytes_ == r.bytes_) ready_.pop_front();
+  return cut;
+}
+
+// Without the lock: no other thread touches these bytes of memory, or the cut's sum.
+ScratchResult ScratchPool::move(const ScratchRequest& r, Cut cut) const {
+  char* const memory = r.memory_ + cut.offset;
+  const uint64_t offset = r.block_->offset + cut.offset;
+  uint32_t& sum = r.block_->sums[cut.offset / cut_bytes_];
+  if (r.is_write_) {
+    sum = crc32c(memory, cut.bytes);
+    return transfer(true, memory, offset, cut.bytes);
+  }
+  if (!r.from_disk_) {
+    std::memset(memory, 0, cut.bytes);
+    return {};
+  }
+  const ScratchResult result = transfer(false, memory, offset, cut.bytes);
+  if (result.end != ScratchEnd::kDone) return result;
+  const uint32_t seen = crc32c(memory, cut.bytes);
+  if (seen == sum) return {};
+  return {ScratchEnd::kDamaged, false, 0, offset, cut.bytes, sum, seen};
+}
+
+ScratchResult ScratchPool::transfer(bool is_write, char* memory, uint64_t offset,
+                                    uint64_t bytes) const {
+  const auto failed = [&](ScratchEnd end, int code) {
+    return ScratchResult{end, is_write, code, offset, bytes, 0, 0};
+  };
+  int stalls = 0;
+  for (uint64_t at = 0; at < bytes;) {
+    const auto file_offset = off_t(offset + at);
+    const ssize_t moved = is_write ? pwrite(fd_, memory + at, bytes - at, file_offset)
+                                   : pread(fd_, memory + at, bytes - at, file_offset);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0) return failed(ScratchEnd::kFailed, errno);
+    if (moved == 0 && !is_write) return failed(ScratchEnd::kTruncated, 0);
+    // O_DIRECT goes on at a whole page only.
+    const uint64_t pages = uint64_t(moved) / kScratchPageBytes * kScratchPageBytes;
+    if (pages == 0 && ++stalls == kMaxStalls) return failed(ScratchEnd::kStalled, 0);
+    at += pages;
+  }
+  return {};
+}
+
+void ScratchPool::settle(const ScratchRequestPtr& request, Cut cut, const ScratchResult& result) {
+  ScratchRequest& r = *request;
+  --r.cuts_under_way_;
+  if (result.end == ScratchEnd::kDone) {
+    if (r.is_write_) counters_.bytes_written += cut.bytes;
+    if (!r.is_write_ && r.from_disk_) counters_.bytes_read += cut.bytes;
+  } else {
+    if (r.result_.end == ScratchEnd::kDone) r.result_ = result;
+    if (r.taken_bytes_ < r.bytes_) {  // the other cuts are not begun
+      r.taken_bytes_ = r.bytes_;
+      std::erase(ready_, request);
+    }
+  }
+  if (r.cuts_under_way_ == 0 && r.taken_bytes_ == r.bytes_) finish(request, r.result_);
+}
+
+bool ScratchPool::may_start(const ScratchRequest& request, ScratchResult* refusal) const {
+  *refusal = request.block_->fault;
+  if (refusal->end == ScratchEnd::kDone && closing_) refusal->end = ScratchEnd::kClosed;
+  return refusal->end == ScratchEnd::kDone;
+}
+
+// Starts those that waited for it; some of these end at once, with a fault of their block.
+void ScratchPool::finish(const ScratchRequestPtr& request, const ScratchResult& result) {
+  std::vector<std::pair<ScratchRequestPtr, ScratchResult>> ended{{request, result}};
+  while (!ended.empty()) {
+    const auto [r, how] = std::move(ended.back());
+    ended.pop_back();
+    r->result_ = how;
+    ScratchResult& fault = r->block_->fault;
+    if (fault.end == ScratchEnd::kDone && how.end != ScratchEnd::kClosed) fault = how;
+    std::erase(outstanding_, r);
+    for (const ScratchRequestPtr& follower : std::exchange(r->followers_, {})) {
+      if (--follower->blockers_ > 0) continue;
+      ScratchResult refusal;
+      if (may_start(*follower, &refusal))
+        ready_.push_back(follower);
+      else
+        ended.emplace_back(follower, refusal);
+    }
+    store_release_sys(&r->done_word_, 1);  // pairs with ScratchRequest::done()
+  }
+  done_.notify_all();
+  to_do_.notify_all();
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,151 @@
+// A scratch file on a disk, written and read by a few threads past the page cache (O_DIRECT).
+//
+// NOTE [Order]
+// Requests that share a block, or bytes of memory, run in the order in which they were submitted;
+// all others run side by side. So write(block a, buffer x) and then read(block b, buffer x) may be
+// submitted at once: the read waits until the write has taken what was in the buffer.
+//
+// NOTE [Checksums]
+// Each write leaves a CRC32C per cut in RAM, by block, in place of those of the write before; a
+// read compares. The sums are where no fault of a disk reaches them, one for each place and only
+// for its last write. So they bind content to block and version: a bit that has flipped, a stale
+// block, one at the place of another and the end of a truncated file all differ, each but for a
+// chance of 2^-32.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ringcomm::host {
+
+// Files, memory and sizes are whole multiples of this, which every disk's sectors divide.
+constexpr uint64_t kScratchPageBytes = 4096;
+
+constexpr int kScratchThreads = 4;
+constexpr uint64_t kScratchCutBytes = 2 << 20;
+
+enum class ScratchEnd : uint32_t {
+  kDone,
+  kFailed,     // a system call, with `code`
+  kTruncated,  // the file ended before the block did
+  kStalled,    // the system moved nothing, and named no error
+  kDamaged,    // the disk brought other bytes than were written
+  kClosed,     // the pool was closed before it ran
+};
+
+// How a request ended, and where in the file: the cut at `offset` of `bytes`.
+struct ScratchResult {
+  ScratchEnd end = ScratchEnd::kDone;
+  bool is_write = false;
+  int code = 0;  // errno
+  uint64_t offset = 0, bytes = 0;
+  uint32_t wanted_sum = 0, seen_sum = 0;
+};
+
+// What was moved so far, and for how long something of the kind was under way.
+struct ScratchCounters {
+  uint64_t bytes_read = 0, bytes_written = 0, reading_ns = 0, writing_ns = 0;
+};
+
+struct ScratchBlock {
+  uint64_t offset, bytes;
+  uint64_t content_bytes = 0;  // of the last write that was submitted; 0: there was none
+  std::vector<uint32_t> sums;  // of the last write, by cut
+  ScratchResult fault;         // the first one, with which all later requests end
+};
+
+class ScratchRequest;
+using ScratchRequestPtr = std::shared_ptr<ScratchRequest>;
+
+// Its methods may be called by any thread.
+class ScratchPool {
+ public:
+  // The file must stay open until close(). A request is cut into pieces of `cut_bytes`, which the
+  // threads share.
+  ScratchPool(int fd, int threads, uint64_t cut_bytes);
+  ~ScratchPool();
+  ScratchPool(const ScratchPool&) = delete;
+  ScratchPool& operator=(const ScratchPool&) = delete;
+
+  // Adds a block at the file's end and reserves its space: 0, or an errno.
+  int add_block(uint64_t bytes, uint32_t* block);
+
+  enum class Refusal { kNone, kClosed, kNoBlock, kUnaligned, kTooLong, kOtherSize };
+  struct Wish {
+    bool is_write;
+    uint32_t block;
+    char* memory;
+    uint64_t bytes;  // of a read: as many as the last write had, or any if there was none
+  };
+  // The memory must stay until the request is done. Throws std::system_error where no thread
+  // starts.
+  Refusal submit(const Wish& wish, ScratchRequestPtr* request);
+  // False: `interrupted`, asked about every 10 ms without a lock, said so; the request goes on.
+  bool wait(const ScratchRequest& request, bool (*interrupted)());
+  ScratchResult result(const ScratchRequest& request);  // of one that is done
+  ScratchCounters counters();
+  // What has not begun ends as kClosed; returns when nothing is under way.
+  void close();
+
+ private:
+  struct Cut {
+    uint64_t offset, bytes;
+  };
+  // The time for which at least one thread is at it.
+  struct Busy {
+    int threads = 0;
+    std::chrono::steady_clock::time_point since;
+    uint64_t ns = 0;
+    void begin();
+    void end();
+  };
+
+  void start_threads();
+  void run();
+  Cut take_cut(const ScratchRequestPtr& request);
+  ScratchResult move(const ScratchRequest& request, Cut cut) const;
+  ScratchResult transfer(bool is_write, char* memory, uint64_t offset, uint64_t bytes) const;
+  void settle(const ScratchRequestPtr& request, Cut cut, const ScratchResult& result);
+  void finish(const ScratchRequestPtr& request, const ScratchResult& result);
+  bool may_start(const ScratchRequest& request, ScratchResult* refusal) const;
+
+  const int fd_, thread_count_;
+  const uint64_t cut_bytes_;
+  std::mutex mutex_;
+  std::condition_variable to_do_, done_;
+  std::vector<std::thread> threads_;
+  std::deque<ScratchBlock> blocks_;             // whose elements stay where they are
+  std::vector<ScratchRequestPtr> outstanding_;  // in the order of submission
+  std::deque<ScratchRequestPtr> ready_;         // those with cuts that no thread has taken
+  uint64_t file_bytes_ = 0;
+  ScratchCounters counters_;
+  Busy reading_, writing_;
+  bool closing_ = false, stopping_ = false;
+};
+
+// One read or write.
+class ScratchRequest {
+ public:
+  bool done() const;
+
+ private:
+  friend class ScratchPool;
+  bool is_write_ = false, from_disk_ = true;  // else a read of what was never written: zeros
+  ScratchBlock* block_ = nullptr;
+  char* memory_ = nullptr;
+  uint64_t bytes_ = 0;
+  int blockers_ = 0;  // requests that must be done before
+  std::vector<ScratchRequestPtr> followers_;
+  uint64_t taken_bytes_ = 0;  // handed out as cuts
+  int cuts_under_way_ = 0;
+  ScratchResult result_;  // the first cut's that failed
+  uint32_t done_word_ = 0;
+};
+
+}  // namespace ringcomm::host

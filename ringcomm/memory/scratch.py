@@ -1,0 +1,436 @@
+"""State on a disk: one unnamed file a rank, in blocks that threads write and read past the cache.
+
+What is in the file is of use to this process alone, and only while it runs. So the file has no name
+from the start: however the process ends, the disk's space is free again. Every block has a checksum
+in RAM (``kernels/host/scratch.h``), and whatever a disk can do wrong ends in a :class:`DiskError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringcomm import _native
+from ringcomm.errors import ArgumentError, DiskError, ForkError, no_thread
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+# Of statfs(2): file systems whose files are in RAM, which is what a disk is to save.
+_IN_RAM = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+
+_OTHER_FOLDER = "Name a folder on a local disk, with ext4 or XFS"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where state is kept on a disk, and how much RAM that takes.
+
+    Attributes:
+        path: a folder on a disk. Each rank has a file in it, which has no name and is gone with the
+            process.
+        buffer_bytes: what a rank has of RAM for what is on its way to or from the disk.
+        resident_bytes: how much of a rank's state stays in RAM.
+    """
+
+    path: str | os.PathLike[str]
+    buffer_bytes: int = 64 << 20
+    resident_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise ArgumentError(f"Disk(path=): expected a folder on a disk, got {self.path!r}")
+        for name, least in (("buffer_bytes", PAGE_BYTES), ("resident_bytes", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ArgumentError(
+                    f"Disk({name}=): expected an integer of at least {least}, got {value!r}"
+                )
+
+
+def aligned_buffer(size_bytes: int) -> torch.Tensor:
+    """Memory for transfers: zeros, in whole pages, in huge ones where the system has them.
+
+    Args:
+        size_bytes: what the tensor has; its pages are taken when they are first touched.
+
+    Returns:
+        uint8 [size_bytes], which begins a page; what is left of its last page is its own, too.
+    """
+    if size_bytes < 1:
+        raise ArgumentError(f"aligned_buffer: expected at least 1 byte, got {size_bytes}")
+    # Huge pages begin at multiples of their size, and older kernels map anywhere.
+    slack_bytes = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else 0
+    mapped = mmap.mmap(
+        -1,
+        rounded_up(size_bytes) + slack_bytes,
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+    )
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    skipped_bytes = -whole.data_ptr() % HUGE_PAGE_BYTES if slack_bytes else 0
+    buffer = whole[skipped_bytes : skipped_bytes + size_bytes]
+    _native.advise_huge_pages(buffer.data_ptr(), size_bytes)
+    return buffer
+
+
+def rounded_up(size_bytes: int) -> int:
+    """Returns the bytes of the whole pages that ``size_bytes`` take, in memory and in the file."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _free_bytes(path: str) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _refused(what: str, path: str, reason: str, advice: str) -> DiskError:
+    error = DiskError(
+        f"{what}: expected a folder on a disk that can hold it, got {path}: {reason}. {advice}"
+    )
+    error.path = path
+    return error
+
+
+def _why_not_opened(path: str, error: OSError) -> tuple[str, str]:
+    """Returns the reason why a folder takes no unnamed file for direct I/O, and what to do."""
+    cause = error.strerror or str(error)
+    if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+        return cause, "Make the folder before"
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return cause, "Give this user the right to write there, or name another folder"
+    if error.errno in {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}:
+        try:
+            os.close(os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        except OSError:
+            return f"its file system has no unnamed files (O_TMPFILE: {cause})", _OTHER_FOLDER
+        return f"its file system has no direct I/O (O_DIRECT: {cause})", _OTHER_FOLDER
+    return cause, _OTHER_FOLDER
+
+
+def _open_unnamed(path: str, what: str) -> int:
+    try:
+        folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(what, path, *_why_not_opened(path, error)) from error
+    try:
+        in_ram = _IN_RAM.get(_native.file_system_type(folder))
+    finally:
+        os.close(folder)
+    if in_ram is not None:
+        raise _refused(what, path, f"it is a {in_ram}, whose files take RAM", _OTHER_FOLDER)
+    # O_EXCL: nobody can give the file a name later.
+    flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise _refused(what, path, *_why_not_opened(path, error)) from error
+    alignment = _native.direct_alignment(descriptor)
+    if alignment == 0 or (alignment > 0 and PAGE_BYTES % alignment != 0):
+        os.close(descriptor)
+        reason = (
+            f"its direct I/O is by multiples of {alignment} bytes, expected a divisor of "
+            f"{PAGE_BYTES}"
+            if alignment
+            else "its file system has no direct I/O for this file"
+        )
+        raise _refused(what, path, reason, _OTHER_FOLDER)
+    return descriptor
+
+
+class _File:
+    """What must be closed of a :class:`Scratch`, and the memory that the threads still use."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.pool = _native.ScratchPool(descriptor)
+        self.under_way: dict[int, tuple[_native.ScratchRequest, torch.Tensor]] = {}
+        self.is_open = True
+        self.inherited = False
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.pool.close()
+            self.under_way.clear()
+            os.close(self.descriptor)
+
+    def leave_to_parent(self) -> None:
+        # The child lets go of the file at once: the disk's space must not wait for its end. The
+        # native pool, whose threads are the parent's, knows by itself not to be touched.
+        self.inherited = True
+        if self.is_open:
+            self.is_open = False
+            os.close(self.descriptor)
+
+    def let_go_of_what_is_over(self) -> None:
+        for key, (request, _) in list(self.under_way.items()):
+            if request.done():
+                self.under_way.pop(key, None)
+
+
+_files: weakref.WeakSet[_File] = weakref.WeakSet()
+
+
+def _leave_files_to_parent() -> None:
+    for file in list(_files):
+        file.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_files_to_parent)
+
+
+class Scratch:
+    """One unnamed file of this rank on a disk, in blocks.
+
+    Transfers that share a block, or bytes of memory, run in the order in which they were submitted,
+    all others side by side. After a fault on a block every later transfer of it raises the first
+    one. In a forked child it cannot be used. It closes with its ``with`` statement, by
+    :meth:`close`, or when nothing refers to it.
+
+    Args:
+        folder: on a disk; a folder in RAM is refused.
+        what: what is kept in the file, as errors name it: "optimizer state of rank 3".
+
+    Raises:
+        DiskError: the folder takes no such file; says why, and what to do.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], what: str) -> None:
+        self.path = os.fspath(folder)
+        self.what = what
+        self._file = _File(_open_unnamed(self.path, what))
+        self._block_bytes: list[int] = []
+        self._keys = itertools.count()
+        _files.add(self._file)
+        self._close = weakref.finalize(self, self._file.close)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return sum(self._block_bytes)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the disk has brought."""
+        return self._counter("bytes_read")
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the disk has taken."""
+        return self._counter("bytes_written")
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds in which at least one read was under way."""
+        return self._counter("reading_ns") / 1e9
+
+    @property
+    def writing_s(self) -> float:
+        """Seconds in which at least one write was under way."""
+        return self._counter("writing_ns") / 1e9
+
+    def _counter(self, name: str) -> int:
+        self._expect_owner("counters")
+        return self._file.pool.counters()[name]
+
+    def add_block(self, size_bytes: int) -> int:
+        """Adds a block, with space reserved on the disk, which reads as zeros until it is written.
+
+        Args:
+            size_bytes: rounded up to pages of 4096 bytes.
+
+        Returns:
+            The block's number, from 0.
+
+        Raises:
+            DiskError: the disk has no room; names path, wanted and free bytes.
+        """
+        self._expect_open("add_block")
+        if size_bytes < 1:
+            raise ArgumentError(
+                f"{self.what}: expected a block of 1 byte or more, got {size_bytes}"
+            )
+        try:
+            block = self._file.pool.add_block(size_bytes)
+        except OSError as error:
+            raise self._no_room(size_bytes, error) from error
+        self._block_bytes.append(rounded_up(size_bytes))
+        return block
+
+    def write(self, block: int, memory: torch.Tensor) -> Transfer:
+        """Begins to write ``memory`` into a block, from its start.
+
+        Args:
+            block: of :meth:`add_block`.
+            memory: contiguous uint8 on the CPU, in whole pages (:func:`aligned_buffer`), no longer
+                than the block. It must not change until the transfer is over.
+        """
+        return self._begin("write", block, memory)
+
+    def read(self, block: int, memory: torch.Tensor) -> Transfer:
+        """Begins to read a block into ``memory``.
+
+        Args:
+            block: of :meth:`add_block`.
+            memory: as for :meth:`write`, with as many bytes as the block's last write had.
+        """
+        return self._begin("read", block, memory)
+
+    def close(self) -> None:
+        """Waits for what is under way, gives up what is not begun, and frees the disk's space."""
+        if self._file.inherited:
+            return
+        self._close()
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _begin(self, operation: str, block: int, memory: torch.Tensor) -> Transfer:
+        self._expect_open(operation)
+        self._check(operation, block, memory)
+        file = self._file
+        file.let_go_of_what_is_over()
+        submit = file.pool.write if operation == "write" else file.pool.read
+        try:
+            request = submit(block, memory.data_ptr(), memory.nbytes)
+        except ValueError as error:
+            raise ArgumentError(f"{self.what}: {operation} of block {block}: {error}") from error
+        except OSError as error:
+            raise no_thread(
+                f"{self.what}: {operation} of block {block} in {self.path}",
+                error,
+                "Nothing was moved",
+            ) from error
+        key = next(self._keys)
+        file.under_way[key] = (request, memory)
+        return Transfer(self, operation, block, request, key)
+
+    def _check(self, operation: str, block: int, memory: torch.Tensor) -> None:
+        head = f"{self.what}: {operation} of block {block}"
+        if not 0 <= block < len(self._block_bytes):
+            raise ArgumentError(f"{head}: expected a block below {len(self._block_bytes)}")
+        if not isinstance(memory, torch.Tensor):
+            raise ArgumentError(f"{head}: expected a tensor, got {type(memory).__name__}")
+        if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
+            raise ArgumentError(
+                f"{head}: expected contiguous uint8 on the CPU, got {memory.dtype} on "
+                f"{memory.device} with strides {memory.stride()}"
+            )
+        if memory.data_ptr() % PAGE_BYTES or memory.nbytes % PAGE_BYTES or not memory.nbytes:
+            raise ArgumentError(
+                f"{head}: expected whole pages of {PAGE_BYTES} bytes, got {memory.nbytes} bytes at "
+                f"address {memory.data_ptr():#x}. Take slices of an aligned_buffer()"
+            )
+        if memory.nbytes > self._block_bytes[block]:
+            raise ArgumentError(
+                f"{head}: expected at most {self._block_bytes[block]} bytes, got {memory.nbytes}"
+            )
+
+    def _no_room(self, size_bytes: int, error: OSError) -> DiskError:
+        cause = error.strerror or str(error)
+        wanted = f"{rounded_up(size_bytes)} bytes after {self.size_bytes} of its own"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            advice = f"{_free_bytes(self.path)} bytes are free. Free space on that disk, raise the "
+            advice += "limit (quota, ulimit -f), or name a folder on a larger one"
+        elif error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
+            advice = f"Its file system cannot reserve space (fallocate). {_OTHER_FOLDER}"
+        else:
+            advice = "Look at the disk's health (dmesg)"
+        made = DiskError(
+            f"{self.what}: expected {wanted} in a scratch file in {self.path}, got: {cause}. "
+            f"{advice}"
+        )
+        made.path = self.path
+        return made
+
+    def _expect_owner(self, operation: str) -> None:
+        if self._file.inherited:
+            raise ForkError(
+                f"{self.what}: {operation}: the scratch file in {self.path} is of the process that "
+                f"this one (pid {os.getpid()}) was forked from. Use it there, or make one here"
+            )
+
+    def _expect_open(self, operation: str) -> None:
+        self._expect_owner(operation)
+        if not self._file.is_open:
+            raise DiskError(f"{self.what}: {operation}: the scratch file in {self.path} is closed")
+
+
+class Transfer:
+    """A read or write under way. Its memory is kept until it is over, and must be left alone."""
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        operation: str,
+        block: int,
+        request: _native.ScratchRequest,
+        key: int,
+    ) -> None:
+        self._scratch = scratch
+        self._operation = operation
+        self._block = block
+        self._request = request
+        self._key = key
+
+    def done(self) -> bool:
+        """Returns whether it is over, well or not."""
+        return self._request.done()
+
+    def wait(self) -> None:
+        """Returns when the bytes are where they are to be; may be called again.
+
+        Raises:
+            DiskError: they are not; says operation, path, block, offset, cause and what to do.
+        """
+        scratch = self._scratch
+        scratch._expect_owner(f"{self._operation} of block {self._block}")
+        result = self._request.wait()
+        scratch._file.under_way.pop(self._key, None)
+        if result is not None:
+            raise self._error(result)
+
+    def _error(self, result: dict[str, Any]) -> DiskError:
+        scratch = self._scratch
+        head = f"{scratch.what}: {self._operation} of block {self._block} in {scratch.path}"
+        if result["end"] == "closed":
+            error = DiskError(f"{head}: the scratch file was closed before it ran")
+        else:
+            cause, advice = _cause(result)
+            error = DiskError(
+                f"{head}: expected to {result['operation']} {result['size_bytes']} bytes at offset "
+                f"{result['offset_bytes']} of the scratch file, got: {cause}. {advice}"
+            )
+            error.offset_bytes = result["offset_bytes"]
+        error.path, error.block = scratch.path, self._block
+        return error
+
+
+def _cause(result: dict[str, Any]) -> tuple[str, str]:
+    """Returns how a transfer ended otherwise than well, and what to do."""
+    health = "Look at the disk's health (dmesg, smartctl), and name a folder on another one"
+    end = result["end"]
+    if end == "failed":
+        code = result["errno"]
+        if code in {errno.ENOSPC, errno.EDQUOT}:
+            health = "Free space on that disk, or name a folder on another one"
+        return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})", health
+    if end == "truncated":
+        return "the file ends before that", f"Something has cut it short. {health}"
+    if end == "stalled":
+        return "the system moves no bytes, and names no error", health
+    return (
+        f"other bytes than were written there last (CRC32C {result['wanted_sum']:#010x} expected, "
+        f"{result['seen_sum']:#010x} read): flipped bits, an older version, or another place's",
+        health,
+    )
