@@ -210,6 +210,7 @@ class Bucket:
         state: the optimizer's state of the chunk; in another tier than memory, what stands for it,
             whose elements :meth:`parts` gives.
         tier: where the state lies; None for memory.
+        is_part: True if another bucket's :meth:`part` made it, so that its state is laid out there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
@@ -234,6 +235,7 @@ class Bucket:
         self.segments = layout.segment_table(self._place)
         self.state = ShardState()
         self.tier: StateTier | None = None
+        self.is_part = False
         self.grad_shard: Tensor | None = None
         self.tag: Callable[[], int] = int
         self.share: Callable[[], object] = _has_no_copies
@@ -336,6 +338,7 @@ class Bucket:
         made = Bucket(self.number, self.layout, chunk, BucketMemory(own))
         made.segments = self.segments
         made.state = state
+        made.is_part = True
         return made
 
     def lay_out(self, layout: BucketLayout) -> None:
@@ -429,6 +432,8 @@ class Bucket:
             return self.tier.ensure(self, names)
         state, elems = self.state, self.chunk.elems
         missing = [name for name in names if state.memory(name) is None]
+        if missing and self.is_part:
+            raise AssertionError(f"a part of bucket {self.number} has no memory for {missing}")
         for name in missing:
             if state.eight_bits:
                 size_bytes = BlockMoment.size_bytes(elems)

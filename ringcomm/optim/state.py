@@ -529,8 +529,8 @@ def misfit_of(
 
 def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
     """Copies checked tensors into this rank's state."""
+    sharded.ensure([[name for name in each if name not in MASTERS] for each in tensors])
     for bucket, given in zip(sharded.buckets, tensors, strict=True):
-        bucket.ensure([name for name in given if name not in MASTERS])
         bucket.state.take(given)
         # Masters that are not given were written before.
         bucket.state.zero({*bucket.state.names()} - {*given, *MASTERS})

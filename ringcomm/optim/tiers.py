@@ -19,6 +19,7 @@ takes the step does not move, nor does anything in a step that is skipped.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,15 +84,20 @@ class TieredState(ShardState):
     Names, dtypes and sizes are theirs; elements are read and written through the pieces.
     """
 
-    _bucket: Bucket
+    # The bucket has the state, and nothing here may keep it alive, nor in the pieces.
+    _bucket_ref: weakref.ref[Bucket]
 
     @classmethod
     def of(cls, bucket: Bucket, lanes: Sequence[Lane], eight_bits: bool) -> TieredState:
         """Returns what stands for tensors of a bucket's chunk."""
         made = cls(eight_bits=eight_bits)
-        made._bucket = bucket
+        made._bucket_ref = weakref.ref(bucket)
         add_lanes(made, lanes, torch.empty(0, device="meta"), bucket.chunk.elems)
         return made
+
+    @property
+    def _bucket(self) -> Bucket:
+        return _alive(self._bucket_ref)
 
     def wide(self) -> dict[str, Tensor]:
         return self._copies([*self.moments, *self.narrow])
@@ -124,6 +130,12 @@ class TieredState(ShardState):
             part.state.zero(named)
 
 
+def _alive(bucket: weakref.ref[Bucket]) -> Bucket:
+    found = bucket()
+    assert found is not None
+    return found
+
+
 def _wide_dtype(name: str) -> torch.dtype:
     return torch.int16 if name == "remainder" else torch.float32
 
@@ -154,32 +166,42 @@ class Room:
 
     Attributes:
         memory: uint8 [bytes], from the begin of a page on.
-        holds: the piece whose record is here, or is on its way; None for none.
         changed: True if the record here is newer than that on the disk.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.memory = aligned_buffer(size_bytes)
-        self.holds: Piece | None = None
         self.changed = False
+        # Pieces have their rooms, and a cycle would keep the parameters' memory for a while.
+        self._holds: weakref.ref[Piece] | None = None
         self._coming: Transfer | None = None
+
+    @property
+    def holds(self) -> Piece | None:
+        """The piece whose record is here, or is on its way; None for none."""
+        return None if self._holds is None else self._holds()
+
+    def begin_with(self, piece: Piece) -> None:
+        """Holds a piece's record from now on, as the memory is."""
+        self._holds = weakref.ref(piece)
 
     def bring(self, piece: Piece, scratch: Scratch) -> None:
         """Submits what has to be done until a piece's record is here; see :meth:`wait`."""
         if self.holds is piece:
             return
         self.put_away(scratch)
-        self.holds = piece
+        self.begin_with(piece)
         if piece.size_bytes:
             self._coming = scratch.read(piece.block_of(scratch), self._record(piece))
 
     def put_away(self, scratch: Scratch) -> Transfer | None:
         """Submits the write of the record that is here, if it has been changed."""
-        if self.holds is None or not self.changed or not self.holds.size_bytes:
+        piece, changed = self.holds, self.changed
+        self.changed = False
+        if piece is None or not changed or not piece.size_bytes:
             return None
         self.wait()
-        self.changed = False
-        return scratch.write(self.holds.block_of(scratch), self._record(self.holds))
+        return scratch.write(piece.block_of(scratch), self._record(piece))
 
     def wait(self) -> None:
         """Waits for the record that is on its way."""
@@ -196,21 +218,23 @@ class Piece:
     """A part of a bucket's chunk whose state moves at once.
 
     Attributes:
-        bucket: the bucket.
+        bucket_ref: the bucket.
         chunk: the elements of the bucket.
         lanes: the tensors of its record.
         room: where its record is while it is visited.
         part: the bucket that a visit yields.
-        then: the piece that needs the room next in this step, or first in the next one.
     """
 
-    bucket: Bucket
+    bucket_ref: weakref.ref[Bucket]
     chunk: Chunk
     lanes: tuple[Lane, ...]
     block: int | None = None
     room: Room | None = None
     part: Bucket | None = None
-    then: Piece | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        return _alive(self.bucket_ref)
 
     @property
     def size_bytes(self) -> int:
@@ -236,7 +260,7 @@ class Piece:
 class _Kept:
     """A bucket whose state is here, its tensors, and its pieces once they are laid out."""
 
-    bucket: Bucket
+    bucket_ref: weakref.ref[Bucket]
     lanes: tuple[Lane, ...]
     pieces: list[Piece] = field(default_factory=list)
 
@@ -258,8 +282,9 @@ class DiskTier:
         self._scratch = Scratch(disk.path, owner)
         self._kept: dict[int, _Kept] = {}
         self._is_laid_out = True
-        # The pieces that the step under way visits; None between steps.
-        self._visited: set[Piece] | None = None
+        # The pieces that the step under way visits, each with the one that needs its room next, in
+        # this step or first in the next one; None between steps.
+        self._visited: dict[Piece, Piece] | None = None
         self.fault: DiskError | None = None
 
     @property
@@ -271,7 +296,7 @@ class DiskTier:
         dtype = master_dtype(bucket.layout, master)
         name = "remainder" if dtype is torch.int16 else "master"
         lanes = () if dtype is None else (Lane(name, dtype),)
-        self._kept[bucket.number] = _Kept(bucket, lanes)
+        self._kept[bucket.number] = _Kept(weakref.ref(bucket), lanes)
         self._is_laid_out = False
         return TieredState.of(bucket, lanes, eight_bits)
 
@@ -297,8 +322,8 @@ class DiskTier:
         for kept in self._kept.values():
             before = kept.pieces
             if not before:
-                chunks = pieces_of(kept.bucket.chunk, self._largest)
-                kept.pieces = [Piece(kept.bucket, chunk, kept.lanes) for chunk in chunks]
+                chunks = pieces_of(_alive(kept.bucket_ref).chunk, self._largest)
+                kept.pieces = [Piece(kept.bucket_ref, chunk, kept.lanes) for chunk in chunks]
             elif before[0].lanes != kept.lanes:
                 kept.pieces = [self._enlarged(piece, kept.lanes) for piece in before]
         self._give_rooms()
@@ -313,7 +338,7 @@ class DiskTier:
 
     def _enlarged(self, piece: Piece, lanes: tuple[Lane, ...]) -> Piece:
         """Returns a piece with more tensors in its record, of zeros."""
-        made = Piece(piece.bucket, piece.chunk, lanes)
+        made = Piece(piece.bucket_ref, piece.chunk, lanes)
         if piece.block is None:
             return made
         old, new = aligned_buffer(piece.size_bytes), aligned_buffer(made.size_bytes)
@@ -322,19 +347,18 @@ class DiskTier:
         # Lanes are only added behind the others.
         new[: piece.size_bytes].copy_(old)
         self._scratch.write(made.block_of(self._scratch), new).wait()
-        self._scratch.drop_block(piece.block)
         return made
 
     def _give_rooms(self) -> None:
         pieces = self._pieces()
         left, resident = self._disk.resident_bytes, []
-        while pieces and pieces[-1].size_bytes <= left:
+        while pieces and 0 < pieces[-1].size_bytes <= left:
             resident.append(pieces.pop())
             left -= resident[-1].size_bytes
         for piece in resident:
             room = Room(piece.size_bytes)
             if piece.block is None:
-                room.holds = piece  # new memory is of zeros, as a state that begins is
+                room.begin_with(piece)  # new memory is of zeros, as a state that begins is
             piece.move_in(room)
         if not pieces:
             return
@@ -379,8 +403,8 @@ class DiskTier:
             yield part
         finally:
             room.changed |= write
-        if self._visited is not None and piece.then is not None:
-            room.bring(piece.then, self._scratch)
+        if self._visited is not None:
+            room.bring(self._visited[piece], self._scratch)
 
     def begin_step(self, skips: bool, active: Sequence[float]) -> None:
         """Plans the visits of a step.
@@ -389,22 +413,20 @@ class DiskTier:
             skips: the step changes nothing.
             active: by parameter, not 0 where it takes the step.
         """
-        self._visited = set()
+        self._visited = {}
         if skips or self.fault is not None:
             return
         try:
             if not self._is_laid_out:
                 self._lay_out()
-            visited = [piece for piece in self._pieces() if _steps(piece, active)]
             by_room: dict[Room, list[Piece]] = {}
-            for piece in visited:
-                assert piece.room is not None
-                by_room.setdefault(piece.room, []).append(piece)
+            for piece in self._pieces():
+                if _steps(piece, active):
+                    assert piece.room is not None
+                    by_room.setdefault(piece.room, []).append(piece)
             for room, pieces in by_room.items():
-                for piece, then in zip(pieces, [*pieces[1:], pieces[0]], strict=True):
-                    piece.then = then
+                self._visited.update(zip(pieces, [*pieces[1:], pieces[0]], strict=True))
                 room.bring(pieces[0], self._scratch)
-            self._visited.update(visited)
         except DiskError as error:
             self.fault = error
 
