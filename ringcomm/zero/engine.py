@@ -345,19 +345,27 @@ class ShardEngine:
             ArgumentError: the module has another tensor in a parameter's place; or it is in
                 ``exchanged()``, or plain again.
         """
+        self.refuse_exchanged(operation)
+        self.check_places(operation)
+
+    def check_places(self, operation: str) -> None:
+        """Does :meth:`check` for what may have other values, as inside ``exchanged()``."""
         if self.closed:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
                 "a module that unshard() has made plain since, so that its shards are gone; "
                 "shard() it anew, and build a new optimizer"
             )
+        self.slots.check()
+
+    def refuse_exchanged(self, operation: str) -> None:
+        """Raises ArgumentError inside ``exchanged()``, which all ranks are in together."""
         if self.exchanged:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
                 "exchanged(), where the parameters have other values than their own; leave the "
                 "context first"
             )
-        self.slots.check()
 
     def check_all(self, operation: str) -> None:
         """Runs :meth:`check` on all ranks, of which all raise or none; collective."""

@@ -393,7 +393,7 @@ def gathered(
     Raises:
         ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
             parameters were changed at stage 3 without ``write_from``, or others than those of a
-            part, or replaced.
+            part, or replaced; or ``write_from`` inside ``exchanged()``.
         MismatchError: the ranks would take over different parameters, or other ranks'.
         Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
             anything: changes are gone at stage 3, and at lower stages stay this rank's own.
@@ -401,7 +401,7 @@ def gathered(
     parts = _engines_and_parts(module)
     if write_from is not None:
         with _on_all(parts):
-            _check_rank(parts, write_from)
+            _check_writing(parts, write_from)
     with ExitStack() as here:
         for engine, part in parts:
             units = [
@@ -434,8 +434,9 @@ def _on_all(parts: _Parts) -> Iterator[None]:
         yield
 
 
-def _check_rank(parts: _Parts, write_from: int) -> None:
+def _check_writing(parts: _Parts, write_from: int) -> None:
     for engine, _ in parts:
+        engine.refuse_exchanged("gathered")
         world_size = engine.comm.world_size
         if type(write_from) is not int or not 0 <= write_from < world_size:
             raise ArgumentError(
@@ -586,9 +587,10 @@ def unshard(module: nn.Module) -> nn.Module:
         ``module``.
 
     Raises:
-        ArgumentError: the module is not sharded.
+        ArgumentError: the module is not sharded, or has other values, inside ``exchanged()``.
     """
     engine = engine_of(module, "unshard")
+    engine.refuse_exchanged("unshard")
     root = engine.parts.module
     with _here(engine, engine.parts.units):
         own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]

@@ -234,7 +234,7 @@ def load(
             loading.check(choice)
             agreement.append([found, loading.reader.manifest.to_text()])
         # Nobody reads this rank's chunks while they change.
-        engine.free_for_step()
+        engine.free_for_change("load")
         comm.barrier()
         loading.take()
         comm.barrier()
@@ -516,9 +516,13 @@ class TrainState:
 
         "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
         those of modules' extra state, the rest of which is "extra".
+
+        Raises:
+            ArgumentError: inside ``gathered()`` or ``exchanged()``.
         """
         engine, step = self._engine, self._step
-        engine.free_for_step()
+        engine.refuse_exchanged("TrainState.state_dict")
+        engine.free_for_change("TrainState.state_dict")
         parts = [*module_state.param_parts(engine, True), *module_state.loose_parts(engine, True)]
         if step is not None:
             step.refuse_if_torn("state_dict")
