@@ -8,8 +8,8 @@ place :func:`ringcomm.zero.local_shards` tells; the others take and return whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ringcomm.optim.placement import placement_of
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import checksum
-from ringcomm.zero.engine import GradientHook
+from ringcomm.zero.engine import GradientHook, owner_of
 from ringcomm.zero.optimizer import ModulePlacement
 from ringcomm.zero.sharding import engine_of
 
@@ -53,9 +53,10 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
         ArgumentError: it is no such parameter, or there is no optimizer that is prepared.
         MismatchError: the ranks would gather different parameters.
     """
-    place = _Place.of(param, "get_gradient")
-    sharded = place.sharded
-    sharded.refuse_if_torn("get_gradient")
+    with _on_all(param, "get_gradient"):
+        place = _Place.of(param, "get_gradient")
+        sharded = place.sharded
+        sharded.refuse_if_torn("get_gradient")
     if place.gathers(local):
         place.agree({})
     sharded.reduce_now()
@@ -87,9 +88,9 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         ArgumentError: as of :func:`get_gradient`, or ``value`` does not fit; nothing was changed.
         MismatchError: the ranks gave different values; nothing was changed.
     """
-    place = _Place.of(param, "set_gradient")
-    sharded = place.sharded
-    with place.all_or_none():
+    with _on_all(param, "set_gradient"):
+        place = _Place.of(param, "set_gradient")
+        sharded = place.sharded
         sharded.refuse_if_torn("set_gradient")
         piece = place.piece_of(value, local)
     place.agree({"value": place.digest(value, local)})
@@ -114,7 +115,8 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     Returns:
         A copy, float32: the master, or the parameter where the optimizer keeps none.
     """
-    place = _Place.of(param, "get_master")
+    with _on_all(param, "get_master", reads=True, local=local):
+        place = _Place.of(param, "get_master")
     if place.gathers(local):
         place.agree({})
     if place.bucket is None:
@@ -132,9 +134,9 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
 
     Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``gathered()``, too.
     """
-    place = _Place.of(param, "set_master")
-    sharded = place.sharded
-    with place.all_or_none():
+    with _on_all(param, "set_master"):
+        place = _Place.of(param, "set_master")
+        sharded = place.sharded
         sharded.refuse_if_torn("set_master")
         piece = place.piece_of(value, local)
         place.placement.check()
@@ -164,13 +166,11 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
         ArgumentError: as of :func:`get_gradient`, or the optimizer keeps no such tensor.
         MismatchError: the ranks would gather different tensors.
     """
-    place = _Place.of(param, "get_state")
-    if place.gathers(local):
-        with place.all_or_none():
-            has = place.has_state(name)
-        place.agree({"name": name})
-    else:
+    with _on_all(param, "get_state", reads=True, local=local):
+        place = _Place.of(param, "get_state")
         has = place.has_state(name)
+    if place.gathers(local):
+        place.agree({"name": name})
     if not has:
         return None
     if name in place.kept_whole:
@@ -190,12 +190,10 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
     Args, Raises: as of :func:`get_state` and :func:`set_gradient`. ArgumentError is raised, too,
         before the parameter's first step, when it has no state.
     """
-    place = _Place.of(param, "set_state")
-    if local:
+    with _on_all(param, "set_state", local=local):
+        place = _Place.of(param, "set_state")
         piece = place.state_piece_of(name, value, local)
-    else:
-        with place.all_or_none():
-            piece = place.state_piece_of(name, value, local)
+    if not local:
         place.agree({"name": name, "value": place.digest(value, local)})
     if name in place.kept_whole:
         place.kept_whole[name].copy_(piece)
@@ -238,6 +236,30 @@ def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
 
 
 # ---- where a parameter lies ---------------------------------------------------------------------
+
+
+@contextmanager
+def _on_all(
+    param: Any, operation: str, *, reads: bool = False, local: bool = False
+) -> Iterator[None]:
+    """Has what raises inside raise on all ranks that the operation needs; collective.
+
+    A tensor of no sharded module does not tell which ranks these are, and raises on this one alone.
+
+    Args:
+        param: what was passed as a parameter.
+        operation: named in errors.
+        reads: it needs others only where they have other pieces of the parameter.
+        local: it needs no others.
+    """
+    engine = owner_of(param) if isinstance(param, Tensor) else None
+    if engine is None or local or (reads and engine.placement.shard_of[1] == 1):
+        yield
+        return
+    owner = engine.placement.owner
+    mesh = owner.mesh if isinstance(owner, ShardedStep) else engine.mesh
+    with all_or_none(engine.comm, operation, mesh):
+        yield
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,8 @@ def test_training_goes_on_from_what_is_set(worlds, world_size, stage, kind):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(worlds, stage):
-    base = new_model("mlp")
+    base: Any = new_model("mlp")
+    base.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
 
     def work(comm):
         each = Trained(comm, base, stage, prepare=False)
@@ -317,6 +318,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(worlds, s
                 call(bias, torch.zeros(1) + comm.rank)
             with pytest.raises(MismatchError, match=r"Option parameter is .*head"):
                 call(weight if mine else bias, torch.zeros((1, 37) if mine else (1,)))
+        for operation, access in ACCESSES.items():
+            reads = operation in ("get_master", "get_state")
+            if stage > 0 or not reads or mine:
+                with pytest.raises(ArgumentError, match=f"{operation}: param: expected a param"):
+                    access(each.params["frozen"] if mine else bias)
         if stage == 3:
             with (
                 pytest.raises(ArgumentError, match=r"inside gathered\(\)"),
@@ -330,6 +336,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(worlds, s
 
 def partial_state(param: Tensor, value: Tensor) -> None:
     zero.set_state(param, "exp_avg", value)
+
+
+ACCESSES: dict[str, Any] = {
+    "get_gradient": get_gradient,
+    "get_master": zero.get_master,
+    "get_state": lambda param: get_state(param, "exp_avg"),
+    "set_gradient": lambda param: zero.set_gradient(param, torch.zeros(1)),
+    "set_master": lambda param: zero.set_master(param, torch.zeros(1)),
+    "set_state": lambda param: partial_state(param, torch.zeros(1)),
+}
 
 
 def test_what_is_not_of_a_sharded_module_is_refused():
