@@ -21,6 +21,7 @@ from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 from ringcomm.optim.agreement import Asked, all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import within
+from ringcomm.optim.placement import placement_of
 from ringcomm.optim.reduction import found_non_finite, norm_kind, norm_of
 from ringcomm.optim.step import FirstPass, ShardedStep
 
@@ -215,25 +216,32 @@ def _agreed(sharded: ShardedStep, operation: str) -> Iterator[dict[str, Any]]:
 
 
 def _indices(sharded: ShardedStep, params: Any) -> set[int]:
-    """Returns the indices of parameters in the optimizer."""
+    """Returns the indices of parameters in the optimizer.
+
+    What is frozen and in no group has no gradient, and is passed over as torch's clipping does.
+    """
     several: Iterable[Any] = [params] if isinstance(params, Tensor) else params
     known: dict[int, int] = {}
     for index, param in enumerate(sharded.params):
         known.setdefault(id(param), index)
     chosen = set()
     for number, param in enumerate(several):
-        if id(param) not in known:
+        if id(param) in known:
+            chosen.add(known[id(param)])
+        elif not isinstance(param, torch.nn.Parameter) or param.requires_grad:
             raise ArgumentError(
                 f"params: number {number}: expected a parameter of this optimizer, got "
                 f"{_told(param)}"
             )
-        chosen.add(known[id(param)])
     return chosen
 
 
 def _told(param: Any) -> str:
     if not isinstance(param, Tensor):
         return repr(param)
+    placement = placement_of(param)
+    if placement is not None:
+        return f"{placement.name_of(param)}, which is in none of its groups; add_param_group() it"
     return f"another tensor, {param.dtype} of shape {tuple(param.shape)}"
 
 

@@ -388,16 +388,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             norm_type: 2.0, 1.0 or ``math.inf``.
             error_if_nonfinite: read the norm on the host, and raise if it is not finite.
             params: parameters of this optimizer, equal on all ranks: the norm is theirs, and only
-                their gradients are scaled. None means all.
+                their gradients are scaled. Frozen ones that are in no group do not count. None
+                means all.
 
         Returns:
             The norm before clipping: float32, a scalar on the device; the same bits for every world
             size. NaN when the gradient is not finite.
 
         Raises:
-            ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a tensor
-                that is no parameter of the optimizer. On a CPU what is passed here is refused on
-                all ranks.
+            ArgumentError: a bad norm, a gradient that cannot be used, or ``params`` has a trainable
+                parameter or another tensor that is not the optimizer's. On a CPU what is passed
+                here is refused on all ranks.
             MismatchError: on a CPU: the ranks gave different bounds or ``params``.
             UnsupportedError: ``params`` with Triton's kernels, among several ranks.
             RingcommError: a fault; or the norm is not finite and ``error_if_nonfinite``.
@@ -422,7 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             clip_value: the largest magnitude of an element, after unscaling.
-            params: parameters of this optimizer, equal on all ranks; None means all.
+            params: as of :meth:`clip_grad_norm_`.
 
         Raises:
             ArgumentError, MismatchError, UnsupportedError: as of :meth:`clip_grad_norm_` with

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringcomm import zero
+from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW, GradScaler, LossScaleOptions, LossScaler, Muon, Sharded
 from ringcomm.optim.muon import muon_groups
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
@@ -108,3 +109,34 @@ def test_gradients_that_were_clipped_are_what_get_gradient_returns(worlds):
     base = new_model("gpt")
     for stage in STAGES:
         worlds(2).run(work, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_of_no_group_do_not_count(worlds, stage):
+    """As with torch, whether they were frozen before shard() or after it."""
+
+    def work(comm, everything):
+        module: Any = deepcopy(base)
+        module.embed.requires_grad_(False)
+        zero.shard(module, stage, comm=comm)
+        module.blocks[0].requires_grad_(False)
+        trained = [param for param in module.parameters() if param.requires_grad]
+        optimizer = AdamW(trained, lr=1e-2)
+        module(*text(comm, 0)).backward()
+        params = module.parameters if everything else lambda: iter(trained)
+        norm = optimizer.clip_grad_norm_(1e-3, params=params())
+        optimizer.clip_grad_value_(1e-4, params=params())
+        optimizer.step()
+        late = list(module.blocks[0].requires_grad_().parameters())
+        name, _ = next(module.blocks[0].named_parameters())
+        said = rf"params: number 0: expected a parameter of this optimizer, got blocks\.0\.{name}, "
+        for clip in (optimizer.clip_grad_norm_, optimizer.clip_grad_value_):
+            with pytest.raises(ArgumentError, match=said):
+                clip(1.0, params=late)
+        return zero.full_state_dict(module), norm
+
+    base = new_model("gpt")
+    outcomes = zip(worlds(2).run(work, True), worlds(2).run(work, False), strict=True)
+    for (state, norm), (wanted, alone) in outcomes:
+        assert norm == alone > 1e-3
+        assert_same_bits(state, wanted)
