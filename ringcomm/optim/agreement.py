@@ -27,14 +27,14 @@ class Asked:
     """A rank's request to its step or clipping, which the ranks compare before they reduce.
 
     Attributes:
-        operation: named in errors.
-        told: arguments that must be equal on all ranks, as plain JSON types.
+        operation: compared, too, with what is told, and named in errors.
+        told: arguments that must be equal on all ranks, as plain JSON types; none of a step.
         refusal: why this rank cannot do it, or None.
     """
 
-    operation: str = "step"
+    operation: str = "optimizer.step"
     told: Mapping[str, Any] = field(default_factory=dict)
-    refusal: RingcommError | None = None
+    refusal: Exception | None = None
 
 
 #: A mere step, which asks nothing.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
-from ringcomm.optim.agreement import Asked, all_or_none, check_agreement
+from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import within
 from ringcomm.optim.placement import placement_of
@@ -26,6 +26,7 @@ from ringcomm.optim.reduction import found_non_finite, norm_kind, norm_of
 from ringcomm.optim.step import FirstPass, ShardedStep
 
 Tensor = torch.Tensor
+_NORM, _VALUE = "optimizer.clip_grad_norm_", "optimizer.clip_grad_value_"
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,9 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
         sharded.check_hyper()
         bound = bound_of()
     except RingcommError as error:
-        refused = Asked("clip_grad_norm_", {"max_norm": None}, error)
-        sharded.reduce("l2", refused)
+        sharded.reduce("l2", Asked(_NORM, {"max_norm": None}, error))
         raise
-    reduced = sharded.reduce(bound.kind, Asked("clip_grad_norm_", bound.told()))
+    reduced = sharded.reduce(bound.kind, Asked(_NORM, bound.told()))
     coefficient = reduced.clip if before is None else before.clip
     norm = norm_of(reduced.words, bound.kind, sharded.inv_scale() * coefficient)
     try:
@@ -134,11 +134,11 @@ def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormB
         MismatchError: on a CPU: the ranks asked for different things.
         UnsupportedError: Triton's kernels, among several ranks.
     """
-    with _agreed(sharded, "clip_grad_norm_") as told:
+    with _agreed(sharded, _NORM) as told:
         bound = bound_of()
         chosen = _indices(sharded, params)
         told.update(bound.told(), parameters=sorted(chosen))
-    before = _reduced(sharded)
+    before = _reduced(sharded, _NORM)
     words = sharded.norm_words(bound.kind, lambda bucket: _only(sharded, bucket, chosen))
     norm = norm_of(words, bound.kind, sharded.inv_scale() * before.clip)
     bound.check(norm, sharded)
@@ -158,11 +158,11 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
     Raises:
         As of :func:`clip_norm_of`.
     """
-    with _agreed(sharded, "clip_grad_value_") as told:
+    with _agreed(sharded, _VALUE) as told:
         limit = _bound("clip_value", value)
         chosen = range(len(sharded.params)) if params is None else _indices(sharded, params)
         told.update(clip_value=limit, parameters=None if params is None else sorted(chosen))
-    before = _reduced(sharded)
+    before = _reduced(sharded, _VALUE)
     if before.written and sharded.two_passes:
         before = sharded.reduce("l2")  # the words of what was written since
     if before.clipped:
@@ -181,19 +181,19 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 
 def _check_step(sharded: ShardedStep, operation: str) -> None:
     """Raises if the step cannot be taken, or cannot sum a norm of what is written to shards."""
-    sharded.refuse_if_torn(operation)
+    setting, name = sharded.setting, operation.removeprefix("optimizer.")
+    sharded.refuse_if_torn(name)
     sharded.check_hyper()
-    setting = sharded.setting
     if setting.options.kernels == "triton" and setting.world_size > 1:
         raise UnsupportedError(
-            f"{setting.where(operation)}: among several ranks Triton's kernels sum a norm while "
+            f"{setting.where(name)}: among several ranks Triton's kernels sum a norm while "
             "they reduce, and not of what was written afterwards, as clipping by value and of some "
             'parameters does; use kernels="native"'
         )
 
 
-def _reduced(sharded: ShardedStep) -> FirstPass:
-    sharded.reduce_now()
+def _reduced(sharded: ShardedStep, operation: str) -> FirstPass:
+    sharded.reduce_now(operation)
     assert sharded.first_pass is not None
     return sharded.first_pass
 
@@ -202,17 +202,23 @@ def _reduced(sharded: ShardedStep) -> FirstPass:
 def _agreed(sharded: ShardedStep, operation: str) -> Iterator[dict[str, Any]]:
     """Checks arguments inside, and that all ranks have what is put into the dict; collective.
 
-    On a device the host would have to wait for the other ranks, so each rank checks alone.
+    The message is that of a clipping by the norm of all, so that ranks which clip in other ways
+    learn it. On a device the host would have to wait for the other ranks, so each rank checks
+    alone.
     """
-    comm, told = sharded.setting.comm, dict[str, Any]()
-    if comm is None or not sharded.table.compares:
+    told: dict[str, Any] = {"parameters": None}
+    if sharded.setting.comm is None or not sharded.table.compares:
         _check_step(sharded, operation)
         yield told
         return
-    with all_or_none(comm, f"optimizer.{operation}", sharded.mesh):
+    refusal = None
+    try:
         _check_step(sharded, operation)
         yield told
-    check_agreement(comm, f"optimizer.{operation}", {"options": told})
+    except Exception as error:
+        refusal = error
+    with all_or_none(None, operation, sharded.mesh):
+        sharded.agree(Asked(operation, told, refusal))
 
 
 def _indices(sharded: ShardedStep, params: Any) -> set[int]:

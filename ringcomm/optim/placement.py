@@ -311,8 +311,11 @@ class Placement(ABC):
         """Returns the kernels of a step, built on those that work on whole buckets."""
 
     @abstractmethod
-    def check(self) -> None:
+    def check(self, operation: str) -> None:
         """Checks, before a step changes anything, that the parameters are where they were placed.
+
+        Args:
+            operation: named in errors.
 
         Raises:
             ArgumentError: a parameter was moved, replaced, or written to where that is lost.

@@ -390,14 +390,14 @@ class ShardedStep:
         """Returns by parameter the state that it has, or None."""
         return self.rule.states(self.layout, self.groups, self.table.step.tolist())
 
-    def reduce_now(self) -> None:
-        """Reduces the gradients, if they are not reduced yet; collective.
+    def reduce_now(self, operation: str) -> None:
+        """Reduces the gradients for an operation, if they are not reduced yet; collective.
 
         The kernels have them afterwards (:meth:`Kernels.reduced`), and the step takes them from
         there, unless gradients change meanwhile.
         """
         if self.still_reduced() is None:
-            self.first_pass = self.reduce("l2")
+            self.first_pass = self.reduce("l2", Asked(operation))
 
     def wrote_gradient(self, index: int) -> None:
         """Called after a parameter's reduced gradient was written to, on all ranks.
@@ -448,7 +448,7 @@ class ShardedStep:
         if reduced is None:
             self._collect(asked)
         elif self._placement is not None:
-            self._placement.check()
+            self._placement.check(asked.operation)
         self._write_control(amp, reduced)
         self.written.take_over()
         self.torn = True
@@ -464,7 +464,7 @@ class ShardedStep:
         self.kernels.end()
         if self.tier is not None:
             self.tier.end_step()
-            with all_or_none(self.setting.comm, OPERATION, self.mesh):
+            with all_or_none(self.setting.comm, asked.operation, self.mesh):
                 self.tier.raise_fault()
         self.torn = False
         self.first_pass = None
@@ -497,16 +497,17 @@ class ShardedStep:
 
     def _collect(self, asked: Asked) -> None:
         """Moves gradients into the buckets, and determines which parameters step; collective."""
-        if self._placement is not None:
-            self._placement.check()
+        if self._placement is not None and asked.refusal is None:
+            self._placement.check(asked.operation)
         self.gradients.check()
         options, comm = self.setting.options, self.setting.comm
         active = self.gradients.collect()
         frozen = [] if self._placement is None else self.gradients.frozen()
         late = [index for index in frozen if active[index]]
         if late and asked.refusal is None:
+            head = where(asked.operation, self.setting.rank, self.setting.world_size)
             refusal = ArgumentError(
-                f"{self.setting.where('step')}: {self.gradients.label(late[0])}: was frozen "
+                f"{head}: {self.gradients.label(late[0])}: was frozen "
                 "after its gradient had come; call zero_grad() in between"
             )
             asked = replace(asked, refusal=refusal)
@@ -537,7 +538,8 @@ class ShardedStep:
         digest = self.rule.digest(self.groups)
         if not frozen and not asked.told:
             return digest
-        return float(int(digest) ^ zlib.crc32(repr((frozen, asked.told)).encode()))
+        asks = repr((frozen, asked.operation, asked.told))
+        return float(int(digest) ^ zlib.crc32(asks.encode()))
 
     def _compare(self, asked: Asked, frozen: list[int]) -> None:
         """Compares what was asked for where no other message carries its digest; collective.
@@ -553,23 +555,28 @@ class ShardedStep:
 
     def _refuse_differences(self, comm: Communicator, asked: Asked, frozen: list[int]) -> None:
         """Raises a rank's refusal, or MismatchError that names what differs first; collective."""
-        operation = f"optimizer.{asked.operation}"
-        with all_or_none(comm, operation):
+        with all_or_none(comm, asked.operation):
             if asked.refusal is not None:
                 raise asked.refusal
         groups, labels = self.groups, [self.gradients.label(index) for index in frozen]
         hyper = [{"lr": plain(each.get("lr")), **self.rule.compared(each)} for each in groups]
-        told = {"groups": hyper, "options": {"frozen parameters": labels, **asked.told}}
-        check_agreement(comm, operation, told)
+        told = {"call": asked.operation, "frozen parameters": labels, **asked.told}
+        check_agreement(comm, asked.operation, {"groups": hyper, "options": told})
+
+    def agree(self, asked: Asked) -> None:
+        """Compares what the ranks ask for, and determines which parameters step; collective."""
+        before = self.still_reduced()
+        if before is not None and before.written:
+            # They are determined, and parameters whose gradient was set are among them.
+            self._compare(asked, [])
+        else:
+            self._collect(asked)
 
     def reduce(self, kind: str, asked: Asked = STEP) -> FirstPass:
         """Runs the first of two passes, or sums gradients that were written since; collective."""
         before = self.still_reduced()
         sums = before is not None and before.written
-        if sums:
-            self._compare(asked, [])
-        else:
-            self._collect(asked)
+        self.agree(asked)
         place = self.setting.device
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         if not sums:
@@ -577,7 +584,7 @@ class ShardedStep:
                 self.kernels.reduce_norm(bucket, kind, row)
         seen = self._is_watched and not (before is not None and before.seen)
         if seen:
-            self._show_gradients()
+            self._show_gradients(asked.operation)
         total = (
             self.norm_words(kind, self.own_gradient) if sums or seen else self._total(words, kind)
         )
@@ -624,11 +631,11 @@ class ShardedStep:
     def _is_watched(self) -> bool:
         return self._placement is not None and self._placement.watches_gradients
 
-    def _show_gradients(self) -> None:
+    def _show_gradients(self, operation: str) -> None:
         """Shows all gradients that there are to those who watch them; collective."""
         placement, active = self._placement, self.table.active.tolist()
         assert placement is not None
-        with all_or_none(self.setting.comm, OPERATION, self.mesh):
+        with all_or_none(self.setting.comm, operation, self.mesh):
             for bucket in self.buckets:
                 reduced = self.kernels.reduced(bucket)
                 chunk = bucket.layout.chunk(*self.setting.shard_of)

@@ -59,7 +59,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
         sharded.refuse_if_torn("get_gradient")
     if place.gathers(local):
         place.agree({})
-    sharded.reduce_now()
+    sharded.reduce_now("get_gradient")
     if not bool(sharded.table.active[place.index]):
         return None
     if place.bucket is None:
@@ -94,7 +94,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         sharded.refuse_if_torn("set_gradient")
         piece = place.piece_of(value, local)
     place.agree({"value": place.digest(value, local)})
-    sharded.reduce_now()
+    sharded.reduce_now("set_gradient")
     if place.bucket is not None:
         # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
         chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
@@ -139,9 +139,11 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         sharded = place.sharded
         sharded.refuse_if_torn("set_master")
         piece = place.piece_of(value, local)
-        place.placement.check()
+        place.placement.check("set_master")
         # From here on no rank reads what its peers are about to change.
-        sharded.kernels.ready()
+        engine = owner_of(param)
+        assert engine is not None
+        engine.free_for_change("set_master")
     place.agree({"value": place.digest(value, local)})
     if place.bucket is not None:
         sharded.written.take_over()

@@ -469,19 +469,19 @@ class ModulePlacement(Placement):
         if self._engine.reduction is not None:
             self._engine.reduction.accumulate(accumulator)
 
-    def check(self) -> None:
+    def check(self, operation: str) -> None:
         engine = self._engine
-        engine.check("optimizer.step")
-        self._check_left_out()
+        engine.check(operation)
+        self._check_left_out(operation)
         # Without a reduction the gradients check the same addresses.
         if engine.reduction is not None:
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
 
-    def _check_left_out(self) -> None:
+    def _check_left_out(self, operation: str) -> None:
         """Raises ArgumentError if what no group has is to be trained."""
         engine = self._engine
-        head = where("optimizer.step", engine.comm.rank, engine.comm.world_size)
+        head = where(operation, engine.comm.rank, engine.comm.world_size)
         with plainly():
             check_frozen(engine.frozen_params, head)
             for param in self._left_out:

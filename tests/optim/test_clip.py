@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -293,6 +294,20 @@ def test_ranks_that_clip_differently_are_told_so_and_nothing_is_changed(worlds):
             optimizer.clip_grad_norm_(0.5 + comm.rank, params=params)
         with pytest.raises(ArgumentError, match=r"number 1: expected a parameter of this"):
             optimizer.clip_grad_norm_(0.5, params=[mine, params[0] if comm.rank else stranger])
+        calls: list[Any] = [
+            lambda: optimizer.clip_grad_norm_(0.5),
+            lambda: optimizer.clip_grad_norm_(0.5, params=params),
+            lambda: optimizer.clip_grad_value_(0.5),
+            optimizer.step,
+        ]
+        for reduced_before in (False, True):
+            if reduced_before:
+                assert optimizer.clip_grad_norm_(1e9).isfinite()
+            for first, other in combinations(calls, 2):
+                if reduced_before and optimizer.step in (first, other):
+                    continue  # such a step sends nothing before it changes parameters
+                with pytest.raises(MismatchError, match="Option "):
+                    (other if comm.rank else first)()
         optimizer.step()
         return all(bool((param == -1.0).all()) for param in params)
 

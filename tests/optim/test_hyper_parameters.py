@@ -113,7 +113,16 @@ def clip_by(bound: dict[str, Any], optimizer: Any) -> None:
 OTHER_CLIPS: dict[str, tuple[Any, type[Exception], str]] = {
     "max_norm": (partial(clip_by, {"max_norm": 0.2}), MismatchError, r"max_norm is 0\.1 .* 0\.2"),
     "norm_type": (partial(clip_by, {"norm_type": math.inf}), MismatchError, r"norm_type is \"l2\""),
-    "none": (lambda optimizer: optimizer.step(), MismatchError, r"on rank 0 and missing on rank 1"),
+    "none": (
+        lambda optimizer: optimizer.step(),
+        MismatchError,
+        '_" on rank 0 and "optimizer.step"',
+    ),
+    "by value": (
+        lambda optimizer: optimizer.clip_grad_value_(0.1),
+        MismatchError,
+        'call is "optimizer.clip_grad_norm_" on rank 0 and "optimizer.clip_grad_value_" on rank 1',
+    ),
     "not a number": (partial(clip_by, {"max_norm": math.nan}), ArgumentError, "max_norm: expected"),
     "no norm": (partial(clip_by, {"norm_type": "x"}), ArgumentError, "norm_type: expected"),
 }

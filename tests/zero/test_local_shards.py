@@ -173,6 +173,9 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
         optimizer.clip_grad_norm_(1.0)
         refused = {
             "optimizer.step": optimizer.step,
+            "optimizer.clip_grad_norm_": lambda: optimizer.clip_grad_norm_(2.0),
+            "optimizer.clip_grad_value_": lambda: optimizer.clip_grad_value_(0.5, params=param),
+            "set_master": lambda: zero.set_master(param, torch.zeros(37, 13)),
             "save": lambda: zero.save(tmp_path, 1, module, optimizer),
             "TrainState.state_dict": zero.TrainState(module, optimizer).state_dict,
             "exchanged": lambda: zero.exchanged(module, mean).__enter__(),
