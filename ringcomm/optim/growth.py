@@ -18,6 +18,7 @@ from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
 from ringcomm.optim.gradients import AccumulatedGradients, Gradients
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import Placement, move_parameters, specs_of
+from ringcomm.optim.rules import plain
 from ringcomm.optim.step import ShardedStep
 
 
@@ -28,6 +29,8 @@ class GrownStep(ShardedStep):
         before: the step before, which is as it was if this raises.
         groups: its groups, and more behind them.
     """
+
+    _operation = "optimizer.add_param_group"
 
     def __init__(self, before: ShardedStep, groups: Sequence[dict[str, Any]]) -> None:
         before.written.take_over()
@@ -40,6 +43,13 @@ class GrownStep(ShardedStep):
         self.table.step[: self._count].copy_(before.table.step)
         if self.setting.device.type == "cpu":
             self._seen_skipped = int(self.table.control[kernels.SKIPPED])
+
+    def _compared_groups(self) -> list[dict[str, Any]]:
+        """Adds the new group's lr, so that one which is wrong on a rank is not found by a step."""
+        *known, added = super()._compared_groups()
+        # On a device the lr may be a tensor there, and reading it would wait.
+        rate = {"lr": plain(self.groups[-1].get("lr"))} if self.table.compares else {}
+        return [*known, {**rate, **added}]
 
     def _lay_out(self) -> ShardLayout:
         return self._before.layout.extended(specs_of(self.groups)[self._count :])

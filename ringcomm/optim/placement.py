@@ -120,6 +120,7 @@ def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str)
 
 
 def check_ranks(
+    operation: str,
     comm: Communicator | None,
     others: DeviceMesh | None,
     mesh: PartMesh | None,
@@ -131,6 +132,7 @@ def check_ranks(
     Ranks with other parts of the parameters are compared in what they have in common.
 
     Args:
+        operation: named in errors.
         comm: the ranks that share state; None for this one alone.
         others: the mesh of other stages and parts, or None.
         mesh: the mesh of DTensor parameters, or None.
@@ -140,12 +142,12 @@ def check_ranks(
     Raises:
         MismatchError: two ranks differ; names both, and the first parameter that differs.
     """
-    with with_all_stages(comm, others, OPERATION):
+    with with_all_stages(comm, others, operation):
         if comm is not None:
-            check_agreement(comm, OPERATION, {"layout": layout.describe(), **told})
-    with with_all_stages(comm, others, OPERATION):
+            check_agreement(comm, operation, {"layout": layout.describe(), **told})
+    with with_all_stages(comm, others, operation):
         in_common = {"layout": layout.describe_whole(), **told}
-        check_on_mesh(comm, ranks_of_stage(others, mesh), OPERATION, in_common)
+        check_on_mesh(comm, ranks_of_stage(others, mesh), operation, in_common)
 
 
 def move_parameters(

@@ -281,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: hyper-parameters or parameters that cannot be used.
-            MismatchError: the ranks add different groups.
+            MismatchError: the ranks add different groups; on a CPU also if only ``lr`` differs.
 
         If it raises once the optimizer is prepared, it does so on all ranks, and none has the
         group.

@@ -164,6 +164,8 @@ class ShardedStep:
     Building it is collective, and moves the parameters into the heap.
     """
 
+    #: What builds it, named in errors.
+    _operation = OPERATION
     #: The step of the same optimizer that this one takes the place of, while it is built.
     _before: ShardedStep | None = None
     #: The states that parameters of that one have.
@@ -182,8 +184,8 @@ class ShardedStep:
         self.mesh = find_mesh(self.params, setting.where("prepare"))
         #: The mesh of all stages and parts, over which norms are taken, or None.
         self.over = over_mesh(setting.others, self.mesh, setting.where("prepare"))
-        with with_all_stages(comm, setting.others, OPERATION):
-            check_axis(comm, self.mesh, OPERATION)
+        with with_all_stages(comm, setting.others, self._operation):
+            check_axis(comm, self.mesh, self._operation)
         if placement is None:
             self.layout = self._lay_out()
             check_memory(self.params, self.layout)
@@ -198,14 +200,13 @@ class ShardedStep:
         )
         self.kernels = self._make_kernels()
         told = {"optimizer": rule.name, **options.describe()}
-        hyper = [rule.compared(group) for group in groups]
-        compared = {"options": told, "groups": hyper}
-        check_ranks(comm, setting.others, self.mesh, self.layout, compared)
+        compared = {"options": told, "groups": self._compared_groups()}
+        check_ranks(self._operation, comm, setting.others, self.mesh, self.layout, compared)
         if setting.others is not None:
             # What decides whether a step asks the other stages.
             asks = options.check_finite, setting.loss_scaler is not None
             told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
-            check_on_mesh(comm, self.over, OPERATION, {"options": told})
+            check_on_mesh(comm, self.over, self._operation, {"options": told})
             assert self.over is not None
             divided = MeshRanks(None, self.over).exchange(self.mesh is not None)
             if setting.rank == 0:
@@ -222,6 +223,10 @@ class ShardedStep:
         self.torn = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
+
+    def _compared_groups(self) -> list[dict[str, Any]]:
+        """Returns by group the hyper-parameters that ranks compare before the first step."""
+        return [self.rule.compared(group) for group in self.groups]
 
     def _make_kernels(self) -> Kernels:
         """Makes the kernels that options and device ask for.

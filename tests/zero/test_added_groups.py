@@ -194,14 +194,15 @@ def test_sums_of_gradients_grow():
     assert net[0].weight.grad is None and not torch.equal(net[0].weight, before)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_groups_that_cannot_be_added_change_nothing(worlds, stage):
+def test_groups_that_cannot_be_added_change_nothing(worlds, stage, kind):
     """On all ranks, if one rank's cannot be."""
 
     def work(comm):
         module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)
         freeze(module, True)
-        optimizer = AdamW(early(module), lr=0.1)
+        optimizer = OPTIMIZERS[kind](early(module))
         turn(module, optimizer, 0)
         freeze(module, False)
         given = late(module) if comm.rank else [nn.Parameter(torch.ones(3))]
@@ -209,9 +210,13 @@ def test_groups_that_cannot_be_added_change_nothing(worlds, stage):
             ArgumentError, match=r"is no parameter of the module|failed, so no rank"
         ):
             optimizer.add_param_group({"params": given})
-        with pytest.raises(MismatchError, match="betas"):
-            betas = (0.9, 0.9 + 0.01 * comm.rank)
-            optimizer.add_param_group({"params": late(module), "betas": betas})
+        for other in ("lr", "weight_decay"):
+            said = rf"^optimizer.add_param_group on rank . of 2: .*{other}"
+            with pytest.raises(MismatchError, match=said):
+                optimizer.add_param_group({"params": late(module), other: 0.1 + comm.rank})
+        if kind == "momentum":  # torch's class checks it in its constructor alone
+            with pytest.raises(MismatchError, match='"lr": -1'):
+                optimizer.add_param_group({"params": late(module), "lr": -1 if comm.rank else 0.1})
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": late(module)})
         turn(module, optimizer, 1)
