@@ -324,6 +324,17 @@ class Placement(ABC):
         """
 
     @abstractmethod
+    def check_values(self, operation: str) -> None:
+        """Checks that the parameters have their own values, which masters belong to.
+
+        Args:
+            operation: named in errors.
+
+        Raises:
+            ArgumentError: they have others for a while.
+        """
+
+    @abstractmethod
     def forget_gradients(self, set_to_none: bool) -> None:
         """Forgets the gradients of earlier backwards, with or without an optimizer.
 

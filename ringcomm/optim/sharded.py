@@ -248,6 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._sharded is None:
             check_order(self.placement, self.param_groups)
             self._check_own_params()
+            self._check_values("prepare")
             with torch.no_grad():
                 self._sharded = ShardedStep(self.param_groups, self._setting)
         return self._sharded
@@ -271,6 +272,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         "another that shards or reduces by itself, else the ranks as comm="
                     )
         self._built_on = None
+
+    def _check_values(self, operation: str) -> None:
+        """Raises ArgumentError where masters would be those of values that are not their own."""
+        if self.placement is not None:
+            self.placement.check_values(f"optimizer.{operation}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; collective once the optimizer is prepared.
@@ -454,6 +460,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def refresh_master_weights(self) -> None:
         """Sets the FP32 masters to the parameters, after these were changed from outside."""
+        self._check_values("refresh_master_weights")
         for bucket in self.sharded_step().buckets:
             bucket.refresh_master()
 
@@ -480,6 +487,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             CheckpointError: the state is damaged, incomplete or of another model; nothing was
                 changed.
         """
+        self._check_values("load_state_dict")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict  # type: ignore[arg-type]
         several = isinstance(state_dict, Sequence)
@@ -498,6 +506,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             dst: the rank that gets the state, while others get an empty dict; None gives it to all.
         """
+        self._check_values("full_state_dict")
         return torch_state.gather_torch(self.sharded_step(), dst)
 
     @torch.no_grad()
@@ -509,6 +518,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the state does not fit the parameters; nothing was changed.
         """
+        self._check_values("load_torch_state_dict")
         torch_state.load_torch(self.sharded_step(), state_dict)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:

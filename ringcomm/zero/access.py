@@ -50,12 +50,14 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
         A copy as float32; None if no rank has a gradient of it.
 
     Raises:
-        ArgumentError: it is no such parameter, or there is no optimizer that is prepared.
+        ArgumentError: it is no such parameter, or there is no optimizer that is prepared; or the
+            parameters have other values, inside ``exchanged()``.
         MismatchError: the ranks would gather different parameters.
     """
     with _on_all(param, "get_gradient"):
         place = _Place.of(param, "get_gradient")
         sharded = place.sharded
+        place.placement.check_values("get_gradient")
         sharded.refuse_if_torn("get_gradient")
     if place.gathers(local):
         place.agree({})
@@ -91,6 +93,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     with _on_all(param, "set_gradient"):
         place = _Place.of(param, "set_gradient")
         sharded = place.sharded
+        place.placement.check_values("set_gradient")
         sharded.refuse_if_torn("set_gradient")
         piece = place.piece_of(value, local)
     place.agree({"value": place.digest(value, local)})
@@ -117,6 +120,7 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     """
     with _on_all(param, "get_master", reads=True, local=local):
         place = _Place.of(param, "get_master")
+        place.placement.check_values("get_master")
     if place.gathers(local):
         place.agree({})
     if place.bucket is None:
@@ -165,7 +169,8 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
         A copy, float32; None if the parameter has no such state yet, as before its first step.
 
     Raises:
-        ArgumentError: as of :func:`get_gradient`, or the optimizer keeps no such tensor.
+        ArgumentError: as of :func:`get_gradient`, but not inside ``exchanged()``; or the optimizer
+            keeps no such tensor.
         MismatchError: the ranks would gather different tensors.
     """
     with _on_all(param, "get_state", reads=True, local=local):

@@ -478,6 +478,9 @@ class ModulePlacement(Placement):
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
 
+    def check_values(self, operation: str) -> None:
+        self._engine.refuse_exchanged(operation)
+
     def _check_left_out(self, operation: str) -> None:
         """Raises ArgumentError if what no group has is to be trained."""
         engine = self._engine

@@ -102,7 +102,9 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     """Puts other values into the parameters inside the context, to evaluate with; collective.
 
     At its end the parameters have their own values again. Masters, gradients and state stay as they
-    are. Steps and checkpoints are refused inside, and writes to parameters inside are lost.
+    are. Steps, checkpoints and whatever else concerns masters are refused inside, on all ranks;
+    ``full_state_dict()`` and ``save_pretrained()`` have the values that were put in. Writes to
+    parameters inside are lost.
 
     Args:
         module: the module that ``shard()`` returned.

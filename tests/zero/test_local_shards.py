@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from ringcomm import zero
@@ -171,12 +172,22 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
         param = next(iter(dict(module.named_parameters()).values()))
         module(torch.ones(4, 13)).backward()
         optimizer.clip_grad_norm_(1.0)
+        state, whole = optimizer.state_dict(), optimizer.full_state_dict()
         refused = {
             "optimizer.step": optimizer.step,
             "optimizer.clip_grad_norm_": lambda: optimizer.clip_grad_norm_(2.0),
             "optimizer.clip_grad_value_": lambda: optimizer.clip_grad_value_(0.5, params=param),
+            "optimizer.load_state_dict": lambda: optimizer.load_state_dict(state),
+            "optimizer.load_torch_state_dict": lambda: optimizer.load_torch_state_dict(whole),
+            "optimizer.refresh_master_weights": optimizer.refresh_master_weights,
+            "optimizer.full_state_dict": optimizer.full_state_dict,
+            "get_gradient": lambda: zero.get_gradient(param),
+            "set_gradient": lambda: zero.set_gradient(param, torch.zeros(37, 13)),
+            "get_master": lambda: zero.get_master(param),
             "set_master": lambda: zero.set_master(param, torch.zeros(37, 13)),
             "save": lambda: zero.save(tmp_path, 1, module, optimizer),
+            "load": lambda: zero.load(tmp_path, module, optimizer),
+            "load_pretrained": lambda: zero.load_pretrained(module, tmp_path),
             "TrainState.state_dict": zero.TrainState(module, optimizer).state_dict,
             "exchanged": lambda: zero.exchanged(module, mean).__enter__(),
             "writing_shards": lambda: zero.writing_shards(module).__enter__(),
@@ -188,6 +199,44 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
                 said = rf"^{operation} on rank . of 2: called inside exchanged\(\)"
                 with pytest.raises(ArgumentError, match=said):
                     called()
+        assert_same_bits(zero.full_state_dict(module), before)
+
+    worlds(2).run(work)
+
+
+def test_masters_begin_with_a_module_s_own_values(worlds):
+    base = new_model("mlp")
+
+    def work(comm):
+        module, optimizer = sharded(comm, base, 3, BF16)
+        others = {name: shard.values + 1 for name, shard in zero.local_shards(module).items()}
+        for early in (optimizer.prepare, optimizer.step, optimizer.state_dict):
+            with (
+                pytest.raises(ArgumentError, match=r"^optimizer.prepare .* inside exchanged\(\)"),
+                zero.exchanged(module, others),
+            ):
+                early()
+        optimizer.prepare()
+        for name, param in module.named_parameters():
+            assert torch.equal(zero.get_master(param), base.get_parameter(name))
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_average_is_exported_inside(worlds, stage, tmp_path):
+    base = new_model("partial")
+
+    def work(comm):
+        module, optimizer = sharded(comm, base, stage, BF16)
+        step(module, optimizer, comm, "partial", 0)
+        before = zero.full_state_dict(module)
+        others = {n: 2 * shard.values.float() for n, shard in zero.local_shards(module).items()}
+        with zero.exchanged(module, others):
+            inside = zero.full_state_dict(module)
+            (file,) = zero.save_pretrained(module, tmp_path / "average", aliases="copy")
+        assert_same_bits(load_file(file), inside)
+        assert all(torch.equal(inside[name], 2 * before[name]) for name in others)
         assert_same_bits(zero.full_state_dict(module), before)
 
     worlds(2).run(work)

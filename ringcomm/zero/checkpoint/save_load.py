@@ -99,10 +99,10 @@ def save(
     """
     engine = engine_of(module, "save")
     with torch.no_grad():
+        engine.check_all("save")
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
             sharded.refuse_if_torn("save")
-        engine.check_all("save")
         extra = _extra_state(engine)
         buffers = module_state.buffers_of(engine.parts.module)
         tensors, generators = save_generators(engine.comm.device)
@@ -225,8 +225,8 @@ def load(
         names = ModuleNames.of(engine.parts.module)
         choice = PartialLoad(names, Chosen(names.first, only, "load"), strict)
     with torch.no_grad():
-        sharded = module_state.step_of(engine, optimizer, "load")
         engine.check_all("load")
+        sharded = module_state.step_of(engine, optimizer, "load")
         with agreed_load(engine.ranks, operation) as agreement:
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step

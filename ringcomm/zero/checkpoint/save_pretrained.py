@@ -65,7 +65,7 @@ def save_pretrained(
     Files are like those of :func:`export_safetensors`, and beside them is the configuration of a
     model of the transformers library, so that ``from_pretrained()`` reads the folder. Each rank
     writes what it owns, and holds no more than a block besides. The folder appears whole or not at
-    all.
+    all. Inside :func:`ringcomm.zero.exchanged` the weights are the values that were put in.
 
     Args:
         module: what ``shard()`` returned.
@@ -83,7 +83,7 @@ def save_pretrained(
     engine = engine_of(module, "save_pretrained")
     with all_or_none(engine.comm, "save_pretrained", engine.mesh):
         check_choices(max_file_bytes, dtype, aliases)
-        engine.check("save_pretrained")
+        engine.check_places("save_pretrained")
         owner = engine.placement.owner
         if isinstance(owner, ShardedStep):
             owner.refuse_if_torn("save_pretrained")
