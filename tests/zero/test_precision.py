@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,19 @@ from torch import nn
 import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaler, Sharded
+from ringcomm.optim import (
+    SGD,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    AdamWOptions,
+    GradScaler,
+    Lion,
+    LossScaler,
+    Muon,
+    Sharded,
+)
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT
 from tests.zero.models import assert_same_bits
@@ -399,6 +412,40 @@ def test_ranks_that_keep_other_modules_are_told_apart(worlds, base):
             build(comm, base, 1, Precision.preset("bf16-mixed", keep_fp32=kept))
 
     worlds(2).run(work)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": AdamW,
+    "Adam": Adam,
+    "AdamW8bit": AdamW8bit,
+    "SGD": SGD,
+    "Lion": Lion,
+    "Muon": lambda params: Muon(params, lr=0.1),
+    "Adafactor": Adafactor,
+    "Sharded": lambda params: Sharded(torch.optim.NAdam, params),
+}
+
+
+def test_presets_serve_the_optimizers_that_the_page_tells(worlds):
+    table = PAGE.read_text().split("## Presets\n\n")[1].split("\n\n")[0]
+    names = re.findall(r"[^| ]+", table.splitlines()[0])
+    (told,) = re.findall(r"^\| optimizers \|(.+)\|$", table, re.MULTILINE)
+    served = {
+        name: list(OPTIMIZERS) if cell.strip() == "all" else cell.strip().split(", ")
+        for name, cell in zip(names, told.split("|"), strict=True)
+    }
+
+    def work(comm):
+        for name, kinds in served.items():
+            options = zero.ZeroOptions(precision=Precision.preset(name))
+            for kind, make in OPTIMIZERS.items():
+                module = zero.shard(nn.Linear(4, 4, bias=False), 2, comm=comm, options=options)
+                refused = pytest.raises(UnsupportedError, match=kind)
+                with nullcontext() if kind in kinds else refused:
+                    make(module.parameters()).prepare()
+
+    assert list(served) == list(PRESETS)
+    worlds(1).run(work)
 
 
 def test_what_the_page_shows_runs():
