@@ -173,7 +173,7 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
         module(torch.ones(4, 13)).backward()
         optimizer.clip_grad_norm_(1.0)
         state, whole = optimizer.state_dict(), optimizer.full_state_dict()
-        refused = {
+        refused: dict[str, Any] = {
             "optimizer.step": optimizer.step,
             "optimizer.clip_grad_norm_": lambda: optimizer.clip_grad_norm_(2.0),
             "optimizer.clip_grad_value_": lambda: optimizer.clip_grad_value_(0.5, params=param),
