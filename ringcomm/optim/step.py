@@ -254,7 +254,7 @@ class ShardedStep:
             return None
         if self._before is not None:
             return self._before.tier
-        if setting.device.type != "cpu":
+        if setting.launches or setting.device.type != "cpu":
             raise UnsupportedError(
                 f"{setting.where('prepare')}: tier: expected parameters on the CPU, whose state "
                 f"can stream to a disk, got them on {setting.device}"

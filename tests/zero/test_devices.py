@@ -147,3 +147,16 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
         ((eager, replayed),) = devices.run(world, work)
     assert_same_bits(replayed, eager)
     assert not torch.equal(eager["head.weight"], base.head.weight)
+
+
+def _build_on_disk(comm, folder):
+    module = zero.shard(torch.nn.Linear(4, 4).to(comm.device), 1, comm=comm)
+    optimizer = AdamW(module.parameters(), options=AdamWOptions(tier=Disk(folder)))
+    with pytest.raises(UnsupportedError, match="expected parameters on the CPU"):
+        optimizer.prepare()
+
+
+def test_state_of_a_device_is_not_put_on_a_disk(devices, tmp_path):
+    """Kernels that still run would read what transfers write."""
+    with devices.new_world(2, options=OPTIONS) as world:
+        devices.run(world, _build_on_disk, tmp_path)
