@@ -87,7 +87,7 @@ def test_what_is_written_comes_back(scratch, size_bytes):
         assert not page.any()
 
 
-def test_blocks_are_rounded_up_to_pages(scratch):
+def test_the_file_has_whole_pages_this_user_alone_and_never_a_name(scratch, folder):
     block = scratch.add_block(PAGE_BYTES + 1)
     assert scratch.size_bytes == 2 * PAGE_BYTES
     scratch.write(block, filled(2 * PAGE_BYTES, 0)).wait()
@@ -95,6 +95,10 @@ def test_blocks_are_rounded_up_to_pages(scratch):
     status = os.stat(file)
     assert (status.st_size, status.st_nlink, status.st_mode & 0o777) == (2 * PAGE_BYTES, 0, 0o600)
     assert status.st_blocks * 512 >= 2 * PAGE_BYTES
+    place = os.open(folder, os.O_PATH)
+    with pytest.raises(FileNotFoundError):  # with a descriptor Python calls linkat, as it must be
+        os.link(file, "name", src_dir_fd=place, dst_dir_fd=place)
+    os.close(place)
 
 
 def test_what_was_never_written_reads_as_zeros_and_not_from_the_disk(scratch):
