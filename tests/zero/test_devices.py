@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm import CommOptions, zero
+from ringcomm import CommOptions, Disk, zero
 from ringcomm.comm.device.streams import DeviceWork
-from ringcomm.optim import Adafactor, AdamW, Muon
+from ringcomm.errors import UnsupportedError
+from ringcomm.optim import Adafactor, AdamW, AdamWOptions, Muon
 from tests.support.device_worlds import on_host
 from tests.support.emulator.recording import graph_of
 from tests.zero.models import Run, assert_same_bits, new_model, train
