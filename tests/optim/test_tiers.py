@@ -149,17 +149,17 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
     def step() -> tuple[int, int]:
         tier = optimizer.sharded_step().tier
         tier.wait()
-        before = tier.scratch.bytes_read, tier.scratch.bytes_written
+        before = tier.blocks.bytes_read, tier.blocks.bytes_written
         param.grad = torch.ones_like(param)
         optimizer.step()
         tier.wait()
-        return tier.scratch.bytes_read - before[0], tier.scratch.bytes_written - before[1]
+        return tier.blocks.bytes_read - before[0], tier.blocks.bytes_written - before[1]
 
     step(), step()
     # wait() writes what buffers hold, which steps one after the other would do as well.
     assert step() == (elem_bytes * elems * (count - resident),) * 2
     optimizer.sharded_step().tier.wait()
-    before = optimizer.sharded_step().tier.scratch.bytes_read
+    before = optimizer.sharded_step().tier.blocks.bytes_read
     other = torch.zeros(5).requires_grad_()
     optimizer.add_param_group({"params": [other]})
     optimizer.sharded_step().tier.wait()
@@ -167,7 +167,7 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
         param.grad, other.grad = None, torch.ones(5)
         optimizer.step()
     optimizer.sharded_step().tier.wait()
-    assert optimizer.sharded_step().tier.scratch.bytes_read - before <= elems * elem_bytes * count
+    assert optimizer.sharded_step().tier.blocks.bytes_read - before <= elems * elem_bytes * count
 
 
 def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
@@ -308,7 +308,7 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
         tier.wait()
         comm.barrier()
         if comm.rank == 1:
-            os.ftruncate(tier.scratch._file.descriptor, 0)
+            os.ftruncate(tier.blocks._file.descriptor, 0)
             with pytest.raises(DiskError, match="rank 1"):
                 optimizer.state_dict()
         param.grad = torch.ones(20_000)
@@ -320,7 +320,7 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
 
 def test_what_cannot_be_a_tier_is_refused(worlds, folder):
     with pytest.raises(
-        ArgumentError, match=r"tier: expected a ringcomm\.Disk or None, got '/nvme'"
+        ArgumentError, match=r"tier: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'"
     ):
         AdamWOptions(tier="/nvme")  # type: ignore[arg-type]
 

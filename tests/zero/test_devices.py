@@ -13,7 +13,7 @@ import torch
 from ringcomm import CommOptions, Disk, zero
 from ringcomm.comm.device.streams import DeviceWork
 from ringcomm.errors import UnsupportedError
-from ringcomm.optim import Adafactor, AdamW, AdamWOptions, Muon
+from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
 from tests.support.device_worlds import on_host
 from tests.support.emulator.recording import graph_of
 from tests.zero.models import Run, assert_same_bits, new_model, train
@@ -34,6 +34,8 @@ RUNS = {
     "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),
+    "pinned": Run("gpt", 0, 2, precision=BF16, adamw=AdamWOptions(tier="cpu")),
+    "pinned, 8 bits": Run("gpt", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(tier="cpu")),
 }
 
 
@@ -64,7 +66,9 @@ def _on_device(comm, base, run):
 def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
     run = replace(RUNS[name], stage=stage, options={"algorithm": "direct"})
     base = new_model(run.model)
-    wanted, norms = worlds(2).run(train, base, run)[0]
+    # In the host's memory state is where it is; the tier is of devices.
+    plain = replace(run, adamw=replace(run.adamw, tier=None))
+    wanted, norms = worlds(2).run(train, base, plain)[0]
     world = devices.new_world(2, options=OPTIONS)
     with world:
         for state, their_norms in devices.run(world, _on_device, base, run):
