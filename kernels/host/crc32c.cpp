@@ -56,15 +56,15 @@ uint32_t by_tables(const void* data, uint64_t bytes) {
 #if defined(__x86_64__) || defined(__aarch64__)
 
 // The instruction takes three cycles and can begin in each: three strands are summed side by side,
-// and joined. Long strands, and the lines fetched so far ahead, keep more of the memory's lines under
-// way: Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages, 12.8 GB/s; strands of 4 KiB
-// and the machine's own prefetching 9.7; a plain loop of loads and additions 9.5. From the second
-// cache it is 22 GB/s whatever the strands.
+// and joined. Long strands, and lines fetched so far ahead, keep more of the memory's lines under
+// way: Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages, 12.8 GB/s; strands of
+// 4 KiB and the machine's own prefetching 9.7; a plain loop of loads and additions 9.5. From the
+// second cache it is 22 GB/s whatever the strands.
 constexpr uint64_t kLongStrandBytes = 64 << 10, kShortStrandBytes = 4 << 10;
 constexpr uint64_t kFetchAheadBytes = 2048;
 
-// shift(crc) is what a sum becomes when `strand_bytes` zeros follow. It is linear, and so the xor of
-// what it makes of each byte of `crc`.
+// shift(crc) is what a sum becomes when `strand_bytes` zeros follow. It is linear, and so the xor
+// of what it makes of each byte of `crc`.
 class StrandShift {
  public:
   explicit StrandShift(uint64_t strand_bytes) {
