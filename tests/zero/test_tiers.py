@@ -75,7 +75,9 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, on_disk):
             param = job.module.get_parameter("blocks.0.attention.project_in.weight")
             master = zero.get_master(param)
             zero.set_master(param, master + 0.3)
-            zero.set_state(param, "exp_avg", zero.get_state(param, "exp_avg") * 2)
+            average = zero.get_state(param, "exp_avg")
+            assert average is not None
+            zero.set_state(param, "exp_avg", average * 2)
             with zero.writing_shards(job.module) as shards:
                 for shard in shards.values():
                     shard.values.mul_(1.5)
