@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
         state_resident_mib=args.state_resident_mib,
         state_buffer_mib=args.state_buffer_mib,
     )
-    if engine.state_on is not None and not Path(engine.state_on).is_dir():
+    if engine.state_on is not None and not os.path.isdir(engine.state_on):
         raise ArgumentError(f"--state-on {engine.state_on}: expected a folder on a disk")
     for option in ("save", "profile"):
         if getattr(args, option) is not None and engine.name != "zero":
