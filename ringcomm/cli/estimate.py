@@ -24,6 +24,7 @@ from ringcomm.cli.estimate_figures import (
     work_out,
 )
 from ringcomm.errors import ArgumentError
+from ringcomm.memory import Disk
 from ringcomm.output import new_figure, write_figure
 from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES, World
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
@@ -138,13 +139,14 @@ def _disk_table(report: Report) -> list[str]:
     disk, mates = report.request.state_disk, report.request.world.mates
     if disk is None:
         return []
-    rows = [["stage", "in memory", "on disk", "read and written"]]
+    where = "disk" if isinstance(disk.tier, Disk) else "host"
+    rows = [["stage", "in memory", f"on {where}", "read and written"]]
     if disk.rates is not None:
         rows[0] += ["read s", "write s", "hidden", "added s", "efficiency", "90% needs"]
     for row in report.rows:
         assert row.disk is not None
         moved, time = row.disk.moved, row.disk.time
-        sizes = (moved.buffers + moved.resident, moved.disk, moved.moved)
+        sizes = (moved.buffers + moved.resident, moved.stored, moved.moved)
         rows.append([str(row.stage), *map(_gb, sizes)])
         if time is not None:
             rows[-1] += [
@@ -155,7 +157,7 @@ def _disk_table(report: Report) -> list[str]:
                 _or_unknown(row.disk.efficiency, "{:.1%}".format),
                 _or_unknown(row.disk.needed_gbps, number),
             ]
-    lines = ["state on a disk, bytes of a rank, read and written in a step, GB = 1e9 bytes"]
+    lines = [f"state on a {where}, bytes of a rank, read and written in a step, GB = 1e9 bytes"]
     lines += _aligned(rows)
     if disk.rates is not None:
         read_gbps, write_gbps = disk.rates.read_gbps, disk.rates.write_gbps

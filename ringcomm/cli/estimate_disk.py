@@ -1,4 +1,4 @@
-"""The section of ``ringcomm estimate`` on optimizer state that lies on a disk."""
+"""The section of ``ringcomm estimate`` on optimizer state on a disk, or on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringcomm.zero.estimate_tier import DiskRates, DiskTime, TierBytes
 from ringcomm.zero.estimate_time import bandwidth_needed, efficiency
 
 MIB = 1 << 20
-PLACES = ("memory", "disk")
+PLACES = ("memory", "cpu", "disk")
 DISK_OPTIONS = ("buffer_mib", "resident_gb", "disk_read_gbps", "disk_write_gbps")
 # The efficiency for which the table says what bandwidth it needs.
 WANTED_SHARE = 0.9
@@ -20,15 +20,15 @@ WANTED_SHARE = 0.9
 
 @dataclass(frozen=True)
 class StateDisk:
-    """Where the state lies, and what the disk moves; ``rates`` is None if that is not known."""
+    """Where the state lies, and what a disk moves; ``rates`` is None if that is not known."""
 
-    tier: Disk
+    tier: Disk | str
     rates: DiskRates | None
 
 
 @dataclass(frozen=True)
 class DiskRow:
-    """The state on a disk at one stage.
+    """The state on a disk, or on the host, at one stage.
 
     Attributes:
         moved: bytes of a rank.
@@ -50,9 +50,14 @@ class DiskRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a state on a disk."""
-    group = parser.add_argument_group("state on a disk", "as with AdamWOptions(tier=Disk(...))")
+    group = parser.add_argument_group("state elsewhere", "as with AdamWOptions(tier=)")
     add = group.add_argument
-    add("--state-on", choices=PLACES, default="memory", help="default: %(default)s")
+    add(
+        "--state-on",
+        choices=PLACES,
+        default="memory",
+        help="cpu: the host's memory, for parameters on a GPU (default: %(default)s)",
+    )
     default = Disk("disk").buffer_bytes // MIB
     add("--buffer-mib", type=float, help=f"of a rank, in 2^20 bytes (default: {default})")
     add("--resident-gb", type=float, help="of a rank's state, stays in memory (default: 0)")
@@ -72,11 +77,11 @@ def read_disk(args: argparse.Namespace) -> StateDisk | None:
         ArgumentError: the options do not go together, or are out of range.
     """
     given = [name for name in DISK_OPTIONS if getattr(args, name) is not None]
-    if args.state_on == "memory":
-        if given:
-            option = given[0].replace("_", "-")
-            raise ArgumentError(f"--{option}: expected --state-on disk with it")
-        return None
+    if given and args.state_on != "disk":
+        option = given[0].replace("_", "-")
+        raise ArgumentError(f"--{option}: expected --state-on disk with it")
+    if args.state_on != "disk":
+        return None if args.state_on == "memory" else StateDisk(args.state_on, None)
     sizes = {}
     for name, field, unit in (
         ("buffer_mib", "buffer_bytes", MIB),

@@ -40,7 +40,7 @@ from ringcomm.zero.estimate_model_parallel import (
     stage_activations,
     stage_model,
 )
-from ringcomm.zero.estimate_tier import state_on_disk
+from ringcomm.zero.estimate_tier import state_in_tier
 from ringcomm.zero.estimate_time import (
     StepTime,
     Traffic,
@@ -156,7 +156,7 @@ class Request:
     state_disk: StateDisk | None
 
     @property
-    def tier(self) -> Disk | None:
+    def tier(self) -> Disk | str | None:
         """As in ``AdamWOptions``."""
         return None if self.state_disk is None else self.state_disk.tier
 
@@ -516,7 +516,7 @@ def _disk_row(request: Request, stage: int) -> DiskRow | None:
     disk, timing, world = request.state_disk, request.timing, request.world
     if disk is None:
         return None
-    moved = state_on_disk(request.model, stage, world, request.each, request.options, disk.tier)
+    moved = state_in_tier(request.model, stage, world, request.each, request.options, disk.tier)
     computing = None
     if timing is not None:
         flops = _flops(request, timing)
@@ -591,7 +591,7 @@ def _row_json(row: Row, world_size: int) -> dict[str, Any]:
         "leaving_node_bytes": row.leaving_node_bytes,
         "time": None if row.time is None else _time_json(row.time),
         "largest_model_elems": row.largest_elems,
-        "state_on_disk": None if row.disk is None else estimate_disk.as_json(row.disk),
+        "state_elsewhere": None if row.disk is None else estimate_disk.as_json(row.disk),
     }
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state on a disk, which streams through buffers in memory piece by piece.
+"""Optimizer state on a disk, or in the host's memory, which streams through buffers in pieces.
 
 Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements,
 however large a parameter is. The *record* of a piece is its state, tensor after tensor, each from
@@ -22,11 +22,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from ringcomm.errors import ArgumentError, DiskError
-from ringcomm.memory.scratch import Disk, Scratch, Transfer, aligned_buffer
+from ringcomm.memory.scratch import Scratch, aligned_buffer
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, round_up
@@ -166,6 +167,50 @@ def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: i
             state.moments[lane.name] = flat
 
 
+class Transfer(Protocol):
+    """A read or a write that is under way."""
+
+    def wait(self) -> None:
+        """Waits for it.
+
+        Raises:
+            DiskError: it failed.
+        """
+        ...
+
+
+class Blocks(Protocol):
+    """The blocks in which the records lie, numbered.
+
+    Transfers that share a block or memory run in the order in which they were submitted. A block
+    that was never written reads as zeros.
+    """
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Returns memory for records, of zeros: uint8 [bytes]."""
+        ...
+
+    def add_block(self, size_bytes: int) -> int:
+        """Adds a block, and returns its number."""
+        ...
+
+    def read(self, block: int, memory: Tensor) -> Transfer:
+        """Begins to read a block."""
+        ...
+
+    def write(self, block: int, memory: Tensor) -> Transfer:
+        """Begins to write a block."""
+        ...
+
+
+class ScratchBlocks(Scratch):
+    """The blocks of a scratch file, whose buffers are pages of memory."""
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Returns memory for records, of zeros: uint8 [bytes]."""
+        return aligned_buffer(size_bytes)
+
+
 class Buffer:
     """Memory for one record, which pieces take in turn.
 
@@ -175,8 +220,8 @@ class Buffer:
         changed: True if the record here is newer than that on the disk.
     """
 
-    def __init__(self, size_bytes: int, is_shared: bool) -> None:
-        self.memory = aligned_buffer(size_bytes)
+    def __init__(self, memory: Tensor, is_shared: bool) -> None:
+        self.memory = memory
         self.is_shared = is_shared
         self.changed = False
         # Pieces have their buffers, and a cycle would keep the parameters' memory for a while.
@@ -192,23 +237,23 @@ class Buffer:
         """Holds a piece's record from now on, as the memory is."""
         self._holds = weakref.ref(piece)
 
-    def bring(self, piece: Piece, scratch: Scratch) -> None:
+    def bring(self, piece: Piece, blocks: Blocks) -> None:
         """Submits what has to be done until a piece's record is here; see :meth:`wait`."""
         if self.holds is piece:
             return
-        self.put_away(scratch)
+        self.put_away(blocks)
         self.begin_with(piece)
         if piece.size_bytes:
-            self._coming = scratch.read(piece.block_of(scratch), self._record(piece))
+            self._coming = blocks.read(piece.block_of(blocks), self._record(piece))
 
-    def put_away(self, scratch: Scratch) -> Transfer | None:
+    def put_away(self, blocks: Blocks) -> Transfer | None:
         """Submits the write of the record that is here, if it has been changed."""
         piece, changed = self.holds, self.changed
         self.changed = False
         if piece is None or not changed or not piece.size_bytes:
             return None
         self.wait()
-        return scratch.write(piece.block_of(scratch), self._record(piece))
+        return blocks.write(piece.block_of(blocks), self._record(piece))
 
     def wait(self) -> None:
         """Waits for the record that is on its way."""
@@ -249,10 +294,10 @@ class Piece:
         sizes = (lane.size_bytes(self.chunk.elems) for lane in self.lanes)
         return sum(round_up(size, PAGE_BYTES) for size in sizes)
 
-    def block_of(self, scratch: Scratch) -> int:
-        """Returns the number of the block of the scratch file, which is made at the first call."""
+    def block_of(self, blocks: Blocks) -> int:
+        """Returns the number of its block, which is made at the first call."""
         if self.block is None:
-            self.block = scratch.add_block(self.size_bytes)
+            self.block = blocks.add_block(self.size_bytes)
         return self.block
 
     def move_in(self, buffer: Buffer) -> None:
@@ -272,31 +317,28 @@ class _Kept:
     pieces: list[Piece] = field(default_factory=list)
 
 
-class DiskTier:
-    """The state of one optimizer on one rank, on a disk.
+class PiecedTier:
+    """The state of one optimizer on one rank, in blocks elsewhere.
 
     Args:
-        disk: where, and how much of it stays in memory.
-        owner: names the state in errors.
+        blocks: where it lies.
+        buffer_bytes: of the buffers in the memory of the parameters' device.
+        resident_bytes: of the state that stays there.
 
     Attributes:
         fault: the first error of the disk; nothing is visited any more.
     """
 
-    def __init__(self, disk: Disk, owner: str) -> None:
-        self._disk = disk
-        self._largest = piece_elems(disk.buffer_bytes)
-        self._scratch = Scratch(disk.path, owner)
+    def __init__(self, blocks: Blocks, buffer_bytes: int, resident_bytes: int) -> None:
+        self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
+        self._largest = piece_elems(buffer_bytes)
+        self.blocks = blocks
         self._kept: dict[int, _Kept] = {}
         self._is_laid_out = True
         # The pieces that the step under way visits, each with the one that needs its buffer next,
         # in this step or first in the next one; None between steps.
         self._visited: dict[Piece, Piece] | None = None
         self.fault: DiskError | None = None
-
-    @property
-    def scratch(self) -> Scratch:
-        return self._scratch
 
     def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
         """Takes up a bucket's state, and returns what stands for it."""
@@ -340,22 +382,22 @@ class DiskTier:
         made = Piece(piece.bucket_ref, piece.chunk, lanes)
         if piece.block is None:
             return made
-        old, new = aligned_buffer(piece.size_bytes), aligned_buffer(made.size_bytes)
-        self._scratch.read(piece.block, old).wait()
+        old, new = map(self.blocks.buffer, (piece.size_bytes, made.size_bytes))
+        self.blocks.read(piece.block, old).wait()
         new.zero_()
         # Lanes are only added behind the others.
         new[: piece.size_bytes].copy_(old)
-        self._scratch.write(made.block_of(self._scratch), new).wait()
+        self.blocks.write(made.block_of(self.blocks), new).wait()
         return made
 
     def _give_buffers(self) -> None:
         pieces = self._pieces()
-        left, resident = self._disk.resident_bytes, []
+        left, resident = self._resident_bytes, []
         while pieces and 0 < pieces[-1].size_bytes <= left:
             resident.append(pieces.pop())
             left -= resident[-1].size_bytes
         for piece in resident:
-            buffer = Buffer(piece.size_bytes, is_shared=False)
+            buffer = Buffer(self.blocks.buffer(piece.size_bytes), is_shared=False)
             if piece.block is None:
                 buffer.begin_with(piece)  # new memory is of zeros, as a state that begins is
             piece.move_in(buffer)
@@ -363,8 +405,8 @@ class DiskTier:
             return
         # Without any tensor in the state, as of SGD without momentum, nothing moves.
         size = max(PAGE_BYTES, *(piece.size_bytes for piece in pieces))
-        count = min(len(pieces), self._disk.buffer_bytes // size)
-        buffers = [Buffer(size, is_shared=True) for _ in range(count)]
+        count = min(len(pieces), self._buffer_bytes // size)
+        buffers = [Buffer(self.blocks.buffer(size), is_shared=True) for _ in range(count)]
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
 
@@ -396,21 +438,21 @@ class DiskTier:
         assert buffer is not None and part is not None
         # A bucket is laid out anew when its optimizer grows.
         part.layout, part.segments = piece.bucket.layout, piece.bucket.segments
-        buffer.bring(piece, self._scratch)
+        buffer.bring(piece, self.blocks)
         buffer.wait()
         try:
             yield part
         finally:
             buffer.changed |= write
         if self._visited is not None:
-            buffer.bring(self._visited[piece], self._scratch)
+            buffer.bring(self._visited[piece], self.blocks)
 
-    def begin_step(self, skips: bool, active: Sequence[float]) -> None:
+    def begin_step(self, skips: bool = False, active: Sequence[float] | None = None) -> None:
         """Plans the visits of a step.
 
         Args:
             skips: the step changes nothing.
-            active: by parameter, not 0 where it takes the step.
+            active: by parameter, not 0 where it takes the step; None visits all pieces.
         """
         self._visited = {}
         if skips or self.fault is not None:
@@ -420,12 +462,12 @@ class DiskTier:
                 self._lay_out()
             by_buffer: dict[Buffer, list[Piece]] = {}
             for piece in self._pieces():
-                if _steps(piece, active):
+                if active is None or _steps(piece, active):
                     assert piece.buffer is not None
                     by_buffer.setdefault(piece.buffer, []).append(piece)
             for buffer, pieces in by_buffer.items():
                 self._visited.update(zip(pieces, [*pieces[1:], pieces[0]], strict=True))
-                buffer.bring(pieces[0], self._scratch)
+                buffer.bring(pieces[0], self.blocks)
         except DiskError as error:
             self.fault = error
 
@@ -441,7 +483,7 @@ class DiskTier:
         """
         buffers = {piece.buffer for piece in self._pieces() if piece.buffer is not None}
         used = [buffer for buffer in buffers if buffer.is_shared or resident]
-        for transfer in [buffer.put_away(self._scratch) for buffer in used]:
+        for transfer in [buffer.put_away(self.blocks) for buffer in used]:
             if transfer is not None:
                 transfer.wait()
         for buffer in used:

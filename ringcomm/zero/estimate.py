@@ -12,6 +12,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.block_moments import BLOCK, BlockMoment
 from ringcomm.optim.layout import DTYPES, ParamSpec
+from ringcomm.optim.step import PINNED_BUFFER_BYTES
 from ringcomm.zero.options import Units, ZeroOptions
 from ringcomm.zero.units import find_units
 
@@ -374,12 +375,17 @@ def check_stage(stage: int) -> None:
         raise ArgumentError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
 
 
+def tier_sizes(tier: Disk | str) -> Disk:
+    """Returns what a tier has of the memory of the parameters' device, as a disk says it."""
+    return tier if isinstance(tier, Disk) else Disk(tier, PINNED_BUFFER_BYTES)
+
+
 def model_state(
     model: ModelElems,
     stage: int,
     world: int | World,
     each: BytesPerElement,
-    tier: Disk | None = None,
+    tier: Disk | str | None = None,
 ) -> StateBytes:
     """Model state in memory, of the rank that has most of it.
 
@@ -391,7 +397,7 @@ def model_state(
         stage: 0 to 3.
         world: the ranks, or how many there are on one node.
         each: bytes of an element.
-        tier: where the optimizer's state lies, as in ``AdamWOptions``: of that on a disk, what is
+        tier: where the optimizer's state lies, as in ``AdamWOptions``: of that elsewhere, what is
             resident and the buffers, all of them at most, are in memory.
 
     Raises:
@@ -405,7 +411,8 @@ def model_state(
         params = shard_elems(model.trainable, shares) + shard_elems(model.frozen, shares)
     state = each.state_bytes(shard if stage >= 1 else model.trainable)
     if tier is not None:
-        state = min(state, tier.buffer_bytes + tier.resident_bytes)
+        sizes = tier_sizes(tier)
+        state = min(state, sizes.buffer_bytes + sizes.resident_bytes)
     return StateBytes(
         params=each.param * params,
         grads=each.reduced * shard if stage >= 2 else each.grad * model.trainable,
@@ -420,15 +427,15 @@ def working_buffers(
     each: BytesPerElement,
     options: ZeroOptions,
     two_passes: bool = False,
-    tier: Disk | None = None,
+    tier: Disk | str | None = None,
 ) -> WorkingBytes:
     """Working buffers of a rank.
 
     Stage 0 stores the reduced gradient of its chunks and gathers it bucket by bucket. Stages 2 and
     3 have ``options.in_flight`` buffers, each as large as the largest bucket. Stage 3 has the root
     and ``options.prefetch + 1`` units: one that computes, and those being fetched; with
-    ``overlap=False`` only the former. With the state on a disk, steps of one pass at stages 1 and 2
-    store the reduced gradient of one bucket's chunk at a time.
+    ``overlap=False`` only the former. With the state in another tier, steps of one pass at stage 1,
+    and on the CPU at stage 2, store the reduced gradient of one bucket's chunk at a time.
 
     Args:
         model: sizes of the model.
@@ -463,7 +470,7 @@ def working_buffers(
     return WorkingBytes(
         buckets=each.grad * bucket * buckets,
         units=each.param * gathered if stage == 3 else 0,
-        grad_shard=each.reduced * chunk if stage == 2 else 0,
+        grad_shard=each.reduced * chunk if stage == 2 and isinstance(tier, Disk) else 0,
     )
 
 
@@ -479,7 +486,7 @@ def largest_model(
     world: int | World,
     each: BytesPerElement,
     other_bytes: int = 0,
-    tier: Disk | None = None,
+    tier: Disk | str | None = None,
 ) -> int:
     """The most trainable elements whose model state fits into a rank's memory; 0 if none does.
 

@@ -1,4 +1,4 @@
-"""Optimizer state on a disk: what a rank has in memory and on the disk, what moves, and how long.
+"""Optimizer state on a disk, or on the host: what a rank has where, what moves, and how long.
 
 Closed forms of what ``optim/tiers.py`` does. A rank's chunks are divided into pieces, whose records
 go through buffers in turn: each moves in and out once a step. Where a buffer has one piece to serve
@@ -20,6 +20,7 @@ from ringcomm.zero.estimate import (
     check_stage,
     largest_bucket,
     shard_elems,
+    tier_sizes,
 )
 from ringcomm.zero.estimate_time import GIGA, require_positive
 from ringcomm.zero.options import ZeroOptions
@@ -35,12 +36,12 @@ class Records:
 
 @dataclass(frozen=True)
 class TierBytes:
-    """The bytes of a rank whose state is on a disk.
+    """The bytes of a rank whose state is in another tier than memory.
 
     Attributes:
         buffers: in memory, which records take in turn.
         resident: in memory, of records that never move.
-        disk: of the file.
+        stored: of the file, or of pinned memory of the host.
         moved: what a step reads, and what it writes.
         ahead: of that, what can be read before the step.
         behind: of that, what can be written after the step.
@@ -48,7 +49,7 @@ class TierBytes:
 
     buffers: int
     resident: int
-    disk: int
+    stored: int
     moved: int
     ahead: int
     behind: int
@@ -76,7 +77,7 @@ class TierBytes:
         return cls(
             buffers=buffers * size,
             resident=resident,
-            disk=_bytes_of(rest),
+            stored=_bytes_of(rest),
             moved=_bytes_of(rest, 0, sharing) + _bytes_of(rest, buffers),
             ahead=_bytes_of(rest, 0, sharing),
             behind=_bytes_of(rest, total - sharing),
@@ -119,13 +120,13 @@ def _record_bytes(elems: int, each: BytesPerElement) -> int:
     return sum(map(rounded_up, each.lane_bytes(elems)))
 
 
-def state_on_disk(
+def state_in_tier(
     model: ModelElems,
     stage: int,
     world: int | World,
     each: BytesPerElement,
     options: ZeroOptions,
-    disk: Disk,
+    tier: Disk | str,
 ) -> TierBytes:
     """Returns the bytes of the rank that has most, its state divided into buckets of one size.
 
@@ -135,12 +136,13 @@ def state_on_disk(
         world: the ranks, or how many there are on one node.
         each: bytes of an element.
         options: of the training.
-        disk: as in ``AdamWOptions.tier``.
+        tier: as in ``AdamWOptions``.
 
     Raises:
         ArgumentError: there is no such stage or world, or the buffers are too small.
     """
     check_stage(stage)
+    disk = tier_sizes(tier)
     shares = 1 if stage == 0 else World.of(world).state_shares
     bucket = largest_bucket(model, options)
     whole, rest = divmod(model.trainable, bucket) if bucket else (0, 0)

@@ -140,12 +140,12 @@ def test_state_on_a_disk(estimate):
     room = 20e9 - without["working_bytes"]["total"]
     assert without["largest_model_elems"] == pytest.approx(8 * room / 18, rel=1e-9)
     assert row["largest_model_elems"] == pytest.approx(8 * (room - in_memory) / 6, rel=1e-9)
-    told = row["state_on_disk"]
+    told = row["state_elsewhere"]
     # Pieces of 256 Ki elements are 3 MiB.
     moved, resident = told["moved_bytes"], told["resident_bytes"]
     assert resident == 500_000_000 // (3 << 20) * (3 << 20)
     assert moved + resident == 12 * elems // 8
-    assert told["disk_bytes"] == moved
+    assert told["stored_bytes"] == moved
     assert told["time"]["read_s"] == pytest.approx(8 * moved / 6e9)
     assert told["time"]["write_s"] == pytest.approx(8 * moved / 4e9)
     compute_s = 6 * elems * 1000 / 100e12
@@ -155,7 +155,7 @@ def test_state_on_a_disk(estimate):
     assert told["added_s"] == pytest.approx(io_s - hidden_s)
     assert told["efficiency"] == pytest.approx(compute_s / (compute_s + io_s))
     assert told["needed_gbps"] == pytest.approx(9 * 2 * 8 * moved / compute_s / 1e9)
-    assert without["state_on_disk"] is None
+    assert without["state_elsewhere"] is None
 
 
 def test_the_table_of_a_disk(estimate):
@@ -170,6 +170,13 @@ def test_the_table_of_a_disk(estimate):
     _, out, _ = estimate("--params", "8M", "--world", 8, *MACHINE, "--context", 8, *DISK)
     rows = table(out, "state on a disk")
     assert rows[2] == ["1", "0.012", "0", "0", "0", "0", "100.0%", "0", "-", "-"]
+
+
+def test_state_on_the_host(estimate):
+    """Of a GPU's memory it takes the buffers."""
+    _, out, _ = estimate("--params", 1 << 33, "--world", 8, "--stage", 3, "--state-on", "cpu")
+    assert table(out, "state on a host")[1:] == [["3", "0.0661", "12.9", "12.9"]]
+    assert table(out, "memory of a rank")[1][3] == "0.0671"
 
 
 def test_a_preset_that_scales_the_loss_takes_two_passes(estimate):

@@ -9,7 +9,7 @@ from ringcomm import Disk, zero
 from ringcomm.examples.gpt.config import STAGES, ModelConfig
 from ringcomm.examples.gpt.model import GPT
 from ringcomm.zero.estimate import BytesPerElement, ModelElems
-from ringcomm.zero.estimate_tier import state_on_disk
+from ringcomm.zero.estimate_tier import state_in_tier
 from tests.cli.train_runs import train_all, without_measurements
 from tests.memory.disk_folder import skip_unless_disk
 
@@ -137,16 +137,16 @@ def test_state_on_a_disk_trains_alike_and_is_reported(tmp_path):
     model = ModelElems.of_module(GPT(ModelConfig(128, 2, 2, 32)))
     disk = Disk(tmp_path, 1 << 20)
     each = BytesPerElement.of(torch.float32)
-    told = state_on_disk(model, 1, 2, each, zero.ZeroOptions(), disk)
+    told = state_in_tier(model, 1, 2, each, zero.ZeroOptions(), disk)
     for use in records["1"]["outcome"]["disk"]:
-        assert use["file_bytes"] == told.disk
+        assert use["file_bytes"] == told.stored
         assert use["steps"] == STEPS - 2
         for what in ("read_bytes", "written_bytes"):
             # On a busy machine the last transfers may be seen a step later.
             assert abs(use[what] - use["steps"] * told.moved) <= told.behind
         assert min(use["reading_s"], use["writing_s"]) > 0
     assert f"state   on a disk, in {tmp_path}" in printed["1"]
-    assert f"state on disk {told.disk / 1e6:.1f} MB; a step reads " in printed["1"]
+    assert f"state on disk {told.stored / 1e6:.1f} MB; a step reads " in printed["1"]
     assert f"closed form   {(8 * model.total + (1 << 20)) / 1e6:.1f} MB of model" in printed["1"]
     # All of it is resident; beside a save, at which buffers are read, one step of three is left.
     assert [each["file_bytes"] for each in records["3"]["outcome"]["disk"]] == [0, 0]

@@ -122,13 +122,14 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
     monkeypatch.setattr(tiers, "aligned_buffer", allocate)
     found = []
     for elems in (20 << 20, 200 << 20):
-        tier, bucket = tiers.DiskTier(disk, "the test"), bucket_of(elems)
+        blocks, bucket = tiers.ScratchBlocks(folder, "the test"), bucket_of(elems)
+        tier = tiers.PiecedTier(blocks, disk.buffer_bytes, disk.resident_bytes)
         bucket.keep_state("fp32", eight_bits=False, tier=tier)
         bucket.ensure(["exp_avg", "exp_avg_sq"])
         for part in bucket.parts(0, 1):
             part.state.moments["exp_avg"].fill_(1.0)
         tier.wait()
-        assert tier.scratch.size_bytes == tier.scratch.bytes_written == 8 << 20
+        assert blocks.size_bytes == blocks.bytes_written == 8 << 20
         assert sum(made) == TierBytes.of(records_of(elems, 1, FP32, disk), disk).buffers
         found.append([*made])
         made.clear()

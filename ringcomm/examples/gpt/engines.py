@@ -152,8 +152,8 @@ class ZeroEngine(TrainingEngine):
     def scratch(self) -> Scratch:
         """This rank's file with the optimizer's state, if that is on a disk."""
         tier = self.adamw.sharded_step().tier
-        assert tier is not None
-        return tier.scratch
+        assert tier is not None and isinstance(tier.blocks, Scratch)
+        return tier.blocks
 
     def quiet(self) -> AbstractContextManager[None]:
         return zero.no_sync(self.module)

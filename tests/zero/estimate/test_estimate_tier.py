@@ -31,7 +31,7 @@ from ringcomm.zero.estimate_tier import (
     Records,
     TierBytes,
     records_of,
-    state_on_disk,
+    state_in_tier,
 )
 from ringcomm.zero.estimate_time import bandwidth_needed, efficiency, state_intensity
 from ringcomm.zero.options import ZeroOptions
@@ -66,7 +66,7 @@ def held_by(step: Any) -> TierBytes:
         seen.add(piece.buffer)
     shared = [buffer.memory.nbytes for buffer in seen if buffer.is_shared]
     resident = [buffer.memory.nbytes for buffer in seen if not buffer.is_shared]
-    return TierBytes(sum(shared), sum(resident), tier.scratch.size_bytes, 0, 0, 0)
+    return TierBytes(sum(shared), sum(resident), tier.blocks.size_bytes, 0, 0, 0)
 
 
 class Count:
@@ -102,14 +102,14 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
     for step in range(3):
         param.grad = torch.ones_like(param)
         if step == 2:
-            before = count.of(optimizer.sharded_step().tier.scratch)
+            before = count.of(optimizer.sharded_step().tier.blocks)
         optimizer.step()
     step = optimizer.sharded_step()
-    after = count.of(step.tier.scratch)
+    after = count.of(step.tier.blocks)
     model = ModelElems(param.numel(), largest=param.numel())
-    told = state_on_disk(model, 0, 1, each, ZeroOptions(), disk)
+    told = state_in_tier(model, 0, 1, each, ZeroOptions(), disk)
     held = held_by(step)
-    assert (held.buffers, held.resident, held.disk) == (told.buffers, told.resident, told.disk)
+    assert (held.buffers, held.resident, held.stored) == (told.buffers, told.resident, told.stored)
     assert (after[0] - before[0], after[1] - before[1]) == (told.moved, told.moved)
     state = model_state(model, 0, 1, each, disk).state
     assert held.buffers <= disk.buffer_bytes and held.resident <= disk.resident_bytes
@@ -146,10 +146,10 @@ def test_ranks_hold_what_the_estimate_says_at_every_stage(worlds, folder, clips)
                 optimizer.step()
                 optimizer.zero_grad()
             step = optimizer.sharded_step()
-            told = state_on_disk(model, stage, 2, each, ZeroOptions(), disk)
+            told = state_in_tier(model, stage, 2, each, ZeroOptions(), disk)
             held = held_by(step)
-            assert (held.buffers, held.disk) == (told.buffers, told.disk)
-            assert told.disk == 8 * width * width // (1 if stage == 0 else 2)
+            assert (held.buffers, held.stored) == (told.buffers, told.stored)
+            assert told.stored == 8 * width * width // (1 if stage == 0 else 2)
             kernels: Any = step.kernels
             while not isinstance(kernels, PiecedKernels):
                 kernels = kernels._native
@@ -197,8 +197,8 @@ def test_what_moves_is_what_following_the_buffers_finds(runs, buffers, resident)
     disk = Disk("x", max(buffers, largest) * page, resident * page)
     told = TierBytes.of([Records(size * page, count) for size, count in runs], disk)
     sizes = [size * page for size, count in runs for _ in range(count)]
-    assert (told.moved, told.ahead, told.disk) == moved_by_hand(sizes, disk)
-    assert told.behind <= told.moved and told.resident == sum(sizes) - told.disk
+    assert (told.moved, told.ahead, told.stored) == moved_by_hand(sizes, disk)
+    assert told.behind <= told.moved and told.resident == sum(sizes) - told.stored
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_what_moves_is_what_following_the_buffers_finds(runs, buffers, resident)
 def test_bytes_of_an_element_and_step(each, moved):
     """A step reads and writes them: DeepSpeed's ZeRO-Infinity moves 32."""
     elems = 1 << 30
-    told = state_on_disk(ModelElems(elems), 3, 4, each, ZeroOptions(), Disk("x"))
+    told = state_in_tier(ModelElems(elems), 3, 4, each, ZeroOptions(), Disk("x"))
     assert 2 * each.state_mean == moved
-    assert told.disk == each.state_bytes(elems) // 4
+    assert told.stored == each.state_bytes(elems) // 4
     assert 2 * told.moved * 4 / elems == moved
     assert 56 << 20 <= told.buffers <= 64 << 20 and told.resident == 0
     assert told.ahead == told.behind == told.buffers
@@ -224,15 +224,15 @@ def test_bytes_of_an_element_and_step(each, moved):
 
 def test_pages_widen_the_records_of_small_chunks():
     """Of 2 Mi elements 64 ranks have 32 Ki each, whose moments of 8 bits take 8 pages and 512 B."""
-    told = state_on_disk(ModelElems(64 << 25), 1, 64, EIGHT_BITS, ZeroOptions(), Disk("x"))
-    assert told.disk == (1 << 10) * 2 * 9 * tiers.PAGE_BYTES
+    told = state_in_tier(ModelElems(64 << 25), 1, 64, EIGHT_BITS, ZeroOptions(), Disk("x"))
+    assert told.stored == (1 << 10) * 2 * 9 * tiers.PAGE_BYTES
 
 
 def test_what_is_resident_does_not_move():
     model, each = ModelElems(1 << 30), BytesPerElement.of(FP32)
     sizes = [(1 << 30) * part // 8 for part in (0, 1, 4, 8, 20)]
     found = [
-        state_on_disk(model, 1, 4, each, ZeroOptions(), Disk("x", resident_bytes=size))
+        state_in_tier(model, 1, 4, each, ZeroOptions(), Disk("x", resident_bytes=size))
         for size in sizes
     ]
     assert [told.resident for told in found] == [min(size, 2 << 30) for size in sizes]
@@ -246,11 +246,11 @@ def test_memory_is_that_of_buffers_and_what_is_resident(world, elems, stage, res
     each, disk = BytesPerElement.of(eight_bits=True), Disk("x", resident_bytes=resident)
     model = ModelElems(elems)
     without, state = (model_state(model, stage, world, each, tier) for tier in (None, disk))
-    told = state_on_disk(model, stage, world, each, ZeroOptions(), disk)
+    told = state_in_tier(model, stage, world, each, ZeroOptions(), disk)
     assert (state.params, state.grads) == (without.params, without.grads)
     assert state.state == min(without.state, disk.buffer_bytes + resident)
     assert told.buffers <= disk.buffer_bytes and told.resident <= resident
-    assert told.disk + told.resident >= without.state
+    assert told.stored + told.resident >= without.state
 
 
 @pytest.mark.parametrize("stage", STAGES)
