@@ -224,23 +224,18 @@ def test_a_thousand_random_steps_leave_the_heap_whole(monkeypatch):
     """What the heap has taken of the system stays near the most that was in use at a time."""
     monkeypatch.setattr(host_heap, "_process", host_heap._Process())
     host_heap.process_heap(1 << 30)
-    taken = []
 
     def work(comm: Any) -> int:
         churn = Churn(comm)
-        for _ in range(2):
-            churn.run(500)
-            comm.barrier()
-            if comm.rank == 0:
-                taken.append(ringcomm.heap_stats()["committed_bytes"])
-            comm.barrier()
+        churn.run(1000)
         return churn.most
 
     with ringcomm.local_world(WORLD, options=ringcomm.CommOptions(segment_bytes=64 << 10)) as world:
         begun = ringcomm.heap_stats()["used_bytes"]
         most = max(world.run(work))
+        taken = ringcomm.heap_stats()["committed_bytes"]
         gc.collect()
         assert ringcomm.heap_stats()["used_bytes"] == begun
     assert most - begun > 10 * (2 << 20)
-    # Memory is taken by 2 MiB.
-    assert taken[1] - begun <= 1.25 * (most - begun) + (2 << 20)
+    # Memory is taken by 2 MiB. Without joining what is free it would be 2.7 times as much.
+    assert taken - begun <= 1.5 * (most - begun) + (2 << 20)
