@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringcomm.cli import estimate_network
+from ringcomm.cli import estimate_disk, estimate_network
 from ringcomm.cli.estimate_figures import (
     DTYPES,
+    OPTIMIZERS,
     Report,
     as_json,
     has_model,
@@ -23,6 +24,7 @@ from ringcomm.cli.estimate_figures import (
     work_out,
 )
 from ringcomm.errors import ArgumentError
+from ringcomm.memory import Disk
 from ringcomm.output import new_figure, write_figure
 from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES, World
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
@@ -37,7 +39,7 @@ LONGEST_NAME = 50
 def as_text(report: Report) -> str:
     """All tables; no line is longer than 100 columns."""
     parts = [_headline(report), _memory_table(report), _traffic_table(report)]
-    parts += [_time_table(report), _budget_table(report)]
+    parts += [_disk_table(report), _time_table(report), _budget_table(report)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -83,7 +85,7 @@ def _headline(report: Report) -> list[str]:
         *_sharing(request.world),
         request.precision,
         f"bytes per element: parameter {each.param}, gradient {each.grad}, reduced gradient "
-        f"{each.reduced}, state {each.state}",
+        f"{each.reduced}, state {each.state_mean:.4g}",
     ]
 
 
@@ -131,6 +133,45 @@ def _traffic_table(report: Report) -> list[str]:
         rows[-1] += [_gb(row.leaving_node_bytes)] if several else []
     what = "communication of a step; P: trained parameters; sent: (world - 1) / world of the volume"
     return [what, *_aligned(rows)]
+
+
+def _disk_table(report: Report) -> list[str]:
+    disk, mates = report.request.state_disk, report.request.world.mates
+    if disk is None:
+        return []
+    where = "disk" if isinstance(disk.tier, Disk) else "host"
+    rows = [["stage", "in memory", f"on {where}", "read and written"]]
+    if disk.rates is not None:
+        rows[0] += ["read s", "write s", "hidden", "added s", "efficiency", "90% needs"]
+    for row in report.rows:
+        assert row.disk is not None
+        moved, time = row.disk.moved, row.disk.time
+        sizes = (moved.buffers + moved.resident, moved.stored, moved.moved)
+        rows.append([str(row.stage), *map(_gb, sizes)])
+        if time is not None:
+            rows[-1] += [
+                number(time.read_s),
+                number(time.write_s),
+                _or_unknown(row.disk.hidden_share, "{:.1%}".format),
+                _or_unknown(row.disk.added_s, number),
+                _or_unknown(row.disk.efficiency, "{:.1%}".format),
+                _or_unknown(row.disk.needed_gbps, number),
+            ]
+    lines = [f"state on a {where}, bytes of a rank, read and written in a step, GB = 1e9 bytes"]
+    lines += _aligned(rows)
+    if disk.rates is not None:
+        read_gbps, write_gbps = disk.rates.read_gbps, disk.rates.write_gbps
+        lines += [
+            f"times: {mates} ranks share a disk of {read_gbps:g} GB/s read, {write_gbps:g} GB/s "
+            "written, by turns",
+            "hidden: behind forward and backward; efficiency: computing and disk in turns; needs: "
+            "GB/s",
+        ]
+    return lines
+
+
+def _or_unknown(value: float | None, worded: Callable[[float], str]) -> str:
+    return "-" if value is None else worded(value)
 
 
 def _time_table(report: Report) -> list[str]:
@@ -262,6 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_model(parser)
     _add_training(parser)
+    estimate_disk.add_arguments(parser)
     estimate_network.add_arguments(parser)
     add = parser.add_argument
     add(
@@ -298,7 +340,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=MASTERS,
         help="what is kept of 16-bit parameters in full precision (default: fp32)",
     )
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
     add("--amsgrad", action="store_true", help="keep the maximum of the second moment")
+    add(
+        "--accumulate",
+        choices=("fp32", "param"),
+        default="param",
+        help="dtype in which gradients of several backwards add up (default: %(default)s)",
+    )
     add("--clip", action="store_true", help="steps are clipped or scaled: they take two passes")
     add(
         "--bucket-elems",

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
+from ringcomm.cli import estimate_disk
+from ringcomm.cli.estimate_disk import Computing, DiskRow, StateDisk, disk_row, read_disk
 from ringcomm.cli.estimate_network import Step
 from ringcomm.comm.topology.cost import Cluster
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.scratch import Disk
 from ringcomm.zero.estimate import (
     STAGES,
     ActivationBytes,
@@ -37,6 +40,7 @@ from ringcomm.zero.estimate_model_parallel import (
     stage_activations,
     stage_model,
 )
+from ringcomm.zero.estimate_tier import state_in_tier
 from ringcomm.zero.estimate_time import (
     StepTime,
     Traffic,
@@ -56,6 +60,7 @@ from ringcomm.zero.precision import PRESETS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
+OPTIMIZERS = ("adamw", "adamw8bit")
 SHAPE_OPTIONS = ("layers", "width", "heads", "vocab")
 
 
@@ -133,6 +138,7 @@ class Request:
         precision: dtypes, for the headline.
         elem_bytes: of an activation.
         budget_bytes: of a rank, or None.
+        state_disk: where the state lies; None for memory.
     """
 
     called: str
@@ -147,6 +153,12 @@ class Request:
     forward: Forward
     timing: Timing | None
     budget_bytes: int | None
+    state_disk: StateDisk | None
+
+    @property
+    def tier(self) -> Disk | str | None:
+        """As in ``AdamWOptions``."""
+        return None if self.state_disk is None else self.state_disk.tier
 
 
 def has_model(args: argparse.Namespace) -> bool:
@@ -178,8 +190,15 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         model=model,
         world=world,
         stages=STAGES if args.stage is None else (args.stage,),
-        precision=kept.told + (", amsgrad" if args.amsgrad else ""),
-        each=BytesPerElement.of(dtype, reduce, kept.master, args.amsgrad),
+        precision=_told(kept, args),
+        each=BytesPerElement.of(
+            dtype,
+            reduce,
+            kept.master,
+            args.amsgrad,
+            eight_bits=args.optimizer == "adamw8bit",
+            accumulate=torch.float32 if args.accumulate == "fp32" else None,
+        ),
         elem_bytes=dtype.itemsize,
         options=ZeroOptions(bucket_elems=args.bucket_elems),
         two_passes=args.clip or kept.scaled,
@@ -188,7 +207,18 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         ),
         timing=_timing(args),
         budget_bytes=None if args.budget_gb is None else round(args.budget_gb * 10**9),
+        state_disk=read_disk(args),
     )
+
+
+def _told(kept: _Kept, args: argparse.Namespace) -> str:
+    """Words the precision of everything."""
+    choices = {
+        "gradients added in fp32": args.accumulate == "fp32",
+        "amsgrad": args.amsgrad,
+        "moments of 8 bits": args.optimizer == "adamw8bit",
+    }
+    return ", ".join([kept.told, *(name for name, chosen in choices.items() if chosen)])
 
 
 def _world(args: argparse.Namespace, cluster: Cluster | None) -> World:
@@ -381,6 +411,7 @@ class Row:
         time: None where the machine is not known.
         largest_elems: the largest model that fits beside buffers and activations; None without a
             budget.
+        disk: of the state; None if it is in memory.
     """
 
     stage: int
@@ -391,6 +422,7 @@ class Row:
     leaving_node_bytes: int
     time: StepTime | None
     largest_elems: int | None
+    disk: DiskRow | None
 
     @property
     def total_bytes(self) -> int:
@@ -430,7 +462,7 @@ def total_bytes(report: Report, stage: int, world_size: int) -> int:
     """Returns the memory that a rank would need in another world."""
     request = report.request
     world = replace(request.world, ranks=world_size)
-    state = model_state(request.model, stage, world, request.each)
+    state = model_state(request.model, stage, world, request.each, request.tier)
     working = _working(request, stage, world)
     held = report.activations
     return state.total + working.total + (held.total if held else 0)
@@ -438,7 +470,13 @@ def total_bytes(report: Report, stage: int, world_size: int) -> int:
 
 def _working(request: Request, stage: int, world: World) -> WorkingBytes:
     return working_buffers(
-        request.model, stage, world, request.each, request.options, request.two_passes
+        request.model,
+        stage,
+        world,
+        request.each,
+        request.options,
+        request.two_passes,
+        request.tier,
     )
 
 
@@ -449,16 +487,17 @@ def _row(request: Request, stage: int, activation_bytes: int) -> Row:
     largest = None
     if request.budget_bytes is not None:
         other_bytes = working.total + activation_bytes
-        largest = largest_model(request.budget_bytes, stage, world, each, other_bytes)
+        largest = largest_model(request.budget_bytes, stage, world, each, other_bytes, request.tier)
     return Row(
         stage,
-        model_state(model, stage, world, each),
+        model_state(model, stage, world, each, request.tier),
         working,
         activation_bytes,
         moved,
         leaving_node_bytes(model, stage, world, each),
         _step_time(request, moved.sent_bytes(world.ranks)),
         largest,
+        _disk_row(request, stage),
     )
 
 
@@ -466,8 +505,24 @@ def _step_time(request: Request, sent_bytes: int) -> StepTime | None:
     timing = request.timing
     if timing is None:
         return None
-    flops = step_flops(request.model.total, timing.tokens, request.forward.recomputes)
-    return step_time(flops, sent_bytes, timing.gbps, timing.peak_tflops)
+    return step_time(_flops(request, timing), sent_bytes, timing.gbps, timing.peak_tflops)
+
+
+def _flops(request: Request, timing: Timing) -> int:
+    return step_flops(request.model.total, timing.tokens, request.forward.recomputes)
+
+
+def _disk_row(request: Request, stage: int) -> DiskRow | None:
+    disk, timing, world = request.state_disk, request.timing, request.world
+    if disk is None:
+        return None
+    moved = state_in_tier(request.model, stage, world, request.each, request.options, disk.tier)
+    computing = None
+    if timing is not None:
+        flops = _flops(request, timing)
+        compute_s = step_time(flops, 0, timing.gbps, timing.peak_tflops).compute_s
+        computing = Computing(flops, compute_s, timing.peak_tflops)
+    return disk_row(moved, disk.rates, world.mates, computing)
 
 
 def network_step(report: Report) -> Step:
@@ -536,6 +591,7 @@ def _row_json(row: Row, world_size: int) -> dict[str, Any]:
         "leaving_node_bytes": row.leaving_node_bytes,
         "time": None if row.time is None else _time_json(row.time),
         "largest_model_elems": row.largest_elems,
+        "state_elsewhere": None if row.disk is None else estimate_disk.as_json(row.disk),
     }
 
 

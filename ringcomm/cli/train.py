@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,19 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
     for what, default in (("params", "node"), ("state", "world")):
         meaning = f"ranks that share them, over nodes: ZeroOptions.{what} (default: {default})"
         add(f"--shard-{what}", choices=("node", "world"), help=meaning)
+    add("--state-on", metavar="PATH", help="folder on a disk for the optimizer's state")
+    add(
+        "--state-resident-mib",
+        type=int,
+        metavar="N",
+        help="of it, what stays in a rank's memory, in 2^20 bytes (default: 0)",
+    )
+    add(
+        "--state-buffer-mib",
+        type=int,
+        metavar="N",
+        help="a rank's buffers for what is on its way, in 2^20 bytes (default: 64)",
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +189,12 @@ def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
         checkpoint_activations=args.checkpoint_activations,
         params=args.shard_params,
         state=args.shard_state,
+        state_on=args.state_on,
+        state_resident_mib=args.state_resident_mib,
+        state_buffer_mib=args.state_buffer_mib,
     )
+    if engine.state_on is not None and not os.path.isdir(engine.state_on):
+        raise ArgumentError(f"--state-on {engine.state_on}: expected a folder on a disk")
     for option in ("save", "profile"):
         if getattr(args, option) is not None and engine.name != "zero":
             raise ArgumentError(

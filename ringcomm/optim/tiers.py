@@ -55,12 +55,17 @@ def piece_elems(buffer_bytes: int) -> int:
     return min(PIECE_ELEMS, most // BLOCK_ELEMS * BLOCK_ELEMS)
 
 
+def elems_of_pieces(elems: int, largest: int) -> int:
+    """Returns the elements of each piece of a chunk of so many, but of the last one."""
+    count = -(-elems // largest)
+    return round_up(-(-elems // count), BLOCK_ELEMS)
+
+
 def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
     """Divides a chunk into as few pieces as there must be, of nearly equal numbers of elements."""
     if not chunk.elems:
         return []
-    count = -(-chunk.elems // largest)
-    size = round_up(-(-chunk.elems // count), BLOCK_ELEMS)
+    size = elems_of_pieces(chunk.elems, largest)
     begins = range(chunk.begin, chunk.end, size)
     return [Chunk(begin, min(begin + size, chunk.end)) for begin in begins]
 

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.scratch import Disk
+from ringcomm.optim.block_moments import BLOCK, BlockMoment
 from ringcomm.optim.layout import DTYPES, ParamSpec
+from ringcomm.optim.step import PINNED_BUFFER_BYTES
 from ringcomm.zero.options import Units, ZeroOptions
 from ringcomm.zero.units import find_units
 
@@ -187,6 +190,7 @@ class BytesPerElement:
         exp_avg: the first moment.
         exp_avg_sq: the second moment.
         max_exp_avg_sq: amsgrad's maximum.
+        exponents: of moments of 8 bits, for both together and a block of 64 elements.
     """
 
     param: int = 2
@@ -196,14 +200,34 @@ class BytesPerElement:
     exp_avg: int = 4
     exp_avg_sq: int = 4
     max_exp_avg_sq: int = 0
+    exponents: int = 0
 
     def __post_init__(self) -> None:
         require_at_least("bytes per element", 0, **vars(self))
 
     @property
     def state(self) -> int:
-        """The optimizer's state."""
+        """The optimizer's state, without exponents."""
         return self.master + self.exp_avg + self.exp_avg_sq + self.max_exp_avg_sq
+
+    @property
+    def state_mean(self) -> float:
+        """The optimizer's state, with a share of the exponents."""
+        return self.state + self.exponents / BLOCK
+
+    def state_bytes(self, elems: int) -> int:
+        """Returns the optimizer's state of so many elements."""
+        return self.state * elems + self.exponents * -(-elems // BLOCK)
+
+    def lane_bytes(self, elems: int) -> list[int]:
+        """Returns the same tensor by tensor, as a tier moves it; ``elems`` in whole blocks."""
+        halves = (self.exponents // 2, self.exponents - self.exponents // 2)
+        moments = [
+            each * elems + half * (elems // BLOCK)
+            for each, half in zip((self.exp_avg, self.exp_avg_sq), halves, strict=True)
+        ]
+        sizes = (self.master * elems, *moments, self.max_exp_avg_sq * elems)
+        return [size for size in sizes if size]
 
     @classmethod
     def of(
@@ -212,8 +236,10 @@ class BytesPerElement:
         reduce: torch.dtype = torch.float32,
         master: str = "fp32",
         amsgrad: bool = False,
+        eight_bits: bool = False,
+        accumulate: torch.dtype | None = None,
     ) -> BytesPerElement:
-        """Returns what ringcomm keeps for Adam and AdamW.
+        """Returns what ringcomm keeps for Adam, AdamW and AdamW8bit.
 
         Args:
             dtype: of parameters and gradients: float32, bfloat16 or float16.
@@ -222,6 +248,9 @@ class BytesPerElement:
             master: of 16-bit parameters, as in :class:`ringcomm.optim.AdamWOptions`; float32 ones
                 have none.
             amsgrad: whether the maximum of the second moment is kept, too.
+            eight_bits: whether the moments are those of :class:`ringcomm.optim.AdamW8bit`.
+            accumulate: of gradients that add up: None, or float32, as in
+                ``AdamWOptions.accumulate_dtype``.
 
         Raises:
             ArgumentError: ringcomm has no such combination.
@@ -237,13 +266,21 @@ class BytesPerElement:
                 f'master: "remainder" is the lower half of bfloat16 parameters, got {dtype}; pass '
                 '"fp32" or "none"'
             )
+        if accumulate not in (None, torch.float32):
+            raise ArgumentError(f"accumulate: expected None or float32, got {accumulate}")
+        if amsgrad and eight_bits:
+            raise ArgumentError("amsgrad: AdamW8bit keeps no maximum; drop one of the two")
         master_bytes = {"fp32": 4, "remainder": 2, "none": 0}[master]
+        moment = 1 if eight_bits else 4
         return cls(
             param=dtype.itemsize,
-            grad=dtype.itemsize,
+            grad=(accumulate or dtype).itemsize,
             reduced=reduce.itemsize,
             master=0 if dtype is torch.float32 else master_bytes,
+            exp_avg=moment,
+            exp_avg_sq=moment,
             max_exp_avg_sq=4 if amsgrad else 0,
+            exponents=2 * (BlockMoment.size_bytes(BLOCK) - BLOCK) if eight_bits else 0,
         )
 
 
@@ -338,10 +375,19 @@ def check_stage(stage: int) -> None:
         raise ArgumentError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
 
 
+def tier_sizes(tier: Disk | str) -> Disk:
+    """Returns what a tier has of the memory of the parameters' device, as a disk says it."""
+    return tier if isinstance(tier, Disk) else Disk(tier, PINNED_BUFFER_BYTES)
+
+
 def model_state(
-    model: ModelElems, stage: int, world: int | World, each: BytesPerElement
+    model: ModelElems,
+    stage: int,
+    world: int | World,
+    each: BytesPerElement,
+    tier: Disk | str | None = None,
 ) -> StateBytes:
-    """Model state of the rank that has most of it.
+    """Model state in memory, of the rank that has most of it.
 
     Frozen parameters have neither gradient nor state; stages 0 to 2 hold them whole. The layout's
     padding is not counted: less than 64 elements per parameter, and 512 per chunk of a bucket.
@@ -351,6 +397,8 @@ def model_state(
         stage: 0 to 3.
         world: the ranks, or how many there are on one node.
         each: bytes of an element.
+        tier: where the optimizer's state lies, as in ``AdamWOptions``: of that elsewhere, what is
+            resident and the buffers, all of them at most, are in memory.
 
     Raises:
         ArgumentError: there is no such stage or world.
@@ -361,10 +409,14 @@ def model_state(
     if stage == 3:
         shares = world.param_shares
         params = shard_elems(model.trainable, shares) + shard_elems(model.frozen, shares)
+    state = each.state_bytes(shard if stage >= 1 else model.trainable)
+    if tier is not None:
+        sizes = tier_sizes(tier)
+        state = min(state, sizes.buffer_bytes + sizes.resident_bytes)
     return StateBytes(
         params=each.param * params,
         grads=each.reduced * shard if stage >= 2 else each.grad * model.trainable,
-        state=each.state * (shard if stage >= 1 else model.trainable),
+        state=state,
     )
 
 
@@ -375,13 +427,15 @@ def working_buffers(
     each: BytesPerElement,
     options: ZeroOptions,
     two_passes: bool = False,
+    tier: Disk | str | None = None,
 ) -> WorkingBytes:
     """Working buffers of a rank.
 
     Stage 0 stores the reduced gradient of its chunks and gathers it bucket by bucket. Stages 2 and
     3 have ``options.in_flight`` buffers, each as large as the largest bucket. Stage 3 has the root
     and ``options.prefetch + 1`` units: one that computes, and those being fetched; with
-    ``overlap=False`` only the former.
+    ``overlap=False`` only the former. With the state in another tier, steps of one pass at stage 1,
+    and on the CPU at stage 2, store the reduced gradient of one bucket's chunk at a time.
 
     Args:
         model: sizes of the model.
@@ -391,20 +445,24 @@ def working_buffers(
         options: of the training; ``world`` says what is sharded over which ranks.
         two_passes: whether steps are clipped, scaled or checked, so that stage 1 stores its reduced
             gradient between the two passes; the others have it anyway.
+        tier: where the optimizer's state lies, as in ``AdamWOptions``.
 
     Raises:
         ArgumentError: there is no such stage or world.
     """
     check_stage(stage)
     world = World.of(world)
+    bucket = largest_bucket(model, options)
     if stage == 0:
-        bucket, own = _largest_bucket(model, options), shard_elems(model.trainable, world.ranks)
+        own = shard_elems(model.trainable, world.ranks)
         return WorkingBytes(each.reduced * bucket, 0, each.reduced * own)
+    # A gradient that is rounded after the reduction is reduced by a pass of its own.
+    one_pass = not two_passes and world.ranks > 1 and each.reduced == 4
+    chunk = shard_elems(bucket, world.state_shares) if one_pass and tier is not None else 0
     if stage == 1:
         stored = two_passes and world.ranks > 1
-        shard = shard_elems(model.trainable, world.state_shares)
-        return WorkingBytes(0, 0, each.reduced * shard if stored else 0)
-    bucket = _largest_bucket(model, options)
+        shard = shard_elems(model.trainable, world.state_shares) if stored else 0
+        return WorkingBytes(0, 0, each.reduced * (shard + chunk))
     buckets = min(options.in_flight, -(-model.trainable // bucket)) if bucket else 0
     fetched = 0 if options.overlap is False else options.prefetch
     shown = len(model.units) if options.keep_gathered else fetched + 1
@@ -412,12 +470,12 @@ def working_buffers(
     return WorkingBytes(
         buckets=each.grad * bucket * buckets,
         units=each.param * gathered if stage == 3 else 0,
-        grad_shard=0,
+        grad_shard=each.reduced * chunk if stage == 2 and isinstance(tier, Disk) else 0,
     )
 
 
-def _largest_bucket(model: ModelElems, options: ZeroOptions) -> int:
-    """Elements of it: no bucket spans two units, and a parameter lies in one bucket."""
+def largest_bucket(model: ModelElems, options: ZeroOptions) -> int:
+    """Returns its elements: no bucket spans two units, and a parameter lies in one bucket."""
     unit = max((*model.units, model.root)) if model.has_units else model.trainable
     return min(model.trainable, max(model.largest, min(options.bucket_elems, unit)))
 
@@ -428,6 +486,7 @@ def largest_model(
     world: int | World,
     each: BytesPerElement,
     other_bytes: int = 0,
+    tier: Disk | str | None = None,
 ) -> int:
     """The most trainable elements whose model state fits into a rank's memory; 0 if none does.
 
@@ -437,6 +496,7 @@ def largest_model(
         world: the ranks, or how many there are on one node.
         each: bytes of an element.
         other_bytes: of it, what is not for model state: working buffers, activations.
+        tier: where the optimizer's state lies, as in ``AdamWOptions``.
 
     Raises:
         ArgumentError: there is no such stage or world, a size is negative, or parameters take no
@@ -451,7 +511,7 @@ def largest_model(
     fits, too_many = 0, max(room, 0) * world.ranks + 1
     while too_many - fits > 1:
         tried = (fits + too_many) // 2
-        if model_state(ModelElems(tried), stage, world, each).total <= room:
+        if model_state(ModelElems(tried), stage, world, each, tier).total <= room:
             fits = tried
         else:
             too_many = tried

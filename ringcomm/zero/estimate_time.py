@@ -206,14 +206,38 @@ def params_intensity(tokens: int) -> float:
     return float(tokens)
 
 
-def state_intensity(tokens: int, recompute: bool = True) -> float:
+def bandwidth_needed(share: float, intensity: float, peak_tflops: float) -> float:
+    """Bandwidth in 1e9 bytes/s with which so much of the time is computing: undoes equation 6.
+
+    Args:
+        share: of :func:`efficiency` without ``overlap``, below 1.
+        intensity: as there.
+        peak_tflops: as there.
+
+    Raises:
+        ArgumentError: the share is not below 1, or one of them is not positive and finite.
+    """
+    require_positive(share=share, intensity=intensity, peak_tflops=peak_tflops)
+    if share >= 1:
+        raise ArgumentError(f"time: expected a share below 1, got {share!r}")
+    return share / (1 - share) * peak_tflops * TERA / intensity / GIGA
+
+
+def state_intensity(tokens: int, recompute: bool = True, moved_bytes: float = 32) -> float:
     """Operations per byte of optimizer state: seq x bsz / 4; without recomputing, 3/16 seq x bsz.
 
     16 bytes per parameter (FP32 master, gradient and moments) are read and written once per step.
     Ranks share that work: the bandwidth to use with it is that of all ranks together.
+
+    Args:
+        tokens: that a rank computes in a step.
+        recompute: whether full checkpointing runs the forward twice.
+        moved_bytes: per parameter and step; a :class:`ringcomm.Disk` moves no gradients, so 16 with
+            FP32 parameters, 24 with masters of 16-bit ones and 20 with remainders.
     """
     require_at_least("intensity", 1, tokens=tokens)
-    return tokens * (FLOPS_RECOMPUTED if recompute else FLOPS_KEPT) / 32
+    require_positive(moved_bytes=moved_bytes)
+    return tokens * (FLOPS_RECOMPUTED if recompute else FLOPS_KEPT) / moved_bytes
 
 
 def checkpoint_intensity(width: int, every: int = 1) -> float:

@@ -14,6 +14,8 @@ from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activatio
 from tests.cli.processes import run
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
+RATES = ("--disk-read-gbps", 6, "--disk-write-gbps", 4)
+DISK = ("--state-on", "disk", "--buffer-mib", 128, "--resident-gb", 0.5, *RATES)
 MACHINE = ("--bandwidth-gbps", 25, "--peak-tflops", 100)
 
 
@@ -107,18 +109,74 @@ def test_times_and_budget_in_the_tables(estimate):
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        (("--dtype", "fp32"), [4, 4, 4, 0, 4, 4, 0]),
-        (("--preset", "fp32"), [4, 4, 4, 0, 4, 4, 0]),
-        (("--preset", "bf16-remainder"), [2, 2, 4, 2, 4, 4, 0]),
-        (("--preset", "bf16-pure-sr", "--amsgrad"), [2, 2, 2, 0, 4, 4, 4]),
-        (("--dtype", "fp16", "--amsgrad"), [2, 2, 4, 4, 4, 4, 4]),
-        (("--master", "remainder"), [2, 2, 4, 2, 4, 4, 0]),
-        (("--dtype", "fp16", "--master", "none", "--reduce", "param"), [2, 2, 2, 0, 4, 4, 0]),
+        (("--dtype", "fp32"), [4, 4, 4, 0, 4, 4, 0, 0]),
+        (("--preset", "fp32"), [4, 4, 4, 0, 4, 4, 0, 0]),
+        (("--preset", "bf16-remainder"), [2, 2, 4, 2, 4, 4, 0, 0]),
+        (("--preset", "bf16-pure-sr", "--amsgrad"), [2, 2, 2, 0, 4, 4, 4, 0]),
+        (("--dtype", "fp16", "--amsgrad"), [2, 2, 4, 4, 4, 4, 4, 0]),
+        (("--master", "remainder"), [2, 2, 4, 2, 4, 4, 0, 0]),
+        (("--dtype", "fp16", "--master", "none", "--reduce", "param"), [2, 2, 2, 0, 4, 4, 0, 0]),
+        (("--optimizer", "adamw8bit"), [2, 2, 4, 4, 1, 1, 0, 2]),
+        (("--accumulate", "fp32"), [2, 4, 4, 4, 4, 4, 0, 0]),
     ],
 )
 def test_dtypes(estimate, options, sizes):
     _, out, _ = estimate("--params", "1M", "--world", 2, "--json", *options)
     assert list(json.loads(out)["bytes_per_element"].values()) == sizes
+
+
+def test_state_on_a_disk(estimate):
+    """Eight ranks of a node share the disk; the state is neither in memory nor in the budget."""
+    elems = 1 << 33
+    arguments = ("--params", elems, "--world", 8, "--context", 1000, "--budget-gb", 20, *MACHINE)
+    _, out, _ = estimate(*arguments, "--stage", 3, "--json", *DISK)
+    (row,) = json.loads(out)["stages"]
+    _, out, _ = estimate(*arguments, "--stage", 3, "--json")
+    (without,) = json.loads(out)["stages"]
+    in_memory = (128 << 20) + 500_000_000
+    assert row["model_state_bytes"]["state"] == in_memory
+    assert without["total_bytes"] - row["total_bytes"] == 12 * elems // 8 - in_memory
+    # 18 bytes an element in all, 6 without the state; of the budget the buffers are gone.
+    room = 20e9 - without["working_bytes"]["total"]
+    assert without["largest_model_elems"] == pytest.approx(8 * room / 18, rel=1e-9)
+    assert row["largest_model_elems"] == pytest.approx(8 * (room - in_memory) / 6, rel=1e-9)
+    told = row["state_elsewhere"]
+    # Pieces of 256 Ki elements are 3 MiB.
+    moved, resident = told["moved_bytes"], told["resident_bytes"]
+    assert resident == 500_000_000 // (3 << 20) * (3 << 20)
+    assert moved + resident == 12 * elems // 8
+    assert told["stored_bytes"] == moved
+    assert told["time"]["read_s"] == pytest.approx(8 * moved / 6e9)
+    assert told["time"]["write_s"] == pytest.approx(8 * moved / 4e9)
+    compute_s = 6 * elems * 1000 / 100e12
+    io_s = told["time"]["read_s"] + told["time"]["write_s"]
+    hidden_s = 8 * 126 * 2**20 * (1 / 6e9 + 1 / 4e9)
+    assert told["hidden_share"] == pytest.approx(hidden_s / io_s)
+    assert told["added_s"] == pytest.approx(io_s - hidden_s)
+    assert told["efficiency"] == pytest.approx(compute_s / (compute_s + io_s))
+    assert told["needed_gbps"] == pytest.approx(9 * 2 * 8 * moved / compute_s / 1e9)
+    assert without["state_elsewhere"] is None
+
+
+def test_the_table_of_a_disk(estimate):
+    arguments = ("--params", 1 << 33, "--world", 8, "--stage", 1, *DISK)
+    _, out, _ = estimate(*arguments)
+    assert table(out, "state on a disk")[1:] == [
+        ["1", "0.629", "12.4", "12.4", "16.5", "24.8", "-", "-", "-", "-"]
+    ]
+    assert "times: 8 ranks share a disk of 6 GB/s read, 4 GB/s written, by turns" in out
+    _, out, _ = estimate(*arguments[:-4])
+    assert table(out, "state on a disk")[1:] == [["1", "0.629", "12.4", "12.4"]]
+    _, out, _ = estimate("--params", "8M", "--world", 8, *MACHINE, "--context", 8, *DISK)
+    rows = table(out, "state on a disk")
+    assert rows[2] == ["1", "0.012", "0", "0", "0", "0", "100.0%", "0", "-", "-"]
+
+
+def test_state_on_the_host(estimate):
+    """Of a GPU's memory it takes the buffers."""
+    _, out, _ = estimate("--params", 1 << 33, "--world", 8, "--stage", 3, "--state-on", "cpu")
+    assert table(out, "state on a host")[1:] == [["3", "0.0661", "12.9", "12.9"]]
+    assert table(out, "memory of a rank")[1][3] == "0.0671"
 
 
 def test_a_preset_that_scales_the_loss_takes_two_passes(estimate):
@@ -151,6 +209,8 @@ def test_an_output_layer_of_its_own(estimate):
         ("--params", "123", "--world", 7, "--budget-gb", 0.123456789),
         (*GPT2, "--world", 7, "--micro-batch", 1000, "--checkpointing", "full", *MACHINE),
         (*GPT2, "--world", 123, "--clip", "--budget-gb", 123_456, *MACHINE),
+        ("--params", "9.99T", "--world", 8, "--context", 1_000_000, *MACHINE, *DISK),
+        ("--params", "1M", "--world", 2, *DISK[:4], "--resident-gb", 1e9),
     ],
 )
 def test_tables_fit_100_columns(estimate, arguments):

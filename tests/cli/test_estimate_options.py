@@ -21,6 +21,7 @@ from ringcomm.zero.estimate_model_parallel import (
 )
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
+ON_DISK = ("--params", "1M", "--state-on", "disk")
 MACHINE = ("--bandwidth-gbps", 25, "--peak-tflops", 100)
 MODULES = """
 import torch.nn as nn
@@ -108,6 +109,24 @@ def test_modules_are_built_on_the_meta_device(modules):
         (
             ("--params", "1M", "--checkpoint-every", 2),
             "--checkpoint-every 2: expected --checkpointing full with it, got none",
+        ),
+        (("--params", "1M", "--buffer-mib", 5), "--buffer-mib: expected --state-on disk with it"),
+        (
+            ("--params", "1M", "--disk-read-gbps", 5),
+            "--disk-read-gbps: expected --state-on disk with it",
+        ),
+        ((*ON_DISK, "--disk-write-gbps", 5), "--disk-write-gbps: expected both, or none"),
+        (
+            (*ON_DISK, "--disk-read-gbps", 5, "--disk-write-gbps", 0),
+            "expected disk_write_gbps above 0 and finite, got 0",
+        ),
+        ((*ON_DISK, "--resident-gb", -1), "--resident-gb: expected a size of 0 or more, got -1"),
+        ((*ON_DISK, "--buffer-mib", "nan"), "--buffer-mib: expected a size of 0 or more, got nan"),
+        ((*ON_DISK, "--buffer-mib", 0), "Disk(buffer_bytes=): expected an integer of at least"),
+        ((*ON_DISK, "--buffer-mib", 0.01), "buffer_bytes: expected at least 32768, got 10486"),
+        (
+            ("--params", "1M", "--optimizer", "adamw8bit", "--amsgrad"),
+            "amsgrad: AdamW8bit keeps no maximum",
         ),
         (("--params", "1M", "--context", 0, *MACHINE), "--context: expected at least 1, got 0"),
         (("--params", "1M", "--dtype", "fp16", "--master", "remainder"), "lower half of bfloat16"),

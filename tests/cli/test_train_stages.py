@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ringcomm.examples.gpt.config import STAGES
+from ringcomm import Disk, zero
+from ringcomm.examples.gpt.config import STAGES, ModelConfig
+from ringcomm.examples.gpt.model import GPT
+from ringcomm.zero.estimate import BytesPerElement, ModelElems
+from ringcomm.zero.estimate_tier import state_in_tier
 from tests.cli.train_runs import train_all, without_measurements
+from tests.memory.disk_folder import skip_unless_disk
 
 STEPS = 5
 LOSS_SCALE = 2.0**20  # FP16 gradients overflow at it, and do not at a few halves of it
@@ -26,13 +32,18 @@ TORCH = {
 }
 
 
+def common_options(folder):
+    """Of all runs; writes their text."""
+    text = folder / "text"
+    text.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(2000)))
+    return ("--data", text, "--steps", STEPS, "--depth", 2)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Outcomes and printed words, by name of the options and stage."""
     folder = tmp_path_factory.mktemp("runs")
-    text = folder / "text"
-    text.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(2000)))
-    common = ("--data", text, "--steps", STEPS, "--depth", 2)
+    common = common_options(folder)
     runs: dict[str, tuple[object, ...]] = {
         f"{name} {stage}": (*common, "--stage", stage, *options)
         for name, options in OPTIONS.items()
@@ -106,3 +117,38 @@ def test_ddp_on_gloo_is_ddp_on_ringcomm_to_the_bit(trained):
     assert printed["ddp gloo"].startswith("ranks   2 on gloo, ")
     # Both optimizers follow the same formula, and round it otherwise.
     assert outcomes["ddp"]["losses"] == pytest.approx(outcomes["plain 0"]["losses"], abs=1e-6)
+
+
+def test_state_on_a_disk_trains_alike_and_is_reported(tmp_path):
+    """Bytes of a step as the estimate has them; steps around saves are left out."""
+    skip_unless_disk(tmp_path)
+    common = (*common_options(tmp_path), "--width", 128)
+    on_disk = (*common, "--state-on", tmp_path, "--state-buffer-mib", 1)
+    runs = {
+        "memory": (*common, "--stage", 1),
+        "1": (*on_disk, "--stage", 1, "--memory"),
+        "3": (*on_disk, "--stage", 3, "--state-resident-mib", 100),
+        "saves": (*on_disk, "--save", tmp_path / "saved", "--save-every", 2),
+    }
+    records, printed = train_all(tmp_path, runs)
+    for record in records.values():
+        assert without_measurements(record) == without_measurements(records["memory"])
+    assert records["memory"]["outcome"]["disk"] is None
+    model = ModelElems.of_module(GPT(ModelConfig(128, 2, 2, 32)))
+    disk = Disk(tmp_path, 1 << 20)
+    each = BytesPerElement.of(torch.float32)
+    told = state_in_tier(model, 1, 2, each, zero.ZeroOptions(), disk)
+    for use in records["1"]["outcome"]["disk"]:
+        assert use["file_bytes"] == told.stored
+        assert use["steps"] == STEPS - 2
+        for what in ("read_bytes", "written_bytes"):
+            # On a busy machine the last transfers may be seen a step later.
+            assert abs(use[what] - use["steps"] * told.moved) <= told.behind
+        assert min(use["reading_s"], use["writing_s"]) > 0
+    assert f"state   on a disk, in {tmp_path}" in printed["1"]
+    assert f"state on disk {told.stored / 1e6:.1f} MB; a step reads " in printed["1"]
+    assert f"closed form   {(8 * model.total + (1 << 20)) / 1e6:.1f} MB of model" in printed["1"]
+    # All of it is resident; beside a save, at which buffers are read, one step of three is left.
+    assert [each["file_bytes"] for each in records["3"]["outcome"]["disk"]] == [0, 0]
+    assert "state on disk 0.0 MB; a step reads 0.0 MB and writes 0.0 MB, on" in printed["3"]
+    assert [each["steps"] for each in records["saves"]["outcome"]["disk"]] == [1, 1]

@@ -87,7 +87,7 @@ def storages_of(*things: Any) -> dict[int, int]:
         if isinstance(thing, Tensor):
             storage = thing.untyped_storage()
             base = thing._base
-            if storage.nbytes():
+            if storage.nbytes() and not thing.is_meta:
                 found[storage.data_ptr()] = storage.nbytes()
             stack += [
                 each for each in (thing.grad if thing.is_leaf else None, base) if each is not None

@@ -67,6 +67,9 @@ class EngineConfig:
             computed in forward.
         params: of "zero" at stage 3, over nodes: as in ``ZeroOptions``; None is its default.
         state: of "zero", over nodes: the same.
+        state_on: of "zero": a folder on a disk, where the optimizer's state lies; None is memory.
+        state_resident_mib: how much of a rank's state stays in memory, in 2^20 bytes; None is 0.
+        state_buffer_mib: a rank's buffers for what is on its way; None is 64.
     """
 
     name: str = "zero"
@@ -78,8 +81,12 @@ class EngineConfig:
     checkpoint_activations: bool = False
     params: str | None = None
     state: str | None = None
+    state_on: str | None = None
+    state_resident_mib: int | None = None
+    state_buffer_mib: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_state_on()
         if self.name != "zero":
             self._refuse_what_zero_alone_has()
         elif self.backend != "ringcomm":
@@ -103,6 +110,21 @@ class EngineConfig:
                 f"{self.loss_scale:g}"
             )
 
+    def _check_state_on(self) -> None:
+        for option, least in (("state_resident_mib", 0), ("state_buffer_mib", 1)):
+            value, name = getattr(self, option), option.replace("_", "-")
+            if value is None:
+                continue
+            if self.state_on is None:
+                raise ArgumentError(f"--{name}: expected --state-on PATH beside it")
+            if value < least:
+                raise ArgumentError(f"--{name} must be at least {least}, got {value}")
+        if self.state_on is not None and self.device != "cpu":
+            raise ArgumentError(
+                f"--state-on: expected --device cpu, whose state can stream to a disk, got "
+                f"{self.device}; drop one"
+            )
+
     def _refuse_what_zero_alone_has(self) -> None:
         if self.stage is not None:
             raise ArgumentError(
@@ -115,6 +137,11 @@ class EngineConfig:
                     f"--shard-{option}: --engine {self.name} does not have the choice; drop it, or "
                     "take --engine zero"
                 )
+        if self.state_on is not None:
+            raise ArgumentError(
+                f"--state-on: --engine {self.name} keeps its state in memory; drop it, or take "
+                "--engine zero"
+            )
         if self.dtype != "fp32":
             raise ArgumentError(
                 f"--dtype {self.dtype}: --engine {self.name} trains in fp32 here; take --engine "

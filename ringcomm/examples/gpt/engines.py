@@ -22,13 +22,26 @@ from ringcomm.examples.gpt.config import DEFAULT_LOSS_SCALE, EngineConfig, Train
 from ringcomm.examples.gpt.corpus import Corpus, Source, load
 from ringcomm.examples.gpt.model import GPT
 from ringcomm.launch import World
-from ringcomm.optim import AdamW, LossScaleOptions, LossScaler
+from ringcomm.memory import Disk
+from ringcomm.memory.scratch import Scratch
+from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.zero import StepProfile
 
 # What shares a training step among the ranks: ringcomm.zero, or torch's DDP or FSDP2.
 
 PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+MIB = 1 << 20
+
+
+def tier_of(config: EngineConfig) -> Disk | None:
+    """Returns where the optimizer's state lies, as ``AdamWOptions.tier`` has it."""
+    if config.state_on is None:
+        return None
+    resident_bytes = (config.state_resident_mib or 0) * MIB
+    if config.state_buffer_mib is None:
+        return Disk(config.state_on, resident_bytes=resident_bytes)
+    return Disk(config.state_on, config.state_buffer_mib * MIB, resident_bytes)
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,7 @@ class ZeroEngine(TrainingEngine):
 
     Attributes:
         adamw: the optimizer.
+        is_on_disk: whether its state is.
     """
 
     def __init__(self, gpt: GPT, config: EngineConfig, place: TrainingGroup) -> None:
@@ -124,8 +138,22 @@ class ZeroEngine(TrainingEngine):
         if config.dtype == "fp16":
             begin = DEFAULT_LOSS_SCALE if config.loss_scale is None else config.loss_scale
             self._scaler = LossScaler(LossScaleOptions(init_scale=begin), device=place.device)
-        self.adamw = AdamW(self.module.parameters(), loss_scaler=self._scaler, **ADAMW)
+        self.adamw = AdamW(
+            self.module.parameters(),
+            options=AdamWOptions(tier=tier_of(config)),
+            loss_scaler=self._scaler,
+            **ADAMW,
+        )
         self.optimizer = self.adamw
+
+        self.is_on_disk = config.state_on is not None
+
+    @property
+    def scratch(self) -> Scratch:
+        """This rank's file with the optimizer's state, if that is on a disk."""
+        tier = self.adamw.sharded_step().tier
+        assert tier is not None and isinstance(tier.blocks, Scratch)
+        return tier.blocks
 
     def quiet(self) -> AbstractContextManager[None]:
         return zero.no_sync(self.module)

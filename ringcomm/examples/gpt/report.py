@@ -21,7 +21,8 @@ from ringcomm.errors import UnsupportedError
 from ringcomm.examples.gpt.config import EngineConfig, TrainConfig
 from ringcomm.examples.gpt.corpus import Source
 from ringcomm.launch import World
-from ringcomm.memory import heap_stats
+from ringcomm.memory import Disk, heap_stats
+from ringcomm.memory.scratch import Scratch
 from ringcomm.output import new_figure, write_figure
 from ringcomm.zero import ZeroOptions
 from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state, working_buffers
@@ -106,7 +107,13 @@ class ClosedForm:
 
     @classmethod
     def of(
-        cls, model: nn.Module, stage: int, world_size: int, dtype: torch.dtype, two_passes: bool
+        cls,
+        model: nn.Module,
+        stage: int,
+        world_size: int,
+        dtype: torch.dtype,
+        two_passes: bool,
+        tier: Disk | None = None,
     ) -> ClosedForm:
         """Makes that of a model that is not sharded yet.
 
@@ -116,12 +123,109 @@ class ClosedForm:
             world_size: ranks.
             dtype: of parameters and gradients.
             two_passes: whether steps are clipped or scaled.
+            tier: where the optimizer's state lies, as in ``AdamWOptions``.
         """
         elems, each = ModelElems.of_module(model), BytesPerElement.of(dtype)
-        state = model_state(elems, stage, world_size, each)
-        buffers = working_buffers(elems, stage, world_size, each, ZeroOptions(), two_passes)
+        state = model_state(elems, stage, world_size, each, tier)
+        buffers = working_buffers(elems, stage, world_size, each, ZeroOptions(), two_passes, tier)
         travelling = buffers.buckets if stage >= 2 else 0
         return cls(state.total, travelling + buffers.grad_shard)
+
+
+# What the optimizer's state on a disk moves.
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """What a rank's steps moved between memory and the disk.
+
+    Attributes:
+        file_bytes: of its file.
+        steps: that were counted.
+        read_bytes: of them together.
+        written_bytes: the same.
+        reading_s: seconds in which at least one read was under way.
+        writing_s: the same of writes.
+    """
+
+    file_bytes: int
+    steps: int
+    read_bytes: int
+    written_bytes: int
+    reading_s: float
+    writing_s: float
+
+    @property
+    def rates(self) -> str:
+        """What a step reads and writes, and how fast, for the progress bar."""
+        if not self.steps:
+            return "disk -"
+        both = (self.read_bytes, self.reading_s), (self.written_bytes, self.writing_s)
+        moved = "+".join(f"{size / self.steps / MB:,.1f}" for size, _ in both)
+        speeds = "+".join(f"{size / MB / s if s else 0.0:,.0f}" for size, s in both)
+        return f"disk {moved} MB/step, {speeds} MB/s"
+
+    def __str__(self) -> str:
+        """The same in words."""
+        if not self.steps:
+            return f"{self.file_bytes / MB:,.1f} MB; too few steps to say what one moves"
+        words = []
+        for what, size, s in (
+            ("reads", self.read_bytes, self.reading_s),
+            ("writes", self.written_bytes, self.writing_s),
+        ):
+            speed = f" at {size / MB / s:,.0f} MB/s" if s else ""
+            words.append(f"{what} {size / self.steps / MB:,.1f} MB{speed}")
+        return f"{self.file_bytes / MB:,.1f} MB; a step {' and '.join(words)}"
+
+
+class DiskMeter:
+    """Counts what steps move, from one look between backward and the optimizer's step to the next.
+
+    By then what the step before has left to move is over. The first step moves less than others,
+    and is left out, as is a step around which something else reads the state, as a save does.
+    """
+
+    def __init__(self) -> None:
+        self._before: DiskUse | None = None
+        self._is_left_out = False
+        self.use = DiskUse(0, 0, 0, 0, 0.0, 0.0)
+
+    def look(self, scratch: Scratch) -> None:
+        """Counts the step since the last look."""
+        now = DiskUse(
+            scratch.size_bytes,
+            1,
+            scratch.bytes_read,
+            scratch.bytes_written,
+            scratch.reading_s,
+            scratch.writing_s,
+        )
+        before, seen = self._before, self.use
+        self._before = now
+        if before is None or self._is_left_out:
+            self._is_left_out = False
+            return
+        self.use = DiskUse(
+            now.file_bytes,
+            seen.steps + 1,
+            seen.read_bytes + now.read_bytes - before.read_bytes,
+            seen.written_bytes + now.written_bytes - before.written_bytes,
+            seen.reading_s + now.reading_s - before.reading_s,
+            seen.writing_s + now.writing_s - before.writing_s,
+        )
+
+    def leave_out(self) -> None:
+        """Does not count the step since the last look."""
+        self._is_left_out = True
+
+
+def gather_disk_use(own: DiskUse) -> list[DiskUse]:
+    """Returns what every rank moved, by rank; collective, on the default group."""
+    told = torch.tensor([*asdict(own).values()], dtype=torch.float64, device="cpu")
+    gathered = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, told)
+    return [DiskUse(*map(int, each[:4]), *each[4:].tolist()) for each in gathered]
 
 
 # What a training run gives.
@@ -181,6 +285,7 @@ class Outcome:
         memory: by rank.
         skipped_steps: those that changed nothing, for an overflow.
         loss_scale: at the end; None where losses are not scaled.
+        disk: what steps moved of the optimizer's state, by rank; None where it is in memory.
     """
 
     first_step: int
@@ -191,6 +296,7 @@ class Outcome:
     memory: list[RankMemory]
     skipped_steps: int
     loss_scale: float | None
+    disk: list[DiskUse] | None = None
 
 
 def gather_memory(before_bytes: int, steps_bytes: Sequence[int]) -> list[RankMemory]:
@@ -325,10 +431,12 @@ class Report:
             extras.append(f", gradients clipped to a norm of {config.clip:g}")
         if self.engine.checkpoint_activations:
             extras.append(", layers computed again in backward")
+        engine = self.engine
+        place = "" if engine.state_on is None else f"state   on a disk, in {engine.state_on}\n"
         on = self.engine.backend + (" on GPUs" if self.engine.device == "cuda" else "")
         return (
             f"ranks   {self.world.size} on {on}, {self.world.threads} compute thread(s) each\n"
-            f"engine  {self.engine}\n"
+            f"engine  {self.engine}\n{place}"
             f"text    {source}\n"
             f"model   {self.parameter_elems / 1e6:.3g} M parameters: width {model.width}, "
             f"depth {model.depth}, heads {model.heads}, context {model.context} bytes\n"
@@ -353,6 +461,9 @@ class Report:
                 f"loss scale    {outcome.loss_scale:g} at the end; {outcome.skipped_steps} of "
                 f"{steps} steps were skipped for an overflow"
             )
+        if outcome.disk is not None:
+            most_moved = max(outcome.disk, key=lambda use: (use.read_bytes, use.file_bytes))
+            lines.append(f"state on disk {most_moved}, on the rank where it is most")
         most = max(outcome.memory, key=lambda held: held.most_bytes)
         lines.append(
             f"memory        at most {most.most_bytes / MB:,.1f} MB on a rank, "

@@ -30,15 +30,18 @@ from ringcomm.examples.gpt.engines import (
     build_engine,
     load_same_on_all_ranks,
     new_model,
+    tier_of,
 )
 from ringcomm.examples.gpt.model import GPT
 from ringcomm.examples.gpt.report import (
     MB,
     ClosedForm,
+    DiskMeter,
     MemoryMeter,
     Outcome,
     Report,
     Start,
+    gather_disk_use,
     gather_memory,
     load_first_use,
     write_files,
@@ -203,11 +206,14 @@ class Run:
             memory=gather_memory(self.before_bytes, progress.held),
             skipped_steps=engine.skipped_steps,
             loss_scale=engine.loss_scale,
+            disk=None if progress.disk is None else gather_disk_use(progress.disk.use),
         )
 
     def _save(self, saving: Saving, progress: _Progress, held_out: float) -> None:
         engine = self.trainer.engine
         assert isinstance(engine, ZeroEngine)
+        if progress.disk is not None:
+            progress.disk.leave_out()
         with progress.speed.paused():
             save_run(saving, engine, self.trainer.config, progress.all_losses(), held_out)
 
@@ -218,6 +224,7 @@ class _Progress:
     Attributes:
         held: bytes at each.
         speed: of the training.
+        disk: counts what the optimizer's state moves; None where it is in memory.
     """
 
     def __init__(self, run: Run) -> None:
@@ -226,6 +233,8 @@ class _Progress:
         self._losses: list[Tensor] = []
         self.held: list[int] = []
         self.speed = Speed(config.batch * config.model.context)
+        engine = run.trainer.engine
+        self.disk = DiskMeter() if isinstance(engine, ZeroEngine) and engine.is_on_disk else None
 
     def take(self, index: int) -> None:
         """Takes a step."""
@@ -235,13 +244,19 @@ class _Progress:
     def _look(self) -> None:
         with self.speed.paused():
             self.held.append(self._run.meter.held_bytes())
+            # The first step prepares the optimizer.
+            if self.disk is not None and len(self.held) > 1:
+                engine = self._run.trainer.engine
+                assert isinstance(engine, ZeroEngine)
+                self.disk.look(engine.scratch)
 
     def note(self) -> str:
         """Returns the text of the progress bar; waits for a GPU."""
-        return (
+        text = (
             f"loss {self._losses[-1].item():.3f}  {self.speed.tokens_per_s():,.0f} tokens/s  "
             f"{self.held[-1] / MB:,.0f} MB"
         )
+        return text if self.disk is None else f"{text}  {self.disk.use.rates}"
 
     def all_losses(self) -> list[float]:
         """Returns the losses of all steps, averaged over the ranks; collective."""
@@ -387,7 +402,8 @@ def _closed_form(
         return None
     dtype = PARAM_DTYPES[engine.dtype] or torch.float32
     two_passes = config.clip is not None or engine.dtype == "fp16"
-    return ClosedForm.of(gpt, engine.zero_stage, world.size, dtype, two_passes)
+    tier = tier_of(engine)
+    return ClosedForm.of(gpt, engine.zero_stage, world.size, dtype, two_passes, tier)
 
 
 def _train(run: Run, world: World, path: str | None) -> tuple[Outcome, str]:

@@ -230,17 +230,23 @@ _ZERO_KEYS = (
         Key(
             _ZERO + name,
             UNSUPPORTED,
-            "memory of the host or of a disk is not used; shard over more ranks, or take a preset "
-            "of `Precision` that keeps less",
+            "memory of the host or of a disk is not used for parameters; shard over more ranks, or "
+            "take a preset of `Precision` that keeps less",
             whole=True,
             switch=switch,
         )
-        for name, switch in (
-            ("offload_param", "device"),
-            ("offload_optimizer", "device"),
-            ("cpu_offload", ""),
-            ("cpu_offload_param", ""),
+        for name, switch in (("offload_param", "device"), ("cpu_offload_param", ""))
+    ),
+    *(
+        Key(
+            _ZERO + name,
+            UNSUPPORTED,
+            "leave it away, and build the optimizer with `AdamWOptions(tier=ringcomm.Disk(path))`, "
+            "which keeps its state on a disk",
+            whole=True,
+            switch=switch,
         )
+        for name, switch in (("offload_optimizer", "device"), ("cpu_offload", ""))
     ),
     Key(_ZERO + "cpu_offload_use_pin_memory", NO_EFFECT, "nothing is kept on the host"),
     Key(
@@ -364,7 +370,12 @@ _LOGGING = (
     ),
     Key("nebula", NO_EFFECT, "`zero.save` writes checkpoints", whole=True),
     Key("datastates_ckpt", NO_EFFECT, "`zero.save` writes checkpoints", whole=True),
-    Key("aio", NO_EFFECT, "it sets how offloading reads a disk", whole=True),
+    Key(
+        "aio",
+        NO_EFFECT,
+        "it sets how offloading reads a disk; `ringcomm.Disk` has sizes of its own",
+        whole=True,
+    ),
 )
 
 _ACTIVATIONS = "activation_checkpointing."

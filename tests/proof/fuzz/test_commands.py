@@ -31,8 +31,8 @@ class Started(BaseException):
 VALUES = (
     "0", "1", "2", "3", "-1", "64", "1e9", "7.5B", "4K", "nan", "inf", "-inf", "1e400", "9" * 30,
     "1" * 5000, "0x10", "", " ", "x", "\x00", "\ud800", "\u0663", "²", "none", "full", "fp16",
-    "bf16", "a.b:c", "os:getcwd", "/", "/dev/zero", "/dev/full", "/nonexistent/x.png",
-    "../x", "x" * 300, "1,2", ",,", "=", "--",
+    "bf16", "fp32", "disk", "a.b:c", "os:getcwd", "/", "/dev/zero", "/dev/full",
+    "/nonexistent/x.png", "../x", "x" * 300, "1,2", ",,", "=", "--",
 )  # fmt: skip
 OPTIONS = {
     "estimate": (
@@ -40,7 +40,8 @@ OPTIONS = {
         "--amsgrad", "--clip", "--bucket-elems", "--bandwidth-gbps", "--peak-tflops",
         "--budget-gb", "--json",
         "--layers", "--width", "--heads", "--context", "--vocab", "--untied", "--micro-batch",
-        "--checkpointing", "--checkpoint-every",
+        "--checkpointing", "--checkpoint-every", "--optimizer", "--accumulate",
+        "--state-on", "--buffer-mib", "--resident-gb", "--disk-read-gbps", "--disk-write-gbps",
     ),
     "topo": ("--file", "--ranks", "--placement", "--json", "--save"),
     "trace": ("--pid", "--last", "--chrome"),
@@ -48,7 +49,7 @@ OPTIONS = {
         "--data", "--ranks", "--steps", "--batch", "--accum", "--clip", "--learning-rate", "--seed",
         "--width", "--depth", "--heads", "--context", "--tied", "--checkpoint-activations",
         "--engine", "--stage", "--backend", "--dtype", "--loss-scale", "--device", "--save-every",
-        "--resume", "--memory",
+        "--resume", "--memory", "--state-on", "--state-resident-mib", "--state-buffer-mib",
     ),
     "doctor": ("--no-self-test",),
     "bench": ("-b", "-e", "-g", "--ranks", "--json", "all_reduce"),
