@@ -16,6 +16,7 @@ from ringcomm import cuda
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.memory import give_back_freed
 from ringcomm.memory.pinned import PinnedBlocks
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim import kernels
@@ -341,6 +342,7 @@ class ShardedStep:
         self.keep_state(buckets)
         for bucket in buckets:
             bucket.take_wide()
+        give_back_freed()
         sharers = setting.sharers
         if setting.options.master == "remainder" and sharers and self.shard_of[1] > 1:
             assert setting.comm is not None

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.memory import give_back_freed
 from ringcomm.optim.dtensors import check_placements, is_distributed, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES
 from ringcomm.zero.absent import make_present
@@ -297,6 +298,8 @@ def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
                     bucket.connect()
                     mine = [values[id(placed.param)] for placed in bucket.params]
                     bucket.take(mine, keeps_wide=bucket.trains)
+        del values
+        give_back_freed()
     if isinstance(init, WeightSource):
         _read_buffers(parts.module, init, rollback)
 
