@@ -27,7 +27,8 @@ from ringcomm.optim.meshes import over_mesh, read_mesh
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import all_params, check_order, placement_of
 from ringcomm.optim.rules import UpdateRule
-from ringcomm.optim.step import Amp, Setting, ShardedStep
+from ringcomm.optim.setting import Setting
+from ringcomm.optim.step import Amp, ShardedStep
 from ringcomm.optim.torch_rule import TorchRule, refuse_kernels_of_adamw
 
 Tensor = torch.Tensor

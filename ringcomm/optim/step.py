@@ -10,15 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm import cuda
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.memory import give_back_freed
-from ringcomm.memory.pinned import PinnedBlocks
-from ringcomm.memory.scratch import Disk
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
     STEP,
@@ -32,12 +28,10 @@ from ringcomm.optim.agreement import (
 )
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets
 from ringcomm.optim.dtensors import find_mesh
-from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
+from ringcomm.optim.gradients import AccumulatedGradients, Gradients
 from ringcomm.optim.kernels import Kernels, PiecedKernels, StepTable
 from ringcomm.optim.layout import Chunk, ShardLayout, within
-from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, warn_of_idle_axis, with_all_stages
-from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.outside_writes import OutsideWrites
 from ringcomm.optim.placement import (
     OPERATION,
@@ -53,7 +47,6 @@ from ringcomm.optim.placement import (
     find_placement,
     move_parameters,
     share_params,
-    sharers_of,
     specs_of,
 )
 from ringcomm.optim.reduction import (
@@ -62,72 +55,14 @@ from ringcomm.optim.reduction import (
     found_non_finite,
     leave_to_replica,
 )
-from ringcomm.optim.rules import ParamState, UpdateRule, plain
-from ringcomm.optim.tiers import PiecedTier, ScratchBlocks
+from ringcomm.optim.rules import ParamState, plain
+from ringcomm.optim.setting import Setting
+from ringcomm.optim.tiers import PiecedTier, make_tier
 
 Tensor = torch.Tensor
 
 
 _log = logging.getLogger("ringcomm.optim")
-
-# Of a device's memory, with tier="cpu": what a disk has by default.
-PINNED_BUFFER_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The settings that an optimizer was built with.
-
-    Attributes:
-        comm: the communicator, or None for a world of one.
-        device: device of the parameters.
-        rule: how the optimizer updates its parameters.
-        options: ringcomm's own choices.
-        loss_scaler: the scaler of the losses, or None.
-        accumulator: with ``options.accumulate_dtype``, the sums that backwards add to.
-        others: the mesh of other stages and parts of the model, or None.
-    """
-
-    comm: Communicator | None
-    device: torch.device
-    rule: UpdateRule
-    options: AdamWOptions
-    loss_scaler: LossScaler | None = None
-    accumulator: Accumulator | None = None
-    others: DeviceMesh | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.comm is None else self.comm.rank
-
-    @property
-    def sharers(self) -> Communicator | None:
-        """The ranks that share the state: all, or those of this rank's node."""
-        return sharers_of(self.comm, self.options.state)
-
-    @property
-    def shard_of(self) -> tuple[int, int]:
-        """The number of the chunk of each bucket that this rank keeps state for, of how many."""
-        sharers = self.sharers
-        return (0, 1) if sharers is None else (sharers.shard_index, sharers.world_size)
-
-    @property
-    def launches(self) -> bool:
-        """True if the kernels run on a device, for which the host would have to wait."""
-        return self.comm is not None and self.comm.launches
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self.comm is None else self.comm.world_size
-
-    def unwatch(self, param: Tensor) -> None:
-        """Has no sum taken of a parameter's gradients any more."""
-        if self.accumulator is not None:
-            self.accumulator.unwatch(param)
-
-    def where(self, operation: str) -> str:
-        """Returns the head of a message about an operation."""
-        return where(f"optimizer.{operation}", self.rank, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -201,7 +136,9 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.rule = rule = setting.rule
         hyper_shape = (len(groups), rule.hyper_columns)
-        self.tier = self._make_tier()
+        self.tier: PiecedTier | None = (
+            make_tier(setting) if self._before is None else self._before.tier
+        )
         self.table = StepTable(
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
@@ -253,40 +190,6 @@ class ShardedStep:
         if self.tier is None or self.rule.goes_by_parts:
             return made
         return PiecedKernels(made, self.setting.sharers)
-
-    def _make_tier(self) -> PiecedTier | None:
-        """Returns the tier of the state; None for memory.
-
-        Raises:
-            UnsupportedError: the parameters are not on the device that the tier serves.
-            ArgumentError, DiskError: no state can be kept there.
-        """
-        setting, tier = self.setting, self.setting.options.tier
-        if tier is None or self._before is not None:
-            return None if self._before is None else self._before.tier
-        on_cpu = setting.device.type == "cpu" and not setting.launches
-        if on_cpu is not isinstance(tier, Disk):
-            expected = (
-                "parameters on the CPU, whose state can stream to a disk"
-                if isinstance(tier, Disk)
-                else "parameters on a device, whose state can stream to the CPU's memory"
-            )
-            there = setting.device if setting.comm is None else setting.comm.heap_device
-            raise UnsupportedError(
-                f"{setting.where('prepare')}: tier: expected {expected}, got them on {there}"
-            )
-        with all_or_none(setting.comm, OPERATION):
-            if isinstance(tier, Disk):
-                owner = f"state of the optimizer on rank {setting.rank}"
-                sizes = tier.buffer_bytes, tier.resident_bytes
-                made = PiecedTier(ScratchBlocks(tier.path, owner), *sizes)
-            else:
-                assert setting.comm is not None
-                device = cuda.find_device(setting.comm.heap_device, OPERATION)
-                assert device is not None
-                blocks = PinnedBlocks(cuda.current(), device)
-                made = PiecedTier(blocks, PINNED_BUFFER_BYTES, 0)
-        return made
 
     def keep_state(self, buckets: Sequence[Bucket]) -> None:
         """Has buckets keep state, of zeros."""

@@ -26,11 +26,16 @@ from typing import Protocol
 
 import torch
 
-from ringcomm.errors import ArgumentError, DiskError
-from ringcomm.memory.scratch import Scratch, aligned_buffer
+from ringcomm import cuda
+from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
+from ringcomm.memory.pinned import PinnedBlocks
+from ringcomm.memory.scratch import Disk, Scratch, aligned_buffer
+from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, round_up
+from ringcomm.optim.placement import OPERATION
+from ringcomm.optim.setting import Setting
 
 Tensor = torch.Tensor
 
@@ -40,6 +45,8 @@ PAGE_BYTES = 4096
 LARGEST_ELEM_BYTES = 16
 # Records that the buffers must have space for, so that reads, writes and updates run at once.
 LEAST_BUFFERS = 4
+# Of a device's memory, with tier="cpu": what a disk has by default.
+PINNED_BUFFER_BYTES = 64 << 20
 
 
 def piece_elems(buffer_bytes: int) -> int:
@@ -502,3 +509,37 @@ def _steps(piece: Piece, active: Sequence[float]) -> bool:
         active[segment.param] and segment.begin < chunk.end and chunk.begin < segment.end
         for segment in piece.bucket.layout.segments
     )
+
+
+def make_tier(setting: Setting) -> PiecedTier | None:
+    """Returns the tier that an optimizer's options ask for, or None for memory; collective.
+
+    Raises:
+        UnsupportedError: the parameters are not on the device that the tier serves.
+        ArgumentError, DiskError: no state can be kept there, on this rank or another.
+    """
+    tier = setting.options.tier
+    if tier is None:
+        return None
+    on_cpu = setting.device.type == "cpu" and not setting.launches
+    if on_cpu is not isinstance(tier, Disk):
+        expected = (
+            "parameters on the CPU, whose state can stream to a disk"
+            if isinstance(tier, Disk)
+            else "parameters on a device, whose state can stream to the CPU's memory"
+        )
+        there = setting.device if setting.comm is None else setting.comm.heap_device
+        raise UnsupportedError(
+            f"{setting.where('prepare')}: tier: expected {expected}, got them on {there}"
+        )
+    with all_or_none(setting.comm, OPERATION):
+        if isinstance(tier, Disk):
+            owner = f"state of the optimizer on rank {setting.rank}"
+            sizes = tier.buffer_bytes, tier.resident_bytes
+            made = PiecedTier(ScratchBlocks(tier.path, owner), *sizes)
+        else:
+            assert setting.comm is not None
+            device = cuda.find_device(setting.comm.heap_device, OPERATION)
+            assert device is not None
+            made = PiecedTier(PinnedBlocks(cuda.current(), device), PINNED_BUFFER_BYTES, 0)
+    return made

@@ -12,7 +12,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.block_moments import BLOCK, BlockMoment
 from ringcomm.optim.layout import DTYPES, ParamSpec
-from ringcomm.optim.step import PINNED_BUFFER_BYTES
+from ringcomm.optim.tiers import PINNED_BUFFER_BYTES
 from ringcomm.zero.options import Units, ZeroOptions
 from ringcomm.zero.units import find_units
 
