@@ -24,6 +24,7 @@ import itertools
 import weakref
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -90,8 +91,7 @@ class Content:
 
     def lies_in(self, storage: Storage, at: int) -> None:
         """Notes where the bytes are, for as long as anything keeps that storage."""
-        self._memory, self._memory_bytes = StorageWeakRef(storage), storage.nbytes()
-        self.at = at
+        self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
 
     def in_memory(self) -> Storage | None:
         """Returns the storage that has the bytes, from byte ``at`` on, or None if none does."""
@@ -112,7 +112,7 @@ class Content:
         self.coming = []
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class Receipt:
     """What a graph holds in place of a tensor that it saved.
 
@@ -152,15 +152,24 @@ class _Ahead:
     turn: int = 0
 
 
+def weak(storage: Storage) -> StorageWeakRef:
+    """Returns a weak reference, until whose end nothing else comes to the storage's address."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def reach_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Returns the elements of memory from the first to the last one of a tensor that has any."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the part of a tensor's storage that is to be saved, as bytes [begin, end).
 
     That is all of the storage, whose other parts are mostly saved, too, if the tensor reaches over
     half of it. A view of a few rows of a data set does not bring the rest with it.
     """
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.element_size()
-    end = begin + (reach + 1) * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    end = begin + reach_of(tensor.shape, tensor.stride()) * tensor.element_size()
     whole = tensor.untyped_storage().nbytes()
     return (0, whole) if 2 * (end - begin) >= whole else (begin, end)
 
@@ -227,7 +236,7 @@ class ActivationStore:
         self._settle()
         begin, end = extent_of(tensor)
         content = self._content_of(tensor, begin, end)
-        offset_bytes = tensor.storage_offset() * tensor.element_size() - begin
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - begin
         return self.receipt(tensor, content, offset_bytes, watch)
 
     def receipt(
@@ -278,7 +287,8 @@ class ActivationStore:
     def _write(self, content: Content, storage: Storage) -> None:
         """Submits the writes of a content; what is in the storage was copied when this returns."""
         whole = _bytes_of(storage, content.begin, content.size_bytes)
-        for part in whole.split(self._piece_bytes):
+        for at in range(0, content.size_bytes, self._piece_bytes):
+            part = whole[at : at + self._piece_bytes]
             slot = self._slot()
             slot[: part.numel()].copy_(part)
             block = self._take_block(part.numel())
@@ -381,11 +391,7 @@ class ActivationStore:
     def _read_ahead(self, receipt: Receipt) -> None:
         """Submits reads for the receipts before one, as far as the buffers have room."""
         self._turn += 1
-        before: Receipt | None = receipt
-        for _ in range(LOOK_AHEAD):
-            before = self._before(before.number)
-            if before is None:
-                return
+        for before in itertools.islice(self._those_before(receipt.number), LOOK_AHEAD):
             content = before.content
             if content is None or content.held is not None or before.taken_in == receipt.taken_in:
                 continue
@@ -426,17 +432,17 @@ class ActivationStore:
                 self._used_bytes -= content.ahead_bytes
                 content.ahead_bytes = 0
 
-    def _before(self, number: int) -> Receipt | None:
-        """Returns the receipt before the one of a number that some graph still has."""
+    def _those_before(self, number: int) -> Iterator[Receipt]:
+        """Yields the receipts before a number that some graph still has, the last one first."""
         receipts = self._receipts
         at = bisect_left(receipts, number, key=itemgetter(0))
         while at:
             at -= 1
             receipt = receipts[at][1]()
-            if receipt is not None:
-                return receipt
-            del receipts[at]
-        return None
+            if receipt is None:
+                del receipts[at]
+            else:
+                yield receipt
 
 
 def _bytes_of(storage: Storage, begin: int, size_bytes: int) -> Tensor:

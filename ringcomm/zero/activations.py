@@ -34,12 +34,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
-from ringcomm.functional.traced_groups import not_traced
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.dtensors import local_of
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.activation_store import ActivationStore, Receipt, extent_of
+from ringcomm.zero.activation_store import (
+    ActivationStore,
+    Receipt,
+    extent_of,
+    reach_of,
+    weak,
+)
 from ringcomm.zero.engine import ShardEngine, owner_of
+from ringcomm.zero.hooks import only_inlined
 
 Tensor = torch.Tensor
 # torch's bindings are not typed.
@@ -90,6 +96,9 @@ class Activations(AbstractContextManager[None]):
     """What :func:`activations_on` returns."""
 
     def __init__(self, disk: Disk, modules: list[nn.Module], least_bytes: int) -> None:
+        for module in modules:
+            for param in module.parameters():
+                expect_host(param.device)
         self._residents = _Residents(modules)
         rank = self._residents.rank
         owner = f"process {os.getpid()}" if rank is None else f"rank {rank}"
@@ -128,12 +137,10 @@ class Activations(AbstractContextManager[None]):
         with self._lock:
             return self._store.blocks_in_use
 
-    @not_traced("a compiled graph takes no hooks of saved tensors; enter it around the function")
     def __enter__(self) -> None:
         self._residents.outdated = True
         saved_tensors_hooks(self._pack, self._unpack).__enter__()
 
-    @not_traced("a compiled graph takes no hooks of saved tensors; leave it around the function")
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -145,6 +152,7 @@ class Activations(AbstractContextManager[None]):
 
     # ---- forward --------------------------------------------------------------------------------
 
+    @only_inlined
     def _pack(self, tensor: Tensor) -> Receipt | _Part | _Kept:
         local = local_of(tensor)
         if not self._goes(tensor, local):
@@ -159,14 +167,9 @@ class Activations(AbstractContextManager[None]):
             return False
         if self._residents.have(tensor, local):
             return False
-        if local.device.type not in ("cpu", "meta"):
-            raise UnsupportedError(
-                f"activations_on: expected activations on the CPU, got a tensor on {local.device}. "
-                "From a device they would have to go through pinned memory, which is not "
-                "there yet; use torch.autograd.graph.save_on_cpu(pin_memory=True)"
-            )
-        if local.device.type == "meta" or not local.numel():
+        if local.is_meta or not local.numel():
             return False
+        expect_host(local.device)
         begin, end = extent_of(local)
         return end - begin >= self._least_bytes
 
@@ -181,6 +184,7 @@ class Activations(AbstractContextManager[None]):
 
     # ---- backward -------------------------------------------------------------------------------
 
+    @only_inlined
     def _unpack(self, packed: Receipt | _Part | _Kept) -> Tensor:
         if isinstance(packed, Receipt):
             return self._restore(packed)
@@ -218,6 +222,16 @@ class Activations(AbstractContextManager[None]):
             queue(partial(queue, partial(_raise, self._fault)))
 
 
+def expect_host(device: torch.device) -> None:
+    """Raises UnsupportedError for memory that the disk's threads do not reach."""
+    if device.type not in ("cpu", "meta"):
+        raise UnsupportedError(
+            f"activations_on: expected tensors on the CPU, got one on {device}, whose way to a "
+            "disk is through pinned memory, and that is not there yet. Use "
+            "torch.autograd.graph.save_on_cpu(pin_memory=True) there"
+        )
+
+
 def _raise(error: DiskError) -> NoReturn:
     raise error
 
@@ -244,10 +258,9 @@ def _view(receipt: Receipt, storage: torch.UntypedStorage, at: int) -> Tensor:
 
 def _nothing_for(receipt: Receipt) -> Tensor:
     """Returns a tensor of NaN, or zeros of integers, like the one that was saved."""
-    reach = sum((size - 1) * step for size, step in zip(receipt.shape, receipt.stride, strict=True))
     dtype = receipt.dtype
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    flat = torch.full((reach + 1,), value, dtype=dtype, device="cpu")
+    flat = torch.full((reach_of(receipt.shape, receipt.stride),), value, dtype=dtype, device="cpu")
     return flat.as_strided(receipt.shape, receipt.stride)
 
 
@@ -296,7 +309,8 @@ class _Residents:
         if not self.outdated:
             return
         self.outdated = False
-        self._storages.clear()
+        # Another thread's forward may look things up meanwhile.
+        storages: dict[int, StorageWeakRef] = {}
         with plainly():
             for module in self._modules:
                 for tensor in (*module.parameters(), *module.buffers()):
@@ -304,7 +318,8 @@ class _Residents:
                     local = local_of(tensor)
                     if torch._C._has_storage(local):
                         storage = local.untyped_storage()
-                        self._storages[storage._cdata] = StorageWeakRef(storage)
+                        storages[storage._cdata] = weak(storage)
+        self._storages = storages
 
 
 class _Watch:
@@ -358,15 +373,17 @@ class _Part:
     def __init__(self, tensor: Any, receipt: Receipt) -> None:
         self.receipt = receipt
         self._kind = type(tensor)
-        (self._name,), self._context = tensor.__tensor_flatten__()
+        names, self._context = tensor.__tensor_flatten__()
+        self._others = {name: getattr(tensor, name) for name in names if name != "_local_tensor"}
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def around(self, local: Tensor) -> Tensor:
         """Returns the DTensor with its part here again."""
+        inside = {**self._others, "_local_tensor": local}
         made: Tensor = self._kind.__tensor_unflatten__(
-            {self._name: local}, self._context, self._shape, self._stride
+            inside, self._context, self._shape, self._stride
         )
-        return made
+        return made.detach()
 
 
 class _Kept:
