@@ -89,10 +89,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     """Builds the emulated driver before the workers begin: no test's deadline has to cover it."""
-    from tests.support.emulator import library
+    from tests.support import emulated_driver
 
-    if library.COMPILER is not None:
-        library.library_path()
+    if emulated_driver.COMPILER is not None:
+        emulated_driver.library_path()
 
 
 @pytest.fixture(scope="session")

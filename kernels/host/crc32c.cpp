@@ -55,19 +55,23 @@ uint32_t by_tables(const void* data, uint64_t bytes) {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// The instruction takes three cycles and can begin in each: three strands of so many bytes are
-// summed side by side, and joined.
-constexpr uint64_t kStrandBytes = 4096;
+// The instruction takes three cycles and can begin in each: three strands are summed side by side,
+// and joined. Long strands, and lines fetched so far ahead, keep more of the memory's lines under
+// way: Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages, 12.8 GB/s; strands of
+// 4 KiB and the machine's own prefetching 9.7; a plain loop of loads and additions 9.5. From the
+// second cache it is 22 GB/s whatever the strands.
+constexpr uint64_t kLongStrandBytes = 64 << 10, kShortStrandBytes = 4 << 10;
+constexpr uint64_t kFetchAheadBytes = 2048;
 
-// shift(crc) is what a sum becomes when kStrandBytes zeros follow. It is linear, and so the xor of
-// what it makes of each byte of `crc`.
+// shift(crc) is what a sum becomes when `strand_bytes` zeros follow. It is linear, and so the xor
+// of what it makes of each byte of `crc`.
 class StrandShift {
  public:
-  StrandShift() {
+  explicit StrandShift(uint64_t strand_bytes) {
     std::array<uint32_t, 32> of_bit{};
     for (int bit = 0; bit < 32; ++bit) {
       uint32_t crc = uint32_t(1) << bit;
-      for (uint64_t i = 0; i < kStrandBytes; ++i) crc = with_byte(crc, 0);
+      for (uint64_t i = 0; i < strand_bytes; ++i) crc = with_byte(crc, 0);
       of_bit[bit] = crc;
     }
     for (int k = 0; k < 4; ++k)
@@ -94,19 +98,33 @@ inline uint64_t instructed(uint64_t crc, uint64_t word) {
   return crc;
 }
 
-uint32_t by_instruction(const void* data, uint64_t bytes) {
-  static const StrandShift shift;
-  const auto* p = static_cast<const unsigned char*>(data);
-  uint64_t crc = ~uint32_t(0);
-  for (; bytes >= 3 * kStrandBytes; p += 3 * kStrandBytes, bytes -= 3 * kStrandBytes) {
+// Sums as many whole triples of strands as there are, and moves on.
+template <uint64_t kStrand>
+uint64_t by_strands(uint64_t crc, const unsigned char*& p, uint64_t& bytes) {
+  constexpr uint64_t kLine = 64;
+  static const StrandShift shift(kStrand);
+  for (; bytes >= 3 * kStrand; p += 3 * kStrand, bytes -= 3 * kStrand) {
     uint64_t second = 0, third = 0;
-    for (uint64_t i = 0; i < kStrandBytes; i += 8) {
-      crc = instructed(crc, word_at(p + i));
-      second = instructed(second, word_at(p + kStrandBytes + i));
-      third = instructed(third, word_at(p + 2 * kStrandBytes + i));
+    for (uint64_t line = 0; line < kStrand; line += kLine) {
+      const unsigned char* const at = p + line;
+      for (uint64_t strand = 0; strand < 3; ++strand)
+        __builtin_prefetch(at + strand * kStrand + kFetchAheadBytes);
+      for (const unsigned char* word = at; word < at + kLine; word += 8) {
+        crc = instructed(crc, word_at(word));
+        second = instructed(second, word_at(word + kStrand));
+        third = instructed(third, word_at(word + 2 * kStrand));
+      }
     }
     crc = shift(shift(crc) ^ second) ^ third;
   }
+  return crc;
+}
+
+uint32_t by_instruction(const void* data, uint64_t bytes) {
+  const auto* p = static_cast<const unsigned char*>(data);
+  uint64_t crc = ~uint32_t(0);
+  crc = by_strands<kLongStrandBytes>(crc, p, bytes);
+  crc = by_strands<kShortStrandBytes>(crc, p, bytes);
   for (; bytes >= 8; p += 8, bytes -= 8) crc = instructed(crc, word_at(p));
   for (; bytes > 0; ++p, --bytes) crc = with_byte(uint32_t(crc), *p);
   return ~uint32_t(crc);

@@ -24,12 +24,14 @@ bool overlap(const char* a, uint64_t a_bytes, const char* b, uint64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
 
-// New threads take no signals: those are for threads that wait to be interrupted.
+// New threads take no signals, which are for threads that wait to be interrupted; but those that a
+// thread raises by itself.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
     sigset_t all;
     sigfillset(&all);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, own);
     pthread_sigmask(SIG_SETMASK, &all, &before_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }

@@ -24,8 +24,9 @@ from ringcomm import _native
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
-# A rank that polls in vain leaves the core: others may have to run on it.
-_PAUSE_S = 200e-6
+# A rank that polls in vain leaves the core: others may have to run on it. A choice, longer than a
+# poll takes in the interpreter, so that a rank that waits does not take the core for most of it.
+_PAUSE_S = 2e-3
 
 
 def lives(peer: int) -> int:

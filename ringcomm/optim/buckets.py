@@ -105,6 +105,11 @@ class ShardState:
         """Returns the names of the tensors that there are."""
         return [*self.moments, *self.narrow, *self.masters()]
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the dtypes of what :meth:`tensors` returns."""
+        moments = dict.fromkeys((*self.moments, *self.narrow), torch.float32)
+        return {**moments, **{name: each.dtype for name, each in self.masters().items()}}
+
     def masters(self) -> dict[str, Tensor]:
         """Returns the master or the remainder, by name, where there is one."""
         masters = (("master", self.master), ("remainder", self.remainder))

@@ -49,9 +49,10 @@ class AdamWOptions:
             cross between nodes. "node" shards it over the ranks of each node, so that each node
             has a copy, which takes more memory: the sums of the gradients cross instead. On one
             node both are the same.
-        tier: where the state lies: None for the memory of the parameters' device, or a
-            :class:`ringcomm.Disk`, to and from which it streams at each step, with the same bits.
-            Each rank has its own folder there, or shares one.
+        tier: where the state lies: None for the memory of the parameters' device. From elsewhere it
+            streams there in pieces at each step, with the same bits: from a :class:`ringcomm.Disk`,
+            for parameters on the CPU; or with "cpu" from pinned memory of the host, for parameters
+            on a device.
     """
 
     algorithm: str = "auto"
@@ -66,7 +67,7 @@ class AdamWOptions:
     check_finite: bool = False
     broadcast_parameters: bool = True
     state: str = "world"
-    tier: Disk | None = None
+    tier: Disk | str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -85,8 +86,8 @@ class AdamWOptions:
             raise ArgumentError(
                 f"accumulate_dtype: expected None or torch.float32, got {self.accumulate_dtype!r}"
             )
-        if self.tier is not None and not isinstance(self.tier, Disk):
-            raise ArgumentError(f"tier: expected a ringcomm.Disk or None, got {self.tier!r}")
+        if not (self.tier is None or self.tier == "cpu" or isinstance(self.tier, Disk)):
+            raise ArgumentError(f'tier: expected a ringcomm.Disk, "cpu" or None, got {self.tier!r}')
         self._check_master()
 
     def _check_master(self) -> None:
@@ -107,5 +108,5 @@ class AdamWOptions:
         described = asdict(self)
         described["accumulate_dtype"] = str(self.accumulate_dtype)
         # Folders and sizes of buffers may be different on each rank.
-        described["tier"] = "memory" if self.tier is None else "disk"
+        described["tier"] = "disk" if isinstance(self.tier, Disk) else self.tier or "memory"
         return described

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringcomm import cuda
 from ringcomm.comm.arguments import ALGORITHMS, ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.memory.pinned import PinnedBlocks
+from ringcomm.memory.scratch import Disk
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import (
     STEP,
@@ -59,12 +62,15 @@ from ringcomm.optim.reduction import (
     leave_to_replica,
 )
 from ringcomm.optim.rules import ParamState, UpdateRule, plain
-from ringcomm.optim.tiers import DiskTier
+from ringcomm.optim.tiers import PiecedTier, ScratchBlocks
 
 Tensor = torch.Tensor
 
 
 _log = logging.getLogger("ringcomm.optim")
+
+# Of a device's memory, with tier="cpu": what a disk has by default.
+PINNED_BUFFER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -242,25 +248,38 @@ class ShardedStep:
             return made
         return PiecedKernels(made, self.setting.sharers)
 
-    def _make_tier(self) -> DiskTier | None:
+    def _make_tier(self) -> PiecedTier | None:
         """Returns the tier of the state; None for memory.
 
         Raises:
-            UnsupportedError: the parameters are on a device.
+            UnsupportedError: the parameters are not on the device that the tier serves.
             ArgumentError, DiskError: no state can be kept there.
         """
-        setting, disk = self.setting, self.setting.options.tier
-        if disk is None:
-            return None
-        if self._before is not None:
-            return self._before.tier
-        if setting.device.type != "cpu":
+        setting, tier = self.setting, self.setting.options.tier
+        if tier is None or self._before is not None:
+            return None if self._before is None else self._before.tier
+        on_cpu = setting.device.type == "cpu" and not setting.launches
+        if on_cpu is not isinstance(tier, Disk):
+            expected = (
+                "parameters on the CPU, whose state can stream to a disk"
+                if isinstance(tier, Disk)
+                else "parameters on a device, whose state can stream to the CPU's memory"
+            )
+            there = setting.device if setting.comm is None else setting.comm.heap_device
             raise UnsupportedError(
-                f"{setting.where('prepare')}: tier: expected parameters on the CPU, whose state "
-                f"can stream to a disk, got them on {setting.device}"
+                f"{setting.where('prepare')}: tier: expected {expected}, got them on {there}"
             )
         with all_or_none(setting.comm, OPERATION):
-            made = DiskTier(disk, f"state of the optimizer on rank {setting.rank}")
+            if isinstance(tier, Disk):
+                owner = f"state of the optimizer on rank {setting.rank}"
+                sizes = tier.buffer_bytes, tier.resident_bytes
+                made = PiecedTier(ScratchBlocks(tier.path, owner), *sizes)
+            else:
+                assert setting.comm is not None
+                device = cuda.find_device(setting.comm.heap_device, OPERATION)
+                assert device is not None
+                blocks = PinnedBlocks(cuda.current(), device)
+                made = PiecedTier(blocks, PINNED_BUFFER_BYTES, 0)
         return made
 
     def keep_state(self, buckets: Sequence[Bucket]) -> None:
@@ -456,7 +475,9 @@ class ShardedStep:
         self.written.take_over()
         self.torn = True
         self.kernels.begin(self.table)
-        if self.tier is not None:
+        if self.tier is not None and self.setting.launches:
+            self.tier.begin_step()  # what takes the step, the host would have to wait for
+        elif self.tier is not None:
             skips = bool(self.table.control[kernels.FOUND_INF])
             self.tier.begin_step(skips, self.table.active.tolist())
         for bucket in self.buckets:
@@ -467,8 +488,9 @@ class ShardedStep:
         self.kernels.end()
         if self.tier is not None:
             self.tier.end_step()
-            with all_or_none(self.setting.comm, OPERATION, self.mesh):
-                self.tier.raise_fault()
+            if not self.setting.launches:
+                with all_or_none(self.setting.comm, OPERATION, self.mesh):
+                    self.tier.raise_fault()
         self.torn = False
         self.first_pass = None
         if self.setting.accumulator is not None:

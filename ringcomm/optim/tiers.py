@@ -1,16 +1,16 @@
-"""Optimizer state on a disk, which streams through buffers in memory piece by piece.
+"""Optimizer state on a disk, or in the host's memory, which streams through buffers in pieces.
 
 Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements,
 however large a parameter is. The *record* of a piece is its state, tensor after tensor, each from
-the begin of a page on: what one transfer moves. A *room* is memory for one record. A *visit* of a
-piece brings its record into its room, lets the caller change it, and marks it as changed.
+the begin of a page on: what one transfer moves. A *buffer* is memory for one record. A *visit* of
+a piece brings its record into its buffer, lets the caller change it, and marks it as changed.
 
-Order. A step visits the pieces in the order of the buckets. The rooms are taken in turn, so that a
-piece always has the same one: addresses that kernels were given, and views that torch's optimizers
-keep, stay right. When a visit ends, the write of its record is submitted, and behind it the read of
-the record that will need the room next. So reads run as many pieces ahead as there are rooms, the
-last writes of a step run while the next forward computes, and the first reads of the next step do,
-too. Pieces in ``resident_bytes``, the last ones, have rooms of their own and never move.
+Order. A step visits the pieces in the order of the buckets. The buffers are taken in turn, so that
+a piece always has the same one: addresses that kernels were given, and views that torch's
+optimizers keep, stay right. When a visit ends, the write of its record is submitted, and behind it
+the read of the record that will need the buffer next. So reads run as many pieces ahead as there
+are buffers; the last writes of a step, and the first reads of the next one, run while the model
+computes. Pieces in ``resident_bytes``, the last ones, have buffers of their own and never move.
 
 Bytes. A step reads and writes each other record once: 16 bytes an element with AdamW in FP32, 24
 with FP32 masters of 16-bit parameters, and 20 with remainders. A piece none of whose parameters
@@ -22,11 +22,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from ringcomm.errors import ArgumentError, DiskError
-from ringcomm.memory.scratch import Disk, Scratch, Transfer, aligned_buffer
+from ringcomm.memory.scratch import Scratch, aligned_buffer
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, round_up
@@ -37,8 +38,8 @@ PIECE_ELEMS = 1 << 20
 PAGE_BYTES = 4096
 # The largest state of an element: three moments and a master in FP32.
 LARGEST_ELEM_BYTES = 16
-# Rooms that a buffer must have space for, so that a read, a write and an update run at once.
-LEAST_ROOMS = 4
+# Records that the buffers must have space for, so that reads, writes and updates run at once.
+LEAST_BUFFERS = 4
 
 
 def piece_elems(buffer_bytes: int) -> int:
@@ -47,9 +48,9 @@ def piece_elems(buffer_bytes: int) -> int:
     Raises:
         ArgumentError: they are too small for any piece.
     """
-    most = buffer_bytes // (LEAST_ROOMS * LARGEST_ELEM_BYTES)
+    most = buffer_bytes // (LEAST_BUFFERS * LARGEST_ELEM_BYTES)
     if most < BLOCK_ELEMS:
-        least = LEAST_ROOMS * LARGEST_ELEM_BYTES * BLOCK_ELEMS
+        least = LEAST_BUFFERS * LARGEST_ELEM_BYTES * BLOCK_ELEMS
         raise ArgumentError(f"buffer_bytes: expected at least {least}, got {buffer_bytes}")
     return min(PIECE_ELEMS, most // BLOCK_ELEMS * BLOCK_ELEMS)
 
@@ -161,18 +162,64 @@ def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: i
             state.moments[lane.name] = flat
 
 
-class Room:
+class Transfer(Protocol):
+    """A read or a write that is under way."""
+
+    def wait(self) -> None:
+        """Waits for it.
+
+        Raises:
+            DiskError: it failed.
+        """
+        ...
+
+
+class Blocks(Protocol):
+    """The blocks in which the records lie, numbered.
+
+    Transfers that share a block or memory run in the order in which they were submitted. A block
+    that was never written reads as zeros.
+    """
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Returns memory for records, of zeros: uint8 [bytes]."""
+        ...
+
+    def add_block(self, size_bytes: int) -> int:
+        """Adds a block, and returns its number."""
+        ...
+
+    def read(self, block: int, memory: Tensor) -> Transfer:
+        """Begins to read a block."""
+        ...
+
+    def write(self, block: int, memory: Tensor) -> Transfer:
+        """Begins to write a block."""
+        ...
+
+
+class ScratchBlocks(Scratch):
+    """The blocks of a scratch file, whose buffers are pages of memory."""
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Returns memory for records, of zeros: uint8 [bytes]."""
+        return aligned_buffer(size_bytes)
+
+
+class Buffer:
     """Memory for one record, which pieces take in turn.
 
     Attributes:
         memory: uint8 [bytes], from the begin of a page on.
+        is_shared: True if several pieces take it in turn.
         changed: True if the record here is newer than that on the disk.
     """
 
-    def __init__(self, size_bytes: int) -> None:
-        self.memory = aligned_buffer(size_bytes)
+    def __init__(self, memory: Tensor, is_shared: bool) -> None:
+        self.memory = memory
+        self.is_shared = is_shared
         self.changed = False
-        # Pieces have their rooms, and a cycle would keep the parameters' memory for a while.
+        # Pieces have their buffers, and a cycle would keep the parameters' memory for a while.
         self._holds: weakref.ref[Piece] | None = None
         self._coming: Transfer | None = None
 
@@ -185,23 +232,23 @@ class Room:
         """Holds a piece's record from now on, as the memory is."""
         self._holds = weakref.ref(piece)
 
-    def bring(self, piece: Piece, scratch: Scratch) -> None:
+    def bring(self, piece: Piece, blocks: Blocks) -> None:
         """Submits what has to be done until a piece's record is here; see :meth:`wait`."""
         if self.holds is piece:
             return
-        self.put_away(scratch)
+        self.put_away(blocks)
         self.begin_with(piece)
         if piece.size_bytes:
-            self._coming = scratch.read(piece.block_of(scratch), self._record(piece))
+            self._coming = blocks.read(piece.block_of(blocks), self._record(piece))
 
-    def put_away(self, scratch: Scratch) -> Transfer | None:
+    def put_away(self, blocks: Blocks) -> Transfer | None:
         """Submits the write of the record that is here, if it has been changed."""
         piece, changed = self.holds, self.changed
         self.changed = False
         if piece is None or not changed or not piece.size_bytes:
             return None
         self.wait()
-        return scratch.write(piece.block_of(scratch), self._record(piece))
+        return blocks.write(piece.block_of(blocks), self._record(piece))
 
     def wait(self) -> None:
         """Waits for the record that is on its way."""
@@ -221,7 +268,7 @@ class Piece:
         bucket_ref: the bucket.
         chunk: the elements of the bucket.
         lanes: the tensors of its record.
-        room: where its record is while it is visited.
+        buffer: where its record is while it is visited.
         part: the bucket that a visit yields.
     """
 
@@ -229,7 +276,7 @@ class Piece:
     chunk: Chunk
     lanes: tuple[Lane, ...]
     block: int | None = None
-    room: Room | None = None
+    buffer: Buffer | None = None
     part: Bucket | None = None
 
     @property
@@ -242,17 +289,17 @@ class Piece:
         sizes = (lane.size_bytes(self.chunk.elems) for lane in self.lanes)
         return sum(round_up(size, PAGE_BYTES) for size in sizes)
 
-    def block_of(self, scratch: Scratch) -> int:
-        """Returns the number of the block of the scratch file, which is made at the first call."""
+    def block_of(self, blocks: Blocks) -> int:
+        """Returns the number of its block, which is made at the first call."""
         if self.block is None:
-            self.block = scratch.add_block(self.size_bytes)
+            self.block = blocks.add_block(self.size_bytes)
         return self.block
 
-    def move_in(self, room: Room) -> None:
-        """Takes a room, and makes the bucket of the piece there."""
-        self.room = room
+    def move_in(self, buffer: Buffer) -> None:
+        """Takes a buffer, and makes the bucket of the piece there."""
+        self.buffer = buffer
         state = ShardState(eight_bits=self.bucket.state.eight_bits)
-        add_lanes(state, self.lanes, room.memory, self.chunk.elems)
+        add_lanes(state, self.lanes, buffer.memory, self.chunk.elems)
         self.part = self.bucket.part(self.chunk, state)
 
 
@@ -265,31 +312,28 @@ class _Kept:
     pieces: list[Piece] = field(default_factory=list)
 
 
-class DiskTier:
-    """The state of one optimizer on one rank, on a disk.
+class PiecedTier:
+    """The state of one optimizer on one rank, in blocks elsewhere.
 
     Args:
-        disk: where, and how much of it stays in memory.
-        owner: names the state in errors.
+        blocks: where it lies.
+        buffer_bytes: of the buffers in the memory of the parameters' device.
+        resident_bytes: of the state that stays there.
 
     Attributes:
         fault: the first error of the disk; nothing is visited any more.
     """
 
-    def __init__(self, disk: Disk, owner: str) -> None:
-        self._disk = disk
-        self._largest = piece_elems(disk.buffer_bytes)
-        self._scratch = Scratch(disk.path, owner)
+    def __init__(self, blocks: Blocks, buffer_bytes: int, resident_bytes: int) -> None:
+        self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
+        self._largest = piece_elems(buffer_bytes)
+        self.blocks = blocks
         self._kept: dict[int, _Kept] = {}
         self._is_laid_out = True
-        # The pieces that the step under way visits, each with the one that needs its room next, in
-        # this step or first in the next one; None between steps.
+        # The pieces that the step under way visits, each with the one that needs its buffer next,
+        # in this step or first in the next one; None between steps.
         self._visited: dict[Piece, Piece] | None = None
         self.fault: DiskError | None = None
-
-    @property
-    def scratch(self) -> Scratch:
-        return self._scratch
 
     def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
         """Takes up a bucket's state, and returns what stands for it."""
@@ -306,7 +350,6 @@ class DiskTier:
         missing = [name for name in names if state.memory(name) is None]
         if not missing:
             return False
-        self.wait()
         dtype = torch.uint8 if state.eight_bits else torch.float32
         kept.lanes += tuple(Lane(name, dtype) for name in missing)
         bucket.state = TieredState.of(bucket, kept.lanes, state.eight_bits)
@@ -317,8 +360,8 @@ class DiskTier:
         return [piece for kept in self._kept.values() for piece in kept.pieces]
 
     def _lay_out(self) -> None:
-        """Divides the buckets into pieces, and gives them rooms."""
-        self._put_all_away()
+        """Divides the buckets into pieces, and gives them buffers."""
+        self.wait(resident=True)
         for kept in self._kept.values():
             before = kept.pieces
             if not before:
@@ -326,48 +369,41 @@ class DiskTier:
                 kept.pieces = [Piece(kept.bucket_ref, chunk, kept.lanes) for chunk in chunks]
             elif before[0].lanes != kept.lanes:
                 kept.pieces = [self._enlarged(piece, kept.lanes) for piece in before]
-        self._give_rooms()
+        self._give_buffers()
         self._is_laid_out = True
-
-    def _put_all_away(self) -> None:
-        """Writes all records that the disk has not, and waits for that."""
-        rooms = {piece.room for piece in self._pieces() if piece.room is not None}
-        for transfer in [room.put_away(self._scratch) for room in rooms]:
-            if transfer is not None:
-                transfer.wait()
 
     def _enlarged(self, piece: Piece, lanes: tuple[Lane, ...]) -> Piece:
         """Returns a piece with more tensors in its record, of zeros."""
         made = Piece(piece.bucket_ref, piece.chunk, lanes)
         if piece.block is None:
             return made
-        old, new = aligned_buffer(piece.size_bytes), aligned_buffer(made.size_bytes)
-        self._scratch.read(piece.block, old).wait()
+        old, new = map(self.blocks.buffer, (piece.size_bytes, made.size_bytes))
+        self.blocks.read(piece.block, old).wait()
         new.zero_()
         # Lanes are only added behind the others.
         new[: piece.size_bytes].copy_(old)
-        self._scratch.write(made.block_of(self._scratch), new).wait()
+        self.blocks.write(made.block_of(self.blocks), new).wait()
         return made
 
-    def _give_rooms(self) -> None:
+    def _give_buffers(self) -> None:
         pieces = self._pieces()
-        left, resident = self._disk.resident_bytes, []
+        left, resident = self._resident_bytes, []
         while pieces and 0 < pieces[-1].size_bytes <= left:
             resident.append(pieces.pop())
             left -= resident[-1].size_bytes
         for piece in resident:
-            room = Room(piece.size_bytes)
+            buffer = Buffer(self.blocks.buffer(piece.size_bytes), is_shared=False)
             if piece.block is None:
-                room.begin_with(piece)  # new memory is of zeros, as a state that begins is
-            piece.move_in(room)
+                buffer.begin_with(piece)  # new memory is of zeros, as a state that begins is
+            piece.move_in(buffer)
         if not pieces:
             return
         # Without any tensor in the state, as of SGD without momentum, nothing moves.
         size = max(PAGE_BYTES, *(piece.size_bytes for piece in pieces))
-        count = min(len(pieces), self._disk.buffer_bytes // size)
-        rooms = [Room(size) for _ in range(count)]
+        count = min(len(pieces), self._buffer_bytes // size)
+        buffers = [Buffer(self.blocks.buffer(size), is_shared=True) for _ in range(count)]
         for number, piece in enumerate(pieces):
-            piece.move_in(rooms[number % count])
+            piece.move_in(buffers[number % count])
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
         """Does :meth:`Bucket.parts`; in a step, for the pieces that it visits.
@@ -393,25 +429,25 @@ class DiskTier:
                 raise
 
     def _visit(self, piece: Piece, write: bool) -> Iterator[Bucket]:
-        room, part = piece.room, piece.part
-        assert room is not None and part is not None
+        buffer, part = piece.buffer, piece.part
+        assert buffer is not None and part is not None
         # A bucket is laid out anew when its optimizer grows.
         part.layout, part.segments = piece.bucket.layout, piece.bucket.segments
-        room.bring(piece, self._scratch)
-        room.wait()
+        buffer.bring(piece, self.blocks)
+        buffer.wait()
         try:
             yield part
         finally:
-            room.changed |= write
+            buffer.changed |= write
         if self._visited is not None:
-            room.bring(self._visited[piece], self._scratch)
+            buffer.bring(self._visited[piece], self.blocks)
 
-    def begin_step(self, skips: bool, active: Sequence[float]) -> None:
+    def begin_step(self, skips: bool = False, active: Sequence[float] | None = None) -> None:
         """Plans the visits of a step.
 
         Args:
             skips: the step changes nothing.
-            active: by parameter, not 0 where it takes the step.
+            active: by parameter, not 0 where it takes the step; None visits all pieces.
         """
         self._visited = {}
         if skips or self.fault is not None:
@@ -419,14 +455,14 @@ class DiskTier:
         try:
             if not self._is_laid_out:
                 self._lay_out()
-            by_room: dict[Room, list[Piece]] = {}
+            by_buffer: dict[Buffer, list[Piece]] = {}
             for piece in self._pieces():
-                if _steps(piece, active):
-                    assert piece.room is not None
-                    by_room.setdefault(piece.room, []).append(piece)
-            for room, pieces in by_room.items():
+                if active is None or _steps(piece, active):
+                    assert piece.buffer is not None
+                    by_buffer.setdefault(piece.buffer, []).append(piece)
+            for buffer, pieces in by_buffer.items():
                 self._visited.update(zip(pieces, [*pieces[1:], pieces[0]], strict=True))
-                room.bring(pieces[0], self._scratch)
+                buffer.bring(pieces[0], self.blocks)
         except DiskError as error:
             self.fault = error
 
@@ -434,12 +470,19 @@ class DiskTier:
         """Ends the visits of a step, whose last transfers go on."""
         self._visited = None
 
-    def wait(self) -> None:
-        """Waits until no transfer is under way, and what is changed is on the disk."""
-        self._put_all_away()
-        for piece in self._pieces():
-            if piece.room is not None:
-                piece.room.wait()
+    def wait(self, resident: bool = False) -> None:
+        """Waits until no transfer is under way, and what is changed is on the disk.
+
+        Args:
+            resident: also what stays in memory.
+        """
+        buffers = {piece.buffer for piece in self._pieces() if piece.buffer is not None}
+        used = [buffer for buffer in buffers if buffer.is_shared or resident]
+        for transfer in [buffer.put_away(self.blocks) for buffer in used]:
+            if transfer is not None:
+                transfer.wait()
+        for buffer in used:
+            buffer.wait()
 
     def raise_fault(self) -> None:
         """Raises the first error of the disk, if there was any."""

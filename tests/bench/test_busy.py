@@ -1,7 +1,6 @@
 """Processes that compute beside the ranks, and what the harness does on account of them."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from ringcomm.bench.busy import busy_loops
 from ringcomm.bench.launch import LaunchError, join, run_ranks
 from ringcomm.bench.options import parse
 from tests.bench.programs import run_program
-from tests.support import ROOT
+from tests.support import ROOT, fork_server
 
 pytestmark = pytest.mark.deadlines
 
@@ -41,7 +40,7 @@ def test_loops_end_with_a_process_that_is_killed():
         "    print(loops[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = fork_server.run([sys.executable, "-c", script], cwd=ROOT)
     path = Path(f"/proc/{int(done.stdout)}/stat")
     deadline = time.monotonic() + 60
     while path.exists() and ") Z " not in path.read_text() and time.monotonic() < deadline:
@@ -56,7 +55,7 @@ def test_a_rank_leads_a_session():
         "lead_session()\n"
         "print(os.getsid(0) == os.getpid())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = fork_server.run([sys.executable, "-c", script], cwd=ROOT)
     assert done.stdout == "True\n", done.stderr
 
 

@@ -1,6 +1,7 @@
 """The ``ringcomm`` command: its dispatcher, and ``ringcomm doctor``."""
 
 import importlib.metadata
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from ringcomm.cli import doctor
 from ringcomm.cli.doctor import FAIL, NOTE, OK, Finding
 from ringcomm.errors import HeapError
 from tests.bench.programs import run_program
+from tests.support import fork_server
 
 MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 
@@ -109,6 +111,7 @@ def test_doctor_names_a_heap_that_cannot_be_made():
 
 def test_doctor_reports_ranks_that_fail(monkeypatch):
     monkeypatch.setenv("RINGCOMM_HEAP_BYTES", "lots")
+    monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)
     finding = doctor.check_self_test()
     assert finding.verdict == FAIL and "lots" in finding.value
 

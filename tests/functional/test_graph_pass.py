@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import stable_topological_sort
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -88,6 +87,9 @@ class Recorder:
         self.calls: Counter[Any] = Counter()
 
     def change(self, module: torch.fx.GraphModule) -> None:
+        # Which only ranks need: it takes as long to import as torch.
+        from torch._inductor.fx_passes.post_grad import stable_topological_sort
+
         ProductPass()(module.graph)
         stable_topological_sort(module.graph)
         module.graph.lint()

@@ -1,11 +1,12 @@
-"""A folder on a disk for the tests of scratch files."""
+"""A folder on a disk, and memory, for the tests of scratch files."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringcomm import DiskError
-from ringcomm.memory.scratch import Scratch
+from ringcomm.memory.scratch import Scratch, aligned_buffer
 
 
 def skip_unless_disk(folder: Path) -> Path:
@@ -15,3 +16,9 @@ def skip_unless_disk(folder: Path) -> Path:
     except DiskError as error:
         pytest.skip(f"pytest's folder (--basetemp) is on no disk: {error}")
     return folder
+
+
+def filled(size_bytes: int, seed: int) -> torch.Tensor:
+    buffer = aligned_buffer(size_bytes)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return buffer.random_(0, 256, generator=generator)

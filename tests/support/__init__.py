@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,3 +13,9 @@ CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None  # as .c
 def must_not_skip(environment: Mapping[str, str], can_install: bool) -> bool:
     """Tells whether a missing tool is a failure: with CI=true, where it could be installed."""
     return environment.get("CI") == "true" and can_install
+
+
+def together(unit: Path, sources: Iterable[Path]) -> Path:
+    """Writes one translation unit that includes the sources: their headers are read only once."""
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+    return unit

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,12 +51,6 @@ def compile_to(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
     return output
-
-
-def together(unit: Path, sources: Iterable[Path]) -> Path:
-    """Writes one translation unit that includes the sources: their headers are read only once."""
-    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
-    return unit
 
 
 def shared_by_workers(

@@ -7,10 +7,11 @@ the arguments, folder, environment and files, and runs the program as ``python``
 starts itself with ``subprocess`` is forked in the same way, by a server of its own.
 
 A real interpreter starts where a program could tell the difference: with options of Python, with
-another environment that Python or torch reads when it starts, or with other places to find modules
-in. A :class:`Popen` in other namespaces is always a fork, which may become an interpreter or any
-other command. What remains: ``/proc`` shows the command line and environment of the server, and all
-forks hash strings alike. Tests for which that matters use ``subprocess`` itself.
+another environment that Python or torch reads when it starts, with other places to find modules in,
+or after a function that has no name to be found by. A :class:`Popen` in other namespaces is always
+a fork, which may become an interpreter or any other command. What remains: ``/proc`` shows the
+command line and environment of the server, and all forks hash strings alike. Tests for which that
+matters use ``subprocess`` itself.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ READ_AT_START = (
     *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "RINGCOMM_ISA"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_CPP", "TORCH_DEVICE", "TORCH_LOGS"),
 )
-# But not these: a fork can follow the first, and torch's compiler, when it is imported, sets the
-# second to its default, so that processes would differ by it that do not differ.
-NOT_READ_AT_START = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+# But not these: a fork can follow the first two, and torch's compiler, when it is imported, sets
+# the third to its default, so that processes would differ by it that do not differ.
+NOT_READ_AT_START = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = "OMP_NUM_THREADS"  # set for every test; torch can still be told when it is loaded
 MAX_FILES = 64
 _LENGTH = struct.Struct("<I")
@@ -91,7 +92,8 @@ class Namespaces:
 class Order:
     """A program to start; ``files`` are the numbers that the files sent beside it shall have.
 
-    ``executes`` says that it is not run in the fork, which becomes the command instead.
+    ``executes`` says that it is not run in the fork, which becomes the command instead; ``before``
+    is a pickled function that is called in the child first.
     """
 
     command: tuple[str, ...]
@@ -101,15 +103,21 @@ class Order:
     new_session: bool
     namespaces: Namespaces | None = None
     executes: bool = False
+    before: bytes | None = None
 
     @property
     def is_unbuffered(self) -> bool:
-        return self.command[1] == "-u"
+        return self.command[1] == "-u" or bool(self.environment.get("PYTHONUNBUFFERED"))
 
     @property
     def words(self) -> tuple[str, ...]:
         """The words after Python and the one option that a fork can follow."""
-        return self.command[2 if self.is_unbuffered else 1 :]
+        return self.command[2 if self.command[1] == "-u" else 1 :]
+
+    def prepare(self) -> None:
+        """Calls in the child what whoever asked wants to be called there."""
+        if self.before is not None:
+            pickle.loads(self.before)()
 
 
 def _send(connection: socket.socket, message: object, files: Sequence[int] = ()) -> None:
@@ -214,6 +222,7 @@ def server() -> Server:
         if _server is None or not _server.is_ours:
             ours, theirs = socket.socketpair()
             environment = {**os.environ, "PYTHONPATH": str(ROOT), THREADS: "1"}
+            environment.pop("PYTHONUNBUFFERED", None)  # each fork does what its own says
             with theirs:
                 _RealPopen(
                     [sys.executable, "-m", __name__, str(theirs.fileno())],
@@ -254,6 +263,7 @@ class Popen(_RealPopen):
             (0, 1, 2, *passed),
             how["start_new_session"],
             self.namespaces,
+            before=_by_name(how["preexec_fn"]),
         )
         if not _is_python(order) or not server().serves(order):
             if self.namespaces is None:
@@ -270,7 +280,7 @@ class Popen(_RealPopen):
 
 def _is_plain(how: Mapping[str, Any]) -> bool:
     """Tells whether nothing is asked for that only ``subprocess`` can do."""
-    unusual = ("executable", "preexec_fn", "gid", "gids", "uid")
+    unusual = ("executable", "gid", "gids", "uid")
     return (
         isinstance(how["args"], list | tuple)
         and not how["shell"]
@@ -278,7 +288,18 @@ def _is_plain(how: Mapping[str, Any]) -> bool:
         and how["umask"] == -1
         and how.get("process_group", -1) in (-1, None)
         and all(how[name] is None for name in unusual)
+        and (how["preexec_fn"] is None or _by_name(how["preexec_fn"]) is not None)
     )
+
+
+def _by_name(function: object) -> bytes | None:
+    """A function of a module, pickled; None for everything else, which a fork cannot find."""
+    if not inspect.isfunction(function) or function.__module__ == "__main__":
+        return None
+    try:
+        return pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError):  # it is inside another one
+        return None
 
 
 def _is_python(order: Order) -> bool:
@@ -430,6 +451,7 @@ def _become(order: Order) -> None:
     sys.argv[:] = ["-c", *words[1:]] if what == "-c" else words if what == "-m" else [what, *words]
     sys.orig_argv[:] = order.command
     sys.modules["__main__"] = ModuleType("__main__")
+    order.prepare()
 
 
 def _execute(order: Order) -> NoReturn:
@@ -440,6 +462,7 @@ def _execute(order: Order) -> NoReturn:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.chdir(order.folder)
+        order.prepare()
         os.execvpe(order.command[0], order.command, order.environment)
     except OSError as error:
         os.write(2, f"{order.command[0]}: {error}\n".encode())

@@ -94,6 +94,28 @@ def test_it_ends_like_an_interpreter(program):
     assert vars(fork) == vars(interpreter)
 
 
+def say_so() -> None:
+    os.write(1, b"said\n")
+
+
+def test_a_function_is_called_in_the_fork_before_its_program():
+    command = [sys.executable, "-c", HAS_TORCH]
+    for each, has in zip(
+        both(command, env=environment(), preexec_fn=say_so), (True, False), strict=True
+    ):
+        assert each.stdout == f"said\n{has}\n"
+
+
+def test_output_is_unbuffered_where_a_variable_says_so():
+    command = [sys.executable, "-c", "import os; print(5); os._exit(0)"]
+    for value, output in (("1", "5\n"), ("", "")):
+        for each in both(command, env=environment(PYTHONUNBUFFERED=value)):
+            assert each.stdout == output
+    show = [sys.executable, "-c", HAS_TORCH]
+    done = fork_server.run(show, env=environment(PYTHONUNBUFFERED="1"))
+    assert done.stdout == "True\n"
+
+
 def test_an_error_is_shown():
     command = [sys.executable, "-c", "raise ValueError('on purpose')"]
     for each in both(command, env=environment()):
@@ -139,6 +161,7 @@ def test_forks_have_torch_and_interpreters_have_not():
         (["-c", HAS_TORCH], {"env": {"PYTHONHASHSEED": "5"}}),
         (["-c", HAS_TORCH], {"env": {"LD_BIND_NOW": "1"}}),
         (["-c", HAS_TORCH], {"preexec_fn": os.getpid}),
+        (["-c", HAS_TORCH], {"preexec_fn": lambda: None}),
     ],
 )
 def test_who_could_tell_gets_an_interpreter(command, how):

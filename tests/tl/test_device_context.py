@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, MismatchError, PeerLost
-from tests.support import ROOT
+from tests.support import ROOT, fork_server
 from tests.support.ranks import Ranks, RanksFailed, run_ranks
 from tests.tl.device_ranks import open_context, run_kernel
 
@@ -185,7 +185,7 @@ def test_triton_is_loaded_at_first_use():
 
 def test_without_triton_it_says_so():
     code = "import sys; sys.modules['triton'] = None\nimport ringcomm\nringcomm.tl"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    done = fork_server.run([sys.executable, "-c", code], cwd=ROOT)
     assert "UnsupportedError: ringcomm.tl: it needs Triton" in done.stderr
 
 
@@ -201,7 +201,7 @@ def test_the_documented_example_runs(tmp_path):
     shared = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "WORLD_SIZE": "2"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, str(script)],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             text=True,

@@ -26,7 +26,8 @@ def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
             assert options.ranks == parse(usual.arguments).ranks
             assert not (options.graph_calls and "torch" in options.systems)
         elif module.endswith("device_steps"):
-            assert device_steps.parse(words).millions == 1
+            asked = device_steps.parse(words)
+            assert (asked.millions, asked.rounds) == (1, 1)
         else:
             assert training.parse(words).width == 32
     assert len(Rehearsal(sample=True).plan(runs)) == 1

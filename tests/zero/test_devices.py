@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm import CommOptions, zero
+from ringcomm import CommOptions, Disk, zero
 from ringcomm.comm.device.streams import DeviceWork
-from ringcomm.optim import Adafactor, AdamW, Muon
+from ringcomm.errors import UnsupportedError
+from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
 from tests.support.device_worlds import on_host
 from tests.support.emulator.recording import graph_of
 from tests.zero.models import Run, assert_same_bits, new_model, train
@@ -33,6 +34,8 @@ RUNS = {
     "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),
+    "pinned": Run("gpt", 0, 2, precision=BF16, adamw=AdamWOptions(tier="cpu")),
+    "pinned, 8 bits": Run("gpt", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(tier="cpu")),
 }
 
 
@@ -63,7 +66,9 @@ def _on_device(comm, base, run):
 def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
     run = replace(RUNS[name], stage=stage, options={"algorithm": "direct"})
     base = new_model(run.model)
-    wanted, norms = worlds(2).run(train, base, run)[0]
+    # In the host's memory state is where it is; the tier is of devices.
+    plain = replace(run, adamw=replace(run.adamw, tier=None))
+    wanted, norms = worlds(2).run(train, base, plain)[0]
     world = devices.new_world(2, options=OPTIONS)
     with world:
         for state, their_norms in devices.run(world, _on_device, base, run):
@@ -147,3 +152,16 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
         ((eager, replayed),) = devices.run(world, work)
     assert_same_bits(replayed, eager)
     assert not torch.equal(eager["head.weight"], base.head.weight)
+
+
+def _build_on_disk(comm, folder):
+    module = zero.shard(torch.nn.Linear(4, 4).to(comm.device), 1, comm=comm)
+    optimizer = AdamW(module.parameters(), options=AdamWOptions(tier=Disk(folder)))
+    with pytest.raises(UnsupportedError, match="expected parameters on the CPU"):
+        optimizer.prepare()
+
+
+def test_state_of_a_device_is_not_put_on_a_disk(devices, tmp_path):
+    """Kernels that still run would read what transfers write."""
+    with devices.new_world(2, options=OPTIONS) as world:
+        devices.run(world, _build_on_disk, tmp_path)

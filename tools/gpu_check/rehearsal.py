@@ -77,6 +77,8 @@ def small(run: Bench) -> Bench:
     for option, value in _SMALL[run.module].items():
         if option in words:
             words[words.index(option) + 1] = value
+        else:
+            words += [option, value]
     if "--graph" in words:  # an emulated device records none of torch's operations
         words = [word.removesuffix(",torch") for word in words]
     return replace(run, arguments=(run.module, *words), module=_HARNESS, limit_s=_LIMIT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -57,6 +57,8 @@ class FlatShard(torch.Tensor):
     Attributes:
         elems, begin: as given.
         local: ``data``, without gradient.
+        read: where ``local`` has no memory (device "meta"), yields the elements of a range of the
+            tensor that ``local`` is a view of; else None.
         param_shape: ``shape``.
 
     Raises:
@@ -68,6 +70,7 @@ class FlatShard(torch.Tensor):
     begin: int
     local: Tensor
     param_shape: tuple[int, ...]
+    read: Callable[[int, int], Iterator[Tensor]] | None = None
 
     @staticmethod
     def __new__(
@@ -281,7 +284,7 @@ class Contents:
                 piece_key(name, box.offsets),
                 shard.dtype,
                 box.sizes,
-                partial(host_blocks, box.local),
+                partial(_blocks_of, box.local, shard.read),
             )
             for name, shard in self.tensors.items()
             for box in shard.boxes()
@@ -292,6 +295,18 @@ class Contents:
             for name, tensor in self.rank_tensors.items()
         ]
         return parts + own
+
+
+def _blocks_of(
+    local: Tensor, read: Callable[[int, int], Iterator[Tensor]] | None
+) -> Iterator[Tensor]:
+    """Yields the elements of a shard's box, in blocks in host memory."""
+    if read is None:
+        yield from host_blocks(local)
+    else:
+        begin = int(local.storage_offset())
+        for block in read(begin, begin + local.numel()):
+            yield from host_blocks(block)
 
 
 def check_name(name: object) -> None:

@@ -61,8 +61,9 @@ Tensor = torch.Tensor
 class StatePart:
     """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds.
 
-    Under tensor parallelism the flat tensor may be a part of the parameter, of a local tensor's
-    shape. ``sharding`` then says which one.
+    Where ``local`` has no memory (device "meta"), ``read`` yields the elements of a range of the
+    tensor that it is a view of. Under tensor parallelism the flat tensor may be a part of the
+    parameter, of a local tensor's shape. ``sharding`` then says which one.
     """
 
     name: str
@@ -71,6 +72,7 @@ class StatePart:
     local: Tensor
     local_shape: tuple[int, ...]
     sharding: Sharding | None = None
+    read: Callable[[int, int], Iterator[Tensor]] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,10 +81,14 @@ class StatePart:
 
     def shard(self) -> FlatShard:
         """Returns what a checkpoint saves of it, or loads."""
+        shard: FlatShard
         if self.sharding is None:
-            return FlatShard(self.elems, self.begin, self.local, self.local_shape)
-        part = Part(self.sharding.shape, self.sharding.offsets, self.local_shape)
-        return PartShard(part, self.begin, self.local)
+            shard = FlatShard(self.elems, self.begin, self.local, self.local_shape)
+        else:
+            part = Part(self.sharding.shape, self.sharding.offsets, self.local_shape)
+            shard = PartShard(part, self.begin, self.local)
+        shard.read = self.read
+        return shard
 
     def saved_by(self, mesh: PartMesh | None) -> StatePart:
         """Returns what this rank saves: nothing if another one has the same on the mesh."""

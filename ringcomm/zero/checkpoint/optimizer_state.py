@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.state import MASTERS
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import ParamBucket
@@ -17,29 +19,69 @@ from ringcomm.zero.engine import ShardEngine
 Tensor = torch.Tensor
 
 
-def state_parts(
-    engine: ShardEngine,
-    step: ShardedStep,
-    whole: bool,
-    taken: Sequence[Mapping[str, Any]] | None = None,
-) -> Iterator[StatePart]:
+def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
     """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
 
     A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
-    others where it is loaded. Moments of 8 bits are copies in FP32. With ``taken``, the groups
-    that a load takes over, a part is to be written before the next one is asked for, and the
-    moments are taken from there.
+    others where it is loaded. Moments of 8 bits are copies in FP32, and all is a copy of what lies
+    in another tier than memory.
     """
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
         wanted = stored.state_chunk if whole else stored.chunk
-        tensors = bucket.state.tensors()
-        for kind, flat in tensors.items():
-            names = _state_names(engine, step, kind, step.groups if taken is None else taken)
+        for kind, flat in bucket.state.tensors().items():
+            names = _state_names(engine, step, kind, step.groups)
             yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
-        if taken is not None:
-            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
     yield from whole_parts(engine, step, whole)
+
+
+def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+    """Yields the optimizer's state of this rank's chunks, whose elements are read as they are due.
+
+    In memory that is :func:`state_parts`. In another tier ``local`` has no memory, and the elements
+    come from there piece by piece, in the order in which a file takes them.
+    """
+    if step.tier is None:
+        yield from state_parts(engine, step, whole=False)
+        return
+    step.written.take_over()
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        for kind, dtype in bucket.state.dtypes().items():
+            stand_in = torch.empty(bucket.chunk.elems, dtype=dtype, device="meta")
+            names = _state_names(engine, step, kind, step.groups)
+            parts = bucket_parts(stored, stand_in, stored.state_chunk, stored.chunk, names)
+            for part in parts:
+                yield replace(part, read=partial(_blocks, bucket, kind))
+    yield from whole_parts(engine, step, whole=False)
+
+
+def _blocks(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields elements [begin, end) of a chunk's tensor of the state, as the parts have them."""
+    first = bucket.chunk.begin
+    for part in bucket.parts(first + begin, first + end, write=False):
+        here, _ = part.within(first + begin, first + end)
+        yield part.state.tensors()[kind][here]
+
+
+def parts_to_load(
+    engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
+) -> Iterator[StatePart]:
+    """Yields all of the state that this rank has; each is written before the next is asked for.
+
+    Args:
+        engine: of the module.
+        step: of the optimizer.
+        taken: the groups that the load takes over.
+    """
+    step.written.take_over()
+    for stored, whole in zip(engine.stored, step.buckets, strict=True):
+        for bucket in whole.parts():
+            tensors = bucket.state.tensors()
+            for kind, flat in tensors.items():
+                names = _state_names(engine, step, kind, taken)
+                yield from bucket_parts(stored, flat, bucket.chunk, bucket.chunk, names)
+            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
+    yield from whole_parts(engine, step, True)
 
 
 def whole_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:

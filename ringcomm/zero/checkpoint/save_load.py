@@ -40,6 +40,8 @@ from ringcomm.zero.checkpoint.module_state import (
 )
 from ringcomm.zero.checkpoint.optimizer_state import (
     SavedState,
+    parts_to_load,
+    parts_to_save,
     saved_state,
     state_parts,
     whole_parts,
@@ -149,7 +151,7 @@ def shards_of(
 def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
     yield from module_state.model_parts(engine)
     if step is not None:
-        yield from state_parts(engine, step, whole=False)
+        yield from parts_to_save(engine, step)
 
 
 # ``load()``: continues from a checkpoint of any world and any stage.
@@ -430,7 +432,7 @@ class _Loading:
         """And of the optimizer's state, that which :meth:`check` has found; the rest is zeroed."""
         known = {*self.state.parts, *(part.name for part in whole_parts(self.engine, step, True))}
         taken = merged_groups(step.groups, self.groups)
-        for part in state_parts(self.engine, step, True, taken):
+        for part in parts_to_load(self.engine, step, taken):
             if part.name in known:
                 yield part
             else:
@@ -554,18 +556,20 @@ class TrainState:
             raise _failed("was saved without an optimizer; load the module alone")
         extra = self._read_extra(state)
         if step is not None:
-            self._take_narrow(step, state)
+            self._take_copies(step, state)
             take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
         else:
             engine.placement.refresh_masters()
         engine.comm.barrier()
         set_extra_state(engine.parts.module, extra, _failed)
 
-    def _take_narrow(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
-        """Takes the moments of 8 bits, of which torch has loaded copies."""
-        if step.rule.eight_bits:
-            for part in state_parts(self._engine, step, True, step.groups):
-                part.local.copy_(state[part.name].local)
+    def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
+        """Takes state of which torch has loaded copies: of 8 bits, or in another tier."""
+        if step.rule.eight_bits or step.tier is not None:
+            for part in parts_to_load(self._engine, step, step.groups):
+                given = state[part.name]
+                begin = part.begin - given.begin
+                part.local.copy_(given.local[begin : begin + part.local.numel()])
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:

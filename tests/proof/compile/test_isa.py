@@ -8,8 +8,8 @@ import torch
 
 import ringcomm
 from ringcomm import _native
-from tests.support import ROOT
-from tests.support.compiler import LOW_PRIORITY, together
+from tests.support import ROOT, together
+from tests.support.compiler import LOW_PRIORITY
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Not the Python module, whose headers the cross compiler lacks, nor the x86-64 instruction sets.

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.proof.races.mutants import ENDPOINT, VARIABLE, Mutant, write_sources
-from tests.support import ROOT
+from tests.support import ROOT, together
 from tests.support.compiler import (
     ADDRESS_SANITIZER,
     LOW_PRIORITY,
     NEEDS_COMPILER,
     compile_to,
     skip_without_sanitizer,
-    together,
 )
 
 SOURCES = [

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from ringcomm._tl.hooks import IS_INTERPRETED
 from tests.proof.ptx.survivors import Mutant, stale, unexplained
 from tests.proof.ptx.triton_jobs import EDITS, JOBS, ONE_WARP_LESS
-from tests.support import ROOT
+from tests.support import ROOT, fork_server
 
 ALL = os.environ.get("RINGCOMM_PTX_CHECK") == "all"
 LIMIT_S = 3600 if ALL else 600
@@ -87,16 +87,16 @@ LONG_WAITS = {
 
 
 def _outcomes(tasks: Iterable[Mutant]) -> dict[Mutant, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.proof.ptx.triton_jobs"],
-        input="".join(json.dumps(task) + "\n" for task in tasks),
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-m", "tests.proof.ptx.triton_jobs"]
+    pipe = subprocess.PIPE
+    with fork_server.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe) as process:
+        try:
+            asked = "".join(json.dumps(task) + "\n" for task in tasks)
+            output, _ = process.communicate(asked, timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in output.splitlines()]
     return {(job, mutant): outcome for job, mutant, outcome in lines}
 
 

@@ -7,12 +7,11 @@ import pytest
 
 from tests.proof.races.mutants import Mutant, write_sources
 from tests.proof.races.test_races import run
-from tests.support import ROOT
+from tests.support import ROOT, together
 from tests.support.compiler import (
     NEEDS_COMPILER,
     THREAD_SANITIZER_UNOPTIMISED,
     compile_to,
-    together,
 )
 
 # World, generations, rounds; the first shows the mutants.

@@ -13,6 +13,7 @@ import torch
 
 from ringcomm.cuda.runtime import DeviceIdentity, Stream
 from ringcomm.errors import UnsupportedError
+from tests.support.emulated_driver import library_path
 from tests.support.emulator.handles import (
     EmulatedEvent,
     EmulatedFunction,
@@ -26,7 +27,6 @@ from tests.support.emulator.library import (
     DriverError,
     check,
     library,
-    library_path,
 )
 from tests.support.emulator.memory import EmulatedMemory
 from tests.support.emulator.ptx import THREADS, PtxKernels, allow, from_environment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ringcomm.errors import CheckpointError
 from ringcomm.optim import AdamW
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 
-transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -26,22 +27,38 @@ TINY: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-CONFIGS: dict[str, Any] = {
-    # Rotary frequencies are in no file, and the head is the embedding.
-    "llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
-    # Weights of Conv1D are transposed.
-    "gpt2": transformers.GPT2Config(
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        vocab_size=64,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=1,
-    ),
-    # Experts are tensors of their own in files, and one parameter in the model.
-    "mixtral": transformers.MixtralConfig(**TINY, num_local_experts=3),
-}
+MODELS = ("llama", "gpt2", "mixtral")
+
+
+@cache
+def library() -> Any:
+    """Every worker imports this file; the library takes longer than most others together."""
+    import transformers
+
+    return transformers
+
+
+@cache
+def configs() -> dict[str, Any]:
+    transformers = library()
+    return {
+        # Rotary frequencies are in no file, and the head is the embedding.
+        "llama": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
+        # Weights of Conv1D are transposed.
+        "gpt2": transformers.GPT2Config(
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            vocab_size=64,
+            n_positions=32,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        # Experts are tensors of their own in files, and one parameter in the model.
+        "mixtral": transformers.MixtralConfig(**TINY, num_local_experts=3),
+    }
+
+
 OPTIONS = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
 
 
@@ -53,26 +70,26 @@ def saved(tmp_path_factory):
     def save(name: str) -> Any:
         folder = tmp_path_factory.mktemp(name)
         torch.manual_seed(1)
-        transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(
+        library().AutoModelForCausalLM.from_config(configs()[name]).save_pretrained(
             folder, max_shard_size="20KB"
         )
         assert (folder / "model.safetensors.index.json").exists()
-        return folder, transformers.AutoModelForCausalLM.from_pretrained(folder)
+        return folder, library().AutoModelForCausalLM.from_pretrained(folder)
 
     return save
 
 
-def meta_models(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> list[Any]:
+def meta_models(config: Any, kind: str = "AutoModelForCausalLM") -> list[Any]:
     with torch.device("meta"):
-        return [kind.from_config(config) for _ in range(2)]
+        return [getattr(library(), kind).from_config(config) for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_is_what_the_library_loads(worlds, saved, stage, name):
     """Its values, what it computes, and buffers that are in no file."""
     folder, wanted = saved(name)
-    models = meta_models(CONFIGS[name])
+    models = meta_models(configs()[name])
     tokens = torch.arange(8)[None]
 
     def work(comm):
@@ -89,11 +106,11 @@ def test_a_model_is_what_the_library_loads(worlds, saved, stage, name):
         assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_trained_model_goes_back(worlds, saved, tmp_path, name):
     """Through a checkpoint and an export, and both ways into a sharded model."""
     folder, _ = saved(name)
-    models = meta_models(CONFIGS[name])
+    models = meta_models(configs()[name])
 
     def work(comm):
         model = models[comm.rank]
@@ -117,7 +134,7 @@ def test_a_trained_model_goes_back(worlds, saved, tmp_path, name):
     first = next(name for name, _ in models[0].named_parameters())
     state = worlds(2).run(work)[0]
     assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    back, told = transformers.AutoModelForCausalLM.from_pretrained(
+    back, told = library().AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
     assert not any(told.values())
@@ -127,8 +144,8 @@ def test_a_trained_model_goes_back(worlds, saved, tmp_path, name):
 def test_a_head_that_the_files_do_not_have(worlds, saved):
     """The base model has its weights; the head is initialised as the library does, on all alike."""
     folder, wanted = saved("llama")
-    config = transformers.LlamaConfig(**TINY, pad_token_id=0, num_labels=3)
-    models = meta_models(config, transformers.AutoModelForSequenceClassification)
+    config = library().LlamaConfig(**TINY, pad_token_id=0, num_labels=3)
+    models = meta_models(config, "AutoModelForSequenceClassification")
 
     def work(comm):
         source = zero.pretrained(folder)
@@ -150,7 +167,7 @@ def test_a_base_model_takes_its_part_of_a_whole(worlds, saved):
     """Names without the prefix of the base model."""
     folder, wanted = saved("gpt2")
     with torch.device("meta"):
-        models = [type(wanted.transformer)(CONFIGS["gpt2"]) for _ in range(2)]
+        models = [type(wanted.transformer)(configs()["gpt2"]) for _ in range(2)]
 
     def work(comm):
         zero.shard(models[comm.rank], 3, comm=comm, init=zero.pretrained(folder))

@@ -1,0 +1,133 @@
+"""A small job with a scratch file, once for every call that can go wrong; prints what came of it.
+
+``test_scratch_faults.py`` starts it with ``faulty_calls.cpp`` loaded before the C library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import signal
+import sys
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from ringcomm.errors import DiskError
+from ringcomm.memory.scratch import Scratch, Transfer, aligned_buffer
+
+CUT_BYTES = 2 << 20  # kScratchCutBytes
+BLOCK_BYTES = 2 * CUT_BYTES + 4096
+CUTS, BLOCKS = 3, 2
+READ, WRITE, RESERVE = range(3)
+CALLS = {READ: CUTS * BLOCKS, WRITE: CUTS * BLOCKS, RESERVE: BLOCKS}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What the n-th call of a kind does: fails with ``code``, or else moves ``size_bytes`` only."""
+
+    call: int
+    code: int = 0
+    size_bytes: int = 0
+    for_ever: bool = False
+
+
+TROUBLES = {
+    "write: EIO": Trouble(WRITE, errno.EIO),
+    "write: ENOSPC": Trouble(WRITE, errno.ENOSPC),
+    "write: nothing for ever": Trouble(WRITE, for_ever=True),
+    "write: nothing once": Trouble(WRITE),
+    "write: a page": Trouble(WRITE, size_bytes=4096),
+    "write: a page and a half": Trouble(WRITE, size_bytes=6144),
+    "write: EINTR": Trouble(WRITE, errno.EINTR),
+    "read: EIO": Trouble(READ, errno.EIO),
+    "read: nothing": Trouble(READ),
+    "read: a page": Trouble(READ, size_bytes=4096),
+    "read: EINTR": Trouble(READ, errno.EINTR),
+    "reserve: ENOSPC": Trouble(RESERVE, errno.ENOSPC),
+    "reserve: EOPNOTSUPP": Trouble(RESERVE, errno.EOPNOTSUPP),
+    "reserve: EINTR": Trouble(RESERVE, errno.EINTR),
+}
+
+
+@dataclass
+class Outcome:
+    """What one run came to: ``wrong`` are blocks that came back otherwise, with no error."""
+
+    errors: list[tuple[str, int | None, str]] = field(default_factory=list)
+    wrong: list[int] = field(default_factory=list)
+    calls: int = 0
+
+    def wait(self, operation: str, block: int, transfer: Transfer) -> bool:
+        try:
+            transfer.wait()
+        except DiskError as error:
+            self.errors.append((operation, error.block, str(error)))
+            assert error.block == block
+            return False
+        return True
+
+
+def run(folder: str, outcome: Outcome, memories: list[torch.Tensor]) -> None:
+    with Scratch(folder, "state") as scratch:
+        try:
+            blocks = [scratch.add_block(BLOCK_BYTES) for _ in range(BLOCKS)]
+        except DiskError as error:
+            outcome.errors.append(("reserve", error.block, str(error)))
+            return
+        backs = [aligned_buffer(BLOCK_BYTES) for _ in blocks]
+        writes = [scratch.write(block, memories[block]) for block in blocks]
+        for block in blocks:
+            outcome.wait("write", block, writes[block])
+        reads = [scratch.read(block, backs[block]) for block in blocks]
+        for block in blocks:
+            if outcome.wait("read", block, reads[block]) and not torch.equal(
+                backs[block], memories[block]
+            ):
+                outcome.wrong.append(block)
+
+
+def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
+    """Waits for a slow write; True if a signal's handler got through, and the write went on."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, interrupt)
+    with Scratch(folder, "state") as scratch:
+        block, memory = scratch.add_block(BLOCK_BYTES), aligned_buffer(BLOCK_BYTES)
+        library.arm(WRITE, 0, 0, 0, 0, 2_000_000)
+        transfer = scratch.write(block, memory)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            transfer.wait()
+        except Interrupted:
+            early = not transfer.done()
+            transfer.wait()
+            return early and scratch.bytes_written == BLOCK_BYTES
+    return False
+
+
+def main() -> None:
+    folder, library = sys.argv[1], ctypes.CDLL(None)
+    library.calls_of.restype = ctypes.c_long
+    memories = [aligned_buffer(BLOCK_BYTES).random_(0, 256) for _ in range(BLOCKS)]
+    outcomes: dict[str, list[dict[str, object]]] = {}
+    for name, trouble in TROUBLES.items():
+        outcomes[name] = []
+        for n in range(1, CALLS[trouble.call] + 2):
+            outcome = Outcome()
+            library.arm(trouble.call, n, trouble.code, trouble.size_bytes, trouble.for_ever, 0)
+            run(folder, outcome, memories)
+            outcome.calls = library.calls_of(trouble.call)
+            outcomes[name].append(asdict(outcome))
+    print(json.dumps({"outcomes": outcomes, "interrupted": interrupted_wait(folder, library)}))
+
+
+if __name__ == "__main__":
+    main()

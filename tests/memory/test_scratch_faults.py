@@ -1,0 +1,182 @@
+"""Scratch files on a disk that fails: every call of a small job, in every way, and a full disk."""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm import DiskError
+from ringcomm.memory.scratch import Scratch, aligned_buffer
+from tests.memory.disk_folder import filled, skip_unless_disk
+from tests.memory.faulty_job import CALLS, TROUBLES
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> Any:
+    """What the job tells, which runs once for all tests."""
+    folder = tmp_path_factory.mktemp("faulty")
+    skip_unless_disk(folder)
+    library = compile_to(
+        folder / "faulty_calls.so",
+        ROOT / "kernels/include",
+        ROOT / "tests/memory/faulty_calls.cpp",
+        flags=PLAIN,
+        extra=("-shared", "-fPIC"),
+    )
+    command = [sys.executable, "-m", "tests.memory.faulty_job", str(folder)]
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+WORDS = {
+    "write: EIO": r"expected to write \d+ bytes at offset \d+ .*Input/output error \(EIO\)",
+    "write: ENOSPC": r"expected to write .*No space left on device \(ENOSPC\)\. Free space",
+    "write: nothing for ever": r"expected to write .*the system moves no bytes",
+    "read: EIO": r"expected to read \d+ bytes at offset \d+ .*Input/output error \(EIO\)",
+    "read: nothing": r"expected to read .*the file ends before that",
+    "reserve: ENOSPC": r"No space left on device\. \d+ bytes are free",
+    "reserve: EOPNOTSUPP": r"cannot reserve space",
+}
+
+
+# Operations that raise, in the order in which the job waits: a read after a failed write does, too.
+RAISING = {"write": ["write", "read"], "read": ["read"], "reserve": ["reserve"]}
+
+
+@pytest.mark.compiles
+@NEEDS_COMPILER
+@pytest.mark.parametrize("name", TROUBLES)
+def test_every_call_may_go_wrong(told, name):
+    """An error of the block whose call it was, or the right bytes; the other block is sound."""
+    trouble, runs = TROUBLES[name], told["outcomes"][name]
+    calls = CALLS[trouble.call]
+    assert len(runs) == calls + 1
+    for n, outcome in enumerate(runs, 1):
+        assert outcome["wrong"] == []
+        errors = outcome["errors"]
+        if name not in WORDS or n > calls:
+            assert errors == []
+            assert outcome["calls"] >= calls
+            continue
+        raising = RAISING[name.partition(":")[0]]
+        blocks = {block for _, block, _ in errors}
+        if not trouble.for_ever:
+            assert len(blocks) == 1
+        assert sorted(operation for operation, _, _ in errors) == sorted(raising * len(blocks))
+        for _, _, text in errors:
+            assert re.search(WORDS[name], text)
+
+
+@pytest.mark.compiles
+@NEEDS_COMPILER
+def test_a_signal_ends_a_wait_and_not_the_transfer(told):
+    assert told["interrupted"]
+
+
+CLONE_NEWNS = 0x20000
+
+
+def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
+    """Runs ``check`` in a child that has an ext4 of 8 MiB mounted, which ends with it."""
+    image, place = folder / "image", folder / "mounted"
+    place.mkdir()
+    image.write_bytes(bytes(8 * MIB))
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("mkfs.ext4 is not installed")
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        told: object = "the child raised"
+        try:
+            told = _mounted(check, image, place)
+        finally:
+            os.write(writing, json.dumps(told).encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        result = json.loads(stream.read())
+    os.waitpid(pid, 0)
+    if isinstance(result, str):
+        pytest.skip(f"no file system of our own: {result}")
+    return result
+
+
+def _mounted(check: Callable[[Path], object], image: Path, place: Path) -> object:
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
+        return f"unshare: {os.strerror(ctypes.get_errno())}"
+    for command in (
+        ["mount", "--make-rprivate", "/"],
+        ["mount", "-o", "loop", str(image), str(place)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return f"{' '.join(command)}: {done.stderr}"
+    return check(place)
+
+
+def free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def fill_disk(folder: Path) -> dict[str, Any]:
+    free = free_bytes(folder)
+    seen: dict[str, Any] = {"folder": str(folder), "error": "", "blocks": 0}
+    memory, back = filled(MIB, 0), aligned_buffer(MIB)
+    with Scratch(folder, "state of rank 3") as scratch:
+        try:
+            for _ in range(9):
+                scratch.add_block(MIB)
+                seen["blocks"] += 1
+        except DiskError as error:
+            seen["error"] = str(error)
+        seen["free when full"] = free_bytes(folder)
+        last = seen["blocks"] - 1
+        scratch.write(last, memory).wait()
+        scratch.read(last, back).wait()
+        seen["the last block holds"] = torch.equal(memory, back)
+    seen["given back by close"] = free_bytes(folder) == free
+    pid = os.fork()
+    if pid == 0:
+        mine = Scratch(folder, "state of a rank that is killed")
+        mine.write(mine.add_block(4 * MIB), aligned_buffer(4 * MIB)).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    seen["given back by kill -9"] = free_bytes(folder) == free
+    return seen
+
+
+def test_a_full_disk_is_an_error_and_takes_its_space_back(tmp_path):
+    skip_unless_disk(tmp_path)
+    seen = on_small_disk(fill_disk, tmp_path)
+    blocks = seen["blocks"]
+    assert 1 <= blocks < 8
+    assert seen["error"] == (
+        f"state of rank 3: expected {MIB} bytes after {blocks * MIB} of its own in a scratch file "
+        f"in {seen['folder']}, got: No space left on device. {seen['free when full']} bytes are "
+        "free. Free space on that disk, raise the limit (quota, ulimit -f), or name a folder on a "
+        "larger one"
+    )
+    assert seen["free when full"] > 0  # what the refused block had taken
+    assert seen["the last block holds"]
+    assert seen["given back by close"]
+    assert seen["given back by kill -9"]

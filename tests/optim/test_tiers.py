@@ -1,0 +1,338 @@
+"""State on a disk: the bits of state in memory, the bytes that move, and a disk that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringcomm import Disk, DiskError, RingcommError
+from ringcomm.errors import ArgumentError
+from ringcomm.memory import scratch
+from ringcomm.optim import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    AdamWOptions,
+    Lion,
+    LossScaler,
+    Muon,
+    Sharded,
+    tiers,
+)
+from ringcomm.optim.layout import Chunk
+from tests.memory.disk_folder import skip_unless_disk
+from tests.optim.problems import values
+
+Tensor = torch.Tensor
+# Several buckets, parameters that lie in several pieces and chunks, one without elements, a scalar.
+SHAPES = ((40, 70), (90,), (33, 40), (0, 4), ())
+PIECE = 512
+
+
+def by_algorithm(params: list[Tensor]) -> list[dict[str, Any]]:
+    """Param groups of Muon: its own are matrices."""
+    matrices = [param for param in params if param.dim() == 2 and param.numel()]
+    others = [param for param in params if param.dim() != 2 or not param.numel()]
+    return [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
+
+
+KINDS: dict[str, Any] = {
+    "AdamW": lambda params, **rest: AdamW(params, lr=1e-2, amsgrad=True, **rest),
+    "AdamW8bit": lambda params, **rest: AdamW8bit(params, lr=1e-2, **rest),
+    "SGD": lambda params, **rest: SGD(params, lr=1e-2, momentum=0.9, **rest),
+    "SGD without momentum": lambda params, **rest: SGD(params, lr=1e-2, **rest),
+    "Lion": lambda params, **rest: Lion(params, lr=1e-3, **rest),
+    "Adagrad": lambda params, **rest: Sharded(
+        torch.optim.Adagrad, params, lr=1e-2, initial_accumulator_value=0.5, **rest
+    ),
+    "NAdam": lambda params, **rest: Sharded(torch.optim.NAdam, params, lr=1e-2, **rest),
+    "Adafactor": lambda params, **rest: Adafactor(params, lr=1e-2, **rest),
+    "Muon": lambda params, **rest: Muon(by_algorithm(params), lr=1e-2, **rest),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return skip_unless_disk(tmp_path_factory.mktemp("disk"))
+
+
+def disk(folder: Path, resident_bytes: int = 0, elems: int = PIECE) -> Disk:
+    """A disk with pieces of so many elements."""
+    buffer_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * elems
+    return Disk(folder, buffer_bytes=buffer_bytes, resident_bytes=resident_bytes)
+
+
+def params_of(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [values(shape, n).to(dtype).requires_grad_() for n, shape in enumerate(SHAPES)]
+
+
+def give(params: list[Tensor], step: int, rank: int) -> None:
+    """Gradients of a step; parameters 1 and 2 have none in step 2, so that whole pieces rest."""
+    for index, param in enumerate(params):
+        rests = step == 2 and index in (1, 2)
+        grad = values(tuple(param.shape), 100 * step + 10 * index + rank).to(param.dtype)
+        param.grad = None if rests else grad
+
+
+def flattened(params: list[Tensor], optimizer: Any) -> Iterator[Tensor]:
+    """Everything that training has changed."""
+    yield from (param.detach() for param in params)
+    full = optimizer.full_state_dict()
+    for entry in full["state"].values():
+        yield from (torch.as_tensor(entry[name]) for name in sorted(entry))
+    yield from full.get("master", {}).values()
+
+
+def assert_same(mine: list[Tensor], other: list[Tensor]) -> None:
+    assert len(mine) == len(other) > 0
+    for number, (a, b) in enumerate(zip(mine, other, strict=True)):
+        assert torch.equal(a, b), f"tensor {number}"
+
+
+def trained(comm: Any, kind: str, options: AdamWOptions, dtype: torch.dtype, **how: Any) -> Any:
+    params = params_of(dtype)
+    scaler = LossScaler() if how.get("skips") else None
+    optimizer = KINDS[kind](params, comm=comm, options=options, loss_scaler=scaler)
+    for step in range(4):
+        give(params, step, comm.rank)
+        if how.get("skips") and step == 1 and comm.rank == 0:
+            params[0].grad.fill_(torch.inf)
+        if how.get("clips"):
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    return [*flattened(params, optimizer)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("resident_bytes", [0, 20_000, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
+    """All precisions; clipping and skipped steps are dealt to the numbers of resident bytes."""
+    how = {0: {}, 20_000: {"clips": True}, 1 << 20: {"skips": True}}[resident_bytes]
+    fused = kind in ("AdamW", "AdamW8bit", "Lion")
+    precisions: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}]
+    if fused:
+        precisions.append({"dtype": torch.bfloat16, "master": "remainder"})
+        stochastic = {"master": "none", "rounding": "stochastic"}
+        precisions.append({"dtype": torch.bfloat16, **stochastic})
+
+    def work(comm):
+        for precision in precisions:
+            more = {"bucket_elems": 2048, **precision}
+            dtype = more.pop("dtype", torch.float32)
+            on_disk = AdamWOptions(tier=disk(folder, resident_bytes), **more)
+            in_memory = AdamWOptions(**more)
+            results = [trained(comm, kind, each, dtype, **how) for each in (in_memory, on_disk)]
+            assert_same(*results)
+
+    worlds(world).run(work)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master", "elem_bytes"),
+    [(torch.float32, "fp32", 8), (torch.bfloat16, "fp32", 12), (torch.bfloat16, "remainder", 10)],
+)
+@pytest.mark.parametrize("resident", [0, 3])
+def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, resident):
+    """Twice 8, 12 and 10 bytes an element, without those of resident pieces."""
+    elems, count = 4096, 24
+    param = torch.zeros(elems * count, dtype=dtype).requires_grad_()
+    place = disk(folder, resident * elems * elem_bytes, elems)
+    options = AdamWOptions(tier=place, master=master)
+    optimizer = AdamW([param], comm="alone", options=options)
+
+    def step() -> tuple[int, int]:
+        tier = optimizer.sharded_step().tier
+        tier.wait()
+        before = tier.blocks.bytes_read, tier.blocks.bytes_written
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        tier.wait()
+        return tier.blocks.bytes_read - before[0], tier.blocks.bytes_written - before[1]
+
+    step(), step()
+    # wait() writes what buffers hold, which steps one after the other would do as well.
+    assert step() == (elem_bytes * elems * (count - resident),) * 2
+    optimizer.sharded_step().tier.wait()
+    before = optimizer.sharded_step().tier.blocks.bytes_read
+    other = torch.zeros(5).requires_grad_()
+    optimizer.add_param_group({"params": [other]})
+    optimizer.sharded_step().tier.wait()
+    for _ in range(3):  # what has no gradient stays where it is
+        param.grad, other.grad = None, torch.ones(5)
+        optimizer.step()
+    optimizer.sharded_step().tier.wait()
+    assert optimizer.sharded_step().tier.blocks.bytes_read - before <= elems * elem_bytes * count
+
+
+def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
+    """Of 64 pieces, as many are in memory as the buffers and the resident bytes hold."""
+    elems = 64 * PIECE
+    param = torch.zeros(elems).requires_grad_()
+    place = disk(folder, resident_bytes=2 * 8 * PIECE)
+    optimizer = AdamW([param], comm="alone", options=AdamWOptions(tier=place))
+    param.grad = torch.ones(elems)
+    optimizer.step()
+    step = optimizer.sharded_step()
+    pieces = step.tier._pieces()
+    taken = {id(piece.buffer): piece.buffer.memory.nbytes for piece in pieces}
+    assert len(pieces) == 64
+    assert sum(taken.values()) <= place.buffer_bytes + place.resident_bytes
+    (bucket,) = step.buckets
+    assert all(moment.is_meta for moment in bucket.state.moments.values())
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 1300, 10_000])
+def test_pieces_divide_a_chunk(count):
+    chunk = Chunk(1024, 1024 + count)
+    pieces = tiers.pieces_of(chunk, 1024)
+    assert pieces[0].begin == chunk.begin and pieces[-1].end == chunk.end
+    for before, after in pairwise(pieces):
+        assert before.end == after.begin and after.elems > 0
+        assert before.elems % 512 == 0 and before.elems <= 1024
+    assert tiers.pieces_of(Chunk(5, 5), 1024) == []
+
+
+def test_state_goes_on_in_another_tier_and_world(worlds, folder):
+    """A state dict of a disk is one of memory, and the other way round; kinds come later."""
+    options = [AdamWOptions(bucket_elems=2048), AdamWOptions(bucket_elems=2048, tier=disk(folder))]
+
+    def work(comm):
+        for first, second in (options, options[::-1]):
+            params, others = params_of(), params_of()
+            one = AdamW(params, lr=1e-2, comm=comm, options=first)
+            for step in range(2):
+                give(params, step, comm.rank)
+                one.step()
+            two = AdamW(others, lr=1e-2, comm=comm, options=second)
+            two.load_state_dict(one.state_dict())
+            with torch.no_grad():
+                for mine, other in zip(params, others, strict=True):
+                    other.copy_(mine)
+            for each in (one, two):  # the records become larger
+                each.param_groups[0]["amsgrad"] = True
+            for step in (3, 4):
+                for each, theirs in ((one, params), (two, others)):
+                    give(theirs, step, comm.rank)
+                    each.step()
+            assert_same([*flattened(params, one)], [*flattened(others, two)])
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_a_group_that_comes_later_leaves_accumulators_alone(folder, tier):
+    """Adagrad begins with an accumulator of its own, which one that has begun must keep."""
+
+    def run(make: Any) -> list[Tensor]:
+        params = [values((3000,), 1).requires_grad_(), values((700,), 2).requires_grad_()]
+        optimizer = make(params[:1])
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": params[1:]})
+            for index, param in enumerate(params[: 1 + step // 2]):
+                param.grad = values(tuple(param.shape), 10 * step + index)
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    hyper: dict[str, Any] = {"lr": 0.1, "initial_accumulator_value": 0.3}
+    options = AdamWOptions(tier=disk(folder) if tier else None)
+    mine = run(
+        lambda params: Sharded(torch.optim.Adagrad, params, comm="alone", options=options, **hyper)
+    )
+    assert_same(mine, run(lambda params: torch.optim.Adagrad(params, **hyper)))
+
+
+class Broken:
+    """Makes transfer number ``at`` of one rank fail as it is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+        self.at, self.count = -1, 0
+        wait, broken = scratch.Transfer.wait, self
+
+        def failing(self: Any) -> None:
+            wait(self)
+            if f"rank {rank}" in self._scratch.what:
+                broken.count += 1
+                if broken.count - 1 == broken.at:
+                    raise DiskError(f"{self._scratch.what}: an error of the test")
+
+        monkeypatch.setattr(scratch.Transfer, "wait", failing)
+
+
+def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_step(worlds, folder, monkeypatch):
+    """None waits for a rank whose disk fails; afterwards the optimizer is torn on all of them."""
+    broken = Broken(monkeypatch, rank=1)
+    options = AdamWOptions(bucket_elems=2048, tier=disk(folder))
+
+    def work(comm):
+        params = [values((20_000,), 1).requires_grad_()]
+        optimizer = AdamW(params, comm=comm, options=options)
+        optimizer.prepare()
+        for step in range(2):
+            params[0].grad = values((20_000,), step)
+            try:
+                optimizer.step()
+            except DiskError as error:
+                assert "an error of the test" in str(error)
+                with pytest.raises(RingcommError, match="failed halfway"):
+                    optimizer.step()
+                return step
+        return None
+
+    world = worlds(2)
+    world.run(work)
+    total = broken.count
+    assert total == 2 * 20
+    for at in range(total):
+        broken.at, broken.count = at, 0
+        one, other = world.run(work)
+        assert one == other is not None, at
+
+
+def test_state_that_a_disk_has_lost_is_found(worlds, folder):
+    """A file that is cut, as no call of ours does: the checkpoint and the step both say so."""
+
+    def work(comm):
+        param = values((20_000,), 1).requires_grad_()
+        optimizer = AdamW([param], comm=comm, options=AdamWOptions(tier=disk(folder)))
+        param.grad = torch.ones(20_000)
+        optimizer.step()
+        tier = optimizer.sharded_step().tier
+        tier.wait()
+        comm.barrier()
+        if comm.rank == 1:
+            os.ftruncate(tier.blocks._file.descriptor, 0)
+            with pytest.raises(DiskError, match="rank 1"):
+                optimizer.state_dict()
+        param.grad = torch.ones(20_000)
+        with pytest.raises(DiskError, match="rank 1"):
+            optimizer.step()
+
+    worlds(2).run(work)
+
+
+def test_what_cannot_be_a_tier_is_refused(worlds, folder):
+    with pytest.raises(
+        ArgumentError, match=r"tier: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'"
+    ):
+        AdamWOptions(tier="/nvme")
+
+    def work(comm):
+        params = params_of()
+        paths = {0: folder, 1: folder / "none"}
+        optimizer = AdamW(params, comm=comm, options=AdamWOptions(tier=Disk(paths[comm.rank])))
+        with pytest.raises(DiskError, match="No such file or directory"):
+            optimizer.prepare()
+        small = AdamWOptions(tier=Disk(folder, buffer_bytes=4096))
+        with pytest.raises(ArgumentError, match="buffer_bytes: expected at least 32768, got 4096"):
+            AdamW(params, comm=comm, options=small).prepare()
+
+    worlds(2).run(work)

@@ -1,0 +1,170 @@
+// The pool of a scratch file, on a file whose system calls come late, short and interrupted.
+// tests/proof/races/test_scratch_races.py runs it under ThreadSanitizer, and mutants of the pool.
+//
+//   scratch_test SEED SECONDS
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "kernels/host/scratch.h"
+#include "tests/proof/races/scratch_calls.h"
+
+namespace {
+
+using namespace ringcomm::host;
+
+constexpr uint64_t kPage = kScratchPageBytes, kCut = 2 * kPage, kBlock = 3 * kCut;
+constexpr int kThreads = 4, kBlocks = 3, kParts = 8;  // of memory, of a cut each
+constexpr int kPlays = 60;
+
+void expect(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "expected: %s\n", what);
+  std::exit(1);
+}
+
+struct Memory {
+  explicit Memory(uint64_t bytes)
+      : begin(static_cast<char*>(std::aligned_alloc(kPage, bytes))), bytes(bytes) {}
+  ~Memory() { std::free(begin); }
+  char* const begin;
+  const uint64_t bytes;
+};
+
+struct Bench {
+  int fd = memfd_create("scratch", 0);
+  ScratchPool pool{fd, kThreads, kCut};
+  uint32_t block[kBlocks];
+  Bench() {
+    for (uint32_t& each : block) expect(pool.add_block(kBlock, &each) == 0, "a block");
+  }
+  ~Bench() {
+    pool.close();
+    close(fd);
+  }
+  ScratchRequestPtr begin(bool is_write, uint32_t which, char* memory, uint64_t bytes) {
+    ScratchRequestPtr request;
+    const auto refusal = pool.submit({is_write, which, memory, bytes}, &request);
+    expect(refusal == ScratchPool::Refusal::kNone, "a request that fits");
+    return request;
+  }
+  ScratchResult end(const ScratchRequestPtr& request) {
+    expect(pool.wait(*request, [] { return false; }), "a wait that nobody interrupts");
+    return pool.result(*request);
+  }
+  ScratchResult run(bool is_write, uint32_t which, Memory& memory) {
+    return end(begin(is_write, which, memory.begin, memory.bytes));
+  }
+};
+
+// Requests that share blocks and memory, all submitted at once, end as if run one by one.
+void play_in_order(unsigned seed) {
+  std::mt19937 drawn(seed);
+  Bench bench;
+  Memory memory(kParts * kCut);
+  std::vector<char> model(memory.bytes), contents[kBlocks];
+  for (char& byte : model) byte = char(drawn());
+  std::memcpy(memory.begin, model.data(), model.size());
+  std::vector<ScratchRequestPtr> requests;
+  for (int play = 0; play < kPlays; ++play) {
+    const unsigned which = drawn() % kBlocks;
+    std::vector<char>& content = contents[which];
+    const bool reads = drawn() % 2 == 0;
+    const bool zeros = reads && content.empty();
+    const uint64_t parts = reads && !zeros ? content.size() / kCut : drawn() % 2 == 0 ? 1 : 3;
+    const uint64_t start = drawn() % (kParts - parts + 1) * kCut, bytes = parts * kCut;
+    requests.push_back(bench.begin(!reads, bench.block[which], memory.begin + start, bytes));
+    if (zeros)
+      std::memset(model.data() + start, 0, bytes);
+    else if (reads)
+      std::memcpy(model.data() + start, content.data(), bytes);
+    else
+      content.assign(model.begin() + long(start), model.begin() + long(start + bytes));
+  }
+  for (const ScratchRequestPtr& request : requests)
+    expect(bench.end(request).end == ScratchEnd::kDone, "a request that ends well");
+  expect(std::memcmp(memory.begin, model.data(), model.size()) == 0, "the bytes of the model");
+}
+
+// Every fault ends its request, at its place, and all later ones of the block; no other block's.
+template <class Damage>
+void fault(ScratchEnd end, int code, Damage damage) {
+  Bench bench;
+  Memory memory(kBlock), other(kBlock);
+  std::memset(memory.begin, 7, kBlock);
+  std::memset(other.begin, 9, kBlock);
+  expect(bench.run(true, bench.block[0], memory).end == ScratchEnd::kDone, "a write");
+  expect(bench.run(true, bench.block[1], other).end == ScratchEnd::kDone, "a write");
+  damage(bench.fd);
+  const ScratchRequestPtr first = bench.begin(false, bench.block[1], memory.begin, kBlock);
+  const ScratchRequestPtr second = bench.begin(true, bench.block[1], memory.begin, kBlock);
+  const ScratchResult result = bench.end(first);
+  const uint64_t offset = result.offset;
+  expect(result.end == end, "the fault");
+  // Of a damaged block one cut is; elsewhere the first of three to end.
+  if (end == ScratchEnd::kDamaged) expect(offset == kBlock + kCut, "the cut that is damaged");
+  expect(offset >= kBlock && offset < 2 * kBlock && result.bytes == kCut, "a cut of the block");
+  expect(result.code == code, "the error of the system");
+  for (const ScratchResult& later : {bench.end(second), bench.run(false, bench.block[1], other)})
+    expect(later.end == end && later.offset == offset, "the first fault again");
+  fail_next_calls(0, 0);
+  expect(bench.run(false, bench.block[0], other).end == ScratchEnd::kDone, "a sound block");
+  expect(other.begin[0] == 7 && other.begin[kBlock - 1] == 7, "what is in it");
+}
+
+void all_faults() {
+  fault(ScratchEnd::kDamaged, 0, [](int fd) {
+    const char flipped = 8;
+    expect(pwrite(fd, &flipped, 1, off_t(kBlock + kCut)) == 1, "a byte that flips");
+  });
+  fault(ScratchEnd::kTruncated, 0,
+        [](int fd) { expect(ftruncate(fd, off_t(kBlock)) == 0, "a file cut short"); });
+  fault(ScratchEnd::kFailed, EIO, [](int) { fail_next_calls(-1, EIO); });
+  fault(ScratchEnd::kStalled, 0, [](int) { fail_next_calls(1, 0); });
+}
+
+// What runs may end, what has not begun does not, and nothing is left under way.
+void close_under_way() {
+  Bench bench;
+  Memory memory(kBlock);
+  std::memset(memory.begin, 1, kBlock);
+  std::vector<ScratchRequestPtr> requests;
+  for (int i = 0; i < kPlays; ++i)
+    requests.push_back(bench.begin(true, bench.block[i % 2], memory.begin, kBlock));
+  // Two close it, and neither returns before the end.
+  const auto close_and_look = [&] {
+    bench.pool.close();
+    for (const ScratchRequestPtr& request : requests)
+      expect(request->done(), "a request that is over after close()");
+  };
+  std::thread other(close_and_look);
+  close_and_look();
+  other.join();
+  bool closed = false;
+  for (const ScratchRequestPtr& request : requests) {
+    const ScratchEnd end = bench.pool.result(*request).end;
+    expect(end == ScratchEnd::kDone || end == ScratchEnd::kClosed, "done, or closed");
+    expect(!closed || end == ScratchEnd::kClosed, "nothing that ran after what did not");
+    closed |= end == ScratchEnd::kClosed;
+  }
+  expect(closed, "some that did not run");
+  std::memset(memory.begin, 2, kBlock);  // a race, if one were under way
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  alarm(unsigned(std::atoi(argv[2])));  // ends the process where it hangs
+  const auto seed = unsigned(std::atoi(argv[1]));
+  for (unsigned round = 0; round < 4; ++round) play_in_order(seed + round);
+  all_faults();
+  close_under_way();
+  std::puts("ok");
+  return 0;
+}
