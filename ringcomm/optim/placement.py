@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.arguments import ALGORITHMS
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.optim.agreement import check_agreement, check_on_mesh, exchange
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import PartMesh, local_of
@@ -261,6 +261,8 @@ class Placement(ABC):
     others: DeviceMesh | None
     #: True if the gradients must be those of a scaled loss.
     scaled: bool
+    #: The error for which this rank's gradients are wrong, until they are forgotten.
+    lost: RingcommError | None = None
 
     @abstractmethod
     def names(self) -> Mapping[int, str]:

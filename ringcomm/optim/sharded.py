@@ -447,6 +447,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharded = self._sharded
         if self.accumulator is not None:
             self.accumulator.clear()
+        if self.placement is not None:
+            self.placement.lost = None
         if sharded is None:
             if self.placement is not None:
                 self.placement.forget_gradients(set_to_none)

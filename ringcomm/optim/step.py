@@ -294,6 +294,9 @@ class ShardedStep:
         self._ensure_all()
 
     def check_hyper(self) -> None:
+        """Raises what this rank has against a step or clipping, which the others then learn."""
+        if self._placement is not None and self._placement.lost is not None:
+            raise self._placement.lost
         for index, group in enumerate(self.groups):
             self.rule.check_hyper(group, index, self.setting.device)
 

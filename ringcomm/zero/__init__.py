@@ -14,6 +14,7 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
+from ringcomm.zero.activations import Activations, activations_on
 from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
@@ -62,6 +63,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Activations",
     "IncompatibleKeys",
     "Loaded",
     "LocalShard",
@@ -72,6 +74,7 @@ __all__ = [
     "TrainState",
     "UnitOptions",
     "ZeroOptions",
+    "activations_on",
     "convert",
     "convert_sync_batchnorm",
     "exchanged",

@@ -308,6 +308,7 @@ class ShardEngine:
 
     def forget_gradients(self, set_to_none: bool) -> None:
         """Forgets all gradients, reduced or not, at stages 2 and 3."""
+        self.placement.lost = None
         if self.reduction is None:
             return
         self.order.settle()
