@@ -161,6 +161,9 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
+        if self.tier is not None:
+            with all_or_none(comm, OPERATION, self.mesh):
+                self.tier.reserve()
         rule.bind(self.layout, groups, self.buckets, self.shard_of[1], self._states)
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)

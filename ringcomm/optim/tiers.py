@@ -302,7 +302,9 @@ class Piece:
         return sum(round_up(size, PAGE_BYTES) for size in sizes)
 
     def block_of(self, blocks: Blocks) -> int:
-        """Returns the number of its block, which is made at the first call."""
+        """Returns the number of its block, which is made at the first call; 0 without a record."""
+        if not self.size_bytes:
+            return 0
         if self.block is None:
             self.block = blocks.add_block(self.size_bytes)
         return self.block
@@ -387,7 +389,7 @@ class PiecedTier:
     def _enlarged(self, piece: Piece, lanes: tuple[Lane, ...]) -> Piece:
         """Returns a piece with more tensors in its record, of zeros."""
         made = Piece(piece.bucket_ref, piece.chunk, lanes)
-        if piece.block is None:
+        if piece.block is None or not piece.size_bytes:
             return made
         old, new = map(self.blocks.buffer, (piece.size_bytes, made.size_bytes))
         self.blocks.read(piece.block, old).wait()
@@ -416,6 +418,19 @@ class PiecedTier:
         buffers = [Buffer(self.blocks.buffer(size), is_shared=True) for _ in range(count)]
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
+            if count < len(pieces):
+                # What will have to leave its buffer has a place from now on, whatever else the
+                # disk takes.
+                piece.block_of(self.blocks)
+
+    def reserve(self) -> None:
+        """Takes the memory and the space that the state needs.
+
+        Raises:
+            DiskError: the disk has no room.
+        """
+        if not self._is_laid_out:
+            self._lay_out()
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
         """Does :meth:`Bucket.parts`; in a step, for the pieces that it visits.

@@ -319,6 +319,26 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
     worlds(2).run(work)
 
 
+def test_a_disk_that_has_no_room_is_told_at_preparation(worlds, folder, monkeypatch):
+    """On all ranks, and nothing has been stepped."""
+    add = tiers.ScratchBlocks.add_block
+
+    def full(self, size_bytes):
+        if "rank 1" in self.what and self.size_bytes > 50_000:
+            raise DiskError(f"{self.what}: no room")
+        return add(self, size_bytes)
+
+    monkeypatch.setattr(tiers.ScratchBlocks, "add_block", full)
+
+    def work(comm):
+        param = values((20_000,), 1).requires_grad_()
+        optimizer = AdamW([param], comm=comm, options=AdamWOptions(tier=disk(folder)))
+        with pytest.raises(DiskError, match="no room"):
+            optimizer.prepare()
+
+    worlds(2).run(work)
+
+
 def test_what_cannot_be_a_tier_is_refused(worlds, folder):
     with pytest.raises(
         ArgumentError, match=r"tier: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'"
