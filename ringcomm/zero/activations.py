@@ -237,8 +237,7 @@ def _raise(error: DiskError) -> NoReturn:
 def _is_plain(tensor: Tensor) -> bool:
     """Returns whether a tensor is dense memory, and no other tensor inside some wrapper."""
     return (
-        isinstance(tensor, Tensor)
-        and (type(tensor) is Tensor or isinstance(tensor, nn.Parameter))
+        type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and torch._C._has_storage(tensor)

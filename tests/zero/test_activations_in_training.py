@@ -186,10 +186,15 @@ def test_what_is_gathered_is_not_written(worlds, folder, monkeypatch, stage):
         own: set[int] = set()
         for block in module.blocks:
             block.register_forward_hook(lambda *_: own.update(buckets_of(engine)))
-            # A view of a weight that torch does not know as such.
+            # Views of weights that torch does not know as such; one of a bucket of which nothing
+            # else was saved before.
             block.mlp.contract.register_forward_hook(
                 lambda layer, _, out: out * layer.weight.detach()[:, 0]
             )
+            if names or stage == 3:
+                block.mlp.contract.register_forward_pre_hook(
+                    lambda layer, args: args[0] * layer.weight.detach()[0]
+                )
         with acts:
             module(*text(comm, 0)).backward()
         assert own
