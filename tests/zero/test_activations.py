@@ -379,7 +379,7 @@ def test_graphs_that_are_dropped_free_their_blocks(acts):
             forward()
         loss = forward()
         assert (acts.blocks_in_use, acts.size_bytes) == (used, size)
-        assert len(acts._store._receipts) < 3 * used
+        assert len(acts._store._receipts) <= used
         loss.register_hook(interrupt)
         for _ in range(2):
             y = forward()
