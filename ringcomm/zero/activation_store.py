@@ -246,6 +246,8 @@ class ActivationStore:
         number = next(self._numbers)
         shape, stride = tensor.shape, tensor.stride()
         made = Receipt(number, content, offset_bytes, shape, stride, tensor.dtype, watch)
+        while self._receipts and self._receipts[-1][1]() is None:
+            self._receipts.pop()
         self._receipts.append((number, weakref.ref(made)))
         return made
 

@@ -48,8 +48,6 @@ from ringcomm.zero.engine import ShardEngine, owner_of
 from ringcomm.zero.hooks import only_inlined
 
 Tensor = torch.Tensor
-# torch's bindings are not typed.
-functorch: Any = torch._C._functorch
 
 LEAST_BYTES = 64 << 10
 
@@ -239,12 +237,9 @@ def _raise(error: DiskError) -> NoReturn:
 def _is_plain(tensor: Tensor) -> bool:
     """Returns whether a tensor is dense memory, and no other tensor inside some wrapper."""
     return (
-        isinstance(tensor, Tensor)
-        and (type(tensor) is Tensor or isinstance(tensor, nn.Parameter))
+        type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        and not functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._is_functional_tensor(tensor)
         and torch._C._has_storage(tensor)
     )
 
@@ -292,7 +287,7 @@ class _Residents:
             if each is not None and (
                 isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad)
             ):
-                self._meet(each)
+                self._meet(each, self._storages)
                 return True
         self._refresh()
         if local.untyped_storage()._cdata in self._storages:
@@ -300,10 +295,15 @@ class _Residents:
         gatherers = (engine.gatherer for engine in self._engines)
         return any(gatherer is not None and gatherer.has(local) for gatherer in gatherers)
 
-    def _meet(self, param: Tensor) -> None:
-        engine = owner_of(param)
+    def _meet(self, tensor: Tensor, storages: dict[int, StorageWeakRef]) -> None:
+        """Notes where a parameter or buffer lies, and whose it is."""
+        engine = owner_of(tensor)
         if engine is not None:
             self._engines.add(engine)
+        local = local_of(tensor)
+        if torch._C._has_storage(local):
+            storage = local.untyped_storage()
+            storages[storage._cdata] = weak(storage)
 
     def _refresh(self) -> None:
         if not self.outdated:
@@ -314,11 +314,7 @@ class _Residents:
         with plainly():
             for module in self._modules:
                 for tensor in (*module.parameters(), *module.buffers()):
-                    self._meet(tensor)
-                    local = local_of(tensor)
-                    if torch._C._has_storage(local):
-                        storage = local.untyped_storage()
-                        storages[storage._cdata] = weak(storage)
+                    self._meet(tensor, storages)
         self._storages = storages
 
 

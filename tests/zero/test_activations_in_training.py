@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -185,6 +186,15 @@ def test_what_is_gathered_is_not_written(worlds, folder, monkeypatch, stage):
         own: set[int] = set()
         for block in module.blocks:
             block.register_forward_hook(lambda *_: own.update(buckets_of(engine)))
+            # Views of weights that torch does not know as such; one of a bucket of which nothing
+            # else was saved before.
+            block.mlp.contract.register_forward_hook(
+                lambda layer, _, out: out * layer.weight.detach()[:, 0]
+            )
+            if names or stage == 3:
+                block.mlp.contract.register_forward_pre_hook(
+                    lambda layer, args: args[0] * layer.weight.detach()[0]
+                )
         with acts:
             module(*text(comm, 0)).backward()
         assert own
@@ -278,6 +288,7 @@ def damage(acts: Any) -> None:
 def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when):
     """No rank waits: all end their backward, that of rank 0 with the error, and none steps."""
     base = new_model("gpt")
+    ended = threading.Event()
 
     def work(comm):
         module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=SMALL)
@@ -287,15 +298,18 @@ def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when
         if comm.rank == 0 and when == "forward":
             fail_at_add(acts)
         with acts:
-            loss = module(*text(comm, 0))
+            # What the loss itself has saved is asked for before the module's backward begins.
+            loss = (module(*text(comm, 0)) * torch.ones(2)).square().sum()
         if comm.rank == 0 and when == "backward":
             damage(acts)
         words = "No space left" if when == "forward" else "other bytes than were written"
         if comm.rank == 0:
             with pytest.raises(DiskError, match=f"activations of rank 0: .*{words}"):
                 loss.backward()
+            assert ended.wait(60), "the other rank waits for this one"
         else:
             loss.backward()
+            ended.set()
         for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
             with pytest.raises(DiskError, match=f"activations of rank 0: .*{words}"):
                 call()
