@@ -258,7 +258,21 @@ def test_a_file_system_without_direct_io_is_refused(tmp_path, monkeypatch):
 
 
 def direct_files() -> list[str]:
-    """The files that this process has open for direct I/O, as paths that open them again."""
+    """The files that a test has open for direct I/O, as paths that open them again."""
+    return [path for path in _all_direct_files() if path not in _others]
+
+
+_others: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def files_of_other_tests() -> None:
+    """What earlier tests have left, which a traceback may keep, is not this one's."""
+    gc.collect()
+    _others[:] = _all_direct_files()
+
+
+def _all_direct_files() -> list[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
