@@ -391,7 +391,8 @@ def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
     ):
         with pytest.raises(DiskError, match="is closed"):
             use()
-    assert scratch.bytes_written == ends.count("done") * BLOCK_BYTES
+    # The first that was closed may have been begun: some of its cuts ran.
+    assert 0 <= scratch.bytes_written - ends.count("done") * BLOCK_BYTES < BLOCK_BYTES
 
 
 def test_garbage_collection_closes_and_memory_stays_until_a_transfer_is_over(folder):
