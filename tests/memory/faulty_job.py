@@ -17,7 +17,7 @@ import torch
 from ringcomm.errors import DiskError
 from ringcomm.memory.scratch import Scratch, Transfer, aligned_buffer
 
-CUT_BYTES = 2 << 20  # kScratchCutBytes
+CUT_BYTES = 8 << 20  # kScratchCutBytes
 BLOCK_BYTES = 2 * CUT_BYTES + 4096
 CUTS, BLOCKS = 3, 2
 READ, WRITE, RESERVE = range(3)

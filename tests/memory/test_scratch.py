@@ -22,7 +22,7 @@ from tests.memory.disk_folder import filled, skip_unless_disk
 from tests.support import ROOT
 
 MIB = 1 << 20
-CUT_BYTES = 2 * MIB  # kScratchCutBytes
+CUT_BYTES = 8 * MIB  # kScratchCutBytes
 BLOCK_BYTES = 3 * CUT_BYTES
 
 
@@ -68,7 +68,7 @@ def test_checksums_are_crc32c():
 
 @pytest.mark.parametrize(
     "size_bytes",
-    [PAGE_BYTES, CUT_BYTES - PAGE_BYTES, CUT_BYTES, CUT_BYTES + PAGE_BYTES, 8 * MIB + PAGE_BYTES],
+    [PAGE_BYTES, CUT_BYTES - PAGE_BYTES, CUT_BYTES, CUT_BYTES + PAGE_BYTES, 3 * CUT_BYTES + PAGE_BYTES],
 )
 def test_what_is_written_comes_back(scratch, size_bytes):
     others = [scratch.add_block(PAGE_BYTES) for _ in range(2)]
