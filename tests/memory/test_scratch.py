@@ -68,7 +68,13 @@ def test_checksums_are_crc32c():
 
 @pytest.mark.parametrize(
     "size_bytes",
-    [PAGE_BYTES, CUT_BYTES - PAGE_BYTES, CUT_BYTES, CUT_BYTES + PAGE_BYTES, 3 * CUT_BYTES + PAGE_BYTES],
+    [
+        PAGE_BYTES,
+        CUT_BYTES - PAGE_BYTES,
+        CUT_BYTES,
+        CUT_BYTES + PAGE_BYTES,
+        3 * CUT_BYTES + PAGE_BYTES,
+    ],
 )
 def test_what_is_written_comes_back(scratch, size_bytes):
     others = [scratch.add_block(PAGE_BYTES) for _ in range(2)]
