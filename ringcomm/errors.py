@@ -94,7 +94,7 @@ class DiskError(RingcommError):
 
 
 class ForkError(RingcommError):
-    """What belongs to one process, as a communicator does, was used in a forked child of it."""
+    """A forked child used something of its parent's, such as a communicator."""
 
 
 def printable(text: str, allowed: str = "\n\t") -> str:

@@ -82,6 +82,7 @@ class PinnedBlocks:
             runtime.wait_event(device, stream.handle, event)
         with runtime.on_stream(stream):
             target.copy_(source, non_blocking=True)
+        runtime.keep_for_stream(memory, stream)
         done = Copy(runtime, device, runtime.record_event(device, stream.handle))
         self._last.update(dict.fromkeys(keys, done))
         return done

@@ -145,7 +145,7 @@ def _open_unnamed(path: str, what: str) -> int:
 
 
 class _File:
-    """What must be closed of a :class:`Scratch`, and the memory that the threads still use."""
+    """Holds what a :class:`ScratchFile` has to close, and the memory that threads still use."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -186,7 +186,7 @@ def _leave_files_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_files_to_parent)
 
 
-class Scratch:
+class ScratchFile:
     """One unnamed file of this rank on a disk, in blocks.
 
     Transfers that share a block, or bytes of memory, run in the order in which they were submitted,
@@ -240,6 +240,11 @@ class Scratch:
         self._expect_owner("counters")
         return self._file.pool.counters()[name]
 
+    @staticmethod
+    def buffer(size_bytes: int) -> torch.Tensor:
+        """Returns memory for transfers, of zeros: uint8 [bytes]; see :func:`aligned_buffer`."""
+        return aligned_buffer(size_bytes)
+
     def add_block(self, size_bytes: int) -> int:
         """Adds a block, with space reserved on the disk, which reads as zeros until it is written.
 
@@ -289,7 +294,7 @@ class Scratch:
             return
         self._close()
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> ScratchFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -371,7 +376,7 @@ class Transfer:
 
     def __init__(
         self,
-        scratch: Scratch,
+        scratch: ScratchFile,
         operation: str,
         block: int,
         request: _native.ScratchRequest,

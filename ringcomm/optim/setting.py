@@ -15,8 +15,6 @@ from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.rules import UpdateRule
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -64,7 +62,7 @@ class Setting:
     def world_size(self) -> int:
         return 1 if self.comm is None else self.comm.world_size
 
-    def unwatch(self, param: Tensor) -> None:
+    def unwatch(self, param: torch.Tensor) -> None:
         """Has no sum taken of a parameter's gradients any more."""
         if self.accumulator is not None:
             self.accumulator.unwatch(param)

@@ -136,9 +136,6 @@ class ShardedStep:
         check_masters(self.layout, options)
         self.rule = rule = setting.rule
         hyper_shape = (len(groups), rule.hyper_columns)
-        self.tier: PiecedTier | None = (
-            make_tier(setting) if self._before is None else self._before.tier
-        )
         self.table = StepTable(
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
@@ -155,15 +152,16 @@ class ShardedStep:
             divided = MeshRanks(None, self.over).exchange(self.mesh is not None)
             if setting.rank == 0:
                 warn_of_idle_axis(self.over, divided)
+        # Made once the ranks are known to want the same, since they agree on whether they can.
+        self.tier: PiecedTier | None = (
+            make_tier(setting) if self._before is None else self._before.tier
+        )
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:
             self._take_over()
         else:
             self._join(placement)
-        if self.tier is not None:
-            with all_or_none(comm, OPERATION, self.mesh):
-                self.tier.reserve()
         rule.bind(self.layout, groups, self.buckets, self.shard_of[1], self._states)
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
@@ -190,16 +188,23 @@ class ShardedStep:
                 check_even(comm, "optimizer", 'state="node"', 'state="world"')
             check_segments(comm, ALGORITHMS[options.algorithm])
         made = self.rule.kernels(comm, options, self.table)
-        if self.tier is None or self.rule.goes_by_parts:
+        if options.tier is None or self.rule.goes_by_parts:
             return made
         return PiecedKernels(made, self.setting.sharers)
 
     def keep_state(self, buckets: Sequence[Bucket]) -> None:
-        """Has buckets keep state, of zeros."""
+        """Has buckets keep state, of zeros; with a tier collective.
+
+        Raises:
+            DiskError: a rank's disk has no room for it; on all ranks.
+        """
         rule, master = self.rule, self.setting.options.master
         for bucket in buckets:
             bucket.keep_state(master, rule.eight_bits, self.tier)
             bucket.ensure(rule.names_in(bucket.layout, self.layout, self.groups))
+        if self.tier is not None:
+            with all_or_none(self.setting.comm, self._operation, self.mesh):
+                self.tier.reserve()
 
     def check_growth(self) -> None:
         """Checks that the groups, of which some were added since, can be stepped together.

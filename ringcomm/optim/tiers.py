@@ -14,7 +14,9 @@ computes. Pieces in ``resident_bytes``, the last ones, have buffers of their own
 
 Bytes. A step reads and writes each other record once: 16 bytes an element with AdamW in FP32, 24
 with FP32 masters of 16-bit parameters, and 20 with remainders. A piece none of whose parameters
-takes the step does not move, nor does anything in a step that is skipped.
+takes the step does not move, nor does anything in a step that is skipped. Muon and Adafactor come
+back to the masters of 16-bit parameters once whole parameters are computed, so that their records
+move twice.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 from ringcomm import cuda
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.pinned import PinnedBlocks
-from ringcomm.memory.scratch import Disk, Scratch, aligned_buffer
+from ringcomm.memory.scratch import PAGE_BYTES, Disk, ScratchFile, rounded_up
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
@@ -40,7 +42,6 @@ from ringcomm.optim.setting import Setting
 Tensor = torch.Tensor
 
 PIECE_ELEMS = 1 << 20
-PAGE_BYTES = 4096
 # The largest state of an element: three moments and a master in FP32.
 LARGEST_ELEM_BYTES = 16
 # Records that the buffers must have space for, so that reads, writes and updates run at once.
@@ -92,7 +93,7 @@ class Lane:
 
 
 class TieredState(ShardState):
-    """What stands for the state of a bucket in another tier: tensors without memory.
+    """Stands for the state of a bucket in another tier: tensors without memory.
 
     Names, dtypes and sizes are theirs; elements are read and written through the pieces.
     """
@@ -121,8 +122,9 @@ class TieredState(ShardState):
     def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
         bucket = self._bucket
         place = bucket.own_params.device
+        dtypes = self.dtypes()
         copies = {
-            name: torch.empty(bucket.chunk.elems, dtype=_wide_dtype(name), device=place)
+            name: torch.empty(bucket.chunk.elems, dtype=dtypes[name], device=place)
             for name in names
         }
         for part in bucket.parts(write=False):
@@ -149,10 +151,6 @@ def _alive(bucket: weakref.ref[Bucket]) -> Bucket:
     return found
 
 
-def _wide_dtype(name: str) -> torch.dtype:
-    return torch.int16 if name == "remainder" else torch.float32
-
-
 def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: int) -> None:
     """Sets the tensors of a state to the lanes of a record: uint8 [bytes].
 
@@ -165,7 +163,7 @@ def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: i
             flat = torch.empty(count // lane.dtype.itemsize, dtype=lane.dtype, device="meta")
         else:
             flat = record[begin : begin + count].view(lane.dtype)
-        begin += round_up(count, PAGE_BYTES)
+        begin += rounded_up(count)
         if lane.name in ("master", "remainder"):
             setattr(state, lane.name, flat)
         elif lane.dtype is torch.uint8:
@@ -174,7 +172,7 @@ def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: i
             state.moments[lane.name] = flat
 
 
-class Transfer(Protocol):
+class RecordTransfer(Protocol):
     """A read or a write that is under way."""
 
     def wait(self) -> None:
@@ -186,7 +184,7 @@ class Transfer(Protocol):
         ...
 
 
-class Blocks(Protocol):
+class RecordBlocks(Protocol):
     """The blocks in which the records lie, numbered.
 
     Transfers that share a block or memory run in the order in which they were submitted. A block
@@ -201,24 +199,16 @@ class Blocks(Protocol):
         """Adds a block, and returns its number."""
         ...
 
-    def read(self, block: int, memory: Tensor) -> Transfer:
+    def read(self, block: int, memory: Tensor) -> RecordTransfer:
         """Begins to read a block."""
         ...
 
-    def write(self, block: int, memory: Tensor) -> Transfer:
+    def write(self, block: int, memory: Tensor) -> RecordTransfer:
         """Begins to write a block."""
         ...
 
 
-class ScratchBlocks(Scratch):
-    """The blocks of a scratch file, whose buffers are pages of memory."""
-
-    def buffer(self, size_bytes: int) -> Tensor:
-        """Returns memory for records, of zeros: uint8 [bytes]."""
-        return aligned_buffer(size_bytes)
-
-
-class Buffer:
+class RecordBuffer:
     """Memory for one record, which pieces take in turn.
 
     Attributes:
@@ -232,19 +222,19 @@ class Buffer:
         self.is_shared = is_shared
         self.changed = False
         # Pieces have their buffers, and a cycle would keep the parameters' memory for a while.
-        self._holds: weakref.ref[Piece] | None = None
-        self._coming: Transfer | None = None
+        self._holds: weakref.ref[StatePiece] | None = None
+        self._coming: RecordTransfer | None = None
 
     @property
-    def holds(self) -> Piece | None:
+    def holds(self) -> StatePiece | None:
         """The piece whose record is here, or is on its way; None for none."""
         return None if self._holds is None else self._holds()
 
-    def begin_with(self, piece: Piece) -> None:
+    def begin_with(self, piece: StatePiece) -> None:
         """Holds a piece's record from now on, as the memory is."""
         self._holds = weakref.ref(piece)
 
-    def bring(self, piece: Piece, blocks: Blocks) -> None:
+    def bring(self, piece: StatePiece, blocks: RecordBlocks) -> None:
         """Submits what has to be done until a piece's record is here; see :meth:`wait`."""
         if self.holds is piece:
             return
@@ -253,7 +243,7 @@ class Buffer:
         if piece.size_bytes:
             self._coming = blocks.read(piece.block_of(blocks), self._record(piece))
 
-    def put_away(self, blocks: Blocks) -> Transfer | None:
+    def put_away(self, blocks: RecordBlocks) -> RecordTransfer | None:
         """Submits the write of the record that is here, if it has been changed."""
         piece, changed = self.holds, self.changed
         self.changed = False
@@ -268,12 +258,12 @@ class Buffer:
             self._coming.wait()
             self._coming = None
 
-    def _record(self, piece: Piece) -> Tensor:
+    def _record(self, piece: StatePiece) -> Tensor:
         return self.memory[: piece.size_bytes]
 
 
 @dataclass(eq=False)
-class Piece:
+class StatePiece:
     """A part of a bucket's chunk whose state moves at once.
 
     Attributes:
@@ -288,7 +278,7 @@ class Piece:
     chunk: Chunk
     lanes: tuple[Lane, ...]
     block: int | None = None
-    buffer: Buffer | None = None
+    buffer: RecordBuffer | None = None
     part: Bucket | None = None
 
     @property
@@ -299,9 +289,9 @@ class Piece:
     def size_bytes(self) -> int:
         """Bytes of the record."""
         sizes = (lane.size_bytes(self.chunk.elems) for lane in self.lanes)
-        return sum(round_up(size, PAGE_BYTES) for size in sizes)
+        return sum(map(rounded_up, sizes))
 
-    def block_of(self, blocks: Blocks) -> int:
+    def block_of(self, blocks: RecordBlocks) -> int:
         """Returns the number of its block, which is made at the first call; 0 without a record."""
         if not self.size_bytes:
             return 0
@@ -309,7 +299,7 @@ class Piece:
             self.block = blocks.add_block(self.size_bytes)
         return self.block
 
-    def move_in(self, buffer: Buffer) -> None:
+    def move_in(self, buffer: RecordBuffer) -> None:
         """Takes a buffer, and makes the bucket of the piece there."""
         self.buffer = buffer
         state = ShardState(eight_bits=self.bucket.state.eight_bits)
@@ -323,7 +313,7 @@ class _Kept:
 
     bucket_ref: weakref.ref[Bucket]
     lanes: tuple[Lane, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StatePiece] = field(default_factory=list)
 
 
 class PiecedTier:
@@ -338,7 +328,7 @@ class PiecedTier:
         fault: the first error of the disk; nothing is visited any more.
     """
 
-    def __init__(self, blocks: Blocks, buffer_bytes: int, resident_bytes: int) -> None:
+    def __init__(self, blocks: RecordBlocks, buffer_bytes: int, resident_bytes: int) -> None:
         self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
         self._largest = piece_elems(buffer_bytes)
         self.blocks = blocks
@@ -346,7 +336,7 @@ class PiecedTier:
         self._is_laid_out = True
         # The pieces that the step under way visits, each with the one that needs its buffer next,
         # in this step or first in the next one; None between steps.
-        self._visited: dict[Piece, Piece] | None = None
+        self._visited: dict[StatePiece, StatePiece] | None = None
         self.fault: DiskError | None = None
 
     def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
@@ -370,7 +360,7 @@ class PiecedTier:
         self._is_laid_out = False
         return True
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[StatePiece]:
         return [piece for kept in self._kept.values() for piece in kept.pieces]
 
     def _lay_out(self) -> None:
@@ -380,15 +370,15 @@ class PiecedTier:
             before = kept.pieces
             if not before:
                 chunks = pieces_of(_alive(kept.bucket_ref).chunk, self._largest)
-                kept.pieces = [Piece(kept.bucket_ref, chunk, kept.lanes) for chunk in chunks]
+                kept.pieces = [StatePiece(kept.bucket_ref, chunk, kept.lanes) for chunk in chunks]
             elif before[0].lanes != kept.lanes:
                 kept.pieces = [self._enlarged(piece, kept.lanes) for piece in before]
         self._give_buffers()
         self._is_laid_out = True
 
-    def _enlarged(self, piece: Piece, lanes: tuple[Lane, ...]) -> Piece:
+    def _enlarged(self, piece: StatePiece, lanes: tuple[Lane, ...]) -> StatePiece:
         """Returns a piece with more tensors in its record, of zeros."""
-        made = Piece(piece.bucket_ref, piece.chunk, lanes)
+        made = StatePiece(piece.bucket_ref, piece.chunk, lanes)
         if piece.block is None or not piece.size_bytes:
             return made
         old, new = map(self.blocks.buffer, (piece.size_bytes, made.size_bytes))
@@ -406,7 +396,7 @@ class PiecedTier:
             resident.append(pieces.pop())
             left -= resident[-1].size_bytes
         for piece in resident:
-            buffer = Buffer(self.blocks.buffer(piece.size_bytes), is_shared=False)
+            buffer = RecordBuffer(self.blocks.buffer(piece.size_bytes), is_shared=False)
             if piece.block is None:
                 buffer.begin_with(piece)  # new memory is of zeros, as a state that begins is
             piece.move_in(buffer)
@@ -415,7 +405,7 @@ class PiecedTier:
         # Without any tensor in the state, as of SGD without momentum, nothing moves.
         size = max(PAGE_BYTES, *(piece.size_bytes for piece in pieces))
         count = min(len(pieces), self._buffer_bytes // size)
-        buffers = [Buffer(self.blocks.buffer(size), is_shared=True) for _ in range(count)]
+        buffers = [RecordBuffer(self.blocks.buffer(size), is_shared=True) for _ in range(count)]
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
             if count < len(pieces):
@@ -455,7 +445,7 @@ class PiecedTier:
             if self._visited is None:
                 raise
 
-    def _visit(self, piece: Piece, write: bool) -> Iterator[Bucket]:
+    def _visit(self, piece: StatePiece, write: bool) -> Iterator[Bucket]:
         buffer, part = piece.buffer, piece.part
         assert buffer is not None and part is not None
         # A bucket is laid out anew when its optimizer grows.
@@ -482,7 +472,7 @@ class PiecedTier:
         try:
             if not self._is_laid_out:
                 self._lay_out()
-            by_buffer: dict[Buffer, list[Piece]] = {}
+            by_buffer: dict[RecordBuffer, list[StatePiece]] = {}
             for piece in self._pieces():
                 if active is None or _steps(piece, active):
                     assert piece.buffer is not None
@@ -517,7 +507,7 @@ class PiecedTier:
             raise self.fault
 
 
-def _steps(piece: Piece, active: Sequence[float]) -> bool:
+def _steps(piece: StatePiece, active: Sequence[float]) -> bool:
     """Tells whether some parameter that has elements in a piece takes the step."""
     chunk = piece.chunk
     return any(
@@ -551,7 +541,7 @@ def make_tier(setting: Setting) -> PiecedTier | None:
         if isinstance(tier, Disk):
             owner = f"state of the optimizer on rank {setting.rank}"
             sizes = tier.buffer_bytes, tier.resident_bytes
-            made = PiecedTier(ScratchBlocks(tier.path, owner), *sizes)
+            made = PiecedTier(ScratchFile(tier.path, owner), *sizes)
         else:
             assert setting.comm is not None
             device = cuda.find_device(setting.comm.heap_device, OPERATION)

@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ringcomm.memory.scratch import (
     PAGE_BYTES,
     Disk,
-    Scratch,
+    ScratchFile,
     Transfer,
     aligned_buffer,
     rounded_up,
@@ -44,7 +44,7 @@ from ringcomm.memory.scratch import (
 Tensor = torch.Tensor
 Storage = torch.UntypedStorage
 
-# One cut of the disk's threads (kScratchCutBytes), of which several are under way at once.
+# Small against the default buffers, so that many are under way at once; chosen without a sweep.
 PIECE_BYTES = 2 << 20
 
 # How many receipts are looked at for what to read ahead, and how many turns what was read waits
@@ -114,7 +114,7 @@ class Content:
 
 @dataclass(eq=False)
 class Receipt:
-    """What a graph holds in place of a tensor that it saved.
+    """Stands in a graph for a tensor that it saved.
 
     Attributes:
         number: in the order of saving.
@@ -175,7 +175,7 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Gone(NamedTuple):
-    """What is left of a content that no graph has a receipt of any more."""
+    """The remains of a content that no graph has a receipt of any more."""
 
     key: Key
     number: int
@@ -191,7 +191,7 @@ class ActivationStore:
     """
 
     def __init__(self, disk: Disk, what: str) -> None:
-        self.scratch = Scratch(disk.path, what)
+        self.scratch = ScratchFile(disk.path, what)
         self._most_bytes, self._most_resident_bytes = disk.buffer_bytes, disk.resident_bytes
         share = disk.buffer_bytes // 4 // PAGE_BYTES * PAGE_BYTES
         self._piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, share))

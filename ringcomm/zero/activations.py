@@ -91,7 +91,7 @@ def activations_on(
 
 
 class Activations(AbstractContextManager[None]):
-    """What :func:`activations_on` returns."""
+    """A context that keeps saved tensors on a disk; :func:`activations_on` makes it."""
 
     def __init__(self, disk: Disk, modules: list[nn.Module], least_bytes: int) -> None:
         for module in modules:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringcomm.memory.scratch import Disk, rounded_up
+from ringcomm.memory.scratch import PAGE_BYTES, Disk, rounded_up
 from ringcomm.optim.layout import BLOCK_ELEMS, round_up
-from ringcomm.optim.tiers import PAGE_BYTES, elems_of_pieces, piece_elems
+from ringcomm.optim.tiers import elems_of_pieces, piece_elems
 from ringcomm.zero.estimate import (
     BytesPerElement,
     ModelElems,
@@ -155,7 +155,7 @@ def state_in_tier(
 
 @dataclass(frozen=True)
 class DiskRates:
-    """What a node's disk moves, which its ranks share, in 1e9 bytes/s.
+    """The rates of a node's disk, which its ranks share, in 1e9 bytes/s.
 
     Attributes:
         read_gbps: while it reads alone.

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from ringcomm import DiskError
-from ringcomm.memory.scratch import Scratch, aligned_buffer
+from ringcomm.memory.scratch import ScratchFile, aligned_buffer
 
 
 def skip_unless_disk(folder: Path) -> Path:
     """Returns the folder; skips the test where scratch files are refused there."""
     try:
-        Scratch(folder, "probe").close()
+        ScratchFile(folder, "probe").close()
     except DiskError as error:
         pytest.skip(f"pytest's folder (--basetemp) is on no disk: {error}")
     return folder

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from ringcomm.errors import DiskError
-from ringcomm.memory.scratch import Scratch, Transfer, aligned_buffer
+from ringcomm.memory.scratch import ScratchFile, Transfer, aligned_buffer
 
 CUT_BYTES = 8 << 20  # kScratchCutBytes
 BLOCK_BYTES = 2 * CUT_BYTES + 4096
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def run(folder: str, outcome: Outcome, memories: list[torch.Tensor]) -> None:
-    with Scratch(folder, "state") as scratch:
+    with ScratchFile(folder, "state") as scratch:
         try:
             blocks = [scratch.add_block(BLOCK_BYTES) for _ in range(BLOCKS)]
         except DiskError as error:
@@ -99,7 +99,7 @@ def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
         raise Interrupted
 
     signal.signal(signal.SIGALRM, interrupt)
-    with Scratch(folder, "state") as scratch:
+    with ScratchFile(folder, "state") as scratch:
         block, memory = scratch.add_block(BLOCK_BYTES), aligned_buffer(BLOCK_BYTES)
         library.arm(WRITE, 0, 0, 0, 0, 2_000_000)
         transfer = scratch.write(block, memory)

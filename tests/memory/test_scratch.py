@@ -17,7 +17,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, Disk, DiskError, ForkError, _native
-from ringcomm.memory.scratch import PAGE_BYTES, Scratch, aligned_buffer
+from ringcomm.memory.scratch import PAGE_BYTES, ScratchFile, aligned_buffer
 from tests.memory.disk_folder import filled, skip_unless_disk
 from tests.support import ROOT
 
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def scratch(folder):
-    with Scratch(folder, "state of rank 3") as made:
+    with ScratchFile(folder, "state of rank 3") as made:
         yield made
 
 
@@ -119,7 +119,7 @@ def test_what_was_never_written_reads_as_zeros_and_not_from_the_disk(scratch):
     assert torch.equal(buffer, filled(BLOCK_BYTES, 0))
 
 
-def play_in_order(scratch: Scratch, plays: int, seed: int) -> None:
+def play_in_order(scratch: ScratchFile, plays: int, seed: int) -> None:
     """Submits reads and writes at once that share blocks and memory, and compares with a model."""
     drawn = random.Random(seed)
     size = CUT_BYTES // 2  # of a part of memory: transfers have one or three
@@ -224,7 +224,7 @@ def test_folders_that_take_no_scratch_file_are_refused(tmp_path):
     }
     for folder, words in refused.items():
         with pytest.raises(DiskError, match=rf"state: .*got {folder}: .*{words}") as caught:
-            Scratch(folder, "state")
+            ScratchFile(folder, "state")
         assert caught.value.path == str(folder)
 
 
@@ -240,7 +240,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     skip_unless_disk(tmp_path)
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(DiskError, match=r"Permission denied\. Give this user the right to write"):
-        Scratch(tmp_path, "state")
+        ScratchFile(tmp_path, "state")
 
 
 def test_a_file_system_without_direct_io_is_refused(tmp_path, monkeypatch):
@@ -254,12 +254,12 @@ def test_a_file_system_without_direct_io_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         with pytest.raises(DiskError, match=r"no direct I/O \(O_DIRECT: Invalid argument\)"):
-            Scratch(tmp_path, "state")
+            ScratchFile(tmp_path, "state")
     before = len(os.listdir("/proc/self/fd"))
     for alignment, words in ((0, "no direct I/O for this file"), (65536, "multiples of 65536")):
         monkeypatch.setattr(_native, "direct_alignment", lambda _, found=alignment: found)
         with pytest.raises(DiskError, match=words):
-            Scratch(tmp_path, "state")
+            ScratchFile(tmp_path, "state")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -292,7 +292,7 @@ def _all_direct_files() -> list[str]:
 class Corrupted:
     """Two blocks, each written twice, and a second way into their file."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: ScratchFile) -> None:
         self.scratch = scratch
         self.blocks = [scratch.add_block(BLOCK_BYTES) for _ in range(2)]
         self.write_all(0)
@@ -350,7 +350,7 @@ def test_a_damaged_block_is_an_error_and_stays_one(scratch, damage, offset_bytes
     os.close(corrupted.fd)
 
 
-def expect_error(transfer: Any, scratch: Scratch, words: str) -> DiskError:
+def expect_error(transfer: Any, scratch: ScratchFile, words: str) -> DiskError:
     head = f"state of rank 3: (read|write) of block 0 in {scratch.path}: expected to read"
     with pytest.raises(DiskError, match=rf"{head} \d+ bytes at offset \d+ .*{words}") as caught:
         transfer.wait()
@@ -373,7 +373,7 @@ def test_a_limit_of_file_sizes_is_an_error_and_gives_space_back(scratch):
 
 
 def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
-    scratch = Scratch(folder, "state of rank 3")
+    scratch = ScratchFile(folder, "state of rank 3")
     block = scratch.add_block(BLOCK_BYTES)
     memory = filled(BLOCK_BYTES, 0)
     transfers = [scratch.write(block, memory) for _ in range(64)]
@@ -402,7 +402,7 @@ def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
 
 
 def test_garbage_collection_closes_and_memory_stays_until_a_transfer_is_over(folder):
-    scratch = Scratch(folder, "state of rank 3")
+    scratch = ScratchFile(folder, "state of rank 3")
     block = scratch.add_block(BLOCK_BYTES)
     memory = filled(BLOCK_BYTES, 0)
     kept = weakref.ref(memory.untyped_storage())
@@ -452,8 +452,8 @@ def test_a_forked_child_leaves_it_alone_and_ends(scratch):
 
 ENDS = """
 import os, sys
-from ringcomm.memory.scratch import Scratch, aligned_buffer
-scratch = Scratch(sys.argv[1], "state")
+from ringcomm.memory.scratch import ScratchFile, aligned_buffer
+scratch = ScratchFile(sys.argv[1], "state")
 memory = aligned_buffer(8 << 20)
 block = scratch.add_block(8 << 20)
 for _ in range(20):
@@ -477,7 +477,7 @@ def test_a_process_that_is_killed_leaves_nothing(folder):
     """Its space is looked at in test_scratch_faults.py, on a disk that no other program uses."""
     pid = os.fork()
     if pid == 0:
-        scratch, memory = Scratch(folder, "state"), aligned_buffer(BLOCK_BYTES)
+        scratch, memory = ScratchFile(folder, "state"), aligned_buffer(BLOCK_BYTES)
         block = scratch.add_block(BLOCK_BYTES)
         for _ in range(8):
             scratch.write(block, memory)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ringcomm import DiskError
-from ringcomm.memory.scratch import Scratch, aligned_buffer
+from ringcomm.memory.scratch import ScratchFile, aligned_buffer
 from tests.memory.disk_folder import filled, skip_unless_disk
 from tests.memory.faulty_job import CALLS, TROUBLES
 from tests.support import ROOT
@@ -142,7 +142,7 @@ def fill_disk(folder: Path) -> dict[str, Any]:
     free = free_bytes(folder)
     seen: dict[str, Any] = {"folder": str(folder), "error": "", "blocks": 0}
     memory, back = filled(MIB, 0), aligned_buffer(MIB)
-    with Scratch(folder, "state of rank 3") as scratch:
+    with ScratchFile(folder, "state of rank 3") as scratch:
         try:
             for _ in range(9):
                 scratch.add_block(MIB)
@@ -157,7 +157,7 @@ def fill_disk(folder: Path) -> dict[str, Any]:
     seen["given back by close"] = free_bytes(folder) == free
     pid = os.fork()
     if pid == 0:
-        mine = Scratch(folder, "state of a rank that is killed")
+        mine = ScratchFile(folder, "state of a rank that is killed")
         mine.write(mine.add_block(4 * MIB), aligned_buffer(4 * MIB)).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)

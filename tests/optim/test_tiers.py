@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringcomm import Disk, DiskError, RingcommError
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.memory import scratch
 from ringcomm.optim import (
     SGD,
@@ -319,22 +319,34 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
     worlds(2).run(work)
 
 
-def test_a_disk_that_has_no_room_is_told_at_preparation(worlds, folder, monkeypatch):
-    """On all ranks, and nothing has been stepped."""
-    add = tiers.ScratchBlocks.add_block
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_disk_that_has_no_room_is_told_at_preparation(worlds, folder, monkeypatch, dtype):
+    """On all ranks, before masters are written, and nothing has been stepped."""
+    add = scratch.ScratchFile.add_block
 
     def full(self, size_bytes):
         if "rank 1" in self.what and self.size_bytes > 50_000:
             raise DiskError(f"{self.what}: no room")
         return add(self, size_bytes)
 
-    monkeypatch.setattr(tiers.ScratchBlocks, "add_block", full)
+    monkeypatch.setattr(scratch.ScratchFile, "add_block", full)
 
     def work(comm):
-        param = values((20_000,), 1).requires_grad_()
+        param = values((20_000,), 1).to(dtype).requires_grad_()
         optimizer = AdamW([param], comm=comm, options=AdamWOptions(tier=disk(folder)))
         with pytest.raises(DiskError, match="no room"):
             optimizer.prepare()
+
+    worlds(2).run(work)
+
+
+def test_ranks_with_different_tiers_are_told_so_and_go_on(worlds, folder):
+    def work(comm):
+        tier = disk(folder) if comm.rank else None
+        optimizer = AdamW(params_of(), comm=comm, options=AdamWOptions(tier=tier))
+        with pytest.raises(MismatchError, match="tier"):
+            optimizer.prepare()
+        comm.barrier()
 
     worlds(2).run(work)
 

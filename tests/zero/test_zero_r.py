@@ -115,14 +115,16 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
     disk = Disk(folder)
     made: list[int] = []
 
+    aligned = scratch.aligned_buffer
+
     def allocate(size_bytes: int) -> Tensor:
         made.append(size_bytes)
-        return scratch.aligned_buffer(size_bytes)
+        return aligned(size_bytes)
 
-    monkeypatch.setattr(tiers, "aligned_buffer", allocate)
+    monkeypatch.setattr(scratch, "aligned_buffer", allocate)
     found = []
     for elems in (20 << 20, 200 << 20):
-        blocks, bucket = tiers.ScratchBlocks(folder, "the test"), bucket_of(elems)
+        blocks, bucket = scratch.ScratchFile(folder, "the test"), bucket_of(elems)
         tier = tiers.PiecedTier(blocks, disk.buffer_bytes, disk.resident_bytes)
         bucket.keep_state("fp32", eight_bits=False, tier=tier)
         bucket.ensure(["exp_avg", "exp_avg_sq"])

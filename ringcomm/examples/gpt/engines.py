@@ -23,7 +23,7 @@ from ringcomm.examples.gpt.corpus import Corpus, Source, load
 from ringcomm.examples.gpt.model import GPT
 from ringcomm.launch import World
 from ringcomm.memory import Disk
-from ringcomm.memory.scratch import Scratch
+from ringcomm.memory.scratch import ScratchFile
 from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.zero import StepProfile
 
@@ -149,10 +149,10 @@ class ZeroEngine(TrainingEngine):
         self.is_on_disk = config.state_on is not None
 
     @property
-    def scratch(self) -> Scratch:
+    def scratch(self) -> ScratchFile:
         """This rank's file with the optimizer's state, if that is on a disk."""
         tier = self.adamw.sharded_step().tier
-        assert tier is not None and isinstance(tier.blocks, Scratch)
+        assert tier is not None and isinstance(tier.blocks, ScratchFile)
         return tier.blocks
 
     def quiet(self) -> AbstractContextManager[None]:

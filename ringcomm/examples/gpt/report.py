@@ -22,7 +22,7 @@ from ringcomm.examples.gpt.config import EngineConfig, TrainConfig
 from ringcomm.examples.gpt.corpus import Source
 from ringcomm.launch import World
 from ringcomm.memory import Disk, heap_stats
-from ringcomm.memory.scratch import Scratch
+from ringcomm.memory.scratch import ScratchFile
 from ringcomm.output import new_figure, write_figure
 from ringcomm.zero import ZeroOptions
 from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state, working_buffers
@@ -137,7 +137,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What a rank's steps moved between memory and the disk.
+    """The bytes that a rank's steps moved between memory and the disk.
 
     Attributes:
         file_bytes: of its file.
@@ -157,7 +157,7 @@ class DiskUse:
 
     @property
     def rates(self) -> str:
-        """What a step reads and writes, and how fast, for the progress bar."""
+        """Says for the progress bar how much a step reads and writes, and how fast."""
         if not self.steps:
             return "disk -"
         both = (self.read_bytes, self.reading_s), (self.written_bytes, self.writing_s)
@@ -191,7 +191,7 @@ class DiskMeter:
         self._is_left_out = False
         self.use = DiskUse(0, 0, 0, 0, 0.0, 0.0)
 
-    def look(self, scratch: Scratch) -> None:
+    def look(self, scratch: ScratchFile) -> None:
         """Counts the step since the last look."""
         now = DiskUse(
             scratch.size_bytes,

@@ -13,7 +13,8 @@ from torch import nn
 
 from ringcomm import Disk, zero
 from ringcomm.errors import ArgumentError
-from ringcomm.memory.scratch import Scratch
+from ringcomm.memory import scratch
+from ringcomm.memory.scratch import ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, tiers
 from ringcomm.optim.kernels import PiecedKernels
 from ringcomm.zero.estimate import (
@@ -74,14 +75,14 @@ class Count:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[tuple[int, str], int] = {}
-        begin, count = Scratch._begin, self.bytes
+        begin, count = ScratchFile._begin, self.bytes
 
         def counting(scratch: Any, operation: str, block: int, memory: torch.Tensor) -> Any:
             key = (id(scratch), operation)
             count[key] = count.get(key, 0) + memory.nbytes
             return begin(scratch, operation, block, memory)
 
-        monkeypatch.setattr(Scratch, "_begin", counting)
+        monkeypatch.setattr(ScratchFile, "_begin", counting)
 
     def of(self, scratch: Any) -> tuple[int, int]:
         read, written = (self.bytes.get((id(scratch), name), 0) for name in ("read", "write"))
@@ -114,7 +115,7 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
     state = model_state(model, 0, 1, each, disk).state
     assert held.buffers <= disk.buffer_bytes and held.resident <= disk.resident_bytes
     # Pages are not counted there.
-    assert held.buffers + held.resident <= state + 16 * 4 * tiers.PAGE_BYTES
+    assert held.buffers + held.resident <= state + 16 * 4 * scratch.PAGE_BYTES
 
 
 class Net(nn.Module):
@@ -171,7 +172,7 @@ def moved_by_hand(sizes: list[int], disk: Disk) -> tuple[int, int, int]:
     left, pieces = disk.resident_bytes, list(sizes)
     while pieces and 0 < pieces[-1] <= left:
         left -= pieces.pop()
-    buffers = min(len(pieces), disk.buffer_bytes // max([tiers.PAGE_BYTES, *pieces]))
+    buffers = min(len(pieces), disk.buffer_bytes // max([scratch.PAGE_BYTES, *pieces]))
     holds: dict[int, int] = {}
     read = ahead = 0
     for _ in range(3):
@@ -192,7 +193,7 @@ def moved_by_hand(sizes: list[int], disk: Disk) -> tuple[int, int, int]:
     st.integers(0, 20),
 )
 def test_what_moves_is_what_following_the_buffers_finds(runs, buffers, resident):
-    page = tiers.PAGE_BYTES
+    page = scratch.PAGE_BYTES
     largest = max(size for size, _ in runs)
     disk = Disk("x", max(buffers, largest) * page, resident * page)
     told = TierBytes.of([Records(size * page, count) for size, count in runs], disk)
@@ -225,7 +226,7 @@ def test_bytes_of_an_element_and_step(each, moved):
 def test_pages_widen_the_records_of_small_chunks():
     """Of 2 Mi elements 64 ranks have 32 Ki each, whose moments of 8 bits take 8 pages and 512 B."""
     told = state_in_tier(ModelElems(64 << 25), 1, 64, EIGHT_BITS, ZeroOptions(), Disk("x"))
-    assert told.stored == (1 << 10) * 2 * 9 * tiers.PAGE_BYTES
+    assert told.stored == (1 << 10) * 2 * 9 * scratch.PAGE_BYTES
 
 
 def test_what_is_resident_does_not_move():
